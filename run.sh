@@ -1,0 +1,107 @@
+#!/usr/bin/env bash
+set -euo pipefail
+
+# shellcheck source=scripts/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/common.sh"
+# shellcheck source=scripts/install.sh
+source "$root/scripts/install.sh"
+# shellcheck source=scripts/test.sh
+source "$root/scripts/test.sh"
+# shellcheck source=scripts/lint.sh
+source "$root/scripts/lint.sh"
+
+usage() {
+  cat <<'END'
+Usage:
+  ./run.sh [--full]              build, time the optimizers against the alternatives, train a network on MNIST
+                                 (--full: all sizes, 14 epochs)
+  ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
+  ./run.sh test                  everything that CI runs
+  ./run.sh bench [FILTER]        the benchmark, all sizes
+  ./run.sh mnist [OPTION...]     the convergence check
+  ./run.sh doctor                what was found on this machine, and what costs speed
+  ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck
+  ./run.sh build                 only install what is missing and build
+  ./run.sh help
+END
+}
+
+# ---- Building -------------------------------------------------------------------------------------------
+
+# As many compilers at a time as there are CPUs, and memory for torch's headers in each.
+parallelism() {
+  local memory
+  memory=$(awk '/MemAvailable/ { print int($2 / 1500000) }' /proc/meminfo)
+  printf '%s\n' "$(nproc)" "$((memory > 1 ? memory : 1))" | sort -n | head -n 1
+}
+
+# build PRESET [OPTION...]: options go to `cmake --build`.
+build() {
+  local preset=$1 folder=$root/build/$1 args
+  shift
+  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn)"
+  if [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$args" ]]; then
+    # shellcheck disable=SC2086  # one word an option
+    step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" $args || return
+    echo "$args" >"$folder/.configured"
+  fi
+  step "build-$preset" "building $preset" cmake --build "$folder" -j "$(parallelism)" "$@"
+}
+
+launch() { "$python" "$root/scripts/launch.py" "$@"; }
+
+# ---- The commands ---------------------------------------------------------------------------------------
+
+everything() {
+  local bench_options=(--quick) epochs=1
+  case "${1:-}" in
+    '') ;;
+    --full) bench_options=() epochs=14 ;;
+    *) usage >&2 && die "unknown option: $1" ;;
+  esac
+  bench "${bench_options[@]}"
+  mnist --epochs "$epochs"
+}
+
+bench() {
+  need_python_packages bench
+  build release
+  "$python" "$root/bench/run.py" "$@"
+}
+
+mnist() {
+  need_python_packages examples
+  build release
+  [[ " $* " == *" --data"[\ =]* ]] || set -- --data "$("$python" "$root/examples/mnist/data.py")" "$@"
+  launch "$root/build/release/examples/mnist/mnist" "$@"
+}
+
+doctor() {
+  build release --target fusedstep
+  launch -m fusedstep doctor
+}
+
+run_script() {
+  build release --target fusedstep
+  launch "$@"
+}
+
+main() {
+  local command=${1:-}
+  (($# == 0)) || shift
+  case "$command" in
+    help | -h | --help) usage && return ;;
+  esac
+  prepare
+  case "$command" in
+    '' | --full) everything "$command" "$@" ;;
+    build) build release ;;
+    bench | mnist | doctor) "$command" "$@" ;;
+    test) test_everything ;;
+    lint) lint "$@" ;;
+    *.py) run_script "$command" "$@" ;;
+    *) usage >&2 && die "unknown command: $command" ;;
+  esac
+}
+
+main "$@"

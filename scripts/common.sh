@@ -1,0 +1,49 @@
+# shellcheck shell=bash
+# Sourced by run.sh: where things are, and how what happens is told.
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+venv=$root/.venv
+logs=$root/build/logs
+
+say() { printf 'run.sh: %s\n' "$*" >&2; }
+
+die() {
+  say "$*"
+  exit 1
+}
+
+# step LOG WHAT COMMAND...
+# Runs COMMAND with its output in build/logs/LOG.log and one line on the terminal: WHAT, then the seconds it
+# took. When it fails, the end of the log is shown.
+step() {
+  local log=$logs/$1.log what=$2 began=$SECONDS ticker='' status=0
+  shift 2
+  mkdir -p "$logs"
+  printf 'run.sh: %s ... ' "$what" >&2
+  if [[ -t 2 ]]; then
+    tick "$what" "$log" &
+    ticker=$!
+  fi
+  "$@" </dev/null >"$log" 2>&1 || status=$?
+  if [[ -n $ticker ]]; then
+    kill "$ticker"
+    wait "$ticker" 2>/dev/null || true
+    printf '\r\033[Krun.sh: %s ... ' "$what" >&2
+  fi
+  if ((status == 0)); then
+    printf '%d s\n' $((SECONDS - began)) >&2
+    return
+  fi
+  printf 'failed\n' >&2
+  tail -n 40 "$log" >&2
+  say "the whole output: $log"
+  return "$status"
+}
+
+# Shows how far a step has come, for as long as this script lives.
+tick() {
+  local began=$SECONDS
+  while sleep 1 && kill -0 $$ 2>/dev/null; do
+    printf '\r\033[Krun.sh: %s ... %d s  %s' "$1" $((SECONDS - began)) "$(tail -n 1 "$2" | cut -c 1-60)" >&2
+  done
+}

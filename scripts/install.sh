@@ -1,0 +1,169 @@
+# shellcheck shell=bash
+# Sourced by run.sh: finds a compiler, CMake and a Python with torch, and installs what is missing.
+# Needs no network, and calls neither apt-get nor pip, when everything is there.
+
+# at_least MINIMUM VERSION
+at_least() { [[ -n $2 && $(printf '%s\n' "$1" "$2" | sort -V | head -n 1) == "$1" ]]; }
+
+# ---- The system's packages ------------------------------------------------------------------------------
+
+# Chooses CXX: the user's, or the first g++ that knows enough of C++20.
+find_compiler() {
+  local compiler
+  for compiler in ${CXX:+"$CXX"} g++ g++-{15,14,13,12}; do
+    if at_least 12 "$("$compiler" -dumpversion 2>/dev/null)"; then
+      export CXX=$compiler
+      return
+    fi
+  done
+  return 1
+}
+
+missing_headers() {
+  "$CXX" -x c++ -E -P - <<'END' | grep .
+#if !__has_include(<gtest/gtest.h>)
+libgtest-dev
+#endif
+#if !__has_include(<benchmark/benchmark.h>)
+libbenchmark-dev
+#endif
+#if !__has_include(<zlib.h>)
+zlib1g-dev
+#endif
+END
+}
+
+# Names the Debian packages that a build needs and that are not there.
+missing_packages() {
+  if find_compiler; then
+    missing_headers || true
+  else
+    echo "$(command -v g++ >/dev/null && echo g++-12 || echo g++)" libgtest-dev libbenchmark-dev zlib1g-dev
+  fi
+  command -v cmake >/dev/null || echo cmake
+  command -v ninja >/dev/null || echo ninja-build
+  command -v nm >/dev/null || echo binutils
+  if [[ ! -d $venv ]] && ! has_torch python3 && ! find_python_for_venv >/dev/null; then
+    echo python3 python3-venv
+  fi
+}
+
+has_jemalloc() { /sbin/ldconfig -p | grep -q libjemalloc.so.2; }
+
+# Whether packages may be installed without a question; leaves the word to put before apt-get in $sudo.
+may_install() {
+  command -v apt-get >/dev/null || return
+  sudo=
+  [[ $(id -u) == 0 ]] || { sudo=sudo && sudo -n true 2>/dev/null; }
+}
+
+apt_install() {
+  local apt=(${sudo:+"$sudo"} env DEBIAN_FRONTEND=noninteractive apt-get -q -o DPkg::Lock::Timeout=300)
+  "${apt[@]}" "${apt_options[@]}" update && "${apt[@]}" "${apt_options[@]}" install -y --no-install-recommends "$@"
+}
+
+# install_packages PACKAGE...: needed ones. Brings jemalloc along.
+install_packages() {
+  local apt_options=()
+  has_jemalloc || set -- "$@" libjemalloc2
+  may_install || die "missing: $*. Type: sudo apt-get install $*   (or your system's packages of that kind)"
+  step apt "installing $*" apt_install "$@"
+}
+
+# Whether there is a way out of this machine at all.
+is_online() { awk '$2 == "00000000" { found = 1 } END { exit !found }' /proc/net/route 2>/dev/null; }
+
+# once NAME COMMAND...: tries a thing that can be done without a single time in this build folder.
+once() {
+  local stamp=$root/build/.tried-$1
+  shift
+  [[ ! -e $stamp ]] && is_online || return
+  mkdir -p "$root/build" && touch "$stamp"
+  "$@"
+}
+
+install_jemalloc() {
+  local apt_options=(-o Acquire::Retries=0 -o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10)
+  may_install && step jemalloc "installing libjemalloc2" apt_install libjemalloc2
+}
+
+prepare_system() {
+  local packages
+  read -r -d '' -a packages < <(missing_packages && printf '\0')
+  ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
+  find_compiler || { install_packages g++-12 && find_compiler; } || die "no C++20 compiler: g++ 12 or newer is needed"
+  has_jemalloc || once jemalloc install_jemalloc || true
+}
+
+# ---- Python ---------------------------------------------------------------------------------------------
+
+missing_python_packages() { "$1" "$root/scripts/missing_packages.py" "${@:2}"; }
+
+is_recent_python() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; }
+
+has_torch() { is_recent_python "$1" && [[ -z $(missing_python_packages "$1") ]]; }
+
+# Prints a Python that can make a virtual environment. The first python3 may be a version manager's stand-in
+# for nothing, or too old, so that each is tried.
+find_python_for_venv() {
+  local candidate
+  for candidate in python3 /usr/bin/python3 python3.{13,12,11,10}; do
+    if is_recent_python "$candidate" && "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then
+      echo "$candidate"
+      return
+    fi
+  done
+  return 1
+}
+
+# Sets $python: the repository's own .venv, else a python3 that has torch, else a new .venv.
+prepare_python() {
+  if [[ ! -d $venv ]] && has_torch python3; then
+    python=$(python3 -c 'import sys; print(sys.executable)')
+    return
+  fi
+  python=$venv/bin/python
+  is_recent_python "$python" || step venv "making .venv" "$(find_python_for_venv)" -m venv --clear "$venv"
+  export PATH=$venv/bin:$PATH
+  need_python_packages test bench examples digits lint
+}
+
+# need_python_packages EXTRA...: the extras of pyproject.toml, installed into .venv and asked for elsewhere.
+need_python_packages() {
+  local missing
+  mapfile -t missing < <(missing_python_packages "$python" "$@")
+  ((${#missing[@]})) || return 0
+  [[ $python == "$venv/"* ]] || die "missing: ${missing[*]}. Type: $python -m pip install ${missing[*]@Q}"
+  step pip "installing ${missing[*]} into .venv" \
+    "$python" -m pip install -c "$root/scripts/constraints.txt" "${missing[@]}"
+}
+
+# Debian's and Ubuntu's older releases come with an older CMake.
+prepare_cmake() {
+  at_least 3.25 "$(cmake --version | sed -n '1s/.* //p')" && return
+  [[ $python == "$venv/"* ]] || die "CMake 3.25 or newer is needed. Type: $python -m pip install cmake"
+  step cmake "installing a newer CMake into .venv" "$python" -m pip install 'cmake>=3.25,<4'
+}
+
+# ---- oneDNN, for one row of the benchmark ---------------------------------------------------------------
+
+onednn=$root/build/onednn
+
+install_onednn() {
+  local pip_options=(--retries 0 --timeout 10)
+  step onednn "installing oneDNN for the benchmark" \
+    "$python" -m pip install "${pip_options[@]}" --prefix "$onednn" onednn-devel-cpu-gomp==2023.2.0
+}
+
+find_onednn() { find "$onednn" -name dnnl-config.cmake -printf '%h' 2>/dev/null; }
+
+prepare_onednn() {
+  [[ -n $(find_onednn) ]] || once onednn install_onednn || say "no oneDNN: the benchmark goes without its row"
+}
+
+prepare() {
+  prepare_system
+  prepare_python
+  prepare_cmake
+  prepare_onednn
+}

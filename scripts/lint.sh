@@ -1,0 +1,40 @@
+# shellcheck shell=bash
+# Sourced by run.sh: the formatters and linters, each over our own files.
+
+ours() { git ls-files --cached --others --exclude-standard -- "$@"; }
+
+# check NAME COMMAND...: shows what COMMAND has to say only when it fails.
+check() {
+  local name=$1
+  shift
+  step "lint-$name" "$name" "$@" || failed+=("$name")
+}
+
+format_cpp() { ours '*.h' '*.cpp' | xargs -r clang-format "$@"; }
+
+# Over the files that the release build compiles.
+tidy() {
+  grep -oP '"file": "\K[^"]+' build/release/compile_commands.json | sort -u |
+    xargs -r -n 1 -P "$(parallelism)" clang-tidy -p build/release --quiet
+}
+
+lint() {
+  local fix=${1:-} failed=()
+  [[ -z $fix || $fix == --fix ]] || die "unknown option: $fix"
+  cd "$root" || return
+  need_python_packages lint
+  command -v clang-tidy >/dev/null || install_packages clang-tidy
+  build release
+  if [[ $fix == --fix ]]; then
+    check clang-format format_cpp -i
+    check ruff "$python" -m ruff check --fix
+    check ruff-format "$python" -m ruff format
+  else
+    check clang-format format_cpp --dry-run -Werror
+    check ruff "$python" -m ruff check
+    check ruff-format "$python" -m ruff format --check
+  fi
+  check clang-tidy tidy
+  ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run
+  ((${#failed[@]} == 0)) || die "lint: ${failed[*]}"
+}

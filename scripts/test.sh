@@ -1,0 +1,35 @@
+# shellcheck shell=bash
+# Sourced by run.sh: everything that CI runs, the summaries last.
+
+summary=()
+failures=0
+
+# part NAME COMMAND...: runs one part, keeps its output in build/logs and its last words for the summary.
+part() {
+  local name=$1 log=$logs/test-${1// /-}.log began=$SECONDS outcome=passed words
+  shift
+  mkdir -p "$logs"
+  say "$name"
+  "$@" </dev/null 2>&1 | tee "$log" || {
+    outcome=FAILED
+    failures=$((failures + 1))
+  }
+  words=$(grep -E 'tests passed|^=+ .*(passed|failed|error)|^run.sh: .*failed' "$log" | tail -n 1 | sed 's/^=* *//; s/ *=*$//')
+  summary+=("$(printf '%-8s %-16s %5d s  %s' "$outcome" "$name" $((SECONDS - began)) "$words")")
+}
+
+cpp_tests() { build "$1" && ctest --test-dir "$root/build/$1" --output-on-failure --no-tests=error; }
+
+python_tests() { (cd "$root" && "$python" -m pytest "$@"); }
+
+test_everything() {
+  need_python_packages test
+  part "C++" cpp_tests release
+  part "Python" python_tests --ignore=tests/packaging
+  part "C++ asan" cpp_tests asan
+  part "C++ ubsan" cpp_tests ubsan
+  part "packaging" python_tests tests/packaging
+  printf '\n'
+  printf '%s\n' "${summary[@]}"
+  ((failures == 0))
+}

@@ -1,0 +1,70 @@
+"""`pip install .` gives a package that works outside of the source tree."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# In the first step m/bc1 = g and v/bc2 = g²: u = (1, -1), and the ratio is |(3, 4)| / |(1, -1)|.
+STEP = """
+import math, pathlib, sys
+import torch
+import fusedstep
+from fusedstep import optim
+
+assert pathlib.Path(fusedstep.__file__).is_relative_to(sys.prefix), fusedstep.__file__
+weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+weight.grad = torch.tensor([0.5, -2.0])
+optim.Lamb([weight], lr=0.1, fused=True).step()
+moved = 0.1 * 5 / math.sqrt(2)
+torch.testing.assert_close(weight.data, torch.tensor([3 - moved, 4 + moved]), rtol=1e-6, atol=0)
+print(fusedstep.__version__, fusedstep.isa())
+"""
+
+
+def run(*command: object, **options) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, env=environment, **options
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built with the torch that runs this test: an isolated build would download one."""
+    folder = tmp_path_factory.mktemp("wheel")
+    options = ("--no-build-isolation", "--no-deps", "--no-index")
+    run(sys.executable, "-m", "pip", "wheel", *options, "-w", folder, ROOT)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_wheel_holds_the_package_and_its_library_only(wheel):
+    assert wheel.name.split("-")[0] == "fusedstep"
+    assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    sources = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").rglob("*.py")}
+    assert names == sources | {"fusedstep/lib/libfusedstep.so"}
+
+
+def test_installed_wheel_takes_a_step(wheel, tmp_path):
+    venv = tmp_path / "venv"
+    run(sys.executable, "-m", "venv", "--without-pip", venv)
+    python = venv / "bin" / "python"
+    (site,) = venv.glob("lib/python*/site-packages")
+    ours = [folder for folder in sys.path if folder.endswith("-packages")]
+    (site / "torch.pth").write_text("\n".join(ours))
+    pip = (sys.executable, "-m", "pip", "--python", python)
+    run(*pip, "install", "--no-deps", "--no-index", wheel)
+    version, isa = run(python, "-c", STEP, cwd=tmp_path).split()
+    assert version == wheel.name.split("-")[1]
+    assert isa in ("base", "avx2", "avx512")
