@@ -9,8 +9,8 @@
   by one: what the program forks (a DataLoader's workers) would inherit the main thread's single
   core, and one busy core would hold up the whole team. OMP_PROC_BIND, OMP_PLACES or
   GOMP_CPU_AFFINITY, when set, are left to do all of the pinning.
-- jemalloc is preloaded and keeps the pages it has: with glibc's allocator, an unfused optimizer step
-  is mostly page faults. A trial run shows that it is mapped and took its settings.
+- jemalloc is preloaded and keeps the pages it has: with glibc's allocator, an unfused optimizer
+  step is mostly page faults. A trial run shows that it is mapped and took its settings.
 - The fusedstep of this source tree can be imported.
 
 What was set is shown on stderr in one line.
