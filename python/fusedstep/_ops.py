@@ -1,0 +1,103 @@
+"""Finds the native library, loads it, and names its operators."""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from pathlib import Path
+
+import torch
+
+#: Devices that have native kernels, and the dtypes they update.
+DEVICES = ("cpu",)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+_HOW_TO_BUILD = (
+    "Build it with `cmake --preset release && cmake --build --preset release` in the source tree, "
+    "install the package with `pip install .`, or set FUSEDSTEP_LIBRARY to the path of "
+    "libfusedstep.so."
+)
+
+
+def library_path() -> Path:
+    """Where the native library is looked for."""
+    override = os.environ.get("FUSEDSTEP_LIBRARY")
+    return Path(override) if override else Path(__file__).parent / "lib" / "libfusedstep.so"
+
+
+def _load() -> str | None:
+    """Loads the library; returns None, or why its kernels cannot be used."""
+    path = library_path()
+    if not path.is_file():
+        return f"fusedstep's native library was not found at {path}. {_HOW_TO_BUILD}"
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"fusedstep's native library could not be loaded ({error}). {_HOW_TO_BUILD}"
+    torch.ops.fusedstep.isa()  # an impossible FUSEDSTEP_ISA is an error now, not at the first step
+    return None
+
+
+#: Why the native kernels cannot be used; None when they can.
+missing: str | None = _load()
+
+
+@functools.cache
+def warn_missing() -> None:
+    """Says once in a process that optimizers run without native kernels."""
+    warnings.warn(f"{missing} Until then the slower fused=False is used.", stacklevel=2)
+
+
+def isa() -> str:
+    """Name of the instruction set that the kernels use now: ``'base'``, ``'avx2'`` or ``'avx512'``.
+
+    Raises:
+        RuntimeError: without the native library.
+    """
+    _require()
+    return torch.ops.fusedstep.isa()
+
+
+def isas() -> tuple[str, ...]:
+    """Names of the instruction sets that this CPU runs, best first.
+
+    Raises:
+        RuntimeError: without the native library.
+    """
+    _require()
+    return tuple(torch.ops.fusedstep.isas())
+
+
+def force_isa(name: str | None) -> None:
+    """Makes the kernels use the named instruction set from now on; None goes back to the best.
+
+    Raises:
+        RuntimeError: without the native library, or if this CPU does not run it.
+    """
+    _require()
+    torch.ops.fusedstep.force_isa(name or "")
+
+
+def plan_isa(optimizer: torch.optim.Optimizer) -> str:
+    """Name of the instruction set whose code ran the last native step of ``optimizer``.
+
+    Raises:
+        RuntimeError: if its last step was not a native one.
+    """
+    names = {torch.ops.fusedstep.plan_isa(plan.handle) for plan in optimizer._plans.values()}
+    if len(names) != 1:
+        raise RuntimeError(f"the optimizer has no one instruction set: {sorted(names)}")
+    return names.pop()
+
+
+def capabilities() -> dict[str, str]:
+    """How the native library was built, as ``{key: value}``; empty without it."""
+    if missing:
+        return {}
+    return dict(fact.split("=", 1) for fact in torch.ops.fusedstep.capabilities())
+
+
+def _require() -> None:
+    if missing:
+        raise RuntimeError(missing)
