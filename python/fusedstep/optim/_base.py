@@ -1,4 +1,4 @@
-"""What all optimizers have in common: the choice between native and imperative code, and the state."""
+"""What all optimizers share: the choice between native and imperative code, and the states."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -23,47 +23,51 @@ from fusedstep import _ops
 
 
 class _Plan:
-    """What the native side has worked out for a list of weights; lives as long as this object."""
+    """What the native side has worked out for a list of weights; it frees that when it dies."""
 
-    __slots__ = ("__weakref__", "handle", "slots", "weights")
+    __slots__ = ("__weakref__", "handle", "names", "weights")
 
-    def __init__(self, weights: list[Tensor], states: list[Tensor], steps: list[Tensor]) -> None:
-        self.handle = torch.ops.fusedstep.plan_new(weights, states, steps)
-        weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
+    def __init__(
+        self, weights: list[Tensor], states: list[dict[str, Tensor]], names: tuple[str, ...]
+    ) -> None:
+        slots = [state[name] for name in names for state in states]
+        steps = [state["step"] for state in states]
+        self.handle: int = torch.ops.fusedstep.plan_new(weights, slots, steps)
+        self.names = names
         self.weights = weights
-        self.slots = len(states) // len(weights)
+        weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
 
 
 class FusedOptimizer(Optimizer):
-    """Base of all optimizers.
+    """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
-    A group is updated by the native kernels or, weight by weight, by the imperative twin. A subclass
-    says what is its own: the constructor, the names of its states, the native operator, and the twin.
+    A subclass says what is its own: the constructor, the names of its states, the native operator's
+    arguments, and the imperative twin.
     """
 
-    #: Options that older dictionaries lack, and what they mean where they are missing.
-    _later_options: dict[str, Any] = {
+    #: Options that older dictionaries lack, with the values that mean what was done then.
+    _later_options: ClassVar[dict[str, Any]] = {
         "foreach": None,
         "maximize": False,
         "differentiable": False,
         "fused": None,
     }
 
-    #: Text of the error for a sparse gradient; None if the imperative twin takes them.
+    #: Text of the error for a sparse gradient; None where the imperative twin takes them.
     _sparse_error: str | None = None
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._forget_plans()
         super().__init__(params, defaults)
 
-    # What a subclass says ------------------------------------------------------------------------
+    # What a subclass says
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states that have the weight's shape, in the order of the native operator."""
+        """Names of the states of the weight's shape, in the order of the native operator."""
         raise NotImplementedError
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        """What the states start at."""
+        """What these states start at."""
         return 0.0
 
     def _native(
@@ -75,16 +79,16 @@ class FusedOptimizer(Optimizer):
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """Updates one weight and its state in place by torch operations: the readable reference."""
+        """Updates a weight and its state in place by torch operations: the readable reference."""
         raise NotImplementedError
 
     def _out_of_place(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the new weight and state: what autograd follows and a device graph captures."""
+        """Returns the new weight and state, by operations autograd or a device graph can follow."""
         raise NotImplementedError
 
-    # Groups and states ---------------------------------------------------------------------------
+    # Groups and states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -94,7 +98,7 @@ class FusedOptimizer(Optimizer):
         except RuntimeError:
             self.param_groups.pop()
             raise
-        if group["fused"] is None and _ops.missing:
+        if _ops.missing and _wants_native(group):
             _ops.warn_missing()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -105,47 +109,94 @@ class FusedOptimizer(Optimizer):
                 group.setdefault(name, value)
             weights = [p for p in group["params"] if self.state.get(p)]
             for p in weights:
-                step = self.state[p]["step"]
-                if not isinstance(step, Tensor):
-                    device = p.device if group.get("capturable") else "cpu"
-                    self.state[p]["step"] = torch.tensor(float(step), device=device)
-            if self._is_native(group, weights):
+                step = self.state[p].get("step")
+                if isinstance(step, (int, float)):
+                    self.state[p]["step"] = _new_step(p, group).fill_(step)
+            if _wants_native(group) and not _obstacle(weights):
                 self._place_states(group, weights)
 
+    @torch.no_grad()
     def _create_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Gives a state to the weights that have none."""
+        """Gives a state to those weights that have none."""
         names = self._state_names(group)
         weights = [p for p in weights if not self.state[p].keys() >= {"step", *names}]
         if not weights:
             return
         value = self._initial_value(group)
         if self._is_native(group, weights):
-            placed = torch.ops.fusedstep.new_states(weights, len(names))
-            if value != 0:
-                torch._foreach_add_(placed, value)
+            tensors = torch.ops.fusedstep.new_states(weights, len(names))
         else:
-            placed = [_full_like(p, value) for _ in names for p in weights]
+            tensors = [torch.zeros_like(p) for _ in names for p in weights]
         for i, p in enumerate(weights):
-            device = p.device if group.get("capturable") else "cpu"
             state = self.state[p]
-            state.setdefault("step", torch.zeros((), dtype=torch.float32, device=device))
-            for name, tensor in zip(names, placed[i :: len(weights)], strict=True):
+            state.setdefault("step", _new_step(p, group))
+            for name, tensor in zip(names, tensors[i :: len(weights)], strict=True):
+                if value != 0:
+                    tensor.fill_(complex(value, value) if p.is_complex() else value)
                 state.setdefault(name, tensor)
 
+    @torch.no_grad()
     def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Moves states that came from elsewhere to where the native kernels are fastest."""
+        """Moves states that come from elsewhere to where the native kernels find them fastest."""
         names = self._state_names(group)
-        weights = [p for p in weights if self.state[p].keys() >= {"step", *names}]
+        weights = [
+            p
+            for p in weights
+            if all(name in self.state[p] and self.state[p][name].shape == p.shape for name in names)
+        ]
         if not weights:
             return
-        placed = torch.ops.fusedstep.new_states(weights, len(names))
+        tensors = torch.ops.fusedstep.new_states(weights, len(names))
         for i, p in enumerate(weights):
             state = self.state[p]
-            state["step"] = state["step"].detach().to("cpu", torch.float32, copy=True)
-            for name, tensor in zip(names, placed[i :: len(weights)], strict=True):
-                state[name] = tensor.copy_(state[name].detach())
+            state["step"] = _new_step(p, group).copy_(state["step"])
+            for name, tensor in zip(names, tensors[i :: len(weights)], strict=True):
+                state[name] = tensor.copy_(state[name])
 
-    # The step ------------------------------------------------------------------------------------
+    # The choice of code
+
+    def _is_native(self, group: dict[str, Any], weights: list[Tensor]) -> bool:
+        """Whether the native kernels update these weights; an error if they cannot but must."""
+        if not _wants_native(group):
+            return False
+        obstacle = _obstacle(weights)
+        if obstacle and group["fused"]:
+            raise RuntimeError(obstacle)
+        return obstacle is None
+
+    def _plan(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> _Plan | None:
+        """The native plan of a group; None where the imperative twin updates it."""
+        names = self._state_names(group)
+        plan = self._plans.get(index)
+        if plan and names == plan.names and _same(weights, plan.weights) and _wants_native(group):
+            return plan
+
+        self._plans.pop(index, None)
+        sparse = any(grad.layout is not torch.strided for grad in grads)
+        if sparse and self._sparse_error:
+            raise RuntimeError(self._sparse_error)
+        if sparse and group["fused"]:
+            raise RuntimeError("`fused` does not support sparse grad or complex param")
+        native = self._is_native(group, weights) and not sparse
+        self._create_states(group, weights)
+        if not native:
+            return None
+        plan = _Plan(weights, [self.state[p] for p in weights], names)
+        self._plans[index] = plan
+        self._seen = None
+        return plan
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[int, _Plan] = {}  # by the group's index
+        self._seen: list[Any] | None = None  # all values of the state when the plans were made
+
+    def _state_values(self) -> Iterable[Any]:
+        # The end marker tells a shorter list from a longer one.
+        return chain(chain.from_iterable(map(dict.values, self.state.values())), (None,))
+
+    # The step
 
     @_use_grad_for_differentiable
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
@@ -164,12 +215,31 @@ class FusedOptimizer(Optimizer):
         self._update()
         return loss
 
+    @torch._disable_dynamo
     def _update(self) -> None:
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if p.grad is not None]
-            self._create_states(group, weights)
-            for weight in weights:
-                self._imperative_step(group, weight, weight.grad)
+        if self._plans and not all(map(is_, self._state_values(), self._seen)):
+            self._forget_plans()  # someone has exchanged a state
+
+        # Everything that can be wrong is found out for all groups before the first is changed.
+        work = []
+        for index, group in enumerate(self.param_groups):
+            grads = [p.grad for p in group["params"]]
+            weights = [
+                p for p, grad in zip(group["params"], grads, strict=True) if grad is not None
+            ]
+            grads = [grad for grad in grads if grad is not None]
+            if weights:
+                work.append((group, weights, grads, self._plan(index, group, weights, grads)))
+        if self._seen is None:
+            self._seen = list(self._state_values())
+
+        for group, weights, grads, plan in work:
+            if plan:
+                self._native(plan.handle, weights, grads, group)
+                increment_version(weights)
+            else:
+                for weight, grad in zip(weights, grads, strict=True):
+                    self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]
@@ -178,17 +248,68 @@ class FusedOptimizer(Optimizer):
         if weight.is_complex():
             state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
             weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
-        self._imperative(group, weight, grad, state)
 
-    def _forget_plans(self) -> None:
-        self._plans = {}
+        if not (group["differentiable"] or group.get("capturable")):
+            self._imperative(group, weight, grad, state)
+            return
 
-    def _is_native(self, group, weights) -> bool:
-        return False
+        if group["differentiable"] and state["step"].requires_grad:
+            raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
+        if group.get("capturable"):
+            _check_capturable(weight, state["step"])
+        # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
+        copies = {name: tensor.clone() for name, tensor in state.items()}
+        new_weight, new_state = self._out_of_place(group, weight.clone(), grad, copies)
+        weight.copy_(new_weight)
+        for name, tensor in new_state.items():
+            state[name].copy_(tensor)
 
 
-def _full_like(weight: Tensor, value: float) -> Tensor:
-    """A state of a weight, in its dtype and dimension order."""
-    if weight.is_complex():
-        value = complex(value, value)
-    return torch.full_like(weight, value, memory_format=torch.preserve_format)
+def _wants_native(group: dict[str, Any]) -> bool:
+    """Whether the options of a group ask for native kernels, or allow them."""
+    if group["fused"]:
+        if group["differentiable"]:
+            raise RuntimeError("`fused` does not support `differentiable`")
+        if group["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+        return True
+    return group["fused"] is None and not (group["foreach"] or group["differentiable"])
+
+
+def _obstacle(weights: list[Tensor]) -> str | None:
+    """Why the native kernels cannot update these weights; None if they can."""
+    if _ops.missing:
+        return f"`fused=True` needs native kernels. {_ops.missing}"
+    for p in weights:
+        if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
+            return (
+                "`fused=True` requires all the params to be floating point Tensors of "
+                f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
+            )
+        if type(p) not in (Tensor, Parameter) or p.layout is not torch.strided:
+            return (
+                "`fused=True` requires all the params to be dense Tensors but one is a "
+                f"{torch.typename(p)} of layout {p.layout}"
+            )
+    if len(set(map(id, weights))) != len(weights):
+        return "`fused=True` requires all the params of a group to be different Tensors"
+    return None
+
+
+def _check_capturable(weight: Tensor, step: Tensor) -> None:
+    devices = _get_capturable_supported_devices()
+    if weight.device.type != step.device.type or weight.device.type not in devices:
+        raise AssertionError(
+            f"If capturable=True, params and state_steps must be on supported devices: {devices}."
+        )
+
+
+def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
+    """A step count of zero, on the host unless a device graph counts the steps."""
+    device = weight.device if group.get("capturable") else "cpu"
+    return torch.zeros((), dtype=torch.float32, device=device)
+
+
+def _same(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the very same objects; runs in C, for it runs at every step."""
+    return len(a) == len(b) and all(map(is_, a, b))

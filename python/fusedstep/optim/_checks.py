@@ -13,17 +13,17 @@ def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: boo
             )
         if lr.numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
-    if not 0.0 <= lr:
+    if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
 
 
 def check_eps(eps: float) -> None:
-    if not 0.0 <= eps:
+    if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
 
 
 def check_at_least_zero(name: str, value: float) -> None:
-    if not 0.0 <= value:
+    if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")
 
 
@@ -47,6 +47,4 @@ def check_betas(
         or (isinstance(beta1, Tensor) and isinstance(beta2, Tensor))
     ):
         raise ValueError("betas must be either both floats or both Tensors")
-    return (
-        (beta1.squeeze(), beta2.squeeze()) if isinstance(beta1, Tensor) else (beta1, beta2)
-    )
+    return (beta1.squeeze(), beta2.squeeze()) if isinstance(beta1, Tensor) else (beta1, beta2)
