@@ -48,7 +48,7 @@ missing_packages() {
   fi
 }
 
-has_jemalloc() { /sbin/ldconfig -p | grep -q libjemalloc.so.2; }
+has_jemalloc() { [[ $(/sbin/ldconfig -p) == *libjemalloc.so.2* ]]; }
 
 # Whether packages may be installed without a question; leaves the word to put before apt-get in $sudo.
 may_install() {
