@@ -1,0 +1,27 @@
+# fusedstep_isa_objects(<out>): compiles the kernel sources once per instruction set and returns the objects, those of
+# the base first. ATen's vector classes choose their width by CPU_CAPABILITY.
+
+function(fusedstep_isa NAME CAPABILITY)
+  add_library(fusedstep_kernels_${NAME} OBJECT "${PROJECT_SOURCE_DIR}/cpu_kernels/instantiate.cpp")
+  target_compile_definitions(
+    fusedstep_kernels_${NAME} PRIVATE FUSEDSTEP_ISA=${NAME} CPU_CAPABILITY=${CAPABILITY} CPU_CAPABILITY_${CAPABILITY})
+  # Kernels are optimised in every configuration: without inlining, vector code would leak through weak functions.
+  # Contraction is off so that every instruction set rounds alike; what is to be fused says mul_add.
+  # GCC 12 warns of variables left undefined on purpose inside its own intrinsics.
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math ${ARGN})
+  target_link_libraries(fusedstep_kernels_${NAME} PRIVATE fusedstep_options torch::headers)
+  set_target_properties(fusedstep_kernels_${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+endfunction()
+
+function(fusedstep_isa_objects OUT)
+  fusedstep_isa(base DEFAULT)
+  set(objects $<TARGET_OBJECTS:fusedstep_kernels_base>)
+  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+    fusedstep_isa(avx2 AVX2 -mavx2 -mfma -mf16c)
+    fusedstep_isa(avx512 AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+    list(APPEND objects $<TARGET_OBJECTS:fusedstep_kernels_avx2> $<TARGET_OBJECTS:fusedstep_kernels_avx512>)
+    set_source_files_properties(src/isa.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_HAVE_AVX2;FUSEDSTEP_HAVE_AVX512")
+  endif()
+  set(${OUT} ${objects} PARENT_SCOPE)
+endfunction()

@@ -1,0 +1,40 @@
+# Imported targets for the torch of a Python interpreter: torch::headers, torch::cpu (what the operators need) and
+# torch::torch (all of LibTorch). torch's own CMake package wants a CUDA toolkit wherever torch was built with CUDA;
+# these targets do not. torch is located, not imported.
+
+if(TARGET torch::torch)
+  return()
+endif()
+
+find_package(Python 3.10 COMPONENTS Interpreter REQUIRED)
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" -c
+          "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+  OUTPUT_VARIABLE fusedstep_torch_root
+  OUTPUT_STRIP_TRAILING_WHITESPACE)
+if(NOT EXISTS "${fusedstep_torch_root}/lib/libtorch_cpu.so")
+  message(FATAL_ERROR "torch was not found by ${Python_EXECUTABLE}: set Python_EXECUTABLE to a Python with torch >= 2.11")
+endif()
+file(STRINGS "${fusedstep_torch_root}/version.py" fusedstep_torch_version REGEX "^__version__")
+string(REGEX MATCH "[0-9]+\\.[0-9]+" fusedstep_torch_version "${fusedstep_torch_version}")
+if(fusedstep_torch_version VERSION_LESS 2.11)
+  message(FATAL_ERROR "torch ${fusedstep_torch_version} is too old: fusedstep needs 2.11 or later")
+endif()
+message(STATUS "torch ${fusedstep_torch_version} in ${fusedstep_torch_root}")
+
+add_library(torch::headers INTERFACE IMPORTED)
+target_include_directories(
+  torch::headers SYSTEM INTERFACE "${fusedstep_torch_root}/include" "${fusedstep_torch_root}/include/torch/csrc/api/include")
+
+foreach(library c10 torch_cpu torch)
+  add_library(torch::lib_${library} SHARED IMPORTED)
+  set_target_properties(torch::lib_${library} PROPERTIES IMPORTED_LOCATION "${fusedstep_torch_root}/lib/lib${library}.so")
+endforeach()
+
+add_library(torch::cpu INTERFACE IMPORTED)
+target_link_libraries(torch::cpu INTERFACE torch::headers torch::lib_torch_cpu torch::lib_c10)
+
+# libtorch.so pulls in the CUDA libraries where there are any; a program that only names CPU symbols would drop it.
+add_library(torch::torch INTERFACE IMPORTED)
+target_link_libraries(torch::torch INTERFACE torch::cpu)
+target_link_options(torch::torch INTERFACE "LINKER:-rpath-link,${fusedstep_torch_root}/lib")

@@ -1,0 +1,146 @@
+// Runs a span kernel over a chunk of one tensor: in place where its operands lie side by side, otherwise
+// through a tile on the stack: gather, kernel, scatter. Nothing outside of the tensor's own elements is read
+// or written.
+#pragma once
+#include <algorithm>
+#include <cstring>
+
+#include "cpu_kernels/kernel_table.h"
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+constexpr int64_t kTileElements = 1024;
+using Tile = char[kTileElements * sizeof(double)];
+
+// Where a block of a tensor starts in each operand, in elements, and its size.
+struct Block {
+  int64_t offset[kMaxOperands];
+  int64_t rows, columns;
+};
+
+inline Block locate(const BlockLayout& layout, int operands, int64_t index) {
+  const int row_dim = layout.dims - 2, column_dim = layout.dims - 1;
+  Block block{};
+  const auto advance = [&](int dim, int64_t position) {
+    for (int k = 0; k < operands; ++k) block.offset[k] += position * layout.strides[k * layout.dims + dim];
+  };
+  const auto cut = [&](int dim, int64_t extent) {
+    const int64_t blocks = (layout.sizes[dim] + extent - 1) / extent, start = index % blocks * extent;
+    index /= blocks;
+    advance(dim, start);
+    return std::min(extent, layout.sizes[dim] - start);
+  };
+  block.columns = cut(column_dim, layout.extent[1]);
+  block.rows = cut(row_dim, layout.extent[0]);
+  for (int dim = row_dim - 1; dim >= 0; --dim) {
+    advance(dim, index % layout.sizes[dim]);
+    index /= layout.sizes[dim];
+  }
+  return block;
+}
+
+// Copies a block between a strided array and a tile in which its rows lie one behind another. The inner loop
+// runs along the side that is contiguous in the array.
+template <class Word, bool kGather>
+void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t row_stride,
+                int64_t column_stride) {
+  const auto copy = [](Word& outside, Word& inside) {
+    (kGather ? inside : outside) = kGather ? outside : inside;
+  };
+  if (column_stride == 1) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) copy(array[r * row_stride + c], tile[r * columns + c]);
+    }
+  } else if (row_stride == 1) {
+    for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t r = 0; r < rows; ++r) copy(array[c * column_stride + r], tile[r * columns + c]);
+    }
+  } else {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c)
+        copy(array[r * row_stride + c * column_stride], tile[r * columns + c]);
+    }
+  }
+}
+
+template <bool kGather>
+void copy_operand(const TensorTask& task, int operand, const Block& block, char* tile) {
+  const BlockLayout& layout = *task.layout;
+  const int64_t* strides = layout.strides + operand * layout.dims + layout.dims - 2;
+  const int size = task.element_size[operand];
+  char* array = static_cast<char*>(task.data[operand]) + block.offset[operand] * size;
+  const auto run = [&]<class Word>(Word) {
+    copy_block<Word, kGather>(reinterpret_cast<Word*>(array), reinterpret_cast<Word*>(tile), block.rows,
+                              block.columns, strides[0], strides[1]);
+  };
+  if (size == 2) run(uint16_t{});
+  if (size == 4) run(uint32_t{});
+  if (size == 8) run(uint64_t{});
+}
+
+inline Span make_span(const TensorTask& task, double* norms) {
+  Span span{};
+  span.scalars = task.scalars;
+  span.ratio = task.ratio;
+  span.norms = norms;
+  return span;
+}
+
+inline void run_dense(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
+                      double* norms) {
+  Span span = make_span(task, norms);
+  span.count = end - begin;
+  for (int k = 0; k < task.operands; ++k) {
+    span.operand[k] = static_cast<char*>(task.data[k]) + begin * task.element_size[k];
+  }
+  kernel.run(span);
+}
+
+inline void run_blocks(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
+                       double* norms) {
+  const BlockLayout& layout = *task.layout;
+  alignas(64) Tile tiles[kMaxOperands];
+  Span span = make_span(task, norms);
+  while (begin < end) {
+    // A long row is worked on where it is, by those operands in which it is contiguous.
+    uint32_t in_place = 0;
+    if (layout.rows) {
+      for (int k = 0; k < task.operands; ++k) {
+        if (layout.strides[(k + 1) * layout.dims - 1] == 1) in_place |= 1u << k;
+      }
+    }
+    // As many blocks as fill a tile; at least one.
+    int64_t last = begin;
+    span.count = 0;
+    while (last < end) {
+      const Block block = locate(layout, task.operands, last);
+      const int64_t count = block.rows * block.columns;
+      if (span.count + count > kTileElements || (layout.rows && last > begin)) break;
+      for (int k = 0; k < task.operands; ++k) {
+        char* tile = tiles[k] + span.count * task.element_size[k];
+        if (in_place >> k & 1) {
+          span.operand[k] = static_cast<char*>(task.data[k]) + block.offset[k] * task.element_size[k];
+        } else {
+          span.operand[k] = tiles[k];
+          if (kernel.reads >> k & 1) copy_operand<true>(task, k, block, tile);
+        }
+      }
+      span.count += count;
+      ++last;
+    }
+    kernel.run(span);
+    int64_t done = 0;
+    for (; begin < last; ++begin) {
+      const Block block = locate(layout, task.operands, begin);
+      for (int k = 0; k < task.operands; ++k) {
+        if ((kernel.writes & ~in_place) >> k & 1) {
+          copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
+        }
+      }
+      done += block.rows * block.columns;
+    }
+  }
+}
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA

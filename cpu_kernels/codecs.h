@@ -1,0 +1,188 @@
+// Conversion between the dtype in memory and the dtype of the maths (float for bf16, fp16 and fp32; double
+// for fp64).
+//
+// Decoding is exact. Encoding rounds to nearest even whatever the thread's rounding mode, keeps denormals
+// whatever its flush-to-zero mode, and gives the same bits on every instruction set, NaN included.
+#pragma once
+#include <bit>
+#include <cstdint>
+
+#include "cpu_kernels/pack.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+template <class Stored>
+struct Codec;
+
+// --- float and double: as they are ---
+
+template <class T>
+struct PlainCodec {
+  using Compute = T;
+  FUSEDSTEP_FN static T decode(T x) { return x; }
+  FUSEDSTEP_FN static T encode(T x) { return x; }
+  FUSEDSTEP_FN static Pack<T> load(const T* x) { return Pack<T>(at::vec::Vectorized<T>::loadu(x)); }
+  FUSEDSTEP_FN static void store(T* to, const Pack<T>& x) { x.v.store(to); }
+};
+
+template <>
+struct Codec<float> : PlainCodec<float> {};
+template <>
+struct Codec<double> : PlainCodec<double> {};
+
+// --- 16-bit types: one element ---
+
+struct ScalarBf16 {
+  using Compute = float;
+  FUSEDSTEP_FN static float decode(bf16 x) { return std::bit_cast<float>(uint32_t{x.bits} << 16); }
+  FUSEDSTEP_FN static bf16 encode(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x);
+    const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return {static_cast<uint16_t>(nan ? 0x7fc0u : rounded)};
+  }
+};
+
+struct ScalarF16 {
+  using Compute = float;
+  FUSEDSTEP_FN static float decode(f16 x) {
+    const uint32_t sign = (x.bits & 0x8000u) << 16, exponent = (x.bits >> 10) & 0x1fu,
+                   mantissa = x.bits & 0x3ffu;
+    if (exponent == 0x1f) {  // infinity, or NaN made quiet
+      return std::bit_cast<float>(sign | 0x7f800000u | (mantissa << 13) | (mantissa ? 0x400000u : 0u));
+    }
+    if (exponent != 0) return std::bit_cast<float>(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    if (mantissa == 0) return std::bit_cast<float>(sign);
+    const int shift = std::countl_zero(mantissa) - 21;  // bring the leading one to bit 10
+    return std::bit_cast<float>(sign | ((113u - shift) << 23) | (((mantissa << shift) & 0x3ffu) << 13));
+  }
+  FUSEDSTEP_FN static f16 encode(float x) {
+    const uint32_t bits = std::bit_cast<uint32_t>(x), sign = (bits >> 16) & 0x8000u,
+                   magnitude = bits & 0x7fffffffu;
+    uint32_t half = 0;
+    if (magnitude > 0x7f800000u) {
+      half = 0x7e00u | ((magnitude >> 13) & 0x3ffu);  // NaN made quiet
+    } else if (magnitude >= 0x477ff000u) {
+      half = 0x7c00u;  // rounds to infinity
+    } else if (magnitude >= 0x38800000u) {
+      half = (magnitude - 0x38000000u + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
+    } else if (magnitude > 0x33000000u) {  // denormal: the mantissa with its leading one, shifted and rounded
+      const uint32_t shift = 126u - (magnitude >> 23), mantissa = (magnitude & 0x7fffffu) | 0x800000u;
+      const uint32_t kept = mantissa >> shift, rest = mantissa & ((1u << shift) - 1u),
+                     tie = 1u << (shift - 1u);
+      half = kept + (rest > tie || (rest == tie && (kept & 1u)) ? 1u : 0u);
+    }
+    return {static_cast<uint16_t>(sign | half)};
+  }
+};
+
+// --- 16-bit types: a register ---
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+template <>
+struct Codec<bf16> : ScalarBf16 {
+  FUSEDSTEP_FN static Pack<float> load(const bf16* x) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+    return Pack<float>(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16)));
+  }
+  FUSEDSTEP_FN static void store(bf16* to, const Pack<float>& x) {
+    const __m512i bits = _mm512_castps_si512(x.v);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    const __m512i result = _mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc00000));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(_mm512_srli_epi32(result, 16)));
+  }
+};
+
+template <>
+struct Codec<f16> : ScalarF16 {
+  FUSEDSTEP_FN static Pack<float> load(const f16* x) {
+    return Pack<float>(_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))));
+  }
+  FUSEDSTEP_FN static void store(f16* to, const Pack<float>& x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+#elif defined(CPU_CAPABILITY_AVX2)
+
+template <>
+struct Codec<bf16> : ScalarBf16 {
+  FUSEDSTEP_FN static Pack<float> load(const bf16* x) {
+    const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+    return Pack<float>(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16)));
+  }
+  FUSEDSTEP_FN static void store(bf16* to, const Pack<float>& x) {
+    const __m256i bits = _mm256_castps_si256(x.v);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    const __m256i result = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc00000), nan);
+    const __m256i words = _mm256_srli_epi32(result, 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0b1000);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  }
+};
+
+template <>
+struct Codec<f16> : ScalarF16 {
+  FUSEDSTEP_FN static Pack<float> load(const f16* x) {
+    return Pack<float>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+  }
+  FUSEDSTEP_FN static void store(f16* to, const Pack<float>& x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT));
+  }
+};
+
+#else
+
+template <class Scalar, class Stored>
+struct LoopCodec : Scalar {
+  FUSEDSTEP_FN static Pack<float> load(const Stored* x) {
+    float decoded[Pack<float>::size()];
+    for (int i = 0; i < Pack<float>::size(); ++i) decoded[i] = Scalar::decode(x[i]);
+    return Pack<float>(at::vec::Vectorized<float>::loadu(decoded));
+  }
+  FUSEDSTEP_FN static void store(Stored* to, const Pack<float>& x) {
+    float decoded[Pack<float>::size()];
+    x.v.store(decoded);
+    for (int i = 0; i < Pack<float>::size(); ++i) to[i] = Scalar::encode(decoded[i]);
+  }
+};
+
+template <>
+struct Codec<bf16> : LoopCodec<ScalarBf16, bf16> {};
+template <>
+struct Codec<f16> : LoopCodec<ScalarF16, f16> {};
+
+#endif
+
+// Element i of an array as V: a register of elements from i on, or the one element.
+template <class V, class Stored>
+FUSEDSTEP_FN V load(const Stored* array, int64_t i) {
+  if constexpr (requires { V::size(); }) {
+    return Codec<Stored>::load(array + i);
+  } else {
+    return Codec<Stored>::decode(array[i]);
+  }
+}
+
+template <class V, class Stored>
+FUSEDSTEP_FN void store(Stored* array, int64_t i, const V& x) {
+  if constexpr (requires { V::size(); }) {
+    Codec<Stored>::store(array + i, x);
+  } else {
+    array[i] = Codec<Stored>::encode(x);
+  }
+}
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -1,0 +1,80 @@
+// Runs a rule over a span: loads, the rule's maths, stores; a register at a time, then the tail one by one.
+#pragma once
+#include "cpu_kernels/codecs.h"
+#include "cpu_kernels/kernel_table.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+// Elements between the one worked on and the one asked of memory.
+constexpr int64_t kPrefetchDistance = 256;
+
+// A span's operands under their types, and the rule's scalars.
+template <class Rule, class Weight, class State>
+struct Arrays {
+  using T = typename Codec<Weight>::Compute;
+  using Scalars = typename Rule::template Scalars<T>;
+  static constexpr int kStates = Rule::kStates;
+
+  Weight *weight, *grad;
+  State* state[kStates];
+  const Scalars scalars;  // by value: a store through an operand cannot change it
+
+  explicit Arrays(const Span& span)
+      : weight(static_cast<Weight*>(span.operand[kWeight])),
+        grad(static_cast<Weight*>(span.operand[kGrad])),
+        scalars(*static_cast<const Scalars*>(span.scalars)) {
+    for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(span.operand[kFirstState + k]);
+  }
+
+  template <class V>
+  FUSEDSTEP_FN void load_states(V (&s)[kStates], int64_t i) const {
+    for (int k = 0; k < kStates; ++k) s[k] = load<V>(state[k], i);
+  }
+  template <class V>
+  FUSEDSTEP_FN void store_states(const V (&s)[kStates], int64_t i) const {
+    for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
+  }
+  FUSEDSTEP_FN void prefetch(int64_t i) const {
+    __builtin_prefetch(weight + i + kPrefetchDistance);
+    __builtin_prefetch(grad + i + kPrefetchDistance);
+    for (int k = 0; k < kStates; ++k) __builtin_prefetch(state[k] + i + kPrefetchDistance);
+  }
+};
+
+// Operands a rule with n states touches, as bits.
+constexpr uint32_t kWeightBit = 1u << kWeight, kGradBit = 1u << kGrad;
+constexpr uint32_t state_bits(int n) { return ((1u << n) - 1) << kFirstState; }
+
+template <class V, class Rule, class Weight, class State>
+FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
+  V p = load<V>(a.weight, i), s[Rule::kStates];
+  const V g = load<V>(a.grad, i);
+  a.load_states(s, i);
+  Rule::update(a.scalars, p, g, s);
+  store(a.weight, i, p);
+  a.store_states(s, i);
+}
+
+template <class Rule, class Weight, class State>
+void update_span(const Span& span) {
+  const Arrays<Rule, Weight, State> a(span);
+  using V = Pack<typename Codec<Weight>::Compute>;
+  const int64_t count = span.count;
+  int64_t i = 0;
+  for (; i + V::size() <= count; i += V::size()) {
+    a.prefetch(i);
+    update_at<V>(a, i);
+  }
+  for (; i < count; ++i) update_at<typename Codec<Weight>::Compute>(a, i);
+}
+
+template <class Rule, class Weight, class State>
+constexpr RuleKernels elementwise_kernels() {
+  constexpr uint32_t states = state_bits(Rule::kStates);
+  RuleKernels kernels{};
+  kernels.phase[kUpdate] = {update_span<Rule, Weight, State>, kWeightBit | kGradBit | states,
+                            kWeightBit | states};
+  return kernels;
+}
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA

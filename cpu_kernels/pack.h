@@ -1,0 +1,62 @@
+// One SIMD register of T, over ATen's vector class, with the words of vocabulary.h.
+#pragma once
+#include <ATen/cpu/vec/vec.h>
+
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+template <class T>
+struct Pack {
+  using Vector = at::vec::Vectorized<T>;
+  Vector v;
+
+  static constexpr int size() { return Vector::size(); }
+
+  FUSEDSTEP_FN Pack() {}
+  FUSEDSTEP_FN explicit Pack(T x) : v(x) {}
+  FUSEDSTEP_FN explicit Pack(const Vector& x) : v(x) {}
+
+  FUSEDSTEP_FN friend Pack operator+(const Pack& a, const Pack& b) { return Pack(a.v + b.v); }
+  FUSEDSTEP_FN friend Pack operator-(const Pack& a, const Pack& b) { return Pack(a.v - b.v); }
+  FUSEDSTEP_FN friend Pack operator*(const Pack& a, const Pack& b) { return Pack(a.v * b.v); }
+  FUSEDSTEP_FN friend Pack operator/(const Pack& a, const Pack& b) { return Pack(a.v / b.v); }
+  FUSEDSTEP_FN friend Pack operator-(const Pack& a) { return Pack(a.v.neg()); }
+  FUSEDSTEP_FN friend Pack square_root(const Pack& a) { return Pack(a.v.sqrt()); }
+  FUSEDSTEP_FN friend Pack maximum(const Pack& a, const Pack& b) { return Pack(at::vec::maximum(a.v, b.v)); }
+
+  // ATen's fmadd rounds twice where the instruction is missing; this one never does.
+  FUSEDSTEP_FN friend Pack mul_add(const Pack& a, const Pack& b, const Pack& c) {
+#if defined(__FMA__) || defined(__aarch64__)
+    return Pack(at::vec::fmadd(a.v, b.v, c.v));
+#else
+    T x[size()], y[size()], z[size()];
+    a.v.store(x);
+    b.v.store(y);
+    c.v.store(z);
+    for (int i = 0; i < size(); ++i) z[i] = rules::mul_add(x[i], y[i], z[i]);
+    return Pack(Vector::loadu(z));
+#endif
+  }
+};
+
+// The two halves of a register of floats, as doubles.
+FUSEDSTEP_FN void widen(const Pack<float>& x, Pack<double>& low, Pack<double>& high) {
+#if defined(CPU_CAPABILITY_AVX512)
+  low.v = _mm512_cvtps_pd(_mm512_castps512_ps256(x.v));
+  high.v = _mm512_cvtps_pd(_mm512_extractf32x8_ps(x.v, 1));
+#elif defined(CPU_CAPABILITY_AVX2)
+  low.v = _mm256_cvtps_pd(_mm256_castps256_ps128(x.v));
+  high.v = _mm256_cvtps_pd(_mm256_extractf128_ps(x.v, 1));
+#else
+  constexpr int kHalf = Pack<double>::size();
+  float narrow[2 * kHalf];
+  double wide[2 * kHalf];
+  x.v.store(narrow);
+  for (int i = 0; i < 2 * kHalf; ++i) wide[i] = narrow[i];
+  low.v = at::vec::Vectorized<double>::loadu(wide);
+  high.v = at::vec::Vectorized<double>::loadu(wide + kHalf);
+#endif
+}
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -1,0 +1,122 @@
+// Runs the two phases of a rule with norms over a span.
+//
+// Norms are summed in double over kLanes virtual lanes: element i of a span belongs to lane i % kLanes,
+// whatever the width of a register. The square of a float is exact in double, so that a lane's sum is the
+// same with and without a fused multiply-add.
+#pragma once
+#include "cpu_kernels/elementwise.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+struct LaneSums {
+  static constexpr int kPart = Pack<double>::size();
+  Pack<double> part[kLanes / kPart];
+
+  explicit LaneSums(const double* lanes) {
+    for (int k = 0; k < kLanes / kPart; ++k) part[k] = Codec<double>::load(lanes + k * kPart);
+  }
+  void save(double* lanes) const {
+    for (int k = 0; k < kLanes / kPart; ++k) Codec<double>::store(lanes + k * kPart, part[k]);
+  }
+  FUSEDSTEP_FN void add_square(int lane, const Pack<double>& x) {
+    part[lane / kPart] = part[lane / kPart] + x * x;
+  }
+  FUSEDSTEP_FN void add_square(int lane, const Pack<float>& x) {
+    Pack<double> low, high;
+    widen(x, low, high);
+    add_square(lane, low);
+    add_square(lane + kPart, high);
+  }
+};
+
+// What a rule adds its weight and update to, for the lanes from `lane` on.
+template <class V>
+struct PackNorms {
+  LaneSums &weight, &update;
+  int lane;
+  FUSEDSTEP_FN void add(const V& p, const V& u) {
+    weight.add_square(lane, p);
+    update.add_square(lane, u);
+  }
+};
+
+template <class T>
+struct ScalarNorms {
+  double &weight, &update;
+  FUSEDSTEP_FN void add(T p, T u) {
+    weight += static_cast<double>(p) * static_cast<double>(p);
+    update += static_cast<double>(u) * static_cast<double>(u);
+  }
+};
+
+template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
+FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
+  const V p = load<V>(a.weight, i), g = load<V>(a.grad, i);
+  V s[Rule::kStates];
+  a.load_states(s, i);
+  const V u = Rule::accumulate(a.scalars, p, g, s, norms);
+  a.store_states(s, i);
+  if constexpr (kStore) store(a.grad, i, u);
+}
+
+template <class Rule, class Weight, class State, bool kStore>
+void accumulate_span(const Span& span) {
+  const Arrays<Rule, Weight, State> a(span);
+  using T = typename Codec<Weight>::Compute;
+  using V = Pack<T>;
+  double *weight_lanes = span.norms, *update_lanes = span.norms + kLanes;
+  LaneSums weight(weight_lanes), update(update_lanes);
+  const int64_t count = span.count;
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma GCC unroll 4
+    for (int lane = 0; lane < kLanes; lane += V::size()) {
+      a.prefetch(i + lane);
+      accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
+    }
+  }
+  weight.save(weight_lanes);
+  update.save(update_lanes);
+  for (int lane = 0; i < count; ++i, ++lane) {
+    accumulate_at<T, kStore>(a, i, ScalarNorms<T>{weight_lanes[lane], update_lanes[lane]});
+  }
+}
+
+template <class V, bool kStored, class Rule, class Weight, class State, class T>
+FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ratio) {
+  V p = load<V>(a.weight, i), u;
+  if constexpr (kStored) {
+    u = load<V>(a.grad, i);
+  } else {
+    V s[Rule::kStates];
+    a.load_states(s, i);
+    u = Rule::direction(a.scalars, p, s);
+  }
+  Rule::apply(a.scalars, ratio, p, u);
+  store(a.weight, i, p);
+}
+
+template <class Rule, class Weight, class State, bool kStored>
+void apply_span(const Span& span) {
+  const Arrays<Rule, Weight, State> a(span);
+  using T = typename Codec<Weight>::Compute;
+  using V = Pack<T>;
+  const T ratio = static_cast<T>(span.ratio);
+  const int64_t count = span.count;
+  int64_t i = 0;
+  for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
+  for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
+}
+
+template <class Rule, class Weight, class State>
+constexpr RuleKernels two_phase_kernels() {
+  constexpr uint32_t states = state_bits(Rule::kStates), all = kWeightBit | kGradBit | states;
+  RuleKernels kernels{};
+  kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State, true>, all, kGradBit | states};
+  kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State, false>, all, states};
+  kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, kWeightBit | kGradBit, kWeightBit};
+  kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, kWeightBit | states, kWeightBit};
+  return kernels;
+}
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA

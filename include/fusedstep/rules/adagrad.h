@@ -1,0 +1,43 @@
+#pragma once
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+struct AdagradHyper {
+  double lr, lr_decay, weight_decay, eps;
+};
+
+enum AdagradFlag : unsigned { kAdagradMaximize = 1, kAdagradDecay = 2 };
+
+template <class T>
+struct AdagradScalars {
+  T weight_decay, eps, neg_lr;
+};
+
+// Adagrad (Duchi, Hazan and Singer, 2011, section 1.1), in torch's form.
+//
+//   s = s + g^2        p = p - lr / (1 + (t - 1) lr_decay) * g / (sqrt(s) + eps)
+template <unsigned kFlags>
+struct Adagrad {
+  using Hyper = AdagradHyper;
+  template <class T>
+  using Scalars = AdagradScalars<T>;
+  static constexpr unsigned kFlagCombinations = 4;
+  static constexpr int kStates = 1;
+
+  template <class T>
+  static Scalars<T> prepare(const Hyper& h, double step) {
+    return {T(h.weight_decay), T(h.eps), T(-h.lr / (1 + (step - 1) * h.lr_decay))};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+    V& sum = state[0];
+    if constexpr (kFlags & kAdagradMaximize) g = -g;
+    if constexpr (kFlags & kAdagradDecay) g = mul_add(V(s.weight_decay), p, g);
+    sum = mul_add(g, g, sum);
+    p = mul_add(V(s.neg_lr), g / (square_root(sum) + V(s.eps)), p);
+  }
+};
+
+}  // namespace fusedstep::rules

@@ -1,0 +1,60 @@
+#pragma once
+#include <cmath>
+
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+struct AdamHyper {
+  double lr, beta1, beta2, eps, weight_decay;
+  bool decoupled;  // AdamW: the decay shrinks the weight; otherwise it is added to the gradient
+};
+
+enum AdamFlag : unsigned { kAdamAmsgrad = 1, kAdamMaximize = 2, kAdamCoupledDecay = 4 };
+
+template <class T>
+struct AdamScalars {
+  T one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, neg_step_size;
+};
+
+// Adam (Kingma and Ba, 2015, algorithm 1), AMSGrad (Reddi et al., 2018, algorithm 2) and AdamW (Loshchilov
+// and Hutter, 2019, algorithm 2), in torch's form: AMSGrad takes the maximum of v before its bias is
+// corrected.
+//
+//   m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2
+//   p = (1 - lr wd) p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+template <unsigned kFlags>
+struct Adam {
+  using Hyper = AdamHyper;
+  template <class T>
+  using Scalars = AdamScalars<T>;
+  static constexpr unsigned kFlagCombinations = 8;
+  static constexpr int kStates = kFlags & kAdamAmsgrad ? 3 : 2;
+
+  template <class T>
+  static Scalars<T> prepare(const Hyper& h, double step) {
+    const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
+    return {T(1 - h.beta1),
+            T(h.beta2),
+            T(1 - h.beta2),
+            T(1 / std::sqrt(bias2)),
+            T(h.eps),
+            T(h.weight_decay),
+            T(h.decoupled ? 1 - h.lr * h.weight_decay : 1),
+            T(-h.lr / bias1)};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+    V &m = state[0], &v = state[1], &largest = state[kStates - 1];
+    if constexpr (kFlags & kAdamMaximize) g = -g;
+    if constexpr (kFlags & kAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
+    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
+    if constexpr (kFlags & kAdamAmsgrad) largest = maximum(largest, v);
+    const V denominator = mul_add(square_root(largest), V(s.inv_sqrt_bias2), V(s.eps));
+    p = mul_add(V(s.neg_step_size), m / denominator, V(s.keep) * p);
+  }
+};
+
+}  // namespace fusedstep::rules

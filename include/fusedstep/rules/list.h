@@ -1,0 +1,29 @@
+// Every rule there is, one line each. Kernels for every instruction set, tests and benchmarks follow from
+// this list.
+#pragma once
+#include "fusedstep/rules/adagrad.h"
+#include "fusedstep/rules/adam.h"
+#include "fusedstep/rules/lamb.h"
+
+#define FUSEDSTEP_RULES(X) \
+  X(Adagrad)               \
+  X(Adam)                  \
+  X(Lamb)
+
+namespace fusedstep::rules {
+
+enum class RuleId {
+#define FUSEDSTEP_ID(Rule) k##Rule,
+  FUSEDSTEP_RULES(FUSEDSTEP_ID)
+#undef FUSEDSTEP_ID
+};
+
+template <template <unsigned> class Rule>
+inline constexpr RuleId kIdOf = RuleId{};
+#define FUSEDSTEP_ID(Rule) \
+  template <>              \
+  inline constexpr RuleId kIdOf<Rule> = RuleId::k##Rule;
+FUSEDSTEP_RULES(FUSEDSTEP_ID)
+#undef FUSEDSTEP_ID
+
+}  // namespace fusedstep::rules

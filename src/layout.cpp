@@ -1,0 +1,134 @@
+#include "src/layout.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <numeric>
+
+namespace fusedstep {
+namespace {
+
+// A dimension with the stride of every operand along it.
+struct Dim {
+  int64_t size;
+  std::vector<int64_t> stride;
+};
+
+int64_t product(Dims sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+}
+
+// The dimensions longer than one, outermost in the weight's memory first, neighbours merged wherever every
+// operand steps from one to the next without a gap.
+std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
+  std::vector<Dim> dims;
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 1) continue;
+    Dim dim{sizes[d], {}};
+    for (const Dims& operand : strides) dim.stride.push_back(operand[d]);
+    dims.push_back(std::move(dim));
+  }
+  std::stable_sort(dims.begin(), dims.end(),
+                   [](const Dim& a, const Dim& b) { return a.stride[0] > b.stride[0]; });
+  std::vector<Dim> merged;
+  for (Dim& dim : dims) {
+    const auto continues = [&](const Dim& outer) {
+      for (size_t k = 0; k < dim.stride.size(); ++k) {
+        if (outer.stride[k] != dim.size * dim.stride[k]) return false;
+      }
+      return true;
+    };
+    if (!merged.empty() && continues(merged.back())) {
+      dim.size *= merged.back().size;
+      merged.back() = std::move(dim);
+    } else {
+      merged.push_back(std::move(dim));
+    }
+  }
+  return merged;
+}
+
+// A row at least this long is worked on in place; shorter ones are packed into tiles.
+constexpr int64_t kLongRow = 128;
+constexpr int64_t kTile = 1024;
+// Blocks of operands in different orders are square: whole cache lines in each of them.
+constexpr int64_t kSquare = 32;
+
+int64_t blocks_along(int64_t size, int64_t extent) { return (size + extent - 1) / extent; }
+
+// The dimension other than the last along which an operand is most nearly contiguous while it is not along
+// the last; -1 if all operands agree on the last.
+int other_order(const std::vector<Dim>& dims, size_t operands) {
+  const int last = static_cast<int>(dims.size()) - 1;
+  for (size_t k = 1; k < operands; ++k) {
+    int best = last;
+    for (int d = 0; d < last; ++d) {
+      const int64_t stride = std::abs(dims[d].stride[k]);
+      if (stride != 0 && stride < std::abs(dims[best].stride[k])) best = d;
+    }
+    if (best != last) return best;
+  }
+  return -1;
+}
+
+}  // namespace
+
+bool overlaps_itself(Dims sizes, Dims strides) {
+  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] == 0) return false;
+    if (sizes[d] > 1) dims.emplace_back(std::abs(strides[d]), sizes[d]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;  // the largest offset that the dimensions so far can make
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+Layout::Layout(Dims sizes, std::span<const Dims> strides) {
+  const int64_t elements = product(sizes);
+  if (elements == 0) {
+    dense_ = true;
+    return;
+  }
+  std::vector<Dim> dims = coalesce(sizes, strides);
+  const auto contiguous = [](const Dim& dim) {
+    return std::all_of(dim.stride.begin(), dim.stride.end(), [](int64_t stride) { return stride == 1; });
+  };
+  if (dims.empty() || (dims.size() == 1 && contiguous(dims[0]))) {
+    dense_ = true;
+    units_ = elements;
+    return;
+  }
+  const size_t operands = strides.size();
+  const int other = other_order(dims, operands);
+  if (other >= 0) std::rotate(dims.begin() + other, dims.begin() + other + 1, dims.end() - 1);
+  while (dims.size() < 2) dims.insert(dims.begin(), Dim{1, std::vector<int64_t>(operands, 0)});
+
+  for (const Dim& dim : dims) sizes_.push_back(dim.size);
+  for (size_t k = 0; k < operands; ++k) {
+    for (const Dim& dim : dims) strides_.push_back(dim.stride[k]);
+  }
+  blocks_.dims = static_cast<int>(dims.size());
+  blocks_.sizes = sizes_.data();
+  blocks_.strides = strides_.data();
+
+  const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
+  if (other >= 0) {
+    blocks_.extent[1] = std::min(columns, std::max(kSquare, kTile / rows));
+    blocks_.extent[0] = std::min(rows, kTile / blocks_.extent[1]);
+  } else if (columns >= kLongRow) {
+    blocks_.rows = true;
+    blocks_.extent[0] = 1;
+    blocks_.extent[1] = std::min(columns, kTile);
+  } else {
+    blocks_.extent[1] = columns;
+    blocks_.extent[0] = std::min(rows, kTile / columns);
+  }
+  units_ = blocks_along(rows, blocks_.extent[0]) * blocks_along(columns, blocks_.extent[1]) *
+           product(Dims(sizes_).first(sizes_.size() - 2));
+}
+
+}  // namespace fusedstep

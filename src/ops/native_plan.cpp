@@ -1,0 +1,111 @@
+#include "src/ops/native_plan.h"
+
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <unordered_map>
+
+namespace fusedstep::ops {
+namespace {
+
+struct Registry {
+  std::mutex mutex;
+  std::unordered_map<int64_t, std::shared_ptr<NativePlan>> plans;
+  int64_t next = 1;
+};
+
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+Dims dims(const Tensor& tensor, AOTITorchError (*get)(AtenTensorHandle, int64_t**)) {
+  int64_t* values = nullptr;
+  TORCH_ERROR_CODE_CHECK(get(tensor.get(), &values));
+  return {values, static_cast<size_t>(tensor.dim())};
+}
+
+float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
+
+}  // namespace
+
+TensorView view(const Tensor& tensor, const char* what) {
+  const auto refuse = [&](const char* reason) { throw std::runtime_error(std::string(what) + " " + reason); };
+  if (!tensor.is_cpu()) refuse("is not on the CPU");
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  if (layout != aoti_torch_layout_strided()) refuse("is not a strided (dense) tensor");
+  DType dtype{};
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::Float:
+      dtype = DType::kFloat;
+      break;
+    case torch::headeronly::ScalarType::Double:
+      dtype = DType::kDouble;
+      break;
+    case torch::headeronly::ScalarType::BFloat16:
+      dtype = DType::kBFloat16;
+      break;
+    case torch::headeronly::ScalarType::Half:
+      dtype = DType::kHalf;
+      break;
+    default:
+      refuse("must be float32, float64, bfloat16 or float16");
+  }
+  return {tensor.data_ptr(), dtype, dims(tensor, aoti_torch_get_sizes), dims(tensor, aoti_torch_get_strides)};
+}
+
+int num_threads() {
+  uint32_t threads = 1;
+  TORCH_ERROR_CODE_CHECK(torch_get_num_threads(&threads));
+  return static_cast<int>(threads);
+}
+
+int64_t register_plan(std::unique_ptr<NativePlan> plan) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  all.plans[all.next] = std::move(plan);
+  return all.next++;
+}
+
+std::shared_ptr<NativePlan> find_plan(int64_t handle) {
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  const auto found = all.plans.find(handle);
+  if (found == all.plans.end())
+    throw std::runtime_error("plan " + std::to_string(handle) + " does not exist");
+  return found->second;
+}
+
+void drop_plan(int64_t handle) {
+  std::shared_ptr<NativePlan> dropped;  // its tensors are freed outside of the lock
+  Registry& all = registry();
+  const std::lock_guard lock(all.mutex);
+  if (const auto found = all.plans.find(handle); found != all.plans.end()) {
+    dropped = std::move(found->second);
+    all.plans.erase(found);
+  }
+}
+
+void take_step(int64_t handle, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
+               bool keep_grad) {
+  const std::shared_ptr<NativePlan> native = find_plan(handle);
+  Plan& plan = native->plan;
+  const size_t count = plan.tensors();
+  if (weights.size() != count || grads.size() != count) {
+    throw std::runtime_error("weights and grads must have the plan's " + std::to_string(count) +
+                             " tensors, not " + std::to_string(weights.size()) + " and " +
+                             std::to_string(grads.size()));
+  }
+  native->counts.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
+    plan.bind(i, operands);
+    native->counts[i] = *step_count(native->steps[i]) + 1.0;
+  }
+  for (size_t i = 0; i < count; ++i) *step_count(native->steps[i]) = static_cast<float>(native->counts[i]);
+  run_step(plan, rule, native->counts, {.threads = num_threads(), .keep_grad = keep_grad});
+}
+
+}  // namespace fusedstep::ops

@@ -1,0 +1,44 @@
+// What the operators share: plans by handle, torch's tensors as views, one way to take a step.
+#pragma once
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "src/step.h"
+
+namespace fusedstep::ops {
+
+using torch::stable::Tensor;
+using Tensors = std::vector<Tensor>;
+
+// A torch tensor as the engine sees it. Throws std::runtime_error, naming `what`, unless it is a strided CPU
+// tensor of float32, float64, bfloat16 or float16.
+TensorView view(const Tensor& tensor, const char* what);
+
+// torch's thread count, asked anew: the user may have changed it.
+int num_threads();
+
+// A plan with the states that it updates. The states are held, so that their memory outlives the plan.
+struct NativePlan {
+  NativePlan(Tensors states, Tensors steps, int slots)
+      : plan(steps.size(), slots), states(std::move(states)), steps(std::move(steps)) {}
+
+  Plan plan;
+  Tensors states;  // slot-major
+  Tensors steps;   // one float32 number a tensor
+  std::vector<double> counts;
+};
+
+int64_t register_plan(std::unique_ptr<NativePlan> plan);
+std::shared_ptr<NativePlan> find_plan(int64_t handle);
+void drop_plan(int64_t handle);
+
+// Binds weights and gradients, raises every step count by one, and updates. Throws std::runtime_error before
+// anything is changed if the operands cannot be updated together.
+void take_step(int64_t plan, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
+               bool keep_grad);
+
+}  // namespace fusedstep::ops

@@ -1,0 +1,77 @@
+// new_states: zeroed states for a list of weights, placed apart and first touched by the threads that will
+// update them.
+#include <algorithm>
+#include <numeric>
+
+#include "src/ops/native_plan.h"
+#include "src/placement.h"
+
+namespace fusedstep::ops {
+namespace {
+
+// The strides of a dense tensor whose dimensions lie in memory in the order of the weight's.
+std::vector<int64_t> dense_strides(const TensorView& weight) {
+  std::vector<size_t> order(weight.sizes.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  std::stable_sort(order.begin(), order.end(),
+                   [&](size_t a, size_t b) { return weight.strides[a] > weight.strides[b]; });
+  std::vector<int64_t> strides(order.size());
+  int64_t stride = 1;
+  for (auto dim = order.rbegin(); dim != order.rend(); ++dim) {
+    strides[*dim] = stride;
+    stride *= std::max<int64_t>(weight.sizes[*dim], 1);
+  }
+  return strides;
+}
+
+Tensor new_state(const Tensor& weight, const TensorView& layout, int slot, int slots) {
+  const std::vector<int64_t> strides = dense_strides(layout);
+  const int64_t size = element_size(layout.dtype);
+  const int64_t elements =
+      std::accumulate(layout.sizes.begin(), layout.sizes.end(), int64_t{1}, std::multiplies<>());
+  const bool placed = elements * size >= kPlacedBytes;
+
+  int32_t dtype = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight.get(), &dtype));
+  const int64_t buffer_elements = elements + (placed ? kPage / size : 0), unit_stride = 1;
+  AtenTensorHandle buffer_handle = nullptr, state_handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype,
+                                                  aoti_torch_device_type_cpu(), 0, &buffer_handle));
+  const Tensor buffer(buffer_handle);
+  int64_t offset = 0;
+  if (placed) {
+    ask_for_huge_pages(buffer.data_ptr(), buffer_elements * size);
+    offset = placement_offset(buffer.data_ptr(), layout.data, slot, slots) / size;
+  }
+  TORCH_ERROR_CODE_CHECK(
+      aoti_torch__reinterpret_tensor(buffer.get(), static_cast<int64_t>(layout.sizes.size()),
+                                     layout.sizes.data(), strides.data(), offset, &state_handle));
+  return Tensor(state_handle);
+}
+
+Tensors new_states(const Tensors& weights, int64_t slots) {
+  STD_TORCH_CHECK(slots > 0 && slots <= cpu::kMaxStates, "slots must be from 1 to ", cpu::kMaxStates,
+                  ", not ", slots);
+  Tensors states;
+  states.reserve(slots * weights.size());
+  for (int slot = 0; slot < slots; ++slot) {
+    for (const Tensor& weight : weights) {
+      states.push_back(new_state(weight, view(weight, "weight"), slot, static_cast<int>(slots)));
+    }
+  }
+  // The weight's dense stand-in is its first state: a plan over dense operands, with the chunks of a step.
+  Plan plan(weights.size(), static_cast<int>(slots));
+  for (size_t i = 0; i < weights.size(); ++i) {
+    TensorOperands operands{view(states[i], "state"), view(states[i], "state"), {}};
+    for (int64_t k = 0; k < slots; ++k) operands.states[k] = view(states[k * weights.size() + i], "state");
+    plan.bind(i, operands);
+  }
+  zero_states(plan, num_threads());
+  return states;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) { m.def("new_states(Tensor[] weights, int slots) -> Tensor[]"); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("new_states", TORCH_BOX(&new_states)); }
+
+}  // namespace
+}  // namespace fusedstep::ops

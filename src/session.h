@@ -1,0 +1,27 @@
+// One OpenMP session over a list of chunks.
+#pragma once
+#include <cstdint>
+#include <span>
+
+namespace fusedstep {
+
+// Work below this many elements is done by the calling thread: waking a team costs more.
+constexpr int64_t kSerialElements = 32768;
+
+// Calls work(context, i) for every i in [0, cost.size() - 1) on up to `threads` threads, the calling one
+// included, and returns when all are done. cost[i] is the cost of everything before i: each thread gets one
+// run of neighbours of about equal cost, always the same for the same number of threads, so that what it
+// touched in one session is in its cache in the next. `work` must not throw.
+//
+// Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
+// its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
+void run_session(int threads, std::span<const int64_t> cost, void (*work)(void* context, int64_t i),
+                 void* context);
+
+template <class Work>
+void run_session(int threads, std::span<const int64_t> cost, Work& work) {
+  run_session(
+      threads, cost, [](void* context, int64_t i) { (*static_cast<Work*>(context))(i); }, &work);
+}
+
+}  // namespace fusedstep

@@ -1,0 +1,51 @@
+// One step of one rule over a plan's tensors.
+#pragma once
+#include <cstddef>
+#include <functional>
+#include <span>
+
+#include "fusedstep/rules/list.h"
+#include "src/plan.h"
+
+namespace fusedstep {
+
+// A rule with its hyper-parameters, as the engine sees it: it knows no optimizer by name.
+struct BoundRule {
+  static constexpr size_t kScalarsBytes = 128;
+
+  rules::RuleId id;
+  unsigned flags;
+  // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
+  std::function<void(double step, bool as_double, void* out)> prepare;
+  // Null for an elementwise rule.
+  double (*trust_ratio)(double weight_norm2, double update_norm2);
+};
+
+template <template <unsigned> class Rule>
+BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
+  using R = Rule<0>;  // scalars do not depend on the flags
+  BoundRule bound{rules::kIdOf<Rule>, flags, {}, nullptr};
+  bound.prepare = [hyper](double step, bool as_double, void* out) {
+    static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
+    if (as_double) {
+      new (out) typename R::template Scalars<double>(R::template prepare<double>(hyper, step));
+    } else {
+      new (out) typename R::template Scalars<float>(R::template prepare<float>(hyper, step));
+    }
+  };
+  if constexpr (requires { &R::trust_ratio; }) bound.trust_ratio = R::trust_ratio;
+  return bound;
+}
+
+struct StepOptions {
+  int threads = 1;
+  bool keep_grad = true;  // two-phase rules: false lets the update use the gradient's memory
+};
+
+// Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
+void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options);
+
+// Sets every element of the plan's states to zero, each by the thread that a step will update it on.
+void zero_states(Plan& plan, int threads);
+
+}  // namespace fusedstep
