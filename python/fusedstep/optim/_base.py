@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from itertools import chain
-from operator import is_
+from collections.abc import Callable, Collection, Iterable
+from itertools import chain, repeat
+from operator import is_, is_not
 from typing import Any, ClassVar
 
 import torch
@@ -34,8 +34,26 @@ class _Plan:
         steps = [state["step"] for state in states]
         self.handle: int = torch.ops.fusedstep.plan_new(weights, slots, steps)
         self.names = names
-        self.weights = weights
+        self.weights = list(weights)
         weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
+
+
+class _Snapshot:
+    """Which tensors an optimizer's state consisted of: a plan is good for these and no others."""
+
+    __slots__ = ("states", "values", "views")
+
+    def __init__(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        self.states = list(state.values())
+        self.views = [tensors.values() for tensors in self.states]
+        self.values = list(self._flat())
+
+    def is_of(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        return _same(state.values(), self.states) and all(map(is_, self._flat(), self.values))
+
+    def _flat(self) -> Iterable[Any]:
+        # The end mark tells views that have grown or shrunk.
+        return chain(chain.from_iterable(self.views), (None,))
 
 
 class FusedOptimizer(Optimizer):
@@ -190,11 +208,7 @@ class FusedOptimizer(Optimizer):
 
     def _forget_plans(self) -> None:
         self._plans: dict[int, _Plan] = {}  # by the group's index
-        self._seen: list[Any] | None = None  # all values of the state when the plans were made
-
-    def _state_values(self) -> Iterable[Any]:
-        # The end marker tells a shorter list from a longer one.
-        return chain(chain.from_iterable(map(dict.values, self.state.values())), (None,))
+        self._seen: _Snapshot | None = None  # of the state that the plans were made for
 
     # The step
 
@@ -217,29 +231,47 @@ class FusedOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def _update(self) -> None:
-        if self._plans and not all(map(is_, self._state_values(), self._seen)):
-            self._forget_plans()  # someone has exchanged a state
+        if self._plans and not self._seen.is_of(self.state):
+            self._forget_plans()
 
         # Everything that can be wrong is found out for all groups before the first is changed.
         work = []
         for index, group in enumerate(self.param_groups):
-            grads = [p.grad for p in group["params"]]
-            weights = [
-                p for p, grad in zip(group["params"], grads, strict=True) if grad is not None
-            ]
-            grads = [grad for grad in grads if grad is not None]
+            weights, grads = _with_gradients(group["params"])
             if weights:
-                work.append((group, weights, grads, self._plan(index, group, weights, grads)))
-        if self._seen is None:
-            self._seen = list(self._state_values())
+                work.append(
+                    (index, group, weights, grads, self._plan(index, group, weights, grads))
+                )
+        if self._plans and self._seen is None:
+            self._seen = _Snapshot(self.state)
 
-        for group, weights, grads, plan in work:
-            if plan:
-                self._native(plan.handle, weights, grads, group)
-                increment_version(weights)
-            else:
+        for index, group, weights, grads, plan in work:
+            if plan is not None:
+                plan = self._native_step(index, group, weights, grads, plan)
+            if plan is None:
                 for weight, grad in zip(weights, grads, strict=True):
                     self._imperative_step(group, weight, grad)
+
+    def _native_step(
+        self,
+        index: int,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        plan: _Plan,
+    ) -> _Plan | None:
+        """Returns the plan that was used; None if the imperative twin has to update the group."""
+        try:
+            self._native(plan.handle, weights, grads, group)
+        except NotImplementedError:
+            # The dispatcher's error: a tensor has changed its device or layout since the choice.
+            del self._plans[index]
+            plan = self._plan(index, group, weights, grads)
+            if plan is not None:
+                self._native(plan.handle, weights, grads, group)
+        if plan is not None:
+            increment_version(weights)
+        return plan
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]
@@ -310,6 +342,14 @@ def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=device)
 
 
-def _same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the very same objects; runs in C, for it runs at every step."""
+def _with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    grads = [p.grad for p in params]
+    if all(map(is_not, grads, repeat(None))):
+        return params, grads
+    weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+    return weights, [grad for grad in grads if grad is not None]
+
+
+def _same(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether two collections hold the very same objects; in C, for it runs at every step."""
     return len(a) == len(b) and all(map(is_, a, b))

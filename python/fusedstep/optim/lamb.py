@@ -14,6 +14,7 @@ __all__ = ["Lamb"]
 
 class Lamb(FusedOptimizer):
     _later_options = FusedOptimizer._later_options | {"capturable": False, "keep_grad": False}
+    _sparse_error = "Lamb does not support sparse gradients"
 
     def __init__(
         self,
