@@ -1,0 +1,215 @@
+// What the C++ optimizers share: states by name, the plan behind each parameter group, and the step.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fusedstep/isa.h"
+
+namespace fusedstep::optim {
+namespace detail {
+
+// An operator of libfusedstep.so. The call to fusedstep_abi_version() ties the program to that library, which
+// it would otherwise reach through the dispatcher only, so that the linker could drop it.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  TORCH_CHECK(fusedstep_abi_version() == FUSEDSTEP_ABI_VERSION, "libfusedstep.so has interface version ",
+              fusedstep_abi_version(), ", the headers have ", FUSEDSTEP_ABI_VERSION);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+inline void check_at_least_zero(double value, const char* what) {
+  TORCH_CHECK(value >= 0, "Invalid ", what, ": ", value);
+}
+
+inline void check_betas(const std::tuple<double, double>& betas) {
+  const auto [beta1, beta2] = betas;
+  TORCH_CHECK(0 <= beta1 && beta1 < 1, "Invalid beta parameter at index 0: ", beta1);
+  TORCH_CHECK(0 <= beta2 && beta2 < 1, "Invalid beta parameter at index 1: ", beta2);
+}
+
+// The native plan of a list of weights and their states, and who they are.
+class Plan {
+ public:
+  Plan(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
+       const std::vector<torch::Tensor>& steps)
+      : key_(key(weights, states, steps)) {
+    static const auto op =
+        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList)>("fusedstep::plan_new");
+    handle_ = op.call(weights, states, steps);
+  }
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+  ~Plan() {
+    static const auto op = find_op<void(int64_t)>("fusedstep::plan_delete");
+    op.call(handle_);
+  }
+
+  int64_t handle() const { return handle_; }
+  bool is_of(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
+             const std::vector<torch::Tensor>& steps) const {
+    return key_ == key(weights, states, steps);
+  }
+
+ private:
+  using Key = std::vector<const void*>;
+  static Key key(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
+                 const std::vector<torch::Tensor>& steps) {
+    Key impls;
+    impls.reserve(weights.size() + states.size() + steps.size());
+    for (const auto* list : {&weights, &states, &steps}) {
+      for (const torch::Tensor& tensor : *list) impls.push_back(tensor.unsafeGetTensorImpl());
+    }
+    return impls;
+  }
+
+  Key key_;
+  int64_t handle_ = 0;
+};
+
+}  // namespace detail
+
+// The state of one parameter: a step count (one float32 number) and tensors of the parameter's shape, by
+// name. `Derived::kNames` lists the names in the order of the native operator.
+template <class Derived>
+class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
+ public:
+  const torch::Tensor& step() const { return step_; }
+  void step(torch::Tensor step) { step_ = std::move(step); }
+  const torch::Tensor& slot(size_t i) const { return slots_[i]; }
+  void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
+
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    archive.write("step", step_, /*is_buffer=*/true);
+    for (size_t i = 0; i < Derived::kNames.size(); ++i) {
+      if (slots_[i].defined()) archive.write(Derived::kNames[i], slots_[i], /*is_buffer=*/true);
+    }
+  }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    archive.read("step", step_, /*is_buffer=*/true);
+    for (size_t i = 0; i < Derived::kNames.size(); ++i) {
+      archive.try_read(Derived::kNames[i], slots_[i], /*is_buffer=*/true);
+    }
+  }
+
+ private:
+  static constexpr size_t kMostSlots = 4;
+  torch::Tensor step_;
+  std::array<torch::Tensor, kMostSlots> slots_;
+};
+
+// Base of the C++ optimizers. `Derived` has
+//   static size_t slots(const Options&)           how many of ParamState's tensors these options use,
+//   static double initial_value(const Options&)   what they start at,
+//   static bool writes_grad(const Options&)       whether a step may leave something in the gradients, and
+//   static void launch(const Options&, int64_t plan, at::TensorList weights, at::TensorList grads).
+template <class Derived, class Options, class State>
+class FusedOptimizer : public torch::optim::Optimizer {
+ public:
+  using torch::optim::Optimizer::Optimizer;
+
+  // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
+  // closure's loss. Throws c10::Error or std::runtime_error, before any parameter of a group is changed, for
+  // a gradient that is sparse or does not match its parameter in shape, dtype or device, and for a parameter
+  // that overlaps itself in memory.
+  torch::Tensor step(LossClosure closure = nullptr) override {
+    torch::NoGradGuard no_grad;
+    torch::Tensor loss;
+    if (closure) {
+      at::AutoGradMode enable_grad(true);
+      loss = closure();
+    }
+    plans_.resize(param_groups_.size());
+    for (size_t i = 0; i < param_groups_.size(); ++i) step_group(param_groups_[i], plans_[i]);
+    return loss;
+  }
+
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+
+ private:
+  using Tensors = std::vector<torch::Tensor>;
+
+  void step_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan) {
+    const auto& options = static_cast<const Options&>(group.options());
+    Tensors weights, grads;
+    for (const torch::Tensor& weight : group.params()) {
+      if (!weight.grad().defined()) continue;
+      TORCH_CHECK(!weight.grad().is_sparse(), "sparse gradients are not supported");
+      weights.push_back(weight);
+      grads.push_back(weight.grad());
+    }
+    if (weights.empty()) return;
+    make_missing_states(weights, options);
+
+    const size_t slots = Derived::slots(options);
+    Tensors states, steps;
+    states.reserve(slots * weights.size());
+    for (size_t k = 0; k < slots; ++k) {
+      for (const torch::Tensor& weight : weights) states.push_back(state_of(weight).slot(k));
+    }
+    for (const torch::Tensor& weight : weights) steps.push_back(state_of(weight).step());
+    if (plan == nullptr || !plan->is_of(weights, states, steps)) {
+      plan = std::make_unique<detail::Plan>(weights, states, steps);
+    }
+    Derived::launch(options, plan->handle(), weights, grads);
+    raise_versions(weights);
+    if (Derived::writes_grad(options)) raise_versions(grads);
+  }
+
+  State& state_of(const torch::Tensor& weight) {
+    return static_cast<State&>(*state_[weight.unsafeGetTensorImpl()]);
+  }
+
+  void make_missing_states(const Tensors& weights, const Options& options) {
+    const size_t slots = Derived::slots(options);
+    Tensors fresh;
+    for (const torch::Tensor& weight : weights) {
+      const auto found = state_.find(weight.unsafeGetTensorImpl());
+      const bool whole =
+          found != state_.end() && static_cast<const State&>(*found->second).slot(slots - 1).defined();
+      if (!whole) fresh.push_back(weight);
+    }
+    if (fresh.empty()) return;
+    static const auto new_states = detail::find_op<Tensors(at::TensorList, int64_t)>("fusedstep::new_states");
+    const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots));
+    for (size_t i = 0; i < fresh.size(); ++i) {
+      auto& state = state_[fresh[i].unsafeGetTensorImpl()];
+      if (state == nullptr) {
+        state = std::make_unique<State>();
+        state_of(fresh[i]).step(torch::zeros({}, torch::kFloat32));
+      }
+      for (size_t k = 0; k < slots; ++k) {
+        if (state_of(fresh[i]).slot(k).defined()) continue;  // an option such as amsgrad came later
+        const torch::Tensor& tensor = made[k * fresh.size() + i];
+        if (Derived::initial_value(options) != 0) tensor.fill_(Derived::initial_value(options));
+        state_of(fresh[i]).slot(k, tensor);
+      }
+    }
+  }
+
+  // Autograd notices by its version that a tensor saved for backward has changed since; operators over the
+  // stable interface raise none by themselves.
+  static void raise_versions(const Tensors& tensors) {
+    for (const torch::Tensor& tensor : tensors) {
+      if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+
+  std::vector<std::unique_ptr<detail::Plan>> plans_;  // one a group
+};
+
+}  // namespace fusedstep::optim
