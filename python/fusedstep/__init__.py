@@ -1,6 +1,12 @@
-"""fusedstep: the optimizer step for PyTorch in one pass over memory."""
+"""fusedstep: the optimizer step for PyTorch in one pass over memory.
+
+>>> from fusedstep import optim
+>>> optimizer = optim.Lamb(model.parameters(), lr=1e-2)
+"""
 
 from fusedstep import optim
 from fusedstep._ops import isa, isas
+from fusedstep._version import __version__
+from fusedstep.doctor import doctor
 
-__all__ = ["isa", "isas", "optim"]
+__all__ = ["__version__", "doctor", "isa", "isas", "optim"]

@@ -34,7 +34,8 @@ def _load() -> str | None:
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return f"fusedstep's native library could not be loaded ({error}). {_HOW_TO_BUILD}"
+        cause = error.__cause__ or error
+        return f"fusedstep's native library could not be loaded ({cause}). {_HOW_TO_BUILD}"
     torch.ops.fusedstep.isa()  # an impossible FUSEDSTEP_ISA is an error now, not at the first step
     return None
 

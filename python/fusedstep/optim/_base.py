@@ -71,9 +71,6 @@ class FusedOptimizer(Optimizer):
         "fused": None,
     }
 
-    #: Text of the error for a sparse gradient; None where the imperative twin takes them.
-    _sparse_error: str | None = None
-
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._forget_plans()
         super().__init__(params, defaults)
@@ -82,6 +79,10 @@ class FusedOptimizer(Optimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of the native operator."""
+        raise NotImplementedError
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        """Text of the error for a sparse gradient; None where the imperative twin takes them."""
         raise NotImplementedError
 
     def _initial_value(self, group: dict[str, Any]) -> float:
@@ -193,10 +194,8 @@ class FusedOptimizer(Optimizer):
 
         self._plans.pop(index, None)
         sparse = any(grad.layout is not torch.strided for grad in grads)
-        if sparse and self._sparse_error:
-            raise RuntimeError(self._sparse_error)
-        if sparse and group["fused"]:
-            raise RuntimeError("`fused` does not support sparse grad or complex param")
+        if sparse and (error := self._sparse_error(group)):
+            raise RuntimeError(error)
         native = self._is_native(group, weights) and not sparse
         self._create_states(group, weights)
         if not native:
@@ -231,7 +230,7 @@ class FusedOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def _update(self) -> None:
-        if self._plans and not self._seen.is_of(self.state):
+        if self._seen is None or not self._seen.is_of(self.state):
             self._forget_plans()
 
         # Everything that can be wrong is found out for all groups before the first is changed.

@@ -13,7 +13,68 @@ __all__ = ["Adagrad"]
 
 
 class Adagrad(FusedOptimizer):
-    _sparse_error = None
+    r"""Implements the Adagrad algorithm, in signature and states :class:`torch.optim.Adagrad`.
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            s_t      &= s_{t-1} + g_t^2, \quad s_0 = \tau                                     \\
+            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \,
+                        \frac{g_t}{\sqrt{s_t} + \epsilon}
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``lr_decay``
+    :math:`\eta`, ``weight_decay`` :math:`\lambda`, ``initial_accumulator_value`` :math:`\tau` and
+    ``eps`` :math:`\epsilon`. This is the diagonal form in section 1.1 of `Adaptive Subgradient
+    Methods for Online Learning and Stochastic Optimization`_.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU; the state ``sum`` has
+    the weight's dtype and dimension order, ``step`` is a 0-dimensional float32 tensor. bfloat16 and
+    float16 are computed in float32 natively, and in their own precision with ``fused=False``.
+
+    .. note::
+        Sparse gradients are taken by plain torch operations: a group that has one is updated
+        without native kernels.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-2)
+        lr_decay (float, optional): decay of the learning rate (default: 0)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        initial_accumulator_value (float, optional): what the sum of squares starts at
+            (default: 0)
+        eps (float, optional): term added to the denominator (default: 1e-10)
+        foreach (bool, optional): True asks for plain torch operations, weight by
+            weight, as ``fused=False`` does (default: None)
+        maximize (bool, optional): maximize the objective instead of minimizing it
+            (default: False)
+        differentiable (bool, optional): let autograd go through the step, which
+            then runs without native kernels (default: False)
+        fused (bool, optional): True runs the native kernels, False the same formula
+            in plain torch operations. None takes the native kernels if they can
+            update every weight of the group and neither foreach nor differentiable
+            is True (default: None)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
+        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
+            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
+            before the group is changed, for sparse gradients (if ``fused=True`` or with weight
+            decay) and weights that overlap themselves in memory.
+
+    Example::
+
+        >>> optimizer = optim.Adagrad(model.parameters(), lr=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Adaptive Subgradient Methods for Online Learning and Stochastic Optimization:
+        https://jmlr.org/papers/v12/duchi11a.html
+    """
 
     def __init__(
         self,
@@ -60,6 +121,13 @@ class Adagrad(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        if group["fused"]:
+            return "`fused` does not support sparse grad or complex param"
+        if group["weight_decay"] != 0:
+            return "weight_decay option is not compatible with sparse gradients"
+        return None
+
     def _initial_value(self, group: dict[str, Any]) -> float:
         return group["initial_accumulator_value"]
 
@@ -71,8 +139,6 @@ class Adagrad(FusedOptimizer):
         clr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
 
         if group["weight_decay"] != 0:
-            if grad.is_sparse:
-                raise RuntimeError("weight_decay option is not compatible with sparse gradients")
             grad = grad.add(weight, alpha=group["weight_decay"])
         if grad.is_sparse:
             grad = grad.coalesce()  # the update is not linear: one value an index

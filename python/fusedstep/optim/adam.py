@@ -13,12 +13,80 @@ __all__ = ["Adam"]
 
 
 class Adam(FusedOptimizer):
+    r"""Implements the Adam algorithm, in signature and states :class:`torch.optim.Adam`.
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
+            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \,
+                        \frac{m_t}{\sqrt{v_t} / \sqrt{1 - \beta_2^t} + \epsilon}
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``amsgrad``,
+    :math:`\max(v_1, \dots, v_t)` takes the place of :math:`v_t` in the last line. This is algorithm
+    1 of `Adam: A Method for Stochastic Optimization`_.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg``,
+    ``exp_avg_sq`` and ``max_exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a
+    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
+    their own precision with ``fused=False``.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
+            running averages of the gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        amsgrad (bool, optional): divide by the largest second moment so far, as in
+            `On the Convergence of Adam and Beyond`_ (default: False)
+        foreach (bool, optional): True asks for plain torch operations, weight by
+            weight, as ``fused=False`` does (default: None)
+        maximize (bool, optional): maximize the objective instead of minimizing it
+            (default: False)
+        capturable (bool, optional): keep the step count on the weight's device, so
+            that a step without native kernels can be captured in a CUDA graph
+            (default: False)
+        differentiable (bool, optional): let autograd go through the step, which
+            then runs without native kernels (default: False)
+        fused (bool, optional): True runs the native kernels, False the same formula
+            in plain torch operations. None takes the native kernels if they can
+            update every weight of the group and neither foreach nor differentiable
+            is True (default: None)
+        decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
+            does, instead of adding to the gradient (default: False)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
+        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
+            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
+            before the group is changed, for sparse gradients and weights that overlap themselves in
+            memory.
+
+    Example::
+
+        >>> optimizer = optim.Adam(model.parameters(), lr=1e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Adam\: A Method for Stochastic Optimization:
+        https://arxiv.org/abs/1412.6980
+    .. _On the Convergence of Adam and Beyond:
+        https://openreview.net/forum?id=ryQu7f-RZ
+    """
+
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
         "decoupled_weight_decay": False,
     }
-    _sparse_error = "Adam does not support sparse gradients, please consider SparseAdam instead"
 
     def __init__(
         self,
@@ -57,6 +125,9 @@ class Adam(FusedOptimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")
         return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return "Adam does not support sparse gradients, please consider SparseAdam instead"
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

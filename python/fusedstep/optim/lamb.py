@@ -13,8 +13,79 @@ __all__ = ["Lamb"]
 
 
 class Lamb(FusedOptimizer):
+    r"""Implements the LAMB algorithm: Adam's direction, scaled for each weight by a trust ratio.
+
+    .. math::
+        \begin{aligned}
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
+            u_t      &= \frac{m_t / (1 - \beta_1^t)}
+                             {\sqrt{v_t / (1 - \beta_2^t)} + \epsilon} + \lambda \theta_{t-1} \\
+            r_t      &= \lVert \theta_{t-1} \rVert_2 \, / \, \lVert u_t \rVert_2
+                        \quad (1 \text{ where either norm is } 0)                             \\
+            \theta_t &= \theta_{t-1} - \gamma \, r_t \, u_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
+    2 of `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes`_, with
+    :math:`\phi(z) = z`.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg`` and
+    ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
+    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
+    ``fused=False``.
+
+    .. note::
+        The native step keeps :math:`u_t` in the gradient's memory, and so leaves it in ``.grad``.
+        ``keep_grad=True`` leaves ``.grad`` as it was, and computes :math:`u_t` twice. Gradients
+        that cannot hold it (expanded, sharing memory, bfloat16 or float16) are always left alone.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
+            running averages of the gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay, as part of the update whose norm
+            is taken (default: 0)
+        foreach (bool, optional): True asks for plain torch operations, weight by
+            weight, as ``fused=False`` does (default: None)
+        maximize (bool, optional): maximize the objective instead of minimizing it
+            (default: False)
+        capturable (bool, optional): keep the step count on the weight's device, so
+            that a step without native kernels can be captured in a CUDA graph
+            (default: False)
+        differentiable (bool, optional): let autograd go through the step, which
+            then runs without native kernels (default: False)
+        fused (bool, optional): True runs the native kernels, False the same formula
+            in plain torch operations. None takes the native kernels if they can
+            update every weight of the group and neither foreach nor differentiable
+            is True (default: None)
+        keep_grad (bool, optional): leave ``.grad`` as it was (default: False)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
+        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
+            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
+            before the group is changed, for sparse gradients and weights that overlap themselves in
+            memory.
+
+    Example::
+
+        >>> optimizer = optim.Lamb(model.parameters(), lr=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Large Batch Optimization for Deep Learning\: Training BERT in 76 minutes:
+        https://arxiv.org/abs/1904.00962
+    """
+
     _later_options = FusedOptimizer._later_options | {"capturable": False, "keep_grad": False}
-    _sparse_error = "Lamb does not support sparse gradients"
 
     def __init__(
         self,
@@ -50,6 +121,9 @@ class Lamb(FusedOptimizer):
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return "Lamb does not support sparse gradients"
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -1,0 +1,207 @@
+"""Tells what fusedstep found on this machine, with advice where something costs speed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from fusedstep import _ops
+from fusedstep._version import __version__
+
+
+class Finding(NamedTuple):
+    """One line of the report."""
+
+    topic: str
+    finding: str
+    advice: str | None = None
+
+
+def doctor() -> list[Finding]:
+    """Prints, one line each, what was found on this machine and what to do about what costs speed.
+
+    Returns:
+        list of (topic, finding, advice), where advice is None if there is nothing to do
+
+    Example::
+
+        >>> fusedstep.doctor()
+        fusedstep    0.1.0
+        torch        2.11.0+cu130
+        ...
+    """
+    findings = [check() for check in CHECKS]
+    width = max(len(topic) for topic, _, _ in findings) + 2
+    for topic, finding, advice in findings:
+        print(f"{topic:<{width}}{finding}{f' → {advice}' if advice else ''}")
+    return findings
+
+
+def check_fusedstep() -> Finding:
+    return Finding("fusedstep", __version__)
+
+
+def check_torch() -> Finding:
+    return Finding("torch", torch.__version__)
+
+
+def check_library() -> Finding:
+    if _ops.missing:
+        return Finding("library", "no native kernels: fused=False is used", _ops.missing)
+    compiler = _ops.capabilities().get("compiler", "unknown")
+    return Finding("library", f"{_ops.library_path()} (compiler {compiler})")
+
+
+def check_isa() -> Finding:
+    if _ops.missing:
+        return Finding("ISA", "unknown without native kernels")
+    used, runnable = _ops.isa(), _ops.isas()
+    return Finding(
+        "ISA",
+        f"{used} used, of {', '.join(runnable)}",
+        None if used == runnable[0] else f"unset FUSEDSTEP_ISA to use {runnable[0]}",
+    )
+
+
+def check_threads() -> Finding:
+    threads = torch.get_num_threads()
+    cpus = usable_cpus()
+    cores = min(len({siblings(cpu) for cpu in cpus}), cpu_quota() or len(cpus))
+    setting = os.environ.get("OMP_NUM_THREADS")
+    finding = f"{threads} on {count(cores, 'core')} ({count(len(cpus), 'CPU')} usable)"
+    if setting:
+        finding += f", OMP_NUM_THREADS={setting}"
+    advice = None
+    if threads > len(cpus):
+        advice = f"more threads than CPUs wait for one another: OMP_NUM_THREADS={cores}"
+    elif threads < cores:
+        advice = f"cores are idle: OMP_NUM_THREADS={cores}"
+    return Finding("threads", finding, advice)
+
+
+def check_jemalloc() -> Finding:
+    mapped = mapped_libraries(r"libjemalloc")
+    if mapped is None:
+        return Finding("jemalloc", UNKNOWN)
+    if not mapped:
+        return Finding("jemalloc", "not mapped", "preload it (./run.sh SCRIPT.py does)")
+    decay = jemalloc_decay(mapped[0])
+    settings = os.environ.get("MALLOC_CONF", "no MALLOC_CONF")
+    return Finding(
+        "jemalloc",
+        f"{mapped[0]} mapped, {settings}",
+        None
+        if decay in (-1, None)
+        else "it gives pages back: MALLOC_CONF=dirty_decay_ms:-1,"
+        "muzzy_decay_ms:-1 (./run.sh SCRIPT.py sets it)",
+    )
+
+
+def check_openmp() -> Finding:
+    mapped = mapped_libraries(r"lib(gomp|iomp5|omp)\b")
+    if mapped is None:
+        return Finding("OpenMP", UNKNOWN)
+    if len(mapped) == 1:
+        return Finding("OpenMP", f"one runtime, {mapped[0]}")
+    return Finding(
+        "OpenMP",
+        f"{len(mapped)} runtimes{''.join(f', {path}' for path in mapped)}",
+        "each starts threads of its own: import torch first, preload none" if mapped else None,
+    )
+
+
+def check_huge_pages() -> Finding:
+    try:
+        modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+        mode = modes[modes.index("[") + 1 : modes.index("]")]
+    except (OSError, ValueError):
+        return Finding("huge pages", UNKNOWN)
+    advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
+    return Finding("huge pages", mode, advice if mode == "never" else None)
+
+
+def check_onednn() -> Finding:
+    version = _ops.capabilities().get("onednn")
+    return Finding("oneDNN", f"{version} in the benchmark" if version else "not in the benchmark")
+
+
+def check_cuda() -> Finding:
+    if not torch.backends.cuda.is_built():
+        return Finding("CUDA", "torch is built without it")
+    if _ops.library_path().with_name("libfusedstep_cuda.so").is_file():
+        return Finding("CUDA", "library present")
+    return Finding("CUDA", "not built: CUDA weights use fused=False")
+
+
+CHECKS: tuple[Callable[[], Finding], ...] = (
+    check_fusedstep,
+    check_torch,
+    check_library,
+    check_isa,
+    check_threads,
+    check_jemalloc,
+    check_openmp,
+    check_huge_pages,
+    check_onednn,
+    check_cuda,
+)
+
+UNKNOWN = "unknown on this system"
+
+
+def usable_cpus() -> list[int]:
+    """The CPUs this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def siblings(cpu: int) -> str:
+    """The CPUs that share a core with this one, as the kernel writes them."""
+    try:
+        folder = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        return (folder / "thread_siblings_list").read_text().strip()
+    except OSError:
+        return str(cpu)
+
+
+def cpu_quota() -> int | None:
+    """The CPUs that the container's time limit amounts to; None without one."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(limit) // int(period))
+    except (OSError, ValueError):
+        return None
+
+
+def mapped_libraries(pattern: str) -> list[str] | None:
+    """Paths of the libraries mapped into this process whose file name matches; None if unknown."""
+    try:
+        maps = Path("/proc/self/maps").read_text()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[-1] for line in maps.splitlines() if "/" in line}
+    return sorted(path for path in paths if re.match(pattern, Path(path).name))
+
+
+def jemalloc_decay(path: str) -> int | None:
+    """jemalloc's dirty_decay_ms; None if it does not tell."""
+    value = ctypes.c_ssize_t()
+    size = ctypes.c_size_t(ctypes.sizeof(value))
+    try:
+        failed = ctypes.CDLL(path).mallctl(
+            b"opt.dirty_decay_ms", ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0)
+        )
+    except (OSError, AttributeError):
+        return None
+    return None if failed else value.value
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
