@@ -44,13 +44,20 @@ int64_t share_begin(std::span<const int64_t> cost, int t, int n) {
 }  // namespace
 
 void run_session(int threads, std::span<const int64_t> cost, void (*work)(void* context, int64_t i),
-                 void* context) {
+                 void* context, Order order) {
   const auto items = static_cast<int64_t>(cost.size()) - 1;
   if (items <= 0) return;
+  const auto run = [=](int64_t begin, int64_t end) {
+    if (order == Order::kForwards) {
+      for (int64_t i = begin; i < end; ++i) work(context, i);
+    } else {
+      for (int64_t i = end; i-- > begin;) work(context, i);
+    }
+  };
   const bool alone = threads <= 1 || items == 1 || cost.back() - cost.front() < kSerialElements || forked ||
                      omp_in_parallel();
   if (alone) {
-    for (int64_t i = 0; i < items; ++i) work(context, i);
+    run(0, items);
     return;
   }
   const FloatEnvironment callers = FloatEnvironment::current();
@@ -59,8 +66,7 @@ void run_session(int threads, std::span<const int64_t> cost, void (*work)(void* 
     const FloatEnvironment own = FloatEnvironment::current();
     callers.install();
     const int t = omp_get_thread_num(), n = omp_get_num_threads();
-    for (int64_t i = share_begin(cost, t, n), end = share_begin(cost, t + 1, n); i < end; ++i)
-      work(context, i);
+    run(share_begin(cost, t, n), share_begin(cost, t + 1, n));
     own.install();
   }
 }

@@ -13,15 +13,19 @@ constexpr int64_t kSerialElements = 32768;
 // run of neighbours of about equal cost, always the same for the same number of threads, so that what it
 // touched in one session is in its cache in the next. `work` must not throw.
 //
+// A thread takes its items in order, or backwards: a session that reads what the one before it wrote finds
+// the last of that in the cache first.
+//
 // Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
 // its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
+enum class Order { kForwards, kBackwards };
 void run_session(int threads, std::span<const int64_t> cost, void (*work)(void* context, int64_t i),
-                 void* context);
+                 void* context, Order order = Order::kForwards);
 
 template <class Work>
-void run_session(int threads, std::span<const int64_t> cost, Work& work) {
-  run_session(
-      threads, cost, [](void* context, int64_t i) { (*static_cast<Work*>(context))(i); }, &work);
+void run_session(int threads, std::span<const int64_t> cost, Work& work, Order order = Order::kForwards) {
+  const auto call = [](void* context, int64_t i) { (*static_cast<Work*>(context))(i); };
+  run_session(threads, cost, call, &work, order);
 }
 
 }  // namespace fusedstep

@@ -46,7 +46,8 @@ std::vector<ScalarsBlock> prepare_scalars(Plan& plan, const BoundRule& rule, std
 
 // One session over chunks [first, last): `kernel_of(tensor)` for each of them.
 template <class KernelOf, class Reduce>
-void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, KernelOf kernel_of, Reduce reduce) {
+void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, KernelOf kernel_of,
+                Reduce reduce) {
   const cpu::KernelTable& table = kernels();
   const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
   auto work = [&](int64_t i) {
@@ -58,7 +59,7 @@ void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, KernelOf k
     reduce(c, lanes);
     if (c == first) plan.ran_on = isa;
   };
-  run_session(threads, cost, work);
+  run_session(threads, cost, work, order);
 }
 
 // The sum of a chunk's lanes, in one fixed order.
@@ -73,7 +74,7 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
               const std::vector<const cpu::RuleKernels*>& kernels, const StepOptions& options) {
   const auto stores = [&](uint32_t tensor) { return !options.keep_grad && plan.grad_can_store(tensor); };
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor]->phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
@@ -92,7 +93,7 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
     plan.task(tensor).ratio = rule.trust_ratio(weight_norm2, update_norm2);
   }
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor]->phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
@@ -110,7 +111,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
 
   if (rule.trust_ratio == nullptr) {
     run_chunks(
-        plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()),
+        plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
         [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor]->phase[cpu::kUpdate]; },
         [](int64_t, auto&) {});
     return;
