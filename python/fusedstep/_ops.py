@@ -6,8 +6,12 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from fusedstep.optim._base import FusedOptimizer
 
 #: Devices that have native kernels, and the dtypes they update.
 DEVICES = ("cpu",)
@@ -80,7 +84,7 @@ def force_isa(name: str | None) -> None:
     torch.ops.fusedstep.force_isa(name or "")
 
 
-def plan_isa(optimizer: torch.optim.Optimizer) -> str:
+def plan_isa(optimizer: FusedOptimizer) -> str:
     """Name of the instruction set whose code ran the last native step of ``optimizer``.
 
     Raises:

@@ -183,6 +183,10 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError(obstacle)
         return obstacle is None
 
+    def _forget_plans(self) -> None:
+        self._plans: dict[int, _Plan] = {}  # by the group's index
+        self._seen: _Snapshot | None = None  # of the state that the plans were made for
+
     def _plan(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> _Plan | None:
@@ -204,10 +208,6 @@ class FusedOptimizer(Optimizer):
         self._plans[index] = plan
         self._seen = None
         return plan
-
-    def _forget_plans(self) -> None:
-        self._plans: dict[int, _Plan] = {}  # by the group's index
-        self._seen: _Snapshot | None = None  # of the state that the plans were made for
 
     # The step
 
@@ -233,44 +233,36 @@ class FusedOptimizer(Optimizer):
         if self._seen is None or not self._seen.is_of(self.state):
             self._forget_plans()
 
-        # Everything that can be wrong is found out for all groups before the first is changed.
+        # What can be wrong is found out for all groups before the first is changed.
         work = []
         for index, group in enumerate(self.param_groups):
             weights, grads = _with_gradients(group["params"])
             if weights:
-                work.append(
-                    (index, group, weights, grads, self._plan(index, group, weights, grads))
-                )
+                plan = self._plan(index, group, weights, grads)
+                work.append((index, group, weights, grads, plan))
         if self._plans and self._seen is None:
             self._seen = _Snapshot(self.state)
 
         for index, group, weights, grads, plan in work:
-            if plan is not None:
-                plan = self._native_step(index, group, weights, grads, plan)
-            if plan is None:
+            if plan is None or not self._native_step(index, group, weights, grads):
                 for weight, grad in zip(weights, grads, strict=True):
                     self._imperative_step(group, weight, grad)
 
     def _native_step(
-        self,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        plan: _Plan,
-    ) -> _Plan | None:
-        """Returns the plan that was used; None if the imperative twin has to update the group."""
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether the group was updated; if not, the imperative twin has to do it."""
         try:
-            self._native(plan.handle, weights, grads, group)
+            self._native(self._plans[index].handle, weights, grads, group)
         except NotImplementedError:
             # The dispatcher's error: a tensor has changed its device or layout since the choice.
             del self._plans[index]
             plan = self._plan(index, group, weights, grads)
-            if plan is not None:
-                self._native(plan.handle, weights, grads, group)
-        if plan is not None:
-            increment_version(weights)
-        return plan
+            if plan is None:
+                return False
+            self._native(plan.handle, weights, grads, group)
+        increment_version(weights)
+        return True
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]

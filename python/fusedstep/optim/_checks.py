@@ -42,9 +42,8 @@ def check_betas(
         if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
     beta1, beta2 = betas
-    if not (
-        (isinstance(beta1, float) and isinstance(beta2, float))
-        or (isinstance(beta1, Tensor) and isinstance(beta2, Tensor))
-    ):
-        raise ValueError("betas must be either both floats or both Tensors")
-    return (beta1.squeeze(), beta2.squeeze()) if isinstance(beta1, Tensor) else (beta1, beta2)
+    if isinstance(beta1, Tensor) and isinstance(beta2, Tensor):
+        return beta1.squeeze(), beta2.squeeze()
+    if isinstance(beta1, float) and isinstance(beta2, float):
+        return beta1, beta2
+    raise ValueError("betas must be either both floats or both Tensors")
