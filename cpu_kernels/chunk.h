@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "cpu_kernels/kernel_table.h"
-#include "fusedstep/vocabulary.h"
+#include "cpu_kernels/pack.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -40,6 +40,14 @@ inline Block locate(const BlockLayout& layout, int operands, int64_t index) {
   return block;
 }
 
+// Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
+// checks of constant arguments fold away with the reference to torch that they would bring.
+__attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64_t from_stride, uint32_t* to,
+                                                     int64_t to_stride) {
+  at::vec::transpose_mxn<float, 16, 16>(reinterpret_cast<const float*>(from), from_stride,
+                                        reinterpret_cast<float*>(to), to_stride);
+}
+
 // Copies a block between a strided array and a tile in which its rows lie one behind another. The inner loop
 // runs along the side that is contiguous in the array.
 template <class Word, bool kGather>
@@ -53,7 +61,17 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
       for (int64_t c = 0; c < columns; ++c) copy(array[r * row_stride + c], tile[r * columns + c]);
     }
   } else if (row_stride == 1) {
-    for (int64_t c = 0; c < columns; ++c) {
+    int64_t c = 0;
+    if constexpr (sizeof(Word) == 4) {
+      for (; rows == 16 && c + 16 <= columns; c += 16) {
+        if constexpr (kGather) {
+          transpose_16x16(array + c * column_stride, column_stride, tile + c, columns);
+        } else {
+          transpose_16x16(tile + c, columns, array + c * column_stride, column_stride);
+        }
+      }
+    }
+    for (; c < columns; ++c) {
       for (int64_t r = 0; r < rows; ++r) copy(array[c * column_stride + r], tile[r * columns + c]);
     }
   } else {
@@ -97,34 +115,52 @@ inline void run_dense(const SpanKernel& kernel, const TensorTask& task, int64_t 
   kernel.run(span);
 }
 
-inline void run_blocks(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
-                       double* norms) {
+// Blocks of long rows: a row at a time, in place in those operands in which it is contiguous. The others go
+// through a tile of the whole block.
+inline void run_rows(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
+                     double* norms) {
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
   Span span = make_span(task, norms);
-  while (begin < end) {
-    // A long row is worked on where it is, by those operands in which it is contiguous.
-    uint32_t in_place = 0;
-    if (layout.rows) {
-      for (int k = 0; k < task.operands; ++k) {
-        if (layout.strides[(k + 1) * layout.dims - 1] == 1) in_place |= 1u << k;
-      }
+  for (; begin < end; ++begin) {
+    const Block block = locate(layout, task.operands, begin);
+    char* first[kMaxOperands];
+    int64_t step[kMaxOperands];  // bytes from a row to the next
+    for (int k = 0; k < task.operands; ++k) {
+      const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
+      const int64_t size = task.element_size[k];
+      const bool in_place = strides[1] == 1;
+      first[k] = in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * size : tiles[k];
+      step[k] = (in_place ? strides[0] : block.columns) * size;
+      if (!in_place && (kernel.reads >> k & 1)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    // As many blocks as fill a tile; at least one.
+    span.count = block.columns;
+    for (int64_t r = 0; r < block.rows; ++r) {
+      for (int k = 0; k < task.operands; ++k) span.operand[k] = first[k] + r * step[k];
+      kernel.run(span);
+    }
+    for (int k = 0; k < task.operands; ++k) {
+      if (first[k] == tiles[k] && (kernel.writes >> k & 1)) copy_operand<false>(task, k, block, tiles[k]);
+    }
+  }
+}
+
+// Small blocks: as many as fill a tile of every operand are worked on together.
+inline void run_packed(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
+                       double* norms) {
+  alignas(64) Tile tiles[kMaxOperands];
+  Span span = make_span(task, norms);
+  for (int k = 0; k < task.operands; ++k) span.operand[k] = tiles[k];
+  while (begin < end) {
     int64_t last = begin;
     span.count = 0;
     while (last < end) {
-      const Block block = locate(layout, task.operands, last);
+      const Block block = locate(*task.layout, task.operands, last);
       const int64_t count = block.rows * block.columns;
-      if (span.count + count > kTileElements || (layout.rows && last > begin)) break;
+      if (span.count + count > kTileElements) break;
       for (int k = 0; k < task.operands; ++k) {
-        char* tile = tiles[k] + span.count * task.element_size[k];
-        if (in_place >> k & 1) {
-          span.operand[k] = static_cast<char*>(task.data[k]) + block.offset[k] * task.element_size[k];
-        } else {
-          span.operand[k] = tiles[k];
-          if (kernel.reads >> k & 1) copy_operand<true>(task, k, block, tile);
-        }
+        if (kernel.reads >> k & 1)
+          copy_operand<true>(task, k, block, tiles[k] + span.count * task.element_size[k]);
       }
       span.count += count;
       ++last;
@@ -132,11 +168,10 @@ inline void run_blocks(const SpanKernel& kernel, const TensorTask& task, int64_t
     kernel.run(span);
     int64_t done = 0;
     for (; begin < last; ++begin) {
-      const Block block = locate(layout, task.operands, begin);
+      const Block block = locate(*task.layout, task.operands, begin);
       for (int k = 0; k < task.operands; ++k) {
-        if ((kernel.writes & ~in_place) >> k & 1) {
+        if (kernel.writes >> k & 1)
           copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
-        }
       }
       done += block.rows * block.columns;
     }

@@ -50,7 +50,8 @@ const RuleKernels* find(rules::RuleId rule, unsigned flags, Format format) {
 #define FUSEDSTEP_STRING(x) FUSEDSTEP_STRING_(x)
 
 const char* run(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end, double* norms) {
-  (task.layout ? run_blocks : run_dense)(kernel, task, begin, end, norms);
+  const auto walk = task.layout == nullptr ? run_dense : task.layout->long_rows ? run_rows : run_packed;
+  walk(kernel, task, begin, end, norms);
   return FUSEDSTEP_STRING(FUSEDSTEP_ISA);
 }
 

@@ -46,7 +46,8 @@ struct SpanKernel {
 };
 
 // What a rule can be asked to do. An elementwise rule has kUpdate; a two-phase rule has the others, where its
-// update is either kept in the gradient's memory between the phases or computed again from the states.
+// update is either kept in the gradient's memory between the phases or computed again in the second, which
+// then is the one that writes the states.
 enum Phase : int { kUpdate, kAccumulateStore, kAccumulate, kApplyStored, kApplyRecompute, kPhases };
 
 struct RuleKernels {
@@ -60,7 +61,7 @@ struct BlockLayout {
   const int64_t* sizes;    // [dims]
   const int64_t* strides;  // [kMaxOperands][dims], in elements
   int64_t extent[2];       // rows, columns of a block
-  bool rows;               // a block is one row, long enough to be worked on in place
+  bool long_rows;          // rows are long enough to be worked on one by one, in place
 };
 
 // One tensor as a kernel sees it.

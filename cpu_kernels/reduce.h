@@ -49,14 +49,25 @@ struct ScalarNorms {
   }
 };
 
+// What a rule adds to where the norms are known already.
+struct NoNorms {
+  template <class V>
+  FUSEDSTEP_FN void add(const V&, const V&) {}
+};
+
+// Without storing the update, the first phase leaves nothing but the norms: the second one does its maths
+// again. From states rounded to 16 bits it would make another update than the one whose norm it is scaled by;
+// from second moments rounded to zero, a huge one.
 template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
 FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
   const V p = load<V>(a.weight, i), g = load<V>(a.grad, i);
   V s[Rule::kStates];
   a.load_states(s, i);
   const V u = Rule::accumulate(a.scalars, p, g, s, norms);
-  a.store_states(s, i);
-  if constexpr (kStore) store(a.grad, i, u);
+  if constexpr (kStore) {
+    a.store_states(s, i);
+    store(a.grad, i, u);
+  }
 }
 
 template <class Rule, class Weight, class State, bool kStore>
@@ -90,7 +101,9 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ra
   } else {
     V s[Rule::kStates];
     a.load_states(s, i);
-    u = Rule::direction(a.scalars, p, s);
+    NoNorms norms;
+    u = Rule::accumulate(a.scalars, p, load<V>(a.grad, i), s, norms);
+    a.store_states(s, i);
   }
   Rule::apply(a.scalars, ratio, p, u);
   store(a.weight, i, p);
@@ -113,9 +126,9 @@ constexpr RuleKernels two_phase_kernels() {
   constexpr uint32_t states = state_bits(Rule::kStates), all = kWeightBit | kGradBit | states;
   RuleKernels kernels{};
   kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State, true>, all, kGradBit | states};
-  kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State, false>, all, states};
+  kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State, false>, all, 0};
   kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, kWeightBit | kGradBit, kWeightBit};
-  kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, kWeightBit | states, kWeightBit};
+  kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, all, kWeightBit | states};
   return kernels;
 }
 

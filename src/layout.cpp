@@ -50,8 +50,9 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
 // A row at least this long is worked on in place; shorter ones are packed into tiles.
 constexpr int64_t kLongRow = 128;
 constexpr int64_t kTile = 1024;
-// Blocks of operands in different orders are square: whole cache lines in each of them.
-constexpr int64_t kSquare = 32;
+// Where operands have different orders, a block has this many rows: a cache line of floats in the operand for
+// which a block's rows are columns.
+constexpr int64_t kTransposedRows = 16;
 
 int64_t blocks_along(int64_t size, int64_t extent) { return (size + extent - 1) / extent; }
 
@@ -116,16 +117,18 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   blocks_.strides = strides_.data();
 
   const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
-  if (other >= 0) {
-    blocks_.extent[1] = std::min(columns, std::max(kSquare, kTile / rows));
-    blocks_.extent[0] = std::min(rows, kTile / blocks_.extent[1]);
-  } else if (columns >= kLongRow) {
-    blocks_.rows = true;
+  const int64_t transposed_columns = kTile / kTransposedRows;
+  if (other >= 0 && rows >= kTransposedRows && columns >= transposed_columns) {
+    blocks_.long_rows = true;
+    blocks_.extent[0] = kTransposedRows;
+    blocks_.extent[1] = transposed_columns;
+  } else if (other < 0 && columns >= kLongRow) {
+    blocks_.long_rows = true;
     blocks_.extent[0] = 1;
     blocks_.extent[1] = std::min(columns, kTile);
   } else {
-    blocks_.extent[1] = columns;
-    blocks_.extent[0] = std::min(rows, kTile / columns);
+    blocks_.extent[1] = other >= 0 ? std::min(columns, std::max(kTransposedRows, kTile / rows)) : columns;
+    blocks_.extent[0] = std::min(rows, kTile / blocks_.extent[1]);
   }
   units_ = blocks_along(rows, blocks_.extent[0]) * blocks_along(columns, blocks_.extent[1]) *
            product(Dims(sizes_).first(sizes_.size() - 2));
