@@ -36,15 +36,6 @@ struct Lamb {
             T(h.eps),   T(h.weight_decay), T(-h.lr)};
   }
 
-  // The update's direction u, from the weight and the moments.
-  template <class V, class T>
-  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, const V (&state)[kStates]) {
-    const V denominator = mul_add(square_root(state[1]), V(s.inv_sqrt_bias2), V(s.eps));
-    const V u = V(s.inv_bias1) * state[0] / denominator;
-    if constexpr (kFlags & kLambDecay) return mul_add(V(s.weight_decay), p, u);
-    return u;
-  }
-
   // Phase 1: new moments; returns u and adds p and u to the norms.
   template <class V, class T, class Norms>
   FUSEDSTEP_FN static V accumulate(const Scalars<T>& s, V p, V g, V (&state)[kStates], Norms& norms) {
@@ -52,7 +43,9 @@ struct Lamb {
     if constexpr (kFlags & kLambMaximize) g = -g;
     m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
-    const V u = direction(s, p, state);
+    const V denominator = mul_add(square_root(v), V(s.inv_sqrt_bias2), V(s.eps));
+    V u = V(s.inv_bias1) * m / denominator;
+    if constexpr (kFlags & kLambDecay) u = mul_add(V(s.weight_decay), p, u);
     norms.add(p, u);
     return u;
   }
