@@ -35,17 +35,19 @@ parallelism() {
   printf '%s\n' "$(nproc)" "$((memory > 1 ? memory : 1))" | sort -n | head -n 1
 }
 
+configure() {
+  local preset=$1 folder=$root/build/$1 args
+  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn)"
+  [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$args" ]] || return 0
+  # shellcheck disable=SC2086  # one word an option
+  step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" $args || return
+  echo "$args" >"$folder/.configured"
+}
+
 # build PRESET [OPTION...]: options go to `cmake --build`.
 build() {
-  local preset=$1 folder=$root/build/$1 args
-  shift
-  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn)"
-  if [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$args" ]]; then
-    # shellcheck disable=SC2086  # one word an option
-    step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" $args || return
-    echo "$args" >"$folder/.configured"
-  fi
-  step "build-$preset" "building $preset" cmake --build "$folder" -j "$(parallelism)" "$@"
+  configure "$1" || return
+  step "build-$1" "building $1" cmake --build "$root/build/$1" -j "$(parallelism)" "${@:2}"
 }
 
 launch() { "$python" "$root/scripts/launch.py" "$@"; }
