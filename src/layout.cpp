@@ -71,6 +71,28 @@ int other_order(const std::vector<Dim>& dims, size_t operands) {
   return -1;
 }
 
+// Whether two index tuples give the same offset, by marking every offset. Tensors too large for that are
+// taken to overlap.
+bool offsets_repeat(const std::vector<std::pair<int64_t, int64_t>>& dims, int64_t reach) {
+  constexpr int64_t kMostOffsets = int64_t{1} << 28;
+  if (reach >= kMostOffsets) return true;
+  std::vector<bool> seen(reach + 1);
+  seen[0] = true;
+  std::vector<int64_t> offsets{0};
+  for (const auto& [stride, size] : dims) {
+    const size_t before = offsets.size();
+    for (int64_t i = 1; i < size; ++i) {
+      for (size_t k = 0; k < before; ++k) {
+        const int64_t offset = offsets[k] + i * stride;
+        if (seen[offset]) return true;
+        seen[offset] = true;
+        offsets.push_back(offset);
+      }
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 bool overlaps_itself(Dims sizes, Dims strides) {
@@ -81,11 +103,13 @@ bool overlaps_itself(Dims sizes, Dims strides) {
   }
   std::sort(dims.begin(), dims.end());
   int64_t reach = 0;  // the largest offset that the dimensions so far can make
+  bool nested = true;
   for (const auto& [stride, size] : dims) {
-    if (stride <= reach) return true;
+    if (stride == 0) return true;
+    nested = nested && stride > reach;
     reach += stride * (size - 1);
   }
-  return false;
+  return !nested && offsets_repeat(dims, reach);
 }
 
 Layout::Layout(Dims sizes, std::span<const Dims> strides) {

@@ -10,8 +10,8 @@ namespace fusedstep {
 
 using Dims = std::span<const int64_t>;  // sizes, or strides in elements
 
-// Whether two elements of a tensor may share memory. A tensor of which this cannot be ruled out by its
-// strides alone counts as overlapping.
+// Whether two elements of a tensor share memory. Decided by the strides alone where dimensions nest, as they
+// nearly always do; otherwise by looking at every offset.
 bool overlaps_itself(Dims sizes, Dims strides);
 
 // The walk over one tensor. `blocks` points into the layout itself: not copyable.

@@ -18,6 +18,11 @@ int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& s
         step.is_cpu() && step.numel() == 1 && step.scalar_type() == torch::headeronly::ScalarType::Float,
         "a step count must be one float32 number on the CPU");
   }
+  for (const Tensor& weight : weights) {
+    const TensorView seen = view(weight, "weight");
+    STD_TORCH_CHECK(!overlaps_itself(seen.sizes, seen.strides),
+                    "a weight overlaps itself in memory (an expanded tensor?); clone() it first");
+  }
   return register_plan(std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count)));
 }
 
