@@ -1,0 +1,147 @@
+"""The case table: one row per optimizer variant, from which every law takes its subjects.
+
+A new optimizer gets all the laws by its rows here and its function in reference/.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fusedstep import optim
+from reference.adagrad import adagrad
+from reference.adam import adam, adamw
+from reference.lamb import lamb
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What one step may add to the error, in units of the dtype's epsilon.
+
+    `weight`: relative to the weight.
+    `update`: relative to the largest move of a weight in one step.
+    `state`: relative to the state and to what a gradient adds to it.
+    """
+
+    weight: float
+    update: float
+    state: float
+
+
+# The reference rounds weights and states to the dtype after each step as the library has to, so low
+# precision is held to units of its own epsilon as well: its maths is fp32, and only a result close
+# to the middle between two neighbours goes the other way.
+ELEMENTWISE = {
+    torch.float32: Tolerance(weight=0.5, update=3, state=1),
+    torch.float64: Tolerance(weight=0.5, update=3, state=1),
+    torch.bfloat16: Tolerance(weight=0.25, update=0.25, state=0.25),
+    torch.float16: Tolerance(weight=0.25, update=0.25, state=0.25),
+}
+# Decoupled decay multiplies the weight first: one rounding more, and that of the factor itself,
+# which errs to the same side at every step.
+DECOUPLED = ELEMENTWISE | {
+    torch.float32: Tolerance(weight=1.25, update=3, state=1),
+    torch.float64: Tolerance(weight=1.25, update=3, state=1),
+}
+# The trust ratio is one factor of the whole update: its unit comes on top of the element's own. The
+# sums of torch's norms are less exact, and the reference uses them.
+WITH_NORMS = {
+    torch.float32: Tolerance(weight=0.5, update=5, state=1),
+    torch.float64: Tolerance(weight=0.5, update=10, state=1),
+    torch.bfloat16: Tolerance(weight=0.5, update=0.5, state=0.25),
+    torch.float16: Tolerance(weight=0.5, update=0.5, state=0.25),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    optimizer: type[torch.optim.Optimizer]
+    options: dict[str, Any]
+    """Options that change the maths: given to the optimizer, the reference and the namesake."""
+    reference: Callable
+    states: tuple[str, ...]
+    namesake: type[torch.optim.Optimizer] | None
+    elementwise: bool
+    modes: dict[str, Any] = field(default_factory=dict)
+    """Options that leave the maths alone, for the optimizer only."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def build(self, params, **overrides) -> torch.optim.Optimizer:
+        """The optimizer of this row, fused unless told otherwise."""
+        return self.optimizer(params, **({"fused": True} | self.options | self.modes | overrides))
+
+    def build_namesake(self, params, **overrides) -> torch.optim.Optimizer:
+        """torch's optimizer with the same options, as its for-loop."""
+        return self.namesake(params, **({"foreach": False} | self.options | overrides))
+
+    def stores_update_in_grad(self, dtype: torch.dtype) -> bool:
+        """Whether a fused step leaves its update in a dense gradient of this dtype."""
+        return (
+            self.optimizer is optim.Lamb
+            and not self.modes.get("keep_grad", False)
+            and dtype not in LOW_PRECISION
+        )
+
+    @property
+    def lr(self) -> float:
+        return self.options["lr"]
+
+    @property
+    def tolerances(self) -> dict[torch.dtype, Tolerance]:
+        if not self.elementwise:
+            return WITH_NORMS
+        return DECOUPLED if self.reference is adamw or "decoupled" in self.name else ELEMENTWISE
+
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS_AND_MAX = (*MOMENTS, "max_exp_avg_sq")
+
+
+def _lamb(name, modes=None, **options):
+    options = {"lr": 1e-2} | options
+    return Case(name, optim.Lamb, options, lamb, MOMENTS, None, False, modes or {})
+
+
+def _adam(name, **options):
+    states = MOMENTS_AND_MAX if options.get("amsgrad") else MOMENTS
+    return Case(name, optim.Adam, {"lr": 1e-2} | options, adam, states, torch.optim.Adam, True)
+
+
+def _adamw(name, **options):
+    states = MOMENTS_AND_MAX if options.get("amsgrad") else MOMENTS
+    return Case(name, optim.AdamW, {"lr": 1e-2} | options, adamw, states, torch.optim.AdamW, True)
+
+
+def _adagrad(name, **options):
+    options = {"lr": 2e-2} | options
+    return Case(name, optim.Adagrad, options, adagrad, ("sum",), torch.optim.Adagrad, True)
+
+
+CASES = (
+    _lamb("lamb"),
+    _lamb("lamb-decay", weight_decay=0.02),
+    _lamb("lamb-maximize", weight_decay=0.01, betas=(0.8, 0.95), eps=1e-6, maximize=True),
+    _lamb("lamb-keep_grad", weight_decay=0.02, modes={"keep_grad": True}),
+    _adam("adam"),
+    _adam("adam-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
+    _adam("adam-amsgrad", amsgrad=True),
+    _adam("adam-amsgrad-l2-maximize", amsgrad=True, weight_decay=0.02, maximize=True),
+    _adam("adam-decoupled", decoupled_weight_decay=True, weight_decay=0.02),
+    _adam("adam-maximize", maximize=True),
+    _adamw("adamw"),
+    _adamw("adamw-amsgrad-maximize", amsgrad=True, maximize=True, weight_decay=0.1),
+    _adagrad("adagrad"),
+    _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
+    _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
+    _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+)
+WITH_NAMESAKE = tuple(case for case in CASES if case.namesake is not None)
+# One plain row per optimizer, for what does not depend on the maths.
+PLAIN = tuple({case.optimizer: case for case in reversed(CASES)}.values())[::-1]

@@ -1,0 +1,36 @@
+"""Fixtures of the suite."""
+
+import os
+from pathlib import Path
+
+# Threads that wait for one another must not spin: tests start more of them than there are CPUs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep import _ops
+
+
+@pytest.fixture(autouse=True)
+def _process_settings_restored():
+    """No test leaves its thread count, instruction set or denormal mode to the next."""
+    count = torch.get_num_threads()
+    yield
+    torch.set_num_threads(count)
+    torch.set_flush_denormal(False)
+    _ops.force_isa(None)
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def subprocess_environment() -> dict[str, str]:
+    """The environment in which another Python finds the package and the helpers of the suite."""
+    package = Path(fusedstep.__file__).resolve().parent.parent
+    path = os.pathsep.join([str(package), str(Path(__file__).resolve().parent)])
+    return os.environ | {"PYTHONPATH": path}

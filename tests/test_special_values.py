@@ -1,0 +1,157 @@
+"""Law: NaN, infinities and denormals do what they do in torch's for-loop."""
+
+import pytest
+import torch
+
+from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE
+from stepping import (
+    CHUNK,
+    ISAS,
+    as_parameters,
+    assert_same_contents,
+    contents,
+    forced_isa,
+    make_gradients,
+    make_weights,
+    threads,
+)
+
+SHAPES = ((70,), (33, 31), (CHUNK + 5,))
+NAN, INF = float("nan"), float("inf")
+
+
+def poison(gradients, values):
+    """The special values at the start, in a tail and across the seam of two chunks."""
+    for gradient in gradients:
+        flat = gradient.view(-1)
+        for position, value in enumerate(values):
+            flat[position * 9] = value
+            flat[-1 - position] = value
+    for position, value in enumerate(values):
+        gradients[-1][CHUNK - 2 + position] = value
+
+
+def train_with_special_gradients(optimizer, params, values, steps=4):
+    """Special gradients at the second step only: later ones show what stays in the states."""
+    for step in range(1, steps + 1):
+        gradients = make_gradients([param.shape for param in params], params[0].dtype, step)
+        if step == 2:
+            poison(gradients, values)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient
+        optimizer.step()
+
+
+def assert_same_kind(actual, expected, what):
+    """NaN and infinities are in the same places, and have the same signs."""
+    assert torch.equal(actual.isnan(), expected.isnan()), f"{what}: NaN elsewhere"
+    for infinite in (torch.isposinf, torch.isneginf):
+        assert torch.equal(infinite(actual), infinite(expected)), f"{what}: infinity elsewhere"
+
+
+def check_special_gradients(case, build_twin, dtype, values):
+    weights = make_weights(SHAPES, dtype)
+    params, twins = as_parameters(weights), as_parameters(weights)
+    optimizer, twin = case.build(params), build_twin(twins)
+    train_with_special_gradients(optimizer, params, values)
+    train_with_special_gradients(twin, twins, values)
+    actual, expected = contents(optimizer), contents(twin)
+    for name, tensor in expected.items():
+        assert_same_kind(actual[name], tensor, name)
+        rtol = 16 * torch.finfo(dtype).eps
+        torch.testing.assert_close(
+            actual[name], tensor, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, n=name: n + m
+        )
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_nan_and_inf_spread_as_in_torch(case, dtype, isa):
+    with forced_isa(isa):
+        check_special_gradients(case, case.build_namesake, dtype, (NAN, INF, -INF))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("values", [(NAN,), (INF,), (-INF,)], ids=str)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.elementwise], ids=str)
+def test_nan_and_inf_spread_through_norms(case, dtype, values, isa):
+    with forced_isa(isa):
+        check_special_gradients(case, lambda params: case.build(params, fused=False), dtype, values)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_tensor_with_nan_leaves_others_alone(case):
+    weights = make_weights(SHAPES, torch.float32)
+    params, clean = as_parameters(weights), as_parameters(weights)
+    gradients = make_gradients(SHAPES, torch.float32, 1)
+    for param, clean_param, gradient in zip(params, clean, gradients, strict=True):
+        param.grad, clean_param.grad = gradient.clone(), gradient
+    params[1].grad[3, 3] = NAN
+    case.build(params).step()
+    case.build(clean).step()
+    assert params[1].isnan().any()
+    assert torch.equal(params[0], clean[0])
+    assert torch.equal(params[2], clean[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_squares_overflow_and_underflow_as_in_torch(case, dtype):
+    """Gradients whose squares are beyond the dtype on either side."""
+    largest = torch.finfo(dtype).max ** 0.6
+    check_special_gradients(
+        case, case.build_namesake, dtype, (largest, -largest, 1 / largest, -1 / largest, 0.0)
+    )
+
+
+def denormal_trajectory(case, dtype):
+    """Weights, and gradients, of which a part is below the smallest normal number."""
+    shapes = ((70,), (3 * CHUNK + 5,))
+    tiny = torch.finfo(dtype).smallest_normal
+    params = as_parameters(make_weights(shapes, dtype))
+    optimizer = case.build(params, lr=1e-3)
+    with torch.no_grad():
+        for param in params:
+            param[::2] *= tiny / 4
+    for step in range(1, 4):
+        for param, gradient in zip(params, make_gradients(shapes, dtype, step), strict=True):
+            param.grad = gradient
+            param.grad[::4] *= 0
+            param.grad[1::4] *= tiny / 4
+        optimizer.step()
+    return contents(optimizer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
+    results = []
+    for flush in (False, True):
+        # Values are made before the mode is set: this is about the step alone.
+        make_weights(((70,), (3 * CHUNK + 5,)), dtype)
+        with threads(1), forced_isa("base"):
+            torch.set_flush_denormal(flush)
+            expected = denormal_trajectory(case, dtype)
+        results.append(expected)
+        for count in (1, 3):
+            with threads(count):
+                actual = denormal_trajectory(case, dtype)
+            assert_same_contents(actual, expected, f"flush {flush}, {count} threads:")
+    if dtype not in LOW_PRECISION:
+        # The mode matters here, or equal results would say nothing.
+        kept, flushed = (result["weight 1"] for result in results)
+        assert not torch.equal(kept, flushed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_caller_keeps_its_denormal_mode(case):
+    tiny = torch.tensor([1e-40])
+    for flush in (False, True):
+        torch.set_flush_denormal(flush)
+        with threads(3):
+            (param,) = as_parameters(make_weights([(3 * CHUNK,)], torch.float32))
+            param.grad = torch.ones_like(param)
+            case.build([param]).step()
+        assert ((tiny * 0.5).item() == 0) == flush
