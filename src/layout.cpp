@@ -74,7 +74,7 @@ int other_order(const std::vector<Dim>& dims, size_t operands) {
 // Whether two index tuples give the same offset, by marking every offset. Tensors too large for that are
 // taken to overlap.
 bool offsets_repeat(const std::vector<std::pair<int64_t, int64_t>>& dims, int64_t reach) {
-  constexpr int64_t kMostOffsets = int64_t{1} << 28;
+  constexpr int64_t kMostOffsets = int64_t{1} << 26;
   if (reach >= kMostOffsets) return true;
   std::vector<bool> seen(reach + 1);
   seen[0] = true;

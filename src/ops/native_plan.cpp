@@ -19,10 +19,17 @@ Registry& registry() {
   return instance;
 }
 
-Dims dims(const Tensor& tensor, AOTITorchError (*get)(AtenTensorHandle, int64_t**)) {
-  int64_t* values = nullptr;
-  TORCH_ERROR_CODE_CHECK(get(tensor.get(), &values));
-  return {values, static_cast<size_t>(tensor.dim())};
+DType dtype_of(const Tensor& tensor, const char* what) {
+  static const std::pair<int32_t, DType> known[] = {{aoti_torch_dtype_float32(), DType::kFloat},
+                                                    {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
+                                                    {aoti_torch_dtype_float16(), DType::kHalf},
+                                                    {aoti_torch_dtype_float64(), DType::kDouble}};
+  int32_t code = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
+  for (const auto& [torchs, ours] : known) {
+    if (code == torchs) return ours;
+  }
+  throw std::runtime_error(std::string(what) + " must be float32, float64, bfloat16 or float16");
 }
 
 float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
@@ -30,29 +37,11 @@ float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr
 }  // namespace
 
 TensorView view(const Tensor& tensor, const char* what) {
-  const auto refuse = [&](const char* reason) { throw std::runtime_error(std::string(what) + " " + reason); };
-  if (!tensor.is_cpu()) refuse("is not on the CPU");
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  if (layout != aoti_torch_layout_strided()) refuse("is not a strided (dense) tensor");
-  DType dtype{};
-  switch (tensor.scalar_type()) {
-    case torch::headeronly::ScalarType::Float:
-      dtype = DType::kFloat;
-      break;
-    case torch::headeronly::ScalarType::Double:
-      dtype = DType::kDouble;
-      break;
-    case torch::headeronly::ScalarType::BFloat16:
-      dtype = DType::kBFloat16;
-      break;
-    case torch::headeronly::ScalarType::Half:
-      dtype = DType::kHalf;
-      break;
-    default:
-      refuse("must be float32, float64, bfloat16 or float16");
-  }
-  return {tensor.data_ptr(), dtype, dims(tensor, aoti_torch_get_sizes), dims(tensor, aoti_torch_get_strides)};
+  int64_t *sizes = nullptr, *strides = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  const auto dims = static_cast<size_t>(tensor.dim());
+  return {tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}};
 }
 
 int num_threads() {

@@ -14,8 +14,9 @@ namespace fusedstep::ops {
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// A torch tensor as the engine sees it. Throws std::runtime_error, naming `what`, unless it is a strided CPU
-// tensor of float32, float64, bfloat16 or float16.
+// A torch tensor as the engine sees it. Throws std::runtime_error, naming `what`, unless it is float32,
+// float64, bfloat16 or float16. The dispatcher has seen to device and layout: the kernels registered for the
+// CPU meet dense CPU tensors only.
 TensorView view(const Tensor& tensor, const char* what);
 
 // torch's thread count, asked anew: the user may have changed it.
