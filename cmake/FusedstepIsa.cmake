@@ -6,10 +6,12 @@ function(fusedstep_isa NAME CAPABILITY)
   target_compile_definitions(
     fusedstep_kernels_${NAME} PRIVATE FUSEDSTEP_ISA=${NAME} CPU_CAPABILITY=${CAPABILITY} CPU_CAPABILITY_${CAPABILITY})
   # Kernels are optimised in every configuration: without inlining, vector code would leak through weak functions.
-  # Contraction is off so that every instruction set rounds alike; what is to be fused says mul_add.
+  # Contraction is off so that every instruction set rounds alike; what is to be fused says mul_add. The rounding mode
+  # is the caller's: where it is not to nearest, -(a * b) is not (-a) * b.
   # GCC 12 warns of variables left undefined on purpose inside its own intrinsics.
   target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
-  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -O3 -ffp-contract=off -fno-math-errno -fno-trapping-math ${ARGN})
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -O3 -ffp-contract=off -frounding-math -fno-math-errno
+                                                           -fno-trapping-math ${ARGN})
   target_link_libraries(fusedstep_kernels_${NAME} PRIVATE fusedstep_options torch::headers)
   set_target_properties(fusedstep_kernels_${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endfunction()
