@@ -1,0 +1,40 @@
+"""The environment that steps are timed in: threads, pinning and allocator."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).resolve().parent.parent
+
+ALLOCATORS = ("glibc", "jemalloc")
+
+
+def _launcher() -> ModuleType:
+    """scripts/launch.py: the benchmark runs as every other program here is told to."""
+    spec = importlib.util.spec_from_file_location("launch", ROOT / "scripts" / "launch.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def environments(wanted: list[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """The environment of each wanted allocator that there is, and what to say of the others.
+
+    Pins this process, and so those it starts.
+    """
+    launcher = _launcher()
+    common = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")}
+    common["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("python", "tests"))
+    launcher.threads_and_pinning(common)
+    found, notes = {}, []
+    for allocator in wanted:
+        env = dict(common)
+        told = launcher.jemalloc(env) if allocator == "jemalloc" else ""
+        if allocator == "jemalloc" and "LD_PRELOAD" not in env:
+            notes.append(told)
+        else:
+            found[allocator] = env
+    return found, notes

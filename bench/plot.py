@@ -1,0 +1,156 @@
+#!/usr/bin/env python3
+"""Draw the plots of a benchmark's results.
+
+    plot.py RESULTS.json [OUTPUT_FOLDER]      OUTPUT_FOLDER: that of the results unless given
+
+time.png      ms a step by shape list, one panel for each optimizer and allocator
+speedup.png   speed-up of the fused step over the unfused one, by size
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from report import columns, optimizers, subtitle
+from shapes import SIZES, size_name
+
+COLOURS = {
+    "unfused": "#8c8c8c",
+    "for_loop": "#c5b0d5",
+    "foreach": "#9467bd",
+    "torch_fused": "#1f77b4",
+    "onednn": "#2ca02c",
+    "fused_keep_grad": "#ffbb78",
+    "fused": "#d62728",
+}
+LINES = {"glibc": "--", "jemalloc": "-"}
+MARKERS = "osD^v"
+
+_SIZE_NAMES = {size.name for size in SIZES}
+
+
+def _rows(results: dict[str, Any], optimizer: str, allocator: str) -> list[dict[str, Any]]:
+    return [
+        row
+        for row in results["rows"]
+        if (row["optimizer"], row["allocator"]) == (optimizer, allocator) and "limit" in row
+    ]
+
+
+def _allocators(results: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(row["allocator"] for row in results["rows"]))
+
+
+def plot_time(results: dict[str, Any], path: Path) -> None:
+    """Bars by shape list, with the limit as a line across each group. Sizes have their own plot."""
+    names, allocators = optimizers(results), _allocators(results)
+    size = (7 * len(allocators), 3.2 * len(names) + 0.8)
+    figure = Figure(figsize=size, layout="constrained")
+    axes = figure.subplots(len(names), len(allocators), squeeze=False, sharey="row")
+    for line, optimizer in zip(axes, names, strict=True):
+        for axis, allocator in zip(line, allocators, strict=True):
+            _time_panel(axis, results, optimizer, allocator)
+    handles: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    titles = [*results["implementations"].values(), "limit"]
+    titles = [title for title in titles if title in handles]
+    figure.legend(
+        [handles[title] for title in titles],
+        titles,
+        loc="outside lower center",
+        ncols=len(titles),
+        frameon=False,
+    )
+    figure.suptitle(subtitle(results), fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: str) -> None:
+    found = _rows(results, optimizer, allocator)
+    rows = [row for row in found if row["shapes"] not in _SIZE_NAMES] or found
+    shown = columns(results, optimizer)
+    width = 0.85 / max(len(shown), 1)
+    for position, name in enumerate(shown):
+        bars = []
+        for place, row in enumerate(rows):
+            middle = place - 0.425 + (position + 0.5) * width
+            result = row["results"].get(name, {})
+            if "ms" in result:
+                bars.append((middle, result["ms"]))
+            elif "wrong" in result:
+                limit = row["limit"]["ms"]
+                axis.text(middle, 1.2 * limit, "wrong", rotation=90, ha="center", fontsize=8)
+        if bars:
+            title = results["implementations"][name]
+            axis.bar(*zip(*bars, strict=True), width, label=title, color=COLOURS.get(name))
+    for place, row in enumerate(rows):
+        label = "limit" if place == 0 else None
+        axis.hlines(row["limit"]["ms"], place - 0.46, place + 0.46, "black", lw=1.2, label=label)
+    axis.set_yscale("log")
+    axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=15, ha="right")
+    axis.set_ylabel("ms a step")
+    axis.set_title(f"{optimizer}, {allocator}", fontsize=10)
+    axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
+
+
+def _two_or_five(value: float, _: int) -> str:
+    return f"{value:g}×" if f"{value:g}"[0] in "25" else ""
+
+
+def plot_speedup(results: dict[str, Any], path: Path) -> None:
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for index, optimizer in enumerate(optimizers(results)):
+        for allocator in _allocators(results):
+            points = [
+                (row["elements"], row["results"]["fused"]["speedup"])
+                for row in _rows(results, optimizer, allocator)
+                if row["shapes"] in _SIZE_NAMES and "speedup" in row["results"].get("fused", {})
+            ]
+            if points:
+                axis.plot(
+                    *zip(*sorted(points), strict=True),
+                    LINES.get(allocator, ":"),
+                    marker=MARKERS[index % len(MARKERS)],
+                    color=f"C{index}",
+                    label=f"{optimizer}, {allocator}",
+                )
+    axis.axhline(1, color="black", lw=0.8)
+    axis.set_xscale("log", base=2)
+    sizes = [size.elements for size in SIZES]
+    axis.set_xticks(sizes, [size_name(size) for size in sizes])
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axis.yaxis.set_minor_formatter(_two_or_five)
+    axis.set_xlabel("elements of one tensor")
+    axis.set_ylabel("speed-up, fused over unfused")
+    axis.grid(alpha=0.3, which="both")
+    if axis.lines[1:]:
+        axis.legend(frameon=False)
+    axis.set_title(subtitle(results), fontsize=8)
+    figure.savefig(path, dpi=150)
+
+
+def plot(results: dict[str, Any], folder: Path) -> None:
+    plot_time(results, folder / "time.png")
+    plot_speedup(results, folder / "speedup.png")
+
+
+def main() -> None:
+    if len(sys.argv) not in (2, 3):
+        sys.exit(__doc__)
+    source = Path(sys.argv[1])
+    results = json.loads(source.read_text(encoding="utf-8"))
+    plot(results, Path(sys.argv[2]) if len(sys.argv) == 3 else source.parent)
+
+
+if __name__ == "__main__":
+    main()

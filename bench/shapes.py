@@ -1,0 +1,147 @@
+"""The shape lists that steps are timed on: the one source for Python and, as a header, for C++.
+
+    shapes.py OUTPUT.h      writes the dense lists as a C++ header
+
+Shapes follow from the architectures; their numbers of tensors and elements are asserted.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ShapeList:
+    name: str
+    title: str
+    shapes: tuple[tuple[int, ...], ...]
+    transposed: bool = False
+    """Weights lie in memory as the transposed ones do, gradients contiguously."""
+
+    @property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def resnet50() -> list[tuple[int, ...]]:
+    """He et al. 2016, table 1: convolutions, batch norms (weight, bias) and the classifier."""
+    shapes: list[tuple[int, ...]] = []
+
+    def convolution(channels_in: int, channels_out: int, kernel: int) -> None:
+        norm = [(channels_out,), (channels_out,)]
+        shapes.extend([(channels_out, channels_in, kernel, kernel), *norm])
+
+    convolution(3, 64, 7)
+    channels = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            convolution(channels, width, 1)
+            convolution(width, width, 3)
+            convolution(width, 4 * width, 1)
+            if block == 0:
+                convolution(channels, 4 * width, 1)
+            channels = 4 * width
+    return [*shapes, (1000, channels), (1000,)]
+
+
+def gpt2(layers: int, width: int) -> list[tuple[int, ...]]:
+    """Radford et al. 2019: embeddings, blocks and the last layer norm, the output tied."""
+
+    def linear(inputs: int, outputs: int) -> list[tuple[int, ...]]:
+        return [(inputs, outputs), (outputs,)]
+
+    norm = [(width,), (width,)]
+    attention = [*linear(width, 3 * width), *linear(width, width)]
+    mlp = [*linear(width, 4 * width), *linear(4 * width, width)]
+    return [(50257, width), (1024, width), *(norm + attention + norm + mlp) * layers, *norm]
+
+
+def small_tensors(count: int) -> list[tuple[int, ...]]:
+    """Lengths of 64 to 4,096, the same on every machine."""
+    generator = random.Random(0)
+    return [(generator.randint(64, 4096),) for _ in range(count)]
+
+
+def size_name(elements: int) -> str:
+    """1024 → "1K"."""
+    for unit, factor in (("M", 1 << 20), ("K", 1 << 10)):
+        if elements % factor == 0:
+            return f"{elements // factor}{unit}"
+    return str(elements)
+
+
+def _shape_list(name: str, title: str, shapes: Iterable, *, count: int, elements: int) -> ShapeList:
+    shape_list = ShapeList(name, title, tuple(shapes))
+    assert (len(shape_list.shapes), shape_list.elements) == (count, elements), name
+    return shape_list
+
+
+MODELS = (
+    ShapeList("matrix", "[1024, 1024]", ((1024, 1024),)),
+    _shape_list("resnet50", "ResNet-50", resnet50(), count=161, elements=25_557_032),
+    _shape_list("gpt2", "GPT-2 124 M", gpt2(12, 768), count=148, elements=124_439_808),
+    _shape_list("gpt2-large", "GPT-2 774 M", gpt2(36, 1280), count=436, elements=774_030_080),
+    _shape_list(
+        "small", "2,000 small tensors", small_tensors(2000), count=2000, elements=4_124_467
+    ),
+)
+LAYOUTS = (
+    ShapeList("transposed", "[4096, 1024] transposed", ((4096, 1024),), transposed=True),
+    ShapeList("contiguous", "[4096, 1024]", ((4096, 1024),)),
+)
+SIZES = tuple(
+    ShapeList(size_name(1 << power), f"{size_name(1 << power)} elements", ((1 << power,),))
+    for power in range(10, 27, 2)
+)
+ALL = (*MODELS, *LAYOUTS, *SIZES)
+QUICK = tuple(
+    shape_list
+    for shape_list in ALL
+    if shape_list.name in ("matrix", "resnet50", "small")
+    or (shape_list in SIZES and shape_list.elements <= 4 << 20)
+)
+
+
+_HEADER = """\
+// Written by bench/shapes.py.
+#pragma once
+#include <cstdint>
+#include <span>
+
+struct ShapeList {{
+  const char* name;
+  std::span<const int64_t> elements;
+}};
+
+{arrays}
+
+inline constexpr ShapeList kShapeLists[] = {{
+{lists}
+}};
+"""
+
+
+def cpp_header() -> str:
+    """The dense lists, each tensor as its number of elements."""
+    arrays, lists = [], []
+    for shape_list in ALL:
+        if not shape_list.transposed:
+            name = f"kElements{len(arrays)}"
+            elements = ", ".join(str(math.prod(shape)) for shape in shape_list.shapes)
+            arrays.append(f"inline constexpr int64_t {name}[] = {{{elements}}};")
+            lists.append(f'    {{"{shape_list}", {name}}},')
+    return _HEADER.format(arrays="\n".join(arrays), lists="\n".join(lists))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    Path(sys.argv[1]).write_text(cpp_header(), encoding="utf-8")

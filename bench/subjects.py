@@ -1,0 +1,102 @@
+"""What is stepped: weights and gradients of a shape list, and the check that a step is right."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from cases import Case
+from implementations import Stepper
+from shapes import ShapeList
+
+#: Steps by which an implementation is checked.
+CHECKED_STEPS = 3
+
+#: Elements that the reference works out at most, unless one tensor has more.
+CHECKED_ELEMENTS = 1 << 22
+
+#: torch's norm of floats, and with it the trust ratio of an unfused step, loses digits as the
+#: tensor grows: less than one epsilon for so many elements (5e-3 in all at 64 M elements).
+NORM_ELEMENTS = 1024
+
+_NOISE = torch.randn((1 << 20) + 4096, generator=torch.Generator().manual_seed(0))
+
+
+def make(shape_list: ShapeList, dtype: torch.dtype) -> list[Parameter]:
+    """Weights of a shape list with gradients, the same every time."""
+    params = []
+    for index, shape in enumerate(shape_list.shapes):
+        weight = torch.empty(shape[::-1] if shape_list.transposed else shape, dtype=dtype)
+        weight = weight.t() if shape_list.transposed else weight
+        params.append(Parameter(_fill_weight(weight, index)))
+        params[-1].grad = _fill_gradient(torch.empty(shape, dtype=dtype), index, step=1)
+    return params
+
+
+def _fill_weight(tensor: Tensor, index: int) -> Tensor:
+    return _fill(tensor, index)
+
+
+def _fill_gradient(tensor: Tensor, index: int, step: int) -> Tensor:
+    return _fill(tensor, index + 1000 * step)
+
+
+def _fill(tensor: Tensor, seed: int) -> Tensor:
+    """Normal values, other ones for another seed, in the order of the tensor's elements."""
+    flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
+    noise = _NOISE[seed * 61 % 4096 :][: 1 << 20]
+    for part in flat.split(len(noise)):
+        part.copy_(noise[: len(part)])
+    return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
+
+
+class Check:
+    """Compares an implementation's first steps with the row's reference in double precision.
+
+    A sample of a shape list's tensors is compared: no tensor's update depends on another.
+    """
+
+    def __init__(self, case: Case, shape_list: ShapeList, dtype: torch.dtype) -> None:
+        self._sample = _sample(shape_list)
+        self._expected: list[Tensor] = []
+        self._bounds: list[Tensor] = []
+        epsilon = torch.finfo(dtype).eps
+        for index in self._sample:
+            shape = shape_list.shapes[index]
+            weight = _fill_weight(torch.empty(shape, dtype=dtype), index).double()
+            state: dict[str, Tensor] = {}
+            moved = 0.0
+            for step in range(1, CHECKED_STEPS + 1):
+                grad = _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
+                before = weight
+                weight, state = case.reference(before, grad, state, step, **case.options)
+                moved = max(moved, (weight - before).abs().max().item())
+            self._expected.append(weight)
+            relative = 32 if case.elementwise else 32 + weight.numel() / NORM_ELEMENTS
+            self._bounds.append(epsilon * (8 * weight.abs() + relative * moved))
+
+    def __call__(self, stepper: Stepper, params: list[Parameter]) -> str | None:
+        """Makes the first steps; returns what is wrong with them, or None."""
+        for step in range(1, CHECKED_STEPS + 1):
+            for index, param in enumerate(params):
+                _fill_gradient(param.grad, index, step)
+            stepper.step()
+        for index, expected, bound in zip(self._sample, self._expected, self._bounds, strict=True):
+            excess = (params[index].detach().double() - expected).abs() - bound
+            if not (excess <= 0).all():
+                worst = (params[index].detach().double() - expected).abs().max().item()
+                return f"tensor {index} is {worst:.1e} off"
+        return None
+
+
+def _sample(shape_list: ShapeList) -> list[int]:
+    """Indices of tensors from small to large, of a bounded number of elements in all."""
+    sizes = [math.prod(shape) for shape in shape_list.shapes]
+    by_size = sorted(range(len(sizes)), key=sizes.__getitem__)
+    chosen = by_size[:: max(1, len(by_size) // 16)]
+    while len(chosen) > 1 and sum(sizes[index] for index in chosen) > CHECKED_ELEMENTS:
+        chosen.pop()
+    return chosen

@@ -1,0 +1,342 @@
+"""The benchmark measures what it says: shapes, streams of the limit, checks, output."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import implementations
+import limit_library
+import onednn_library
+import report
+import shapes
+import subjects
+from cases import CASES, PLAIN
+from limit_library import Memory, Streams, Walk
+
+BENCH = Path(shapes.__file__).parent
+LIBRARIES = BENCH.parent / "build" / "release" / "bench"
+
+needs_limit = pytest.mark.skipif(
+    not (LIBRARIES / limit_library.NAME).is_file(), reason="the limit is not built"
+)
+needs_onednn = pytest.mark.skipif(
+    not (LIBRARIES / onednn_library.NAME).is_file(), reason="built without oneDNN"
+)
+
+
+# ---- Shapes --------------------------------------------------------------------------------------
+
+NAMED = {shape_list.name: shape_list for shape_list in shapes.ALL}
+
+
+@pytest.mark.parametrize(
+    ("name", "tensors", "elements"),
+    [
+        ("matrix", 1, 1_048_576),
+        ("resnet50", 161, 25_557_032),  # torchvision's resnet50
+        ("gpt2", 148, 124_439_808),  # transformers' gpt2 and gpt2-large
+        ("gpt2-large", 436, 774_030_080),
+        ("small", 2000, 4_124_467),
+        ("transposed", 1, 4_194_304),
+        ("1K", 1, 1 << 10),
+        ("64M", 1, 1 << 26),
+    ],
+)
+def test_shape_list(name, tensors, elements):
+    assert len(NAMED[name].shapes) == tensors
+    assert NAMED[name].elements == elements
+
+
+def test_shape_lists_have_names_of_their_own():
+    assert len(NAMED) == len(shapes.ALL)
+    assert set(shapes.QUICK) < set(shapes.ALL)
+
+
+def test_small_tensors_are_small():
+    assert all(64 <= length <= 4096 for (length,) in NAMED["small"].shapes)
+
+
+def test_header_for_cpp_has_the_same_elements(tmp_path):
+    header = tmp_path / "shape_lists.h"
+    subprocess.run([sys.executable, BENCH / "shapes.py", header], check=True)
+    text = header.read_text()
+    arrays = {
+        name: [int(count) for count in counts.split(", ")]
+        for name, counts in re.findall(r"int64_t (\w+)\[\] = \{([\d, ]+)\};", text)
+    }
+    lists = dict(re.findall(r'\{"([\w-]+)", (\w+)\}', text))
+    assert lists.keys() == {s.name for s in shapes.ALL if not s.transposed}
+    for name, array in lists.items():
+        assert arrays[array] == [math.prod(shape) for shape in NAMED[name].shapes]
+
+
+# ---- The limit -----------------------------------------------------------------------------------
+
+# Around a cache line, around a chunk of 64 KiB, and not of either.
+ELEMENTS = (1, 2, 15, 16, 17, 33, 16_384, 16_385, 50_001)
+WEIGHT, GRAD = 0, 1
+
+
+def expected_passes(streams, walk):
+    """The streams that each pass reads and those that it writes."""
+    states = list(range(2, 2 + streams.states))
+    everything = [WEIGHT, GRAD, *states]
+    if not streams.two_phase:
+        return [(everything, [WEIGHT, *states])]
+    if walk.store:
+        return [(everything, [GRAD, *states]), ([WEIGHT, GRAD], [WEIGHT])]
+    return [(everything, states), ([WEIGHT, *states], [WEIGHT])]
+
+
+@pytest.fixture(scope="module")
+def limit():
+    return limit_library.Library(LIBRARIES)
+
+
+WALKS = [
+    pytest.param(Streams(states, size, two_phase), walk, id=f"{states}-{size}-{two_phase}-{number}")
+    for states, size, two_phase in (
+        (0, 4, False), (1, 4, False), (2, 4, False), (3, 2, False), (4, 8, False),
+        (1, 4, True), (2, 4, True), (2, 2, True),
+    )
+    for number, walk in enumerate((
+        Walk(threads=1, prefetch=0),
+        Walk(threads=2, prefetch=256, store=False),
+        Walk(threads=3, prefetch=512, wave_elements=20_000, backward=True),
+        Walk(threads=7, prefetch=256, wave_elements=1, store=False, backward=True),
+    ))
+]  # fmt: skip
+
+
+@needs_limit
+@pytest.mark.parametrize(("streams", "walk"), WALKS)
+@pytest.mark.parametrize("memory", [Memory(True, 1024), Memory(False, 0)], ids=["huge", "small"])
+def test_walk_goes_over_its_streams_once_and_over_nothing_else(limit, streams, walk, memory):
+    with limit.arrays(streams, ELEMENTS, memory, threads=2) as arrays:
+        expected = [arrays.view(stream).copy() for stream in range(2 + streams.states)]
+        inside = np.zeros(len(expected[0]), dtype=bool)
+        begin = 0
+        for count in ELEMENTS:
+            inside[begin : begin + count * streams.element_size] = True
+            begin += -(-count * streams.element_size // limit_library.LINE) * limit_library.LINE
+        assert not any(stream[~inside].any() for stream in expected), "gaps are not empty"
+
+        traffic = 0
+        for reads, writes in expected_passes(streams, walk):
+            key = np.bitwise_xor.reduce([expected[s] for s in reads if s not in writes])
+            for stream in writes:
+                expected[stream] = expected[stream] ^ key
+            traffic += (len(reads) + len(writes)) * sum(ELEMENTS) * streams.element_size
+
+        arrays.run(walk)
+        for stream, content in enumerate(expected):
+            np.testing.assert_array_equal(arrays.view(stream), content, f"stream {stream}")
+        assert arrays.traffic(walk) == traffic
+
+
+@needs_limit
+@pytest.mark.parametrize(
+    ("streams", "bytes_per_element"),
+    [
+        (Streams(2, 4, False), 28),  # Adam
+        (Streams(1, 4, False), 20),  # Adagrad
+        (Streams(2, 4, True), 40),  # LAMB, in two passes
+        (Streams(2, 2, False), 14),  # Adam in bf16
+        (Streams(4, 4, False), 44),  # Adan
+    ],
+)
+def test_bytes_of_an_element(limit, streams, bytes_per_element):
+    with limit.arrays(streams, [1000], Memory(), threads=1) as arrays:
+        for store in (True, False):
+            assert arrays.traffic(Walk(threads=1, store=store)) == 1000 * bytes_per_element
+
+
+@needs_limit
+def test_memory_is_the_same_every_time(limit):
+    streams = Streams(2, 4, False)
+    with (
+        limit.arrays(streams, ELEMENTS, Memory(True, 1024), threads=2) as one,
+        limit.arrays(streams, ELEMENTS, Memory(False, 0), threads=1) as other,
+    ):
+        for stream in range(4):
+            np.testing.assert_array_equal(one.view(stream), other.view(stream))
+
+
+@needs_limit
+def test_streams_start_apart_in_their_pages(limit):
+    with limit.arrays(Streams(2, 4, False), [4096], Memory(True, 1024), threads=1) as arrays:
+        assert [arrays.view(s).ctypes.data % 4096 for s in range(4)] == [0, 1024, 2048, 3072]
+    with limit.arrays(Streams(2, 4, False), [4096], Memory(True, 0), threads=1) as arrays:
+        assert [arrays.view(s).ctypes.data % 4096 for s in range(4)] == [0, 0, 0, 0]
+
+
+@needs_limit
+@pytest.mark.parametrize("two_phase", [False, True])
+def test_search_finds_a_limit_without_any_time(limit, two_phase):
+    found = limit_library.search(limit, Streams(2, 4, two_phase), [1000, 50], threads=2, budget=0)
+    assert found.seconds > 0
+    assert found.memory in limit_library.MEMORIES
+
+
+@needs_limit
+def test_one_openmp_runtime(subprocess_environment):
+    program = (
+        "import sys, pathlib, torch, limit_library\n"
+        "library = limit_library.Library(pathlib.Path(sys.argv[1]))\n"
+        "library.arrays(limit_library.Streams(2, 4, False), [1 << 20], limit_library.Memory(), 2)\n"
+        "print({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line})\n"
+    )
+    environment = subprocess_environment | {"PYTHONPATH": str(BENCH)}
+    command = [sys.executable, "-c", program, str(LIBRARIES)]
+    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert len(eval(output.stdout)) == 1, output.stdout
+
+
+# ---- Checks before timing ------------------------------------------------------------------------
+
+SOME = shapes.ShapeList("some", "some", ((40, 30), (7,), (1000,)))
+TRANSPOSED = shapes.ShapeList("transposed", "transposed", ((40, 30),), transposed=True)
+
+
+class WithAnotherRate:
+    def __init__(self, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] *= 1.01
+        self.step = optimizer.step
+
+
+@pytest.mark.parametrize("shape_list", [SOME, TRANSPOSED], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_check_accepts_a_right_step_and_no_other(case, shape_list):
+    check = subjects.Check(case, shape_list, torch.float32)
+    params = subjects.make(shape_list, torch.float32)
+    assert check(case.build(params, fused=False), params) is None
+    params = subjects.make(shape_list, torch.float32)
+    assert "off" in check(WithAnotherRate(case.build(params, fused=False)), params)
+
+
+def test_subjects_lie_as_their_list_says():
+    (param,) = subjects.make(TRANSPOSED, torch.float32)
+    assert param.shape == (40, 30)
+    assert param.stride() == (1, 40)
+    assert param.grad.stride() == (30, 1)
+
+
+@needs_onednn
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.name != "adamw"], ids=str)
+@pytest.mark.parametrize("name", ["some", "1M"])
+def test_onednn_makes_the_same_step(case, name):
+    shape_list = SOME if name == "some" else NAMED[name]
+    (implementation,) = (
+        i
+        for i in implementations.all_implementations(onednn_library.OneDnn(LIBRARIES))
+        if i.name == "onednn"
+    )
+    assert implementation.exists(case)
+    params = subjects.make(shape_list, torch.float32)
+    stepper = implementation.build(case, params)
+    assert subjects.Check(case, shape_list, torch.float32)(stepper, params) is None
+
+
+def test_onednn_is_told_to_be_absent():
+    (implementation,) = (i for i in implementations.all_implementations(None) if i.name == "onednn")
+    with pytest.raises(implementations.UnavailableError, match="without oneDNN"):
+        implementation.build(PLAIN[0], subjects.make(SOME, torch.float32))
+
+
+# ---- Output --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """A tiny run."""
+    folder = tmp_path_factory.mktemp("bench")
+    command = [sys.executable, BENCH / "run.py", "--quick", "--budget", "1", "--output", folder]
+    run = subprocess.run(
+        [*command, "(adam|lamb)/(1K|4K)$"], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout, folder
+
+
+def results_of(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+@needs_limit
+def test_results(output):
+    _, folder = output
+    results = results_of(folder)
+    allocators = {row["allocator"] for row in results["rows"]}
+    assert "glibc" in allocators
+    assert allocators == {"glibc", "jemalloc"} or "no jemalloc" in "".join(results["notes"])
+    assert len(results["rows"]) == 4 * len(allocators)
+    assert results["machine"]["cores"] >= results["threads"] >= 1
+    for row in results["rows"]:
+        assert row["bytes"] == 28 * row["elements"]
+        for name, result in row["results"].items():
+            assert name in results["implementations"]
+            low, high = result.get("ms_quartiles", (0, 0))
+            assert "absent" in result or low <= result["ms"] <= high, (name, result)
+        assert row["results"]["unfused"]["speedup"] == 1
+
+
+@needs_limit
+def test_tables_and_plots(output):
+    printed, folder = output
+    tables = (folder / "README.md").read_text()
+    for text in (printed, tables):
+        assert "adam: ms a step" in text
+        assert "lamb: ms a step" in text
+        assert "torch foreach" in text
+        assert "4K elements" in text
+    for name in ("time.png", "speedup.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+        assert f"({name})" in tables
+
+
+@needs_limit
+def test_plots_can_be_drawn_again(output, tmp_path):
+    _, folder = output
+    command = [sys.executable, BENCH / "plot.py", folder / "results.json", tmp_path]
+    subprocess.run(command, check=True)
+    assert {path.name for path in tmp_path.iterdir()} == {"time.png", "speedup.png"}
+
+
+@needs_limit
+def test_what_is_wrong_or_skipped_is_shown_as_such(output):
+    results = results_of(output[1])
+    row = next(row for row in results["rows"] if row["optimizer"] == "adam")
+    row["results"]["foreach"] = {"wrong": "tensor 0 is 1.0e+00 off"}
+    skipped = {k: v for k, v in row.items() if k not in ("limit", "results")}
+    results["rows"] = [row, skipped | {"title": "huge", "shapes": "huge", "skipped": "no memory"}]
+    text = report.markdown(results)
+    assert "| wrong |" in text
+    assert "torch foreach is wrong for adam, " in text
+    assert re.search(r"\| huge \| \w+ \| no memory \|", text)
+
+
+def test_unknown_rows_and_bad_patterns_are_refused(tmp_path):
+    def run(*arguments):
+        command = [sys.executable, BENCH / "run.py", "--output", tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    assert "not a regular expression" in run("(").stderr
+    missing = run("--libraries", str(tmp_path), "lamb")
+    assert missing.returncode != 0
+    assert "cmake --preset release" in missing.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.00012, "0.0001"), (0.0456, "0.0456"), (0.456, "0.456"), (4.56, "4.56"), (456.7, "457")],
+)
+def test_milliseconds(value, text):
+    assert report.milliseconds(value) == text
