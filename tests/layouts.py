@@ -121,6 +121,7 @@ WEIGHT_LAYOUTS = (
     Layout("permuted", (29, 31, 37), (31, 1, 29 * 31)),
     Layout("column", (33_000,), (3,)),
     Layout("diagonal", (600,), (601,)),
+    Layout("interleaved", (300, 2), (2, 301)),
     Layout("unit dimensions", (1, 300, 1, 40), (7, 40, 99_999, 1)),
     Layout("narrow rows", (400, 3), (7, 1)),
     Layout("eight dimensions", (3, 2, 3, 2, 2, 3, 2, 3), (100, 2200, 4500, 3, 48, 13, 310, 700)),

@@ -1,0 +1,72 @@
+"""Law: autograd hears of every change, so that a wrong backward is an error as with torch's ops."""
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from stepping import as_parameters, make_weights
+
+MODIFIED = "modified by an inplace operation"
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_versions_rise_with_each_step(case, fused):
+    params = as_parameters(make_weights([(), (0,), (33, 31)], torch.float32))
+    optimizer = case.build(params, fused=fused)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(3):
+        before = [param._version for param in params]
+        optimizer.step()
+        assert all(param._version > old for param, old in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward_over_a_changed_weight_is_an_error(case):
+    (param,) = as_parameters(make_weights([(10,)], torch.float32))
+    loss = (param**2).sum()
+    param.grad = torch.ones_like(param)
+    case.build([param]).step()
+    with pytest.raises(RuntimeError, match=MODIFIED):
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward_over_a_changed_gradient_is_an_error(case):
+    """LAMB's update in `.grad` is a change of the gradient; everything else leaves it alone."""
+    (param,) = as_parameters(make_weights([(10,)], torch.float32))
+    param.grad = torch.ones_like(param)
+    factor = torch.ones(10, requires_grad=True)
+    loss = (factor * param.grad).sum()
+    version = param.grad._version
+    case.build([param]).step()
+    if case.stores_update_in_grad(torch.float32):
+        assert param.grad._version > version
+        with pytest.raises(RuntimeError, match=MODIFIED):
+            loss.backward()
+    else:
+        assert param.grad._version == version
+        loss.backward()
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_weight_without_gradient_keeps_its_version(case):
+    params = as_parameters(make_weights([(3,), (4,)], torch.float32))
+    optimizer = case.build(params)
+    params[0].grad = torch.ones_like(params[0])
+    version = params[1]._version
+    optimizer.step()
+    assert params[1]._version == version
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_step_records_no_graph(case):
+    (param,) = as_parameters(make_weights([(10,)], torch.float32))
+    optimizer = case.build([param])
+    with torch.enable_grad():
+        param.grad = (param.detach() ** 2).requires_grad_()
+        optimizer.step()
+    assert param.grad_fn is None
+    assert param.is_leaf
+    assert all(state.grad_fn is None for state in optimizer.state[param].values())

@@ -1,0 +1,364 @@
+"""Law: bad input is an error that names the argument, and then nothing has changed.
+
+Where torch has the check, the type and the text are torch's.
+"""
+
+import re
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
+
+NAN = float("nan")
+
+
+def namesake_of(case):
+    """torch's optimizer with the same checks: LAMB shares Adam's options."""
+    return case.namesake or torch.optim.Adam
+
+
+def error_of(build):
+    with pytest.raises(Exception) as caught:  # noqa: B017, PT011, RUF100
+        build()
+    return type(caught.value), str(caught.value)
+
+
+BAD_OPTIONS = [
+    {"lr": -0.1},
+    {"lr": NAN},
+    {"lr": torch.tensor([0.1, 0.2])},
+    {"eps": -1e-8},
+    {"eps": NAN},
+    {"weight_decay": -0.1},
+    {"weight_decay": NAN},
+    {"betas": (-0.1, 0.999)},
+    {"betas": (1.0, 0.999)},
+    {"betas": (0.9, 1.0)},
+    {"betas": (0.9, -0.5)},
+    {"betas": (NAN, 0.999)},
+    {"betas": (0.9, torch.tensor(0.999))},
+    {"lr": torch.tensor(0.1), "foreach": True},
+    {"betas": (torch.tensor(0.9), torch.tensor(0.999)), "foreach": True},
+    {"lr_decay": -0.1},
+    {"initial_accumulator_value": -0.1},
+    {"fused": True, "foreach": True},
+    {"fused": True, "differentiable": True},
+]
+
+
+@pytest.mark.parametrize("options", BAD_OPTIONS, ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_options_out_of_range(case, options):
+    defaults = case.optimizer([torch.zeros(1)]).defaults
+    if not options.keys() <= defaults.keys():
+        options = {"lr": -1.0}
+    if isinstance(options.get("lr"), torch.Tensor) and "sum" in case.states:
+        options = {"lr": torch.tensor([1.0, 2.0])}  # Adagrad takes any tensor of one element
+    params = [torch.zeros(3, requires_grad=True)]
+    expected = error_of(lambda: namesake_of(case)(params, **options))
+    assert error_of(lambda: case.optimizer(params, **options)) == expected
+
+
+BAD_PARAMS = {
+    "empty list": list,
+    "empty group": lambda: iter(()),
+    "a tensor": lambda: torch.zeros(3),
+    "not a tensor": lambda: [1.0],
+    "not a leaf": lambda: [torch.zeros(3, requires_grad=True) * 2],
+    "in two groups": lambda: [{"params": [p]} for p in [torch.zeros(3, requires_grad=True)] * 2],
+}
+
+
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("case", [case for case in PLAIN if "exp_avg" in case.states], ids=str)
+def test_betas_of_several_elements(case, index):
+    """torch has this text, but its comparison fails first."""
+    betas = [torch.tensor(0.9), torch.tensor(0.999)]
+    betas[index] = torch.tensor([0.9, 0.9])
+    with pytest.raises(ValueError, match=rf"Tensor betas\[{index}\] must be 1-element"):
+        case.optimizer([torch.zeros(3)], betas=tuple(betas))
+
+
+@pytest.mark.parametrize("name", BAD_PARAMS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_params_that_torch_refuses(case, name):
+    expected = error_of(lambda: namesake_of(case)(BAD_PARAMS[name]()))
+    assert error_of(lambda: case.optimizer(BAD_PARAMS[name]())) == expected
+
+
+NOT_FUSED = (
+    "`fused=True` requires all the params to be floating point Tensors of supported devices: "
+    r"\['cpu'\] but torch.{} and {}"
+)
+UNSUPPORTED = {
+    "integer": (lambda: torch.zeros(3, dtype=torch.int64), NOT_FUSED.format("int64", "cpu")),
+    "bool": (lambda: torch.zeros(3, dtype=torch.bool), NOT_FUSED.format("bool", "cpu")),
+    "complex": (lambda: torch.zeros(3, dtype=torch.cfloat), NOT_FUSED.format("complex64", "cpu")),
+    "float8": (
+        lambda: torch.zeros(3, dtype=torch.float8_e4m3fn),
+        NOT_FUSED.format("float8_e4m3fn", "cpu"),
+    ),
+    "no backend": (lambda: torch.zeros(3, device="meta"), NOT_FUSED.format("float32", "meta")),
+    "sparse": (
+        lambda: torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True),
+        "`fused=True` requires all the params to be dense Tensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_weights_that_have_no_kernel(case, name):
+    make, text = UNSUPPORTED[name]
+    with pytest.raises(RuntimeError, match=text):
+        case.build([torch.zeros(2), make()], fused=True)
+    case.build([torch.zeros(2), make()], fused=None)  # falls back
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_adding_such_weights_leaves_the_groups_as_they_were(case):
+    optimizer = case.build([torch.zeros(2)])
+    with pytest.raises(RuntimeError, match="`fused=True` requires"):
+        optimizer.add_param_group({"params": [torch.zeros(3, dtype=torch.int64)]})
+    assert len(optimizer.param_groups) == 1
+
+
+# What is wrong at a step. Each row spoils the third of five weights, the first of the second group.
+
+
+def sparse_gradient(optimizer, param):
+    param.grad = torch.sparse_coo_tensor(
+        [[0, 2]], torch.ones(2, 5), param.shape, check_invariants=True
+    )
+
+
+def gradient_of_another_shape(optimizer, param):
+    param.data = param.data[:-1].clone()
+
+
+def gradient_of_as_many_elements(optimizer, param):
+    param.data = param.data.reshape(-1).clone()
+
+
+def gradient_of_another_dtype(optimizer, param):
+    param.data = param.data.double()
+
+
+def expanded_weight(optimizer, param):
+    param.data = param.data[0].expand(param.shape)
+
+
+def overlapping_weight(optimizer, param):
+    param.data = torch.zeros(20).as_strided(param.shape, (3, 1))
+
+
+def state_of_another_shape(optimizer, param):
+    state = optimizer.state[param]
+    name = next(name for name in state if name != "step")
+    state[name] = state[name][:-1]
+
+
+def state_of_another_dtype(optimizer, param):
+    state = optimizer.state[param]
+    name = next(name for name in state if name != "step")
+    state[name] = state[name].double()
+
+
+def overlapping_state(optimizer, param):
+    state = optimizer.state[param]
+    name = next(name for name in state if name != "step")
+    state[name] = state[name][0].expand(param.shape)
+
+
+def step_of_two_elements(optimizer, param):
+    optimizer.state[param]["step"] = torch.zeros(2)
+
+
+def step_of_another_dtype(optimizer, param):
+    optimizer.state[param]["step"] = torch.zeros((), dtype=torch.int64)
+
+
+def model_cast_to_bfloat16(optimizer, param):
+    param.data, param.grad = param.data.bfloat16(), None
+    param.grad = torch.ones_like(param)
+
+
+class Wrong(NamedTuple):
+    spoil: object
+    text: str
+    needs_states: bool = False
+
+
+OVERLAP = "overlaps itself in memory"
+WRONG = [
+    Wrong(sparse_gradient, "does not support sparse grad"),
+    Wrong(gradient_of_another_shape, r"gradient's shape \[4, 5\] is not the weight's, \[3, 5\]"),
+    Wrong(gradient_of_as_many_elements, r"gradient's shape \[4, 5\] is not the weight's, \[20\]"),
+    Wrong(gradient_of_another_dtype, "gradient is float32 but the weight is float64"),
+    Wrong(expanded_weight, f"weight {OVERLAP}"),
+    Wrong(overlapping_weight, f"weight {OVERLAP}"),
+    Wrong(state_of_another_shape, "state's shape", needs_states=True),
+    Wrong(state_of_another_dtype, "state is float64 but the weight is float32", needs_states=True),
+    Wrong(overlapping_state, f"state {OVERLAP}", needs_states=True),
+    Wrong(step_of_two_elements, "step count", needs_states=True),
+    Wrong(step_of_another_dtype, "step count", needs_states=True),
+    Wrong(model_cast_to_bfloat16, "state is float32 but the weight is bfloat16", needs_states=True),
+]
+
+
+def check_nothing_changed_by_error(case, wrong, warm):
+    shapes = ((7,), (33, 31), (4, 5), (6,), (2, 3))
+    params = as_parameters(make_weights(shapes, torch.float32))
+    optimizer = case.build([{"params": params[:2]}, {"params": params[2:], "eps": 1e-4}])
+    gradients = make_gradients(shapes, torch.float32, 1)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    if warm:
+        optimizer.step()
+        optimizer.step()
+    wrong.spoil(optimizer, params[2])
+    before = contents(optimizer)
+    gradients = [param.grad.clone() for param in params]
+    versions = [param._version for param in params]
+
+    with pytest.raises(RuntimeError, match=wrong.text) as caught:
+        optimizer.step()
+    assert not re.search(r"/\S+\.(cpp|h):\d+", str(caught.value)), "a path of the build machine"
+
+    after = contents(optimizer)
+    for name in before.keys() & after.keys():
+        assert_same_bits(after[name], before[name], name)
+    for name in after.keys() - before.keys():
+        initial = case.options.get("initial_accumulator_value", 0.0)
+        assert (after[name] == (0.0 if name.startswith("step") else initial)).all(), name
+    for index, (param, gradient) in enumerate(zip(params, gradients, strict=True)):
+        if gradient.is_sparse:
+            assert torch.equal(param.grad.to_dense(), gradient.to_dense())
+        else:
+            assert_same_bits(param.grad, gradient, f"gradient {index}")
+    assert versions == [param._version for param in params]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.spoil.__name__)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_changes_when_a_later_step_fails(case, wrong):
+    check_nothing_changed_by_error(case, wrong, warm=True)
+
+
+@pytest.mark.parametrize(
+    "wrong", [w for w in WRONG if not w.needs_states], ids=lambda wrong: wrong.spoil.__name__
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_changes_when_the_first_step_fails(case, wrong):
+    check_nothing_changed_by_error(case, wrong, warm=False)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_weight_that_went_to_a_device_without_backend(case):
+    """swap_tensors is what Module.to does when it may not change data in place."""
+    params = as_parameters(make_weights([(7,), (4, 5)], torch.float32))
+    optimizer = case.build(params)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = params[0].detach().clone()
+    state = optimizer.state.pop(params[1])
+    params[1].grad = None
+    elsewhere = torch.nn.Parameter(params[1].detach().to("meta"))
+    elsewhere.grad = torch.ones_like(elsewhere)
+    optimizer.param_groups[0]["params"][1] = elsewhere
+    optimizer.state[elsewhere] = state
+    with pytest.raises(RuntimeError, match=r"but torch\.float32 and meta"):
+        optimizer.step()
+    assert_same_bits(params[0], before, "other weight")
+
+
+def test_sparse_gradients_have_the_texts_of_torch():
+    for case in PLAIN:
+        if case.namesake is None:
+            continue
+        texts = []
+        for optimizer_class in (case.optimizer, case.namesake):
+            param = torch.nn.Parameter(torch.zeros(4, 5))
+            optimizer = optimizer_class([param], **case.options, fused=True)
+            sparse_gradient(optimizer, param)
+            texts.append(error_of(optimizer.step))
+        assert texts[0] == texts[1], case
+
+
+class TestOperators:
+    """The operators check what the classes cannot get wrong."""
+
+    @staticmethod
+    def subjects():
+        weight, grad = torch.ones(4, 5), torch.ones(4, 5)
+        states = torch.ops.fusedstep.new_states([weight], 1)
+        steps = [torch.zeros(())]
+        return weight, grad, states, steps
+
+    def check(self, text, weights=None, grads=None, plan=None):
+        weight, grad, states, steps = self.subjects()
+        made = torch.ops.fusedstep.plan_new([weight], states, steps)
+        with pytest.raises((RuntimeError, NotImplementedError), match=text):
+            torch.ops.fusedstep.adagrad_(
+                made if plan is None else plan,
+                [weight] if weights is None else weights,
+                [grad] if grads is None else grads,
+                0.1, 0.0, 0.0, 1e-10, False,
+            )  # fmt: skip
+        torch.ops.fusedstep.plan_delete(made)
+        assert (weight == 1).all()
+        assert (grad == 1).all()
+        assert (states[0] == 0).all()
+        assert steps[0].item() == 0
+
+    def test_gradient_on_another_device(self):
+        self.check("device|[Mm]eta", grads=[torch.ones(4, 5, device="meta")])
+
+    def test_weight_on_another_device(self):
+        self.check("device|[Mm]eta", weights=[torch.ones(4, 5, device="meta")])
+
+    def test_other_number_of_gradients(self):
+        self.check("grads", grads=[])
+
+    def test_other_number_of_weights(self):
+        self.check("weights", weights=[torch.ones(4, 5)] * 2, grads=[torch.ones(4, 5)] * 2)
+
+    def test_plan_that_does_not_exist(self):
+        self.check("plan", plan=123_456_789)
+
+    def test_gradient_of_another_shape(self):
+        self.check("gradient's shape", grads=[torch.ones(5, 4)])
+
+    def test_integer_gradient(self):
+        self.check("gradient", grads=[torch.ones(4, 5, dtype=torch.int64)])
+
+    def test_plan_with_too_few_states(self):
+        weight, _, states, steps = self.subjects()
+        with pytest.raises(RuntimeError, match="states"):
+            torch.ops.fusedstep.plan_new([weight, weight.clone()], states, steps * 2)
+
+    def test_plan_with_too_few_steps(self):
+        weight, _, states, _ = self.subjects()
+        with pytest.raises(RuntimeError, match="steps"):
+            torch.ops.fusedstep.plan_new([weight], states, [])
+
+    def test_a_plan_is_for_one_number_of_states(self):
+        weight, grad, states, steps = self.subjects()
+        plan = torch.ops.fusedstep.plan_new([weight], states, steps)
+        with pytest.raises(RuntimeError, match="state"):
+            torch.ops.fusedstep.adam_(
+                plan, [weight], [grad], 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False
+            )
+        torch.ops.fusedstep.plan_delete(plan)
+        assert (weight == 1).all()
+
+    def test_deleting_a_plan_twice(self):
+        weight, _, states, steps = self.subjects()
+        plan = torch.ops.fusedstep.plan_new([weight], states, steps)
+        torch.ops.fusedstep.plan_delete(plan)
+        with pytest.raises(RuntimeError, match="plan"):
+            torch.ops.fusedstep.plan_isa(plan)

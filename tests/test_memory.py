@@ -1,0 +1,121 @@
+"""Law: a step allocates nothing of weight size."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from layouts import Layout
+from stepping import make_gradients, make_weights
+
+SHAPE = (512, 512)
+SMALL = 16_384
+"""Bytes: step counts and lists, nothing that grows with a weight of a megabyte."""
+
+
+def allocated_bytes(optimizer, file) -> int:
+    """What torch's allocator hands out during a step, in all."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profile:
+        optimizer.step()
+    profile.export_chrome_trace(str(file))
+    events = json.loads(file.read_text())["traceEvents"]
+    sizes = [event["args"]["Bytes"] for event in events if event["name"] == "[memory]"]
+    return sum(size for size in sizes if size > 0)
+
+
+def optimizer_with_gradients(case, layouts, **options):
+    """An optimizer that has its states and its plan."""
+    weights = make_weights([layout.shape for layout in layouts], torch.float32)
+    params = [
+        torch.nn.Parameter(layout.place(weight).view)
+        for layout, weight in zip(layouts, weights, strict=True)
+    ]
+    optimizer = case.build(params, **options)
+    gradients = make_gradients([layout.shape for layout in layouts], torch.float32, 1)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    optimizer.step()
+    return optimizer
+
+
+LAYOUTS = (
+    Layout("dense", SHAPE, (512, 1)),
+    Layout("transposed", SHAPE, (1, 512)),
+    Layout("sliced", SHAPE, (600, 1)),
+    Layout("every second column", SHAPE, (1024, 2)),
+)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_allocates_nothing_of_weight_size(case, tmp_path):
+    optimizer = optimizer_with_gradients(case, LAYOUTS)
+    assert allocated_bytes(optimizer, tmp_path / "trace.json") < SMALL
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_an_expanded_gradient_allocates_nothing_of_weight_size(case, tmp_path):
+    optimizer = optimizer_with_gradients(case, LAYOUTS)
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones(1).expand(param.shape)
+    assert allocated_bytes(optimizer, tmp_path / "trace.json") < SMALL
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_count_sees_what_the_imperative_twin_allocates(case, tmp_path):
+    """The control: at least one temporary of each weight's size."""
+    optimizer = optimizer_with_gradients(case, LAYOUTS, fused=False)
+    weight_bytes = 4 * SHAPE[0] * SHAPE[1]
+    assert allocated_bytes(optimizer, tmp_path / "trace.json") >= len(LAYOUTS) * weight_bytes
+
+
+PEAK_PROGRAM = """
+import json, resource
+import torch
+from cases import PLAIN
+
+SHAPE = (3000, 3500)
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def present():
+    with open("/proc/self/statm") as file:
+        return resource.getpagesize() * int(file.read().split()[1])
+
+def growth(case, fused):
+    param = torch.nn.Parameter(torch.ones(SHAPE))
+    param.grad = torch.ones_like(param)
+    optimizer = case.build([param], fused=fused)
+    optimizer.step()
+    # The peak shows a growth only from the highest level so far: fill up to there first.
+    ballast = torch.ones(max(peak() - present(), 0) // 4)
+    before = peak()
+    for _ in range(2):
+        optimizer.step()
+    return peak() - before
+
+found = {case.name: [growth(case, fused=True), growth(case, fused=False)] for case in PLAIN}
+print(json.dumps({"weight": 4 * SHAPE[0] * SHAPE[1], "growth": found}))
+"""
+
+
+def test_no_allocator_at_all_hands_out_a_weight(subprocess_environment):
+    """Peak memory of a process, with the imperative twin as the control."""
+    result = subprocess.run(
+        [sys.executable, "-c", PEAK_PROGRAM],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    for name, (fused, imperative) in found["growth"].items():
+        assert fused < found["weight"] / 4, name
+        assert imperative > found["weight"] / 2, name

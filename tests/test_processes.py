@@ -1,0 +1,119 @@
+"""Law: a step works in a child of fork(), and in several threads at a time."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from stepping import (
+    CHUNK,
+    as_parameters,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    make_gradients,
+    make_weights,
+    run,
+    train,
+)
+from stepping import threads as torch_threads
+
+FORK_PROGRAM = """
+import os
+import torch
+from cases import PLAIN
+from stepping import assert_same_contents, contents, run, train
+
+# No tensor is so large that torch's own operations start threads: in a child of fork() these hang.
+SHAPES = ((33,), *[(60, 100)] * 30)
+torch.set_num_threads(3)
+expected = {}
+for case in PLAIN:
+    _, optimizer = run(case, SHAPES, torch.float32, steps=4)
+    expected[case.name] = contents(optimizer)
+
+def check(case, params, optimizer):
+    train(optimizer, params, [3, 4])
+    assert_same_contents(contents(optimizer), expected[case.name])
+
+begun = [(case, *run(case, SHAPES, torch.float32, steps=2)) for case in PLAIN]
+child = os.fork()
+for each in begun:
+    check(*each)
+for case in PLAIN:
+    check(case, *run(case, SHAPES, torch.float32, steps=2))
+if child == 0:
+    os._exit(0)
+_, status = os.waitpid(child, 0)
+assert os.waitstatus_to_exitcode(status) == 0, status
+for case in PLAIN:
+    check(case, *run(case, SHAPES, torch.float32, steps=2))
+print("both are right")
+"""
+
+
+def test_a_child_of_fork_steps_and_so_does_its_parent(subprocess_environment):
+    """The child steps with the parent's plans, whose OpenMP threads it does not have."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORK_PROGRAM],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stdout.strip() == "both are right", result.stderr
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_two_optimizers_in_two_threads(case):
+    shapes = ((33,), (4 * CHUNK + 5,), (61, 67))
+    _, expected = run(case, shapes, torch.float32, steps=6)
+    start = threading.Barrier(2)
+    results = [None, None]
+
+    def work(index):
+        params = as_parameters(make_weights(shapes, torch.float32))
+        optimizer = case.build(params)
+        start.wait()
+        train(optimizer, params, range(1, 7))
+        results[index] = contents(optimizer)
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for result in results:
+        assert_same_contents(result, contents(expected))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_one_optimizer_moves_to_another_thread(case):
+    """OpenMP's own defaults are others there; a plan made here has to work as before."""
+    shapes = ((4 * CHUNK + 5,), (61, 67))
+    _, expected = run(case, shapes, torch.float32, steps=4)
+    with torch_threads(3):
+        params, optimizer = run(case, shapes, torch.float32, steps=2)
+        worker = threading.Thread(target=train, args=(optimizer, params, [3, 4]))
+        worker.start()
+        worker.join()
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_step_inside_of_backward(case):
+    """A hook steps in autograd's thread as soon as a gradient has been accumulated."""
+    shape = (4 * CHUNK + 5,)
+    weights = make_weights([shape], torch.float32)
+    (param,), (other,) = as_parameters(weights), as_parameters(weights)
+    optimizer, expected = case.build([param]), case.build([other])
+    param.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    for step in range(1, 3):
+        (gradient,) = make_gradients([shape], torch.float32, step)
+        param.grad, other.grad = None, gradient.clone()
+        (param * gradient).sum().backward()
+        expected.step()
+    assert_same_bits(param, other, "weight")

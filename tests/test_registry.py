@@ -1,0 +1,111 @@
+"""Law: every optimizer of the package has all its pieces, and torch's face where torch has it."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from fusedstep import optim
+
+NAMES = sorted(name for name in optim.__all__ if isinstance(getattr(optim, name), type))
+
+
+def rows_of(name):
+    return [case for case in CASES if case.optimizer is getattr(optim, name)]
+
+
+def rule_of(name) -> str:
+    """The name under which rule, operator and reference are filed: AdamW is Adam's rule."""
+    return rows_of(name)[0].reference.__module__.removeprefix("reference.")
+
+
+def test_every_class_is_exported():
+    for name, member in vars(optim).items():
+        if isinstance(member, type) and issubclass(member, torch.optim.Optimizer):
+            assert name in optim.__all__
+    assert NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_a_row(name):
+    assert rows_of(name), f"tests/cases.py has no row for {name}"
+    assert issubclass(getattr(optim, name), torch.optim.Optimizer)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_a_short_reference_of_its_own(name):
+    (case, *_) = rows_of(name)
+    source = Path(inspect.getsourcefile(case.reference))
+    assert source.parent.name == "reference"
+    assert len(source.read_text().splitlines()) <= 40
+    assert "import fusedstep" not in source.read_text()
+    assert "from fusedstep" not in source.read_text()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        "docs/optimizers/{name}.md",
+        "include/fusedstep/optim/{name}.h",
+        "include/fusedstep/rules/{rule}.h",
+        "src/ops/{rule}.cpp",
+        "tests/reference/{rule}.py",
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_has_its_pieces(name, piece, repository):
+    path = piece.format(name=name.lower(), rule=rule_of(name))
+    assert (repository / path).is_file(), f"{path} is missing"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_in_the_changelog(name, repository):
+    assert name in (repository / "CHANGELOG.md").read_text()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_is_documented(name):
+    """The docstring has every option, the formula and its source."""
+    text = inspect.getdoc(getattr(optim, name))
+    for option in inspect.signature(getattr(optim, name)).parameters:
+        assert option in text, f"{option} is not in the docstring of {name}"
+    assert "https://" in text
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(torch.optim, name)])
+def test_has_the_signature_of_the_namesake(name):
+    ours, theirs = getattr(optim, name), getattr(torch.optim, name)
+    parameters = [inspect.signature(each).parameters for each in (ours, theirs)]
+    described = [
+        [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
+    ]
+    assert described[0] == described[1]
+    assert all(case.namesake is theirs for case in rows_of(name))
+    param = [torch.zeros(3, requires_grad=True)]
+    assert ours(param).defaults == theirs(param).defaults
+
+
+def test_lamb_has_the_signature_of_its_papers_defaults():
+    parameters = inspect.signature(optim.Lamb).parameters
+    defaults = {name: p.default for name, p in parameters.items() if name != "params"}
+    assert defaults == {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0,
+        "foreach": None,
+        "maximize": False,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "keep_grad": False,
+    }
+    positional = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert positional == ["params", "lr", "betas", "eps", "weight_decay"]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_plain_rows_use_defaults_but_for_lr(case):
+    assert set(case.options) == {"lr"}
