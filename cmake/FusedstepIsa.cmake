@@ -10,7 +10,8 @@ function(fusedstep_isa NAME CAPABILITY)
   # is the caller's: where it is not to nearest, -(a * b) is not (-a) * b.
   # GCC 12 warns of variables left undefined on purpose inside its own intrinsics.
   target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
-  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -O3 -ffp-contract=off -frounding-math -fno-math-errno
+  # Under a sanitizer, what runs is what was built for this machine, and -O3 takes the compiler minutes: -O1.
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE $<IF:$<BOOL:${FUSEDSTEP_SANITIZE}>,-O1,-O3> -ffp-contract=off -frounding-math -fno-math-errno
                                                            -fno-trapping-math ${ARGN})
   target_link_libraries(fusedstep_kernels_${NAME} PRIVATE fusedstep_options torch::headers)
   set_target_properties(fusedstep_kernels_${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
