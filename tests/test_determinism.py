@@ -1,10 +1,13 @@
 """Law: the same bits on every instruction set, with any number of threads, and from run to run."""
 
+import contextlib
+import ctypes
 import functools
 
 import pytest
 import torch
 
+import fusedstep
 from cases import CASES, DTYPES, PLAIN
 from layouts import Layout
 from stepping import (
@@ -93,6 +96,36 @@ def test_threads_changed_between_steps(case):
                 param.grad = gradient
             changing.step()
     assert_same_contents(contents(changing), contents(optimizer))
+
+
+@contextlib.contextmanager
+def rounding(mode):
+    """The direction in which this thread rounds; x86 numbers the four."""
+    libm = ctypes.CDLL("libm.so.6")
+    assert libm.fesetround(mode) == 0
+    try:
+        yield
+    finally:
+        libm.fesetround(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_threads_round_as_the_caller_does(case, dtype):
+    results = {}
+    for mode in (0x000, 0x800):  # to nearest, upward
+        for isa in fusedstep.isas():
+            for count in (1, 3):
+                params = as_parameters(make_weights([(3 * CHUNK + 5,)], dtype))
+                optimizer = case.build(params)
+                (params[0].grad,) = make_gradients([(3 * CHUNK + 5,)], dtype, 1)
+                with rounding(mode), threads(count), forced_isa(isa):
+                    optimizer.step()
+                expected = results.setdefault(mode, contents(optimizer))
+                what = f"mode {mode:x}, {isa}, {count} threads:"
+                assert_same_contents(contents(optimizer), expected, what)
+    nearest, upward = (result["weight 0"] for result in results.values())
+    assert not torch.equal(nearest, upward)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

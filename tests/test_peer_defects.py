@@ -116,7 +116,7 @@ def test_lamb_has_a_trust_ratio():
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_small_moments_survive_low_precision_weights(case):
-    """torch's for-loop rounds the squares of small fp16 gradients to 0 and divides by their root."""
+    """torch's for-loop rounds the square of a small fp16 gradient to 0, and divides by its root."""
     param = torch.nn.Parameter(torch.ones(50, dtype=torch.float16))
     param.grad = torch.full_like(param, 1e-3)
     case.build([param]).step()
