@@ -52,8 +52,9 @@ def test_wheel_holds_the_package_and_its_library_only(wheel):
     assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
-    sources = {str(path.relative_to(ROOT / "python")) for path in (ROOT / "python").rglob("*.py")}
-    assert names == sources | {"fusedstep/lib/libfusedstep.so"}
+    sources = [*(ROOT / "python").rglob("*.py"), ROOT / "python" / "fusedstep" / "py.typed"]
+    expected = {str(path.relative_to(ROOT / "python")) for path in sources}
+    assert names == expected | {"fusedstep/lib/libfusedstep.so"}
 
 
 def test_installed_wheel_takes_a_step(wheel, tmp_path):
