@@ -1,0 +1,122 @@
+#include "tests/cpp/cases.h"
+
+#include <ostream>
+#include <utility>
+
+namespace fusedstep::test {
+namespace {
+
+// The hyper-parameters that a rule is tested with: one line a rule. No value may be without effect.
+template <template <unsigned> class Rule>
+typename Rule<0>::Hyper hyper_of(unsigned flags) = delete;
+template <>
+rules::AdagradHyper hyper_of<rules::Adagrad>(unsigned) {
+  return {.lr = 0.05, .lr_decay = 0.25, .weight_decay = 0.125, .eps = 1e-3};
+}
+template <>
+rules::AdamHyper hyper_of<rules::Adam>(unsigned flags) {
+  const bool decoupled = !(flags & rules::kAdamCoupledDecay);
+  return {
+      .lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125, .decoupled = decoupled};
+}
+template <>
+rules::LambHyper hyper_of<rules::Lamb>(unsigned) {
+  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
+}
+
+template <class Rule>
+constexpr bool kTwoPhase = requires {
+  &Rule::trust_ratio;
+};
+
+// In more than double, so that the order of summation does not show.
+struct NormSums {
+  long double weight = 0, update = 0;
+  void add(long double p, long double u) {
+    weight += p * p;
+    update += u * u;
+  }
+};
+
+// Calls work(state, i) with the states of each element, and keeps what it leaves in them.
+template <int kStates, class Work>
+void for_each_element(Values& x, Work work) {
+  for (size_t i = 0; i < x.weight.size(); ++i) {
+    double state[kStates];
+    for (int k = 0; k < kStates; ++k) state[k] = x.states[k][i];
+    work(state, i);
+    for (int k = 0; k < kStates; ++k) x.states[k][i] = state[k];
+  }
+}
+
+template <template <unsigned> class Rule, unsigned kFlags>
+void oracle_step(double step, Values& x) {
+  using R = Rule<kFlags>;
+  const auto scalars = R::template prepare<double>(hyper_of<Rule>(kFlags), step);
+  if constexpr (kTwoPhase<R>) {
+    NormSums norms;
+    x.update.resize(x.weight.size());
+    for_each_element<R::kStates>(x, [&](double(&state)[R::kStates], size_t i) {
+      x.update[i] = R::accumulate(scalars, x.weight[i], x.grad[i], state, norms);
+    });
+    x.ratio = R::trust_ratio(static_cast<double>(norms.weight), static_cast<double>(norms.update));
+    for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, x.ratio, x.weight[i], x.update[i]);
+  } else {
+    for_each_element<R::kStates>(
+        x, [&](double(&state)[R::kStates], size_t i) { R::update(scalars, x.weight[i], x.grad[i], state); });
+  }
+}
+
+template <template <unsigned> class Rule, unsigned... kFlags>
+void add_rule(const char* name, std::integer_sequence<unsigned, kFlags...>, std::vector<RuleCase>& rules) {
+  (rules.push_back({std::string(name) + "_flags" + std::to_string(kFlags), Rule<kFlags>::kStates,
+                    kTwoPhase<Rule<kFlags>>, bind_rule<Rule>(hyper_of<Rule>(kFlags), kFlags),
+                    oracle_step<Rule, kFlags>}),
+   ...);
+}
+
+std::vector<RuleCase> all_rules() {
+  std::vector<RuleCase> rules;
+#define FUSEDSTEP_ADD(Rule)                                                                               \
+  add_rule<rules::Rule>(#Rule, std::make_integer_sequence<unsigned, rules::Rule<0>::kFlagCombinations>{}, \
+                        rules);
+  FUSEDSTEP_RULES(FUSEDSTEP_ADD)
+#undef FUSEDSTEP_ADD
+  return rules;
+}
+
+}  // namespace
+
+std::string name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat:
+      return "float32";
+    case DType::kDouble:
+      return "float64";
+    case DType::kBFloat16:
+      return "bfloat16";
+    case DType::kHalf:
+      return "float16";
+  }
+  return "?";
+}
+
+std::vector<Case> all_cases() {
+  std::vector<Case> cases;
+  for (const RuleCase& rule : all_rules()) {
+    for (const DType dtype : kDTypes) cases.push_back({rule, dtype});
+  }
+  return cases;
+}
+
+std::vector<Case> two_phase_cases() {
+  std::vector<Case> cases = all_cases();
+  std::erase_if(cases, [](const Case& c) { return !c.rule.two_phase; });
+  return cases;
+}
+
+std::string name(const Case& test_case) { return test_case.rule.name + "_" + name(test_case.dtype); }
+
+void PrintTo(const Case& test_case, std::ostream* out) { *out << name(test_case); }
+
+}  // namespace fusedstep::test

@@ -1,0 +1,42 @@
+// Every rule of the list with every combination of its flags, and the same algorithm in double as an oracle.
+#pragma once
+#include <iosfwd>
+#include <string>
+#include <vector>
+
+#include "src/step.h"
+
+namespace fusedstep::test {
+
+// One tensor's operands as the oracle sees them.
+struct Values {
+  std::vector<double> weight, grad;
+  std::vector<std::vector<double>> states;
+  std::vector<double> update;  // two-phase rules: what the weight is moved along
+  double ratio = 1;            // two-phase rules: the trust ratio
+};
+
+struct RuleCase {
+  std::string name;
+  int states;
+  bool two_phase;
+  BoundRule bound;
+  void (*oracle)(double step, Values& values);
+};
+
+// A rule for weights of one dtype: what most tests are parameters of.
+struct Case {
+  RuleCase rule;
+  DType dtype;
+};
+
+inline constexpr DType kDTypes[] = {DType::kFloat, DType::kDouble, DType::kBFloat16, DType::kHalf};
+std::string name(DType dtype);
+
+std::vector<Case> all_cases();
+std::vector<Case> two_phase_cases();
+
+std::string name(const Case& test_case);
+void PrintTo(const Case& test_case, std::ostream* out);  // found by GoogleTest
+
+}  // namespace fusedstep::test

@@ -1,0 +1,231 @@
+// Conversion to and from 16 bits: one element at a time against the definition of the formats, and the
+// registers of every instruction set against each other. Compiled with the definitions of a kernel source.
+#include "cpu_kernels/codecs.h"
+
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <random>
+
+#include "fusedstep/isa.h"
+#include "tests/cpp/model.h"
+
+namespace fusedstep::test {
+namespace {
+
+using cpu::FUSEDSTEP_ISA::bf16;
+using cpu::FUSEDSTEP_ISA::f16;
+using cpu::FUSEDSTEP_ISA::ScalarBf16;
+using cpu::FUSEDSTEP_ISA::ScalarF16;
+
+constexpr uint32_t kPatterns = 1u << 16;
+
+float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
+uint32_t bits_of(float x) { return std::bit_cast<uint32_t>(x); }
+
+struct Bf16Format {
+  static constexpr int kMantissaBits = 7, kBias = 127;
+  static constexpr uint16_t kInfinity = 0x7f80, kCanonicalNan = 0x7fc0;
+  static float decode(uint16_t bits) { return ScalarBf16::decode({bits}); }
+  static uint16_t encode(float x) { return ScalarBf16::encode(x).bits; }
+};
+
+struct F16Format {
+  static constexpr int kMantissaBits = 10, kBias = 15;
+  static constexpr uint16_t kInfinity = 0x7c00;
+  static float decode(uint16_t bits) { return ScalarF16::decode({bits}); }
+  static uint16_t encode(float x) { return ScalarF16::encode(x).bits; }
+};
+
+// What a finite pattern stands for, by IEEE 754, section 3.4.
+template <class Format>
+double meaning(uint16_t bits) {
+  const int exponent = (bits & 0x7fff) >> Format::kMantissaBits;
+  const int mantissa = bits & ((1 << Format::kMantissaBits) - 1);
+  const int hidden = exponent == 0 ? 0 : 1 << Format::kMantissaBits;
+  const double magnitude =
+      std::ldexp(hidden + mantissa, std::max(exponent, 1) - Format::kBias - Format::kMantissaBits);
+  return (bits & 0x8000) != 0 ? -magnitude : magnitude;
+}
+
+template <class Format>
+class CodecTest : public testing::Test {};
+using Formats = testing::Types<Bf16Format, F16Format>;
+TYPED_TEST_SUITE(CodecTest, Formats);
+
+TYPED_TEST(CodecTest, DecodesEveryPattern) {
+  for (uint32_t bits = 0; bits < kPatterns; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    const float decoded = TypeParam::decode(half);
+    if ((half & 0x7fff) > TypeParam::kInfinity) {
+      ASSERT_TRUE(std::isnan(decoded)) << half;
+    } else if ((half & 0x7fff) == TypeParam::kInfinity) {
+      ASSERT_TRUE(std::isinf(decoded)) << half;
+    } else {
+      ASSERT_EQ(decoded, meaning<TypeParam>(half)) << half;
+    }
+    ASSERT_EQ(std::signbit(decoded), (half & 0x8000) != 0) << half;
+  }
+}
+
+TYPED_TEST(CodecTest, EncodesWhatItDecoded) {
+  for (uint32_t bits = 0; bits < kPatterns; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    if ((half & 0x7fff) > TypeParam::kInfinity) continue;  // a NaN
+    ASSERT_EQ(TypeParam::encode(TypeParam::decode(half)), half);
+  }
+}
+
+// Halfway between two neighbours: to the even one. A float32 to either side of that: to the nearer one.
+// Beyond the largest number the next one would be where infinity is.
+TYPED_TEST(CodecTest, RoundsToNearestEven) {
+  for (uint16_t low = 0; low < TypeParam::kInfinity; ++low) {
+    const uint16_t high = low + 1;
+    const auto halfway = static_cast<float>((meaning<TypeParam>(low) + meaning<TypeParam>(high)) / 2);
+    const float below = std::nextafter(halfway, 0.0f), above = std::nextafter(halfway, INFINITY);
+    ASSERT_EQ(TypeParam::encode(halfway), low % 2 == 0 ? low : high) << low;
+    ASSERT_EQ(TypeParam::encode(below), low) << low;
+    ASSERT_EQ(TypeParam::encode(above), high) << low;
+    ASSERT_EQ(TypeParam::encode(-halfway), 0x8000 | (low % 2 == 0 ? low : high)) << low;
+    ASSERT_EQ(TypeParam::encode(-below), 0x8000 | low) << low;
+    ASSERT_EQ(TypeParam::encode(-above), 0x8000 | high) << low;
+  }
+  EXPECT_EQ(TypeParam::encode(INFINITY), TypeParam::kInfinity);
+  EXPECT_EQ(TypeParam::encode(-INFINITY), 0x8000 | TypeParam::kInfinity);
+}
+
+TYPED_TEST(CodecTest, NumbersTooSmallBecomeZerosOfTheirSign) {
+  for (const float x : {0.0f, float_of(1), 0x1p-149f * 3, float_of(0x00000123)}) {
+    EXPECT_EQ(TypeParam::encode(x), 0);
+    EXPECT_EQ(TypeParam::encode(-x), 0x8000);
+  }
+}
+
+// Every exponent, mantissas of every kind: the bits around where they are cut, ones, and random ones.
+template <class Check>
+void for_floats_of_every_kind(Check check) {
+  std::mt19937 random(1);
+  for (uint32_t sign_and_exponent = 0; sign_and_exponent < 512; ++sign_and_exponent) {
+    const uint32_t base = sign_and_exponent << 23;
+    for (uint32_t shift = 0; shift <= 23; ++shift) {
+      for (const uint32_t mantissa : {1u << shift, (1u << shift) - 1, (3u << shift), (1u << shift) + 1,
+                                      ~((1u << shift) - 1), 0x555555u << shift}) {
+        check(base | (mantissa & 0x7fffff));
+      }
+    }
+    for (int i = 0; i < 2000; ++i) check(base | (random() & 0x7fffff));
+  }
+}
+
+TEST(F16Test, EncodesAsTheCompiler) {
+  for_floats_of_every_kind([](uint32_t bits) {
+    const auto expected = std::bit_cast<uint16_t>(static_cast<_Float16>(float_of(bits)));
+    ASSERT_EQ(F16Format::encode(float_of(bits)), expected) << std::hex << bits;
+  });
+}
+
+TEST(F16Test, DecodesAsTheCompiler) {
+  for (uint32_t bits = 0; bits < kPatterns; ++bits) {
+    const auto half = static_cast<uint16_t>(bits);
+    const auto expected = static_cast<float>(std::bit_cast<_Float16>(half));
+    ASSERT_EQ(bits_of(F16Format::decode(half)), bits_of(expected)) << std::hex << half;
+  }
+}
+
+TEST(Bf16Test, EncodesAsIntegersRound) {
+  for_floats_of_every_kind([](uint32_t bits) {
+    const uint32_t magnitude = bits & 0x7fffffff, cut = magnitude & 0xffff;
+    uint32_t kept = magnitude >> 16;
+    if (cut > 0x8000 || (cut == 0x8000 && kept % 2 == 1)) ++kept;
+    const uint32_t expected = magnitude > 0x7f800000 ? Bf16Format::kCanonicalNan : (bits >> 31 << 15) | kept;
+    ASSERT_EQ(Bf16Format::encode(float_of(bits)), expected) << std::hex << bits;
+  });
+}
+
+TEST(CodecNanTest, StayNan) {
+  for (const uint32_t nan : {0x7fc00000u, 0x7f800001u, 0xffc00000u, 0xffffffffu, 0x7fbfffffu, 0xff800100u}) {
+    EXPECT_EQ(Bf16Format::encode(float_of(nan)), Bf16Format::kCanonicalNan);
+    const uint16_t half = F16Format::encode(float_of(nan));
+    EXPECT_EQ(half & 0x7e00, 0x7e00) << std::hex << nan;  // quiet
+    EXPECT_EQ(half >> 15, nan >> 31) << std::hex << nan;
+  }
+}
+
+// ---- The registers of every instruction set -------------------------------------------------------------
+
+// Tensors of a rule with one state, which holds every 16-bit pattern where `pattern` says so.
+class PatternTest : public testing::TestWithParam<DType> {
+ protected:
+  struct Run {
+    std::vector<uint16_t> weight, state;
+  };
+
+  static uint16_t* data(Operand& operand) { return static_cast<uint16_t*>(operand.view().data); }
+
+  // Adagrad with these 16-bit numbers; weights, gradients and states of 65536 patterns and a few, so that
+  // there is a tail.
+  Run run(const std::string& isa, const rules::AdagradHyper& hyper, uint16_t (*weight)(uint32_t),
+          uint16_t (*grad)(uint32_t), uint16_t (*state)(uint32_t)) {
+    constexpr int64_t kCount = kPatterns + 3;
+    const ForcedIsa forced(isa);
+    const Case adagrad{{"adagrad", 1, false, bind_rule<rules::Adagrad>(hyper, 0), nullptr}, GetParam()};
+    Model model(adagrad, dense_tensors(adagrad, {kCount}));
+    Tensor& tensor = model.tensors()[0];
+    for (uint32_t i = 0; i < kCount; ++i) {
+      data(tensor.weight)[i] = weight(i);
+      data(tensor.grad)[i] = grad(i);
+      data(tensor.states[0])[i] = state(i);
+    }
+    model.step({});
+    return {{data(tensor.weight), data(tensor.weight) + kCount},
+            {data(tensor.states[0]), data(tensor.states[0]) + kCount}};
+  }
+
+  uint16_t round_trip(uint16_t half) const {
+    return GetParam() == DType::kBFloat16 ? Bf16Format::encode(Bf16Format::decode(half))
+                                          : F16Format::encode(F16Format::decode(half));
+  }
+};
+
+uint16_t zero(uint32_t) { return 0; }
+uint16_t every(uint32_t i) { return static_cast<uint16_t>(i); }
+uint16_t shuffled(uint32_t i) { return static_cast<uint16_t>(i * 40503u + 12345u); }
+
+// No gradient, no step: weights and states go through a register and back.
+TEST_P(PatternTest, EveryPatternGoesThroughARegister) {
+  const rules::AdagradHyper no_step{.lr = 0, .lr_decay = 0, .weight_decay = 0, .eps = 1};
+  for (const std::string& isa : isas()) {
+    const Run weights = run(isa, no_step, every, zero, zero), states = run(isa, no_step, zero, zero, every);
+    for (uint32_t i = 0; i < weights.weight.size(); ++i) {
+      ASSERT_EQ(weights.weight[i], round_trip(every(i))) << isa << ", pattern " << i;
+      if (every(i) != 0x8000) {  // 0 * 0 is added to it
+        ASSERT_EQ(states.state[i], round_trip(every(i))) << isa << ", pattern " << i;
+      }
+    }
+  }
+}
+
+// Results of all magnitudes, rounded in registers and one by one. Which of several NaNs a sum keeps is open.
+TEST_P(PatternTest, UpdatesOfEveryPatternAgree) {
+  const rules::AdagradHyper hyper{.lr = 0.37, .lr_decay = 0, .weight_decay = 0, .eps = 1e-3};
+  const Run expected = run("base", hyper, every, shuffled, zero);
+  const auto is_nan = [&](uint16_t half) {
+    return (half & 0x7fff) > (GetParam() == DType::kBFloat16 ? Bf16Format::kInfinity : F16Format::kInfinity);
+  };
+  const auto same = [&](uint16_t a, uint16_t b) { return a == b || (is_nan(a) && is_nan(b)); };
+  for (const std::string& isa : isas()) {
+    const Run actual = run(isa, hyper, every, shuffled, zero);
+    for (uint32_t i = 0; i < expected.weight.size(); ++i) {
+      ASSERT_TRUE(same(actual.weight[i], expected.weight[i])) << isa << ", weight " << i;
+      ASSERT_TRUE(same(actual.state[i], expected.state[i])) << isa << ", state " << i;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Dtypes, PatternTest, testing::Values(DType::kBFloat16, DType::kHalf),
+                         [](const auto& info) { return name(info.param); });
+
+}  // namespace
+}  // namespace fusedstep::test

@@ -1,0 +1,56 @@
+#include "tests/cpp/model.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "fusedstep/isa.h"
+
+namespace fusedstep::test {
+
+Tensor::Tensor(const Case& test_case, const Sizes& sizes, const Forms& forms, uint64_t seed, int64_t margin)
+    : weight(test_case.dtype, sizes, forms.weight, margin), grad(test_case.dtype, sizes, forms.grad, margin) {
+  for (int k = 0; k < test_case.rule.states; ++k) {
+    states.emplace_back(test_case.dtype, sizes, forms.states[k % forms.states.size()], margin);
+    for (int64_t i = 0; i < weight.elements(); ++i) states.back().set(i, 0);
+  }
+  weight.fill(seed);
+}
+
+TensorOperands Tensor::operands() {
+  TensorOperands operands{weight.view(), grad.view(), {}};
+  for (size_t k = 0; k < states.size(); ++k) operands.states[k] = states[k].view();
+  return operands;
+}
+
+bool Tensor::fill_untouched() const {
+  return weight.fill_untouched() && grad.fill_untouched() &&
+         std::ranges::all_of(states, [](const Operand& state) { return state.fill_untouched(); });
+}
+
+std::vector<Tensor> dense_tensors(const Case& test_case, const Sizes& sizes) {
+  std::vector<Tensor> tensors;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    tensors.emplace_back(test_case, Sizes{sizes[i]}, Forms::all(dense({sizes[i]})), /*seed=*/i);
+  }
+  return tensors;
+}
+
+Model::Model(const Case& test_case, std::vector<Tensor> tensors)
+    : rule_(test_case.rule), tensors_(std::move(tensors)), plan_(tensors_.size(), rule_.states) {}
+
+void Model::step(const StepOptions& options) { step(count_ + 1, options); }
+
+void Model::step(double count, const StepOptions& options) {
+  count_ = count;
+  for (size_t i = 0; i < tensors_.size(); ++i) plan_.bind(i, tensors_[i].operands());
+  run_step(plan_, rule_.bound, std::vector<double>(tensors_.size(), count), options);
+}
+
+void Model::fill_grads(uint64_t seed) {
+  for (size_t i = 0; i < tensors_.size(); ++i) tensors_[i].grad.fill(1000 * seed + i);
+}
+
+ForcedIsa::ForcedIsa(const std::string& name) { force_isa(name); }
+ForcedIsa::~ForcedIsa() { force_isa(""); }
+
+}  // namespace fusedstep::test

@@ -1,0 +1,145 @@
+// The engine against the rule's own formula in double, element by element. Both sides start each step from
+// the same operands, so that what is measured is the error of one step.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "tests/cpp/model.h"
+
+namespace fusedstep::test {
+namespace {
+
+// Half a unit in the last place of 1: what one rounding costs at most.
+double rounding(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat:
+      return 0x1p-24;
+    case DType::kDouble:
+      return 0x1p-53;
+    case DType::kBFloat16:
+      return 0x1p-8;
+    case DType::kHalf:
+      return 0x1p-11;
+  }
+  return 0;
+}
+
+// Half the smallest positive number of the dtypes that a step's results can come near to.
+double smallest(DType dtype) { return dtype == DType::kHalf ? 0x1p-25 : 0; }
+
+Values values_of(const Tensor& tensor) {
+  Values values{tensor.weight.values(), tensor.grad.values(), {}, {}, 1};
+  for (const Operand& state : tensor.states) values.states.push_back(state.values());
+  return values;
+}
+
+// The terms that a new value is summed from are no larger than the old value and the tensor's largest change;
+// about eight roundings in the precision of the maths happen to them, and one in the precision of the storage
+// to the result.
+void expect_close(const char* what, DType dtype, const Operand& now, const std::vector<double>& before,
+                  const std::vector<double>& expected) {
+  const double maths = 8 * rounding(dtype == DType::kDouble ? DType::kDouble : DType::kFloat);
+  const double storage = dtype == DType::kBFloat16 || dtype == DType::kHalf ? rounding(dtype) : 0;
+  double change = 0;
+  for (size_t i = 0; i < expected.size(); ++i) change = std::max(change, std::abs(expected[i] - before[i]));
+  for (size_t i = 0; i < expected.size(); ++i) {
+    const double terms = std::abs(before[i]) + std::abs(expected[i]) + change;
+    const double error = now.get(static_cast<int64_t>(i)) - expected[i];
+    const double allowed = maths * terms + storage * std::abs(expected[i]) + smallest(dtype);
+    ASSERT_TRUE(std::abs(error) <= allowed) << what << "[" << i << "] of " << expected.size() << " should be "
+                                            << expected[i] << ": off by " << error << ", allowed " << allowed;
+  }
+}
+
+class OracleTest : public testing::TestWithParam<Case> {
+ protected:
+  // Takes the model a step forward and compares.
+  void step_and_compare(Model& model, double count, bool keep_grad) {
+    std::vector<Values> before, expected;
+    for (const Tensor& tensor : model.tensors()) {
+      before.push_back(values_of(tensor));
+      expected.push_back(before.back());
+      GetParam().rule.oracle(count, expected.back());
+    }
+    model.step(count, {.threads = 2, .keep_grad = keep_grad});
+    for (size_t t = 0; t < expected.size(); ++t) {
+      const Tensor& tensor = model.tensors()[t];
+      const DType dtype = GetParam().dtype;
+      SCOPED_TRACE(testing::Message() << "step " << count << ", keep_grad " << keep_grad);
+      for (size_t k = 0; k < tensor.states.size(); ++k) {
+        expect_close("state", dtype, tensor.states[k], before[t].states[k], expected[t].states[k]);
+      }
+      expect_close("weight", dtype, tensor.weight, before[t].weight, expected[t].weight);
+      const bool stored = !keep_grad && model.plan().grad_can_store(t);
+      expect_close("gradient", dtype, tensor.grad, before[t].grad,
+                   stored ? expected[t].update : before[t].grad);
+      if (GetParam().rule.two_phase && tensor.weight.elements() >= 16) {
+        EXPECT_NEAR(model.ratio(t) / expected[t].ratio, 1, 8 * rounding(DType::kFloat));
+      }
+    }
+  }
+};
+
+const Sizes kSizes = {0, 1, 5, 16, 33, 1000, 40000};
+
+TEST_P(OracleTest, StepsAgreeWithTheFormulaInDouble) {
+  for (const bool keep_grad : {true, false}) {
+    if (!keep_grad && !GetParam().rule.two_phase) break;
+    Model model(GetParam(), dense_tensors(GetParam(), kSizes));
+    for (const double count : {1.0, 2.0, 3.0, 1000.0}) {
+      model.fill_grads(static_cast<uint64_t>(count));
+      step_and_compare(model, count, keep_grad);
+    }
+  }
+}
+
+// Second moments of such gradients are denormal or zero in float16.
+TEST_P(OracleTest, SmallGradientsGiveNoLargeUpdates) {
+  for (const double scale : {0x1p-8, 0x1p-11, 0x1p-14}) {
+    Model model(GetParam(), dense_tensors(GetParam(), {1000}));
+    for (const double count : {1.0, 2.0, 3.0}) {
+      Operand& grad = model.tensors()[0].grad;
+      for (int64_t i = 0; i < grad.elements(); ++i)
+        grad.set(i, scale * number(static_cast<uint64_t>(count), i));
+      step_and_compare(model, count, /*keep_grad=*/true);
+    }
+  }
+}
+
+TEST_P(OracleTest, ZeroGradientsAndZeroWeights) {
+  Model model(GetParam(), dense_tensors(GetParam(), {100, 100}));
+  Operand& weight = model.tensors()[1].weight;
+  for (int64_t i = 0; i < weight.elements(); ++i) weight.set(i, 0);
+  for (Tensor& tensor : model.tensors()) {
+    for (int64_t i = 0; i < tensor.grad.elements(); ++i) tensor.grad.set(i, 0);
+  }
+  step_and_compare(model, 1, /*keep_grad=*/true);
+  model.fill_grads(1);
+  step_and_compare(model, 2, /*keep_grad=*/true);
+}
+
+// Each tensor of a list has a step count of its own.
+TEST_P(OracleTest, StepCountsOfTheirOwn) {
+  Model model(GetParam(), dense_tensors(GetParam(), {50, 50, 50}));
+  model.fill_grads(1);
+  const std::vector<double> counts = {3, 1, 3};
+  std::vector<Values> before, expected;
+  for (size_t t = 0; t < counts.size(); ++t) {
+    Tensor& tensor = model.tensors()[t];
+    model.plan().bind(t, tensor.operands());
+    before.push_back(values_of(tensor));
+    expected.push_back(before.back());
+    GetParam().rule.oracle(counts[t], expected.back());
+  }
+  run_step(model.plan(), GetParam().rule.bound, counts, {});
+  for (size_t t = 0; t < counts.size(); ++t) {
+    expect_close("weight", GetParam().dtype, model.tensors()[t].weight, before[t].weight, expected[t].weight);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, OracleTest, testing::ValuesIn(all_cases()),
+                         [](const auto& info) { return name(info.param); });
+
+}  // namespace
+}  // namespace fusedstep::test

@@ -1,0 +1,234 @@
+// One OpenMP session: every item once, the same thread for the same items, the caller's floating-point
+// environment on every thread.
+#include "src/session.h"
+
+#include <gtest/gtest.h>
+#include <omp.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <set>
+#include <thread>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "tests/cpp/model.h"
+
+namespace fusedstep::test {
+namespace {
+
+// cost[i] is the cost of everything before item i.
+std::vector<int64_t> equal_costs(int64_t items, int64_t each) {
+  std::vector<int64_t> cost(items + 1);
+  for (int64_t i = 0; i <= items; ++i) cost[i] = i * each;
+  return cost;
+}
+
+std::vector<int64_t> uneven_costs(int64_t items, int64_t start) {
+  std::vector<int64_t> cost{start};
+  for (int64_t i = 0; i < items; ++i) cost.push_back(cost.back() + (i % 5 == 0 ? 100000 : i % 7));
+  return cost;
+}
+
+// The threads that ran each item.
+std::vector<std::thread::id> threads_of_items(int threads, const std::vector<int64_t>& cost) {
+  std::vector<std::thread::id> ran(cost.size() - 1);
+  auto work = [&](int64_t i) { ran[i] = std::this_thread::get_id(); };
+  run_session(threads, cost, work);
+  return ran;
+}
+
+TEST(SessionTest, EveryItemRunsOnce) {
+  for (const int64_t items : {1, 2, 3, 5, 64, 1000}) {
+    for (const auto& cost : {equal_costs(items, 1000), equal_costs(items, kSerialElements),
+                             equal_costs(items, 0), uneven_costs(items, 0), uneven_costs(items, 12345)}) {
+      for (const int threads : {0, 1, 2, 3, 7, 64}) {
+        for (const Order order : {Order::kForwards, Order::kBackwards}) {
+          std::vector<std::atomic<int>> runs(items);
+          auto work = [&](int64_t i) { ++runs.at(i); };
+          run_session(threads, cost, work, order);
+          for (int64_t i = 0; i < items; ++i) {
+            ASSERT_EQ(runs[i], 1) << "item " << i << " of " << items << ", " << threads << " threads";
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(SessionTest, NothingToDo) {
+  auto work = [](int64_t) { FAIL(); };
+  run_session(3, std::vector<int64_t>{}, work);
+  run_session(3, std::vector<int64_t>{7}, work);
+}
+
+TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {
+  for (const int threads : {2, 3, 7}) {
+    const auto ran = threads_of_items(threads, equal_costs(100, kSerialElements));
+    EXPECT_EQ(std::set(ran.begin(), ran.end()).size(), static_cast<size_t>(threads));
+    int changes = 0;
+    for (size_t i = 1; i < ran.size(); ++i) changes += ran[i] != ran[i - 1];
+    EXPECT_EQ(changes, threads - 1);
+  }
+}
+
+TEST(SessionTest, SharesCostAboutTheSame) {
+  constexpr int64_t kLarge = 10;  // the first items cost ten times the others
+  std::vector<int64_t> cost{0};
+  for (int64_t i = 0; i < 200; ++i) cost.push_back(cost.back() + kSerialElements * (i < 50 ? kLarge : 1));
+  const auto ran = threads_of_items(2, cost);
+  const auto share = [&](std::thread::id thread) {
+    int64_t sum = 0;
+    for (size_t i = 0; i < ran.size(); ++i) sum += ran[i] == thread ? cost[i + 1] - cost[i] : 0;
+    return sum;
+  };
+  EXPECT_LE(std::abs(share(ran.front()) - share(ran.back())), 2 * kLarge * kSerialElements);
+}
+
+TEST(SessionTest, TheSameThreadGetsTheSameItems) {
+  const auto cost = uneven_costs(50, 0);
+  for (const int threads : {2, 3, 7}) {
+    const auto first = threads_of_items(threads, cost);
+    for (int i = 0; i < 10; ++i) EXPECT_EQ(threads_of_items(threads, cost), first);
+  }
+}
+
+TEST(SessionTest, BothOrdersOnOneThread) {
+  std::vector<int64_t> ran;
+  auto work = [&](int64_t i) { ran.push_back(i); };
+  run_session(1, equal_costs(4, 1), work);
+  run_session(1, equal_costs(4, 1), work, Order::kBackwards);
+  EXPECT_EQ(ran, (std::vector<int64_t>{0, 1, 2, 3, 3, 2, 1, 0}));
+}
+
+TEST(SessionTest, LittleWorkStartsNoTeam) {
+  const auto caller = std::this_thread::get_id();
+  for (const auto& cost : {equal_costs(kSerialElements - 1, 1), equal_costs(1, 10 * kSerialElements)}) {
+    for (const std::thread::id thread : threads_of_items(4, cost)) ASSERT_EQ(thread, caller);
+  }
+}
+
+TEST(SessionTest, RunsInsideOfAParallelRegion) {
+  const auto cost = equal_costs(40, kSerialElements);
+  std::vector<std::atomic<int>> runs(40);
+#pragma omp parallel num_threads(3)
+  {
+    auto work = [&](int64_t i) { ++runs[i]; };
+    run_session(4, cost, work);
+  }
+  for (const auto& run : runs) EXPECT_EQ(run, 3);
+}
+
+// Two threads of the program that step at the same time.
+TEST(SessionTest, RunsOnSeveralCallingThreads) {
+  const auto cost = equal_costs(40, kSerialElements);
+  std::vector<std::atomic<int>> runs(40);
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 3; ++i) {
+    callers.emplace_back([&] {
+      auto work = [&](int64_t item) { ++runs[item]; };
+      for (int repeat = 0; repeat < 20; ++repeat) run_session(2, cost, work);
+    });
+  }
+  for (std::thread& caller : callers) caller.join();
+  for (const auto& run : runs) EXPECT_EQ(run, 60);
+}
+
+#if defined(__x86_64__)
+
+constexpr unsigned kExceptionFlags = 0x3f;  // what has happened, not how to compute
+
+TEST(SessionTest, WorkersTakeOverTheFloatingPointEnvironmentAndRestoreTheirs) {
+  constexpr int kThreads = 4;
+  const auto cost = equal_costs(100, kSerialElements);
+  const unsigned own = _mm_getcsr() & ~kExceptionFlags;
+  const unsigned denormals_are_zero = 0x40;
+  std::vector<unsigned> before(kThreads), during(100), after(kThreads);
+#pragma omp parallel num_threads(kThreads)
+  if (omp_get_thread_num() % 2 != 0) _mm_setcsr(own | _MM_ROUND_DOWN);  // some workers have their own already
+  const auto note = [](std::vector<unsigned>& csr) {
+#pragma omp parallel num_threads(kThreads)
+    csr[omp_get_thread_num()] = _mm_getcsr() & ~kExceptionFlags;
+  };
+  for (const unsigned mode : {unsigned{_MM_FLUSH_ZERO_ON} | denormals_are_zero, denormals_are_zero,
+                              unsigned{_MM_ROUND_UP}, unsigned{_MM_ROUND_TOWARD_ZERO}}) {
+    note(before);
+    before[0] = own | mode;
+    _mm_setcsr(own | mode);
+    auto work = [&](int64_t i) { during[i] = _mm_getcsr() & ~kExceptionFlags; };
+    run_session(kThreads, cost, work);
+    note(after);
+    _mm_setcsr(own);
+    for (const unsigned csr : during) ASSERT_EQ(csr, own | mode);
+    EXPECT_EQ(after, before);
+  }
+#pragma omp parallel num_threads(kThreads)
+  _mm_setcsr(own);
+}
+
+#endif
+
+// ---- After fork() ---------------------------------------------------------------------------------------
+
+// The exit status of a child that runs `body`; a signal's number where it does not come to an end.
+template <class Body>
+int status_of_child(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    _exit(body() ? 0 : 1);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : 1000 + WTERMSIG(status);
+}
+
+TEST(SessionTest, AChildOfForkStepsOnOneThread) {
+  const auto cost = equal_costs(40, kSerialElements);
+  const auto in_parent = threads_of_items(2, cost);  // the parent has a team
+  EXPECT_EQ(std::set(in_parent.begin(), in_parent.end()).size(), 2u);
+  EXPECT_EQ(status_of_child([&] {
+              const auto ran = threads_of_items(2, cost);
+              return std::set(ran.begin(), ran.end()) == std::set{std::this_thread::get_id()};
+            }),
+            0);
+  // The parent is as before.
+  EXPECT_EQ(threads_of_items(2, cost), in_parent);
+}
+
+TEST(SessionTest, AChildOfForkGetsTheSameBits) {
+  const Case test_case = two_phase_cases()[0];
+  std::vector<Tensor> start = dense_tensors(test_case, {3 * kSerialElements});
+  start[0].grad.fill(1);
+  Model here(test_case, start), there(test_case, start);
+  here.step({.threads = 2});
+  EXPECT_EQ(status_of_child([&] {
+              there.step({.threads = 2});
+              return there.tensors()[0].weight.bytes() == here.tensors()[0].weight.bytes();
+            }),
+            0);
+}
+
+// A step inside of the caller's own parallel region: one plan a thread.
+TEST(SessionTest, StepsInsideOfAParallelRegion) {
+  for (const Case& test_case : {all_cases().front(), two_phase_cases().front()}) {
+    std::vector<Tensor> start = dense_tensors(test_case, {3 * kSerialElements, 33});
+    for (Tensor& tensor : start) tensor.grad.fill(1);
+    Model expected(test_case, start);
+    expected.step({.threads = 2});
+    std::vector<std::unique_ptr<Model>> models;
+    for (int i = 0; i < 3; ++i) models.push_back(std::make_unique<Model>(test_case, start));
+#pragma omp parallel num_threads(3)
+    models[omp_get_thread_num()]->step({.threads = 4});
+    for (const auto& model : models) {
+      for (size_t t = 0; t < start.size(); ++t) {
+        EXPECT_EQ(model->tensors()[t].weight.bytes(), expected.tensors()[t].weight.bytes());
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedstep::test
