@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 Results = dict[str, Any]
@@ -60,22 +62,28 @@ def _cell(result: dict[str, Any]) -> str:
 
 def rich_tables(results: Results) -> Iterator[Table]:
     for optimizer in optimizers(results):
-        table = Table(title=f"{optimizer}: ms a step", title_justify="left", title_style="bold")
+        table = Table(
+            title=f"{optimizer}: ms a step",
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            padding=(0, 1, 0, 0),
+        )
         for name in header(results, optimizer):
-            is_text = name in ("tensors", "allocator")
-            is_ours = name in ("ours fused", "speed-up")
+            text = name in ("tensors", "allocator")
+            ours = name in ("ours fused", "speed-up")
+            least = max(map(len, name.split(" ")))
             table.add_column(
                 name,
-                justify="left" if is_text else "right",
-                style="bold" if is_ours else None,
-                no_wrap=is_text,
+                justify="left" if text else "right",
+                style="bold" if ours else None,
+                min_width=max(least, 6),
+                no_wrap=text,
             )
         last = None
-        for cells in lines(results, optimizer):
-            if last not in (None, cells[0]):
-                table.add_section()
-            last = cells[0]
-            table.add_row(*cells)
+        for title, *cells in lines(results, optimizer):
+            table.add_row("" if title == last else title, *cells)
+            last = title
         yield table
 
 
@@ -101,26 +109,6 @@ LEGEND = (
 )
 
 
-def wrong_lines(results: Results) -> Iterator[str]:
-    for row in results["rows"]:
-        for name, result in row.get("results", {}).items():
-            if "wrong" in result:
-                title = results["implementations"][name]
-                where = f"{row['optimizer']}, {row['title']}, {row['allocator']}"
-                yield f"Not timed: {title} is wrong for {where}: {result['wrong']}."
-
-
-def absent_lines(results: Results) -> Iterator[str]:
-    """Each implementation that is missing somewhere, with the reason, once."""
-    told = {
-        f"{results['implementations'][name]}: {result['absent']}."
-        for row in results["rows"]
-        for name, result in row.get("results", {}).items()
-        if "absent" in result
-    }
-    yield from sorted(told)
-
-
 def subtitle(results: Results) -> str:
     threads = results["threads"]
     facts = (
@@ -134,6 +122,43 @@ def subtitle(results: Results) -> str:
     return ", ".join(facts)
 
 
+def against_torch(results: Results) -> Iterator[str]:
+    """How much faster than torch's fused step, median over the lists, by allocator."""
+    for optimizer in optimizers(results):
+        ratios: dict[str, list[float]] = {}
+        for row in results["rows"]:
+            ours, torch = (row.get("results", {}).get(n, {}) for n in ("fused", "torch_fused"))
+            if row["optimizer"] == optimizer and "ms" in ours and "ms" in torch:
+                ratios.setdefault(row["allocator"], []).append(torch["ms"] / ours["ms"])
+        medians = [f"{statistics.median(found):.2f}× ({name})" for name, found in ratios.items()]
+        if medians:
+            yield f"{optimizer} against torch fused, median over the lists: {', '.join(medians)}."
+
+
+def problems(results: Results) -> Iterator[str]:
+    """Implementations that are wrong or missing somewhere, with the reason, and notes."""
+    titles = results["implementations"]
+    absent = set()
+    for row in results["rows"]:
+        where = f"{row['optimizer']}, {row['title']}, {row['allocator']}"
+        for name, result in row.get("results", {}).items():
+            if "wrong" in result:
+                yield f"Not timed: {titles[name]} is wrong for {where}: {result['wrong']}."
+            elif "absent" in result:
+                absent.add(f"{titles[name]}: {result['absent']}.")
+    yield from sorted(absent)
+    yield from results["notes"]
+
+
+def remarks(results: Results) -> Iterator[str]:
+    """What belongs below the tables."""
+    yield subtitle(results)
+    yield from filter(None, [limit_line(results)])
+    yield LEGEND
+    yield from against_torch(results)
+    yield from problems(results)
+
+
 def markdown(results: Results) -> str:
     parts = [f"# Optimizer steps on {results['machine']['cpu']}", subtitle(results)]
     for optimizer in optimizers(results):
@@ -142,8 +167,7 @@ def markdown(results: Results) -> str:
         text = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
         parts.append(f"## {optimizer}: ms a step\n\n{text}")
     parts.append(" ".join(filter(None, [limit_line(results), LEGEND])))
-    told = [*wrong_lines(results), *absent_lines(results), *results["notes"]]
-    if told:
+    if told := [*against_torch(results), *problems(results)]:
         parts.append("\n".join(f"- {line}" for line in told))
     parts.append("\n\n".join(f"![{name}]({name}.png)" for name in ("time", "speedup")))
     return "\n\n".join(parts) + "\n"

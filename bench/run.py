@@ -30,6 +30,9 @@ from machine import this_machine
 #: Seconds of measuring for both allocators together, unless --budget says otherwise.
 QUICK_SECONDS, FULL_SECONDS = 150, 1200
 
+#: Characters that the widest table takes.
+TABLE_WIDTH = 124
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -113,6 +116,8 @@ def measure(
                 progress.update(task, total=len(event["rows"]))
             case "row":
                 progress.update(task, description=f"{allocator}: {event['name']}")
+                if not progress.console.is_terminal:
+                    progress.console.print(f"{allocator}: {event['name']}")
             case "result":
                 collected.rows.append({"allocator": allocator} | event["row"])
                 progress.advance(task)
@@ -150,7 +155,6 @@ def main() -> None:
             f"{arguments.libraries} has no libfusedstep_limit.so. Build it: "
             "cmake --preset release && cmake --build --preset release"
         )
-    console = Console(width=None if sys.stdout.isatty() else 160)
     progress_console = Console(stderr=True)
     machine = this_machine()
     try:
@@ -172,12 +176,13 @@ def main() -> None:
     (folder / "README.md").write_text(report.markdown(results), encoding="utf-8")
     plot.plot(results, folder)
 
+    # Figures that are cut off would be worse than lines that wrap.
+    console = Console(width=max(TABLE_WIDTH, Console().width))
     for table in report.rich_tables(results):
         console.print(table)
-    console.print(report.subtitle(results), report.limit_line(results), report.LEGEND, sep="\n")
-    for line in (*report.wrong_lines(results), *report.absent_lines(results), *collected.notes):
-        console.print(line, markup=False)
-    console.print(f"Results, tables and plots are in {folder}", markup=False)
+    for line in report.remarks(results):
+        console.print(line, markup=False, highlight=False)
+    console.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,10 @@ import shapes
 import subjects
 from implementations import Implementation, Stepper, UnavailableError
 
-#: Turns that each implementation gets at least in a row.
-LEAST_ROUNDS = 3
-MOST_ROUNDS = 20
+#: Turns that each implementation gets in a row. One whose step takes more than so many seconds gets
+#: but one when the time is up.
+LEAST_ROUNDS, MOST_ROUNDS = 3, 20
+SLOW = 1.0
 
 #: The learning rate while timing: thousands of steps keep weights near where they are.
 TIMED_LR = 1e-7
@@ -104,17 +105,17 @@ class Contestant:
         self.samples: list[float] = []
         self.medians: list[float] = []
         """Of each turn."""
+        (self.estimate,) = run(1)
         self._run = run
-        (self._estimate,) = run(1)
 
     def take_turn(self, seconds: float) -> None:
         """One run to warm the caches up, unless it takes most of the time, then as many as fit."""
-        count = max(1, min(int(seconds / max(self._estimate, 1e-7)), 1000))
+        count = max(1, min(int(seconds / max(self.estimate, 1e-7)), 1000))
         if count > 1:
             self._run(1)
         samples = self._run(count)
-        self._estimate = statistics.median(samples)
-        self.medians.append(self._estimate)
+        self.estimate = statistics.median(samples)
+        self.medians.append(self.estimate)
         self.samples += samples
 
 
@@ -138,11 +139,11 @@ def take_turns(contestants: list[Contestant], deadline: float) -> None:
     gc.disable()
     turn = max(deadline - time.monotonic(), 0.0) / MOST_ROUNDS / len(contestants)
     for number in range(MOST_ROUNDS):
-        if number >= LEAST_ROUNDS and time.monotonic() > deadline:
-            break
         first = number % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
-            contestant.take_turn(turn)
+            least = LEAST_ROUNDS if contestant.estimate < SLOW else 1
+            if number < least or time.monotonic() < deadline:
+                contestant.take_turn(turn)
     gc.enable()
 
 
