@@ -32,10 +32,10 @@ import shapes
 import subjects
 from implementations import Implementation, Stepper, UnavailableError
 
-#: Turns that each implementation gets in a row. One whose step takes more than so many seconds gets
-#: but one when the time is up.
+#: Turns that each implementation gets in a row, and the seconds of one at least. An implementation
+#: whose step takes longer than SLOW gets but one turn when the time is up.
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
-SLOW = 1.0
+LEAST_TURN, SLOW = 0.02, 1.0
 
 #: The learning rate while timing: thousands of steps keep weights near where they are.
 TIMED_LR = 1e-7
@@ -137,7 +137,7 @@ def take_turns(contestants: list[Contestant], deadline: float) -> None:
     """Round robin: what disturbs the machine disturbs all alike."""
     gc.collect()
     gc.disable()
-    turn = max(deadline - time.monotonic(), 0.0) / MOST_ROUNDS / len(contestants)
+    turn = max((deadline - time.monotonic()) / MOST_ROUNDS / len(contestants), LEAST_TURN)
     for number in range(MOST_ROUNDS):
         first = number % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
