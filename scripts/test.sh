@@ -14,12 +14,18 @@ part() {
     outcome=FAILED
     failures=$((failures + 1))
   }
-  words=$(grep -E 'tests passed|^=+ .*(passed|failed|error)|^run.sh: .*failed' "$log" | tail -n 1 | sed 's/^=* *//; s/ *=*$//')
+  words=$(grep -E 'tests passed|^=+ .*(passed|failed|error)|^run.sh: .*failed' "$log" | tail -n 1 | sed 's/^=* *//; s/ *=*$//' || true)
   summary+=("$(printf '%-8s %-16s %5d s  %s' "$outcome" "$name" $((SECONDS - began)) "$words")")
 }
 
-# cpp_tests PRESET [OPTION...]: options go to `cmake --build`.
-cpp_tests() { build "$@" && ctest --test-dir "$root/build/$1" --output-on-failure --no-tests=error; }
+# cpp_tests PRESET [OPTION...]: options go to `cmake --build`. More threads are started than there are CPUs: they must
+# not spin as they wait for one another.
+cpp_tests() {
+  build "$@" || return
+  step "ctest-$1" "running the C++ tests ($1)" \
+    env OMP_WAIT_POLICY=passive ctest --test-dir "$root/build/$1" --output-on-failure --no-tests=error -j "$(nproc)" || return
+  grep 'tests passed' "$logs/ctest-$1.log"
+}
 
 # What has no LibTorch in it, which is not built for sanitizers.
 sanitized_tests() { cpp_tests "$1" --target fusedstep_core_tests mnist_test; }
