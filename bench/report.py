@@ -27,8 +27,10 @@ def columns(results: Results, optimizer: str) -> list[str]:
 
 
 def milliseconds(value: float) -> str:
-    """Three digits: 0.0123, 1.23, 123."""
-    return f"{value:.4f}" if value < 0.1 else f"{value:#.3g}".rstrip(".")
+    """Three digits, where there are three: 0.0012, 0.0123, 1.23, 123, 1,234."""
+    if value < 0.1:
+        return f"{value:.4f}"
+    return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
 def header(results: Results, optimizer: str) -> list[str]:
@@ -39,19 +41,20 @@ def header(results: Results, optimizer: str) -> list[str]:
 def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
     """One line a shape list and allocator, the allocators of a list together."""
     names = columns(results, optimizer)
-    rows = [row for row in results["rows"] if row["optimizer"] == optimizer]
+    rows = [r for r in results["rows"] if r["optimizer"] == optimizer and "skipped" not in r]
     order = list(dict.fromkeys(row["shapes"] for row in rows))
     for row in sorted(rows, key=lambda row: order.index(row["shapes"])):
-        start = [row["title"], row["allocator"]]
-        if "skipped" in row:
-            yield [*start, row["skipped"], *[""] * (len(names) + 3)]
-            continue
         cells = [_cell(row["results"].get(name, {})) for name in names]
         ours = row["results"].get("fused", {})
-        speedup = f"{ours['speedup']:.1f}×" if "speedup" in ours else ""
-        gbps = f"{ours['gbps']:.1f}" if "gbps" in ours else ""
-        share = f"{ours['share']:.2f}" if "share" in ours else ""
-        yield [*start, *cells, milliseconds(row["limit"]["ms"]), speedup, gbps, share]
+        yield [
+            row["title"],
+            row["allocator"],
+            *cells,
+            milliseconds(row["limit"]["ms"]),
+            f"{ours['speedup']:.1f}×" if "speedup" in ours else "",
+            f"{ours['gbps']:.1f}" if "gbps" in ours else "",
+            f"{ours['share']:.2f}" if "share" in ours else "",
+        ]
 
 
 def _cell(result: dict[str, Any]) -> str:
@@ -141,6 +144,8 @@ def problems(results: Results) -> Iterator[str]:
     absent = set()
     for row in results["rows"]:
         where = f"{row['optimizer']}, {row['title']}, {row['allocator']}"
+        if "skipped" in row:
+            yield f"Skipped: {where}: {row['skipped']}."
         for name, result in row.get("results", {}).items():
             if "wrong" in result:
                 yield f"Not timed: {titles[name]} is wrong for {where}: {result['wrong']}."

@@ -176,7 +176,7 @@ class RowRunner:
         if (len(candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
             samples, bursts = self._run_together(candidates, check, limit)
         else:
-            samples, bursts = self._run_apart(candidates, check), []
+            samples, bursts = self._run_apart(candidates, check), self._limit_again(limit)
         seconds = min([limit.seconds, *bursts])
         return self._description() | {
             "limit": {"ms": 1e3 * seconds} | asdict(limit.memory) | asdict(limit.walk),
@@ -206,6 +206,12 @@ class RowRunner:
             deadline = time.monotonic() + left / (len(candidates) - number)
             samples |= self._run_alone(candidate, check, deadline)
         return samples
+
+    def _limit_again(self, limit: limit_library.Limit) -> list[float]:
+        with self._bench.limit.arrays(
+            self._streams, self._elements, limit.memory, self._threads
+        ) as arrays:
+            return [limit_library.measure(arrays, limit.walk) for _ in range(LEAST_ROUNDS)]
 
     def _run_alone(
         self, candidate: Implementation, check: subjects.Check, deadline: float
