@@ -3,6 +3,7 @@
 #include <cstddef>
 #include <functional>
 #include <span>
+#include <utility>
 
 #include "fusedstep/rules/list.h"
 #include "src/plan.h"
@@ -15,16 +16,24 @@ struct BoundRule {
 
   rules::RuleId id;
   unsigned flags;
+  int states;  // that each tensor has
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
   std::function<void(double step, bool as_double, void* out)> prepare;
   // Null for an elementwise rule.
   double (*trust_ratio)(double weight_norm2, double update_norm2);
 };
 
+template <template <unsigned> class Rule, unsigned... kFlags>
+int states_of(unsigned flags, std::integer_sequence<unsigned, kFlags...>) {
+  static constexpr int states[] = {Rule<kFlags>::kStates...};
+  return states[flags];
+}
+
 template <template <unsigned> class Rule>
 BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
-  BoundRule bound{rules::kIdOf<Rule>, flags, {}, nullptr};
+  const int states = states_of<Rule>(flags, std::make_integer_sequence<unsigned, R::kFlagCombinations>{});
+  BoundRule bound{rules::kIdOf<Rule>, flags, states, {}, nullptr};
   bound.prepare = [hyper](double step, bool as_double, void* out) {
     static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
     if (as_double) {

@@ -9,21 +9,25 @@ namespace {
 
 int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& steps) {
   const size_t count = weights.size();
-  STD_TORCH_CHECK(count > 0, "weights must not be empty");
-  STD_TORCH_CHECK(states.size() % count == 0 && states.size() / count <= cpu::kMaxStates,
-                  "states must be slot-major, the same number for each weight");
-  STD_TORCH_CHECK(steps.size() == count, "steps must have one tensor for each weight");
-  for (const Tensor& step : steps) {
-    STD_TORCH_CHECK(
-        step.is_cpu() && step.numel() == 1 && step.scalar_type() == torch::headeronly::ScalarType::Float,
-        "a step count must be one float32 number on the CPU");
-  }
-  for (const Tensor& weight : weights) {
-    const TensorView seen = view(weight, "weight");
-    STD_TORCH_CHECK(!overlaps_itself(seen.sizes, seen.strides),
-                    "a weight overlaps itself in memory (an expanded tensor?); clone() it first");
+  check(count > 0, "weights must not be empty");
+  check(states.size() % count == 0 && states.size() / count <= cpu::kMaxStates,
+        "states must be slot-major, the same number for each weight");
+  check(steps.size() == count, "steps must have one tensor for each weight");
+  for (size_t i = 0; i < count; ++i) {
+    const std::string who = "tensor " + std::to_string(i) + " of the list: ";
+    int32_t dtype = 0;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(steps[i].get(), &dtype));
+    check(steps[i].is_cpu() && steps[i].numel() == 1 && dtype == aoti_torch_dtype_float32(),
+          who + "the step count must be one float32 number on the CPU");
+    const TensorView weight = view(weights[i], "weight");
+    check(!overlaps_itself(weight.sizes, weight.strides),
+          who + "the weight overlaps itself in memory (an expanded tensor?); clone() it first");
   }
   return register_plan(std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count)));
+}
+
+void plan_check(int64_t plan, const Tensors& weights, const Tensors& grads) {
+  bind(*find_plan(plan), weights, grads);
 }
 
 void plan_delete(int64_t plan) { drop_plan(plan); }
@@ -42,6 +46,7 @@ std::vector<std::string> capabilities() {
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps) -> int");
+  m.def("plan_check(int plan, Tensor[] weights, Tensor[] grads) -> ()");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
   m.def("isa() -> str");
@@ -50,7 +55,10 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("capabilities() -> str[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_new", TORCH_BOX(&plan_new)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("plan_new", TORCH_BOX(&plan_new));
+  m.impl("plan_check", TORCH_BOX(&plan_check));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_delete", TORCH_BOX(&plan_delete));

@@ -76,25 +76,36 @@ void drop_plan(int64_t handle) {
   }
 }
 
+void check(bool condition, const std::string& text) {
+  if (!condition) throw std::runtime_error(text);
+}
+
+void bind(NativePlan& native, const Tensors& weights, const Tensors& grads) {
+  Plan& plan = native.plan;
+  const size_t count = plan.tensors();
+  check(weights.size() == count && grads.size() == count,
+        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
+            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
+  native.counts.resize(count);
+  for (size_t i = 0; i < count; ++i) {
+    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native.states[k * count + i], "state");
+    plan.bind(i, operands);
+    native.counts[i] = *step_count(native.steps[i]) + 1.0;
+  }
+}
+
 void take_step(int64_t handle, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
                bool keep_grad) {
   const std::shared_ptr<NativePlan> native = find_plan(handle);
-  Plan& plan = native->plan;
-  const size_t count = plan.tensors();
-  if (weights.size() != count || grads.size() != count) {
-    throw std::runtime_error("weights and grads must have the plan's " + std::to_string(count) +
-                             " tensors, not " + std::to_string(weights.size()) + " and " +
-                             std::to_string(grads.size()));
+  check(native->plan.slots() == rule.states, "the plan has " + std::to_string(native->plan.slots()) +
+                                                 " states for each weight, the rule needs " +
+                                                 std::to_string(rule.states));
+  bind(*native, weights, grads);
+  for (size_t i = 0; i < native->counts.size(); ++i) {
+    *step_count(native->steps[i]) = static_cast<float>(native->counts[i]);
   }
-  native->counts.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
-    plan.bind(i, operands);
-    native->counts[i] = *step_count(native->steps[i]) + 1.0;
-  }
-  for (size_t i = 0; i < count; ++i) *step_count(native->steps[i]) = static_cast<float>(native->counts[i]);
-  run_step(plan, rule, native->counts, {.threads = num_threads(), .keep_grad = keep_grad});
+  run_step(native->plan, rule, native->counts, {.threads = num_threads(), .keep_grad = keep_grad});
 }
 
 }  // namespace fusedstep::ops

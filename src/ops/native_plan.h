@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "src/step.h"
@@ -37,8 +38,14 @@ int64_t register_plan(std::unique_ptr<NativePlan> plan);
 std::shared_ptr<NativePlan> find_plan(int64_t handle);
 void drop_plan(int64_t handle);
 
-// Binds weights and gradients, raises every step count by one, and updates. Throws std::runtime_error before
-// anything is changed if the operands cannot be updated together.
+// Throws std::runtime_error with this text unless `condition` holds.
+void check(bool condition, const std::string& text);
+
+// Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
+// they cannot be updated together.
+void bind(NativePlan& native, const Tensors& weights, const Tensors& grads);
+
+// Binds, raises every step count by one, and updates. Throws like bind(), before anything is changed.
 void take_step(int64_t plan, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
                bool keep_grad);
 

@@ -50,8 +50,8 @@ Tensor new_state(const Tensor& weight, const TensorView& layout, int slot, int s
 }
 
 Tensors new_states(const Tensors& weights, int64_t slots) {
-  STD_TORCH_CHECK(slots > 0 && slots <= cpu::kMaxStates, "slots must be from 1 to ", cpu::kMaxStates,
-                  ", not ", slots);
+  check(slots > 0 && slots <= cpu::kMaxStates,
+        "slots must be from 1 to " + std::to_string(cpu::kMaxStates) + ", not " + std::to_string(slots));
   Tensors states;
   states.reserve(slots * weights.size());
   for (int slot = 0; slot < slots; ++slot) {

@@ -243,10 +243,31 @@ class FusedOptimizer(Optimizer):
         if self._plans and self._seen is None:
             self._seen = _Snapshot(self.state)
 
+        if len(work) > 1:
+            work = [self._checked(*item) for item in work]
+
         for index, group, weights, grads, plan in work:
             if plan is None or not self._native_step(index, group, weights, grads):
                 for weight, grad in zip(weights, grads, strict=True):
                     self._imperative_step(group, weight, grad)
+
+    def _checked(
+        self,
+        index: int,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        plan: _Plan | None,
+    ) -> tuple[int, dict[str, Any], list[Tensor], list[Tensor], _Plan | None]:
+        """Raises what the native step of a group would raise, with nothing changed yet."""
+        if plan is not None:
+            try:
+                torch.ops.fusedstep.plan_check.default(plan.handle, weights, grads)
+            except NotImplementedError:
+                # The dispatcher's error: a tensor has changed its device or layout since the choice.
+                del self._plans[index]
+                plan = self._plan(index, group, weights, grads)
+        return index, group, weights, grads, plan
 
     def _native_step(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
