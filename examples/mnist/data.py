@@ -155,8 +155,8 @@ def fetch(data: str | None = None) -> Path:
             "FUSEDSTEP_DATA, or install scikit-learn for its handwritten digits"
         ) from None
     print(
-        f"MNIST could not be downloaded ({reason}): "
-        "in its place come the 1,797 handwritten digits that scikit-learn ships",
+        "Not MNIST, but the 1,797 handwritten digits that scikit-learn ships: "
+        f"MNIST could not be downloaded ({reason})",
         file=sys.stderr,
     )
     return folder

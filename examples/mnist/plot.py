@@ -46,7 +46,12 @@ def plot_agreement(axes: Axes, fused: dict, unfused: dict) -> None:
     axes.loglog(steps, first, color="tab:blue", linewidth=0.7, label="fused")
     apart = np.abs(first - second)
     axes.loglog(
-        steps[apart > 0], apart[apart > 0], ".", color="tab:red", markersize=3, label="apart"
+        steps[apart > 0],
+        apart[apart > 0],
+        ".",
+        color="tab:red",
+        markersize=3,
+        label="|fused - unfused|",
     )
     axes.set_title("Training loss of the first epoch")
     axes.set_xlabel("step")
