@@ -219,7 +219,7 @@ class FusedOptimizer(Optimizer):
             closure (Callable, optional): A closure that reevaluates the model
                 and returns the loss.
         """
-        if "capturable" in self.defaults:
+        if "capturable" in self.defaults and not self._is_on_host():
             self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
@@ -227,6 +227,10 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         self._update()
         return loss
+
+    def _is_on_host(self) -> bool:
+        # To ask an accelerator about graph capture starts it, which fails in a child of fork().
+        return all(p.is_cpu for group in self.param_groups for p in group["params"][:1])
 
     @torch._disable_dynamo
     def _update(self) -> None:
@@ -264,7 +268,7 @@ class FusedOptimizer(Optimizer):
             try:
                 torch.ops.fusedstep.plan_check.default(plan.handle, weights, grads)
             except NotImplementedError:
-                # The dispatcher's error: a tensor has changed its device or layout since the choice.
+                # The dispatcher's error: a tensor has changed its device or layout since.
                 del self._plans[index]
                 plan = self._plan(index, group, weights, grads)
         return index, group, weights, grads, plan
