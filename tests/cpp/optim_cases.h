@@ -1,0 +1,106 @@
+// The C++ optimizers under test, one row each, and what their tests share.
+#pragma once
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "fusedstep/optim/adagrad.h"
+#include "fusedstep/optim/adam.h"
+#include "fusedstep/optim/adamw.h"
+#include "fusedstep/optim/lamb.h"
+
+namespace fusedstep::optim {
+
+using torch::Tensor;
+using Tensors = std::vector<Tensor>;
+
+struct LambRow {
+  using Optimizer = Lamb;
+  static constexpr double kLrForXor = 0.1;
+  using Options = LambOptions;
+  using State = LambParamState;
+  static Options options() { return LambOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
+};
+struct AdamRow {
+  using Optimizer = Adam;
+  static constexpr double kLrForXor = 0.1;
+  using Options = AdamOptions;
+  using State = AdamParamState;
+  static Options options() {
+    return AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).amsgrad(true);
+  }
+};
+struct AdamWRow {
+  using Optimizer = AdamW;
+  static constexpr double kLrForXor = 0.1;
+  using Options = AdamOptions;
+  using State = AdamParamState;
+  static Options options() { return AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
+};
+struct AdagradRow {
+  using Optimizer = Adagrad;
+  static constexpr double kLrForXor = 1;
+  using Options = AdagradOptions;
+  using State = AdagradParamState;
+  static Options options() {
+    return AdagradOptions(0.1).lr_decay(0.01).eps(1e-6).weight_decay(0.1).initial_accumulator_value(0.5);
+  }
+};
+
+inline Tensors make_weights(torch::Dtype dtype = torch::kFloat32) {
+  Tensors weights;
+  for (const auto& sizes : std::vector<std::vector<int64_t>>{{17, 5}, {33}, {}, {2, 3, 4, 5}, {1000}}) {
+    weights.push_back(torch::randn(sizes, dtype).requires_grad_());
+  }
+  return weights;
+}
+
+inline Tensors clones(const Tensors& tensors) {
+  Tensors copies;
+  for (const Tensor& tensor : tensors) copies.push_back(tensor.detach().clone().requires_grad_());
+  return copies;
+}
+
+// Gradients that depend on `step` only.
+inline void set_grads(const Tensors& weights, uint64_t step) {
+  torch::manual_seed(1000 + step);
+  for (const Tensor& weight : weights) weight.mutable_grad() = torch::randn(weight.sizes(), weight.options());
+}
+
+template <class Optimizer>
+inline void take_steps(Optimizer& optimizer, const Tensors& weights, uint64_t first, uint64_t last) {
+  for (uint64_t step = first; step < last; ++step) {
+    set_grads(weights, step);
+    optimizer.step();
+  }
+}
+
+inline void expect_equal(const Tensors& a, const Tensors& b) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::equal(a[i], b[i])) << "tensor " << i;
+}
+
+inline void expect_close(const Tensors& a, const Tensors& b, double tolerance) {
+  ASSERT_EQ(a.size(), b.size());
+  for (size_t i = 0; i < a.size(); ++i) {
+    const double error = (a[i] - b[i]).abs().max().template item<double>();
+    EXPECT_LE(error, tolerance) << "tensor " << i;
+  }
+}
+
+// What an error says, without where it came from.
+inline std::string error_of(const std::function<void()>& act) {
+  try {
+    act();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,523 @@
+// The C++ optimizers as torch::optim::Optimizer: against torch's own where it has one, and in all that a
+// program does with an optimizer besides stepping it.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <cmath>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "tests/cpp/optim_cases.h"
+
+namespace fusedstep::optim {
+namespace {
+
+using torch::optim::OptimizerParamGroup;
+
+template <class Row>
+class OptimTest : public testing::Test {
+ protected:
+  void SetUp() override { torch::manual_seed(1); }
+};
+
+struct RowName {
+  template <class Row>
+  static std::string GetName(int) {
+    const std::string name = c10::demangle(typeid(typename Row::Optimizer).name());
+    return name.substr(name.rfind(':') + 1);
+  }
+};
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow>;
+TYPED_TEST_SUITE(OptimTest, Rows, RowName);
+
+// ---- Against torch, and against the formula -------------------------------------------------------------
+
+// Both over 20 steps from the same weights.
+template <class Ours, class Theirs, class OurOptions, class TheirOptions>
+void compare_with_torch(const OurOptions& our_options, const TheirOptions& their_options) {
+  for (const auto& [dtype, tolerance] :
+       {std::pair{torch::kFloat64, 1e-12}, std::pair{torch::kFloat32, 2e-5}}) {
+    torch::manual_seed(2);
+    const Tensors ours = make_weights(dtype), theirs = clones(ours);
+    Ours our_optimizer(ours, our_options);
+    Theirs their_optimizer(theirs, their_options);
+    for (uint64_t step = 0; step < 20; ++step) {
+      set_grads(ours, step);
+      set_grads(theirs, step);
+      our_optimizer.step();
+      their_optimizer.step();
+      expect_close(ours, theirs, tolerance);
+    }
+  }
+}
+
+template <class Options>
+Options adam_options(double weight_decay, bool amsgrad) {
+  return Options(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(weight_decay).amsgrad(amsgrad);
+}
+
+TEST(AgainstTorchTest, Adam) {
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const bool amsgrad : {false, true}) {
+      compare_with_torch<Adam, torch::optim::Adam>(
+          adam_options<AdamOptions>(weight_decay, amsgrad),
+          adam_options<torch::optim::AdamOptions>(weight_decay, amsgrad));
+    }
+  }
+}
+
+TEST(AgainstTorchTest, AdamW) {
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const bool amsgrad : {false, true}) {
+      compare_with_torch<AdamW, torch::optim::AdamW>(
+          adam_options<AdamOptions>(weight_decay, amsgrad),
+          adam_options<torch::optim::AdamWOptions>(weight_decay, amsgrad));
+    }
+  }
+}
+
+TEST(AgainstTorchTest, Adagrad) {
+  for (const double weight_decay : {0.0, 0.1}) {
+    compare_with_torch<Adagrad, torch::optim::Adagrad>(
+        AdagradOptions(0.1).lr_decay(0.01).weight_decay(weight_decay).initial_accumulator_value(0.5),
+        torch::optim::AdagradOptions(0.1)
+            .lr_decay(0.01)
+            .weight_decay(weight_decay)
+            .initial_accumulator_value(0.5));
+  }
+}
+
+TEST(AgainstTorchTest, Defaults) {
+  compare_with_torch<Adam, torch::optim::Adam>(AdamOptions(), torch::optim::AdamOptions());
+  compare_with_torch<AdamW, torch::optim::AdamW>(AdamWOptions(), torch::optim::AdamWOptions());
+  compare_with_torch<Adagrad, torch::optim::Adagrad>(AdagradOptions(), torch::optim::AdagradOptions());
+}
+
+TEST(AgainstFormulaTest, Lamb) {
+  const double lr = 0.02, beta1 = 0.8, beta2 = 0.95, eps = 1e-6;
+  for (const double weight_decay : {0.0, 0.1}) {
+    for (const auto& [dtype, tolerance] :
+         {std::pair{torch::kFloat64, 1e-12}, std::pair{torch::kFloat32, 2e-5}}) {
+      const Tensors weights = make_weights(dtype);
+      Tensors expected, m, v;
+      for (const Tensor& weight : weights) {
+        expected.push_back(weight.detach().to(torch::kFloat64, false, /*copy=*/true));
+        m.push_back(torch::zeros_like(expected.back()));
+        v.push_back(torch::zeros_like(expected.back()));
+      }
+      Lamb optimizer(weights, LambOptions(lr).betas({beta1, beta2}).eps(eps).weight_decay(weight_decay));
+      for (int step = 1; step <= 20; ++step) {
+        set_grads(weights, step);
+        for (size_t i = 0; i < weights.size(); ++i) {
+          const Tensor g = weights[i].grad().to(torch::kFloat64);
+          m[i] = beta1 * m[i] + (1 - beta1) * g;
+          v[i] = beta2 * v[i] + (1 - beta2) * g * g;
+          const Tensor u =
+              (m[i] / (1 - std::pow(beta1, step))) / ((v[i] / (1 - std::pow(beta2, step))).sqrt() + eps) +
+              weight_decay * expected[i];
+          expected[i] = expected[i] - lr * expected[i].norm() / u.norm() * u;
+        }
+        optimizer.step();
+        expect_close(weights, expected, tolerance);
+      }
+    }
+  }
+}
+
+TYPED_TEST(OptimTest, MaximizingIsMinimizingTheNegative) {
+  const Tensors up = make_weights(), down = clones(up);
+  auto options = TypeParam::options();
+  typename TypeParam::Optimizer minimizer(down, options);
+  typename TypeParam::Optimizer maximizer(up, options.maximize(true));
+  for (uint64_t step = 0; step < 3; ++step) {
+    set_grads(up, step);
+    set_grads(down, step);
+    for (const Tensor& weight : down) weight.mutable_grad().neg_();
+    minimizer.step();
+    maximizer.step();
+    expect_equal(up, down);
+  }
+}
+
+// The network and the bound of torch's own optimizer tests.
+TYPED_TEST(OptimTest, LearnsXor) {
+  torch::nn::Sequential model(torch::nn::Linear(2, 8), torch::nn::Functional(torch::sigmoid),
+                              torch::nn::Linear(8, 1), torch::nn::Functional(torch::sigmoid));
+  typename TypeParam::Optimizer optimizer(model->parameters(), TypeParam::kLrForXor);
+  double running_loss = 1;
+  for (int epoch = 0; epoch < 3000 && running_loss > 0.1; ++epoch) {
+    const Tensor inputs = torch::randint(2, {200, 2}, torch::kFloat32);
+    const Tensor labels = inputs.sum(1).remainder(2).unsqueeze(1);
+    const Tensor loss = optimizer.step([&] {
+      optimizer.zero_grad();
+      const Tensor loss = torch::binary_cross_entropy(model->forward(inputs), labels);
+      loss.backward();
+      return loss;
+    });
+    running_loss = 0.99 * running_loss + 0.01 * loss.item<double>();
+  }
+  EXPECT_LE(running_loss, 0.1);
+}
+
+// ---- Options --------------------------------------------------------------------------------------------
+
+template <class Optimizer, class Options>
+std::string refusal_of(const Options& options) {
+  return error_of([&] { Optimizer optimizer(Tensors{torch::ones(3)}, options); });
+}
+
+TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
+  using TorchAdam = torch::optim::AdamOptions;
+  using TorchAdagrad = torch::optim::AdagradOptions;
+  const auto adam = [](const auto& options) { return refusal_of<Adam>(options); };
+  const auto adamw = [](const auto& options) { return refusal_of<AdamW>(options); };
+  const auto adagrad = [](const auto& options) { return refusal_of<Adagrad>(options); };
+  const auto lamb = [](const auto& options) { return refusal_of<Lamb>(options); };
+  const auto torch_adam = [](const auto& options) { return refusal_of<torch::optim::Adam>(options); };
+  const auto torch_adagrad = [](const auto& options) { return refusal_of<torch::optim::Adagrad>(options); };
+  const double nan = std::nan("");
+  // What we say, what torch or another of our optimizers says, and the text.
+  const std::array<std::string, 3> rows[] = {
+      {adam(AdamOptions(-1)), torch_adam(TorchAdam(-1)), "Invalid learning rate: -1"},
+      {adam(AdamOptions(nan)), torch_adam(TorchAdam(nan)), "Invalid learning rate: nan"},
+      {adam(AdamOptions().eps(-1)), torch_adam(TorchAdam().eps(-1)), "Invalid epsilon value: -1"},
+      {adam(AdamOptions().betas({1, 0.9})), torch_adam(TorchAdam().betas({1, 0.9})),
+       "Invalid beta parameter at index 0: 1"},
+      {adam(AdamOptions().betas({0.9, -0.5})), torch_adam(TorchAdam().betas({0.9, -0.5})),
+       "Invalid beta parameter at index 1: -0.5"},
+      {adam(AdamOptions().weight_decay(-1)), torch_adam(TorchAdam().weight_decay(-1)),
+       "Invalid weight_decay value: -1"},
+      {adagrad(AdagradOptions(-1)), torch_adagrad(TorchAdagrad(-1)), "Invalid learning rate: -1"},
+      {adagrad(AdagradOptions().lr_decay(-1)), torch_adagrad(TorchAdagrad().lr_decay(-1)),
+       "Invalid lr_decay value: -1"},
+      {adagrad(AdagradOptions().weight_decay(-1)), torch_adagrad(TorchAdagrad().weight_decay(-1)),
+       "Invalid weight_decay value: -1"},
+      {adagrad(AdagradOptions().initial_accumulator_value(-1)),
+       torch_adagrad(TorchAdagrad().initial_accumulator_value(-1)),
+       "Invalid initial_accumulator_value value: -1"},
+      {adagrad(AdagradOptions().eps(-1)), torch_adagrad(TorchAdagrad().eps(-1)), "Invalid epsilon value: -1"},
+      {adamw(AdamWOptions(-1)), lamb(LambOptions(-1)), "Invalid learning rate: -1"},
+      {adamw(AdamWOptions().eps(-1)), lamb(LambOptions().eps(-1)), "Invalid epsilon value: -1"},
+      {adamw(AdamWOptions().betas({-0.5, 0.9})), lamb(LambOptions().betas({-0.5, 0.9})),
+       "Invalid beta parameter at index 0: -0.5"},
+      {adamw(AdamWOptions().betas({0.9, 1})), lamb(LambOptions().betas({0.9, 1})),
+       "Invalid beta parameter at index 1: 1"},
+      {adamw(AdamWOptions().weight_decay(-1)), lamb(LambOptions().weight_decay(-1)),
+       "Invalid weight_decay value: -1"},
+  };
+  for (const auto& [ours, other, text] : rows) {
+    EXPECT_EQ(ours, text);
+    EXPECT_EQ(other, text);
+  }
+}
+
+TYPED_TEST(OptimTest, OptionsAreCompared) {
+  const auto options = TypeParam::options();
+  auto other = TypeParam::options();
+  EXPECT_TRUE(options == other);
+  other.set_lr(7);
+  EXPECT_EQ(other.get_lr(), 7);
+  EXPECT_FALSE(options == other);
+}
+
+// ---- Groups, schedulers, closures, gradients ------------------------------------------------------------
+
+TYPED_TEST(OptimTest, GroupsHaveOptionsOfTheirOwn) {
+  const Tensors first = make_weights(), second = make_weights();
+  const Tensors first_alone = clones(first), second_alone = clones(second);
+  const auto options = TypeParam::options();
+  auto other = TypeParam::options();
+  other.lr(0.003).weight_decay(0);
+
+  typename TypeParam::Optimizer optimizer(std::vector<OptimizerParamGroup>{}, options);
+  optimizer.add_param_group(OptimizerParamGroup(first));
+  optimizer.add_param_group(
+      OptimizerParamGroup(second, std::make_unique<typename TypeParam::Options>(other)));
+  typename TypeParam::Optimizer of_first(first_alone, options), of_second(second_alone, other);
+  for (uint64_t step = 0; step < 3; ++step) {
+    for (const Tensors* weights : {&first, &second, &first_alone, &second_alone}) set_grads(*weights, step);
+    optimizer.step();
+    of_first.step();
+    of_second.step();
+  }
+  expect_equal(first, first_alone);
+  expect_equal(second, second_alone);
+}
+
+TYPED_TEST(OptimTest, FollowsALearningRateScheduler) {
+  const Tensors scheduled = make_weights(), by_hand = clones(scheduled);
+  typename TypeParam::Optimizer optimizer(scheduled, TypeParam::options());
+  typename TypeParam::Optimizer other(by_hand, TypeParam::options());
+  torch::optim::SGD sgd(by_hand, TypeParam::options().lr());  // what torch's own do
+  torch::optim::StepLR scheduler(optimizer, /*step_size=*/2, /*gamma=*/0.5), sgd_scheduler(sgd, 2, 0.5);
+  for (uint64_t step = 0; step < 6; ++step) {
+    const double lr = sgd.param_groups()[0].options().get_lr();
+    EXPECT_EQ(optimizer.param_groups()[0].options().get_lr(), lr);
+    other.param_groups()[0].options().set_lr(lr);
+    take_steps(optimizer, scheduled, step, step + 1);
+    take_steps(other, by_hand, step, step + 1);
+    scheduler.step();
+    sgd_scheduler.step();
+  }
+  EXPECT_LT(sgd.param_groups()[0].options().get_lr(), TypeParam::options().lr());
+  expect_equal(scheduled, by_hand);
+}
+
+TYPED_TEST(OptimTest, ClosureIsEvaluatedWithGradientsAndItsLossReturned) {
+  const Tensor weight = torch::tensor({1.0, -2.0}, torch::requires_grad());
+  typename TypeParam::Optimizer optimizer({weight}, TypeParam::options());
+  int calls = 0;
+  const torch::NoGradGuard no_grad;
+  const Tensor loss = optimizer.step([&] {
+    ++calls;
+    const Tensor loss = weight.square().sum();
+    loss.backward();
+    return loss;
+  });
+  EXPECT_EQ(calls, 1);
+  EXPECT_EQ(loss.item<double>(), 5);
+  EXPECT_LT(weight[0].item<double>(), 1);
+  EXPECT_GT(weight[1].item<double>(), -2);
+  EXPECT_FALSE(optimizer.step().defined());
+}
+
+TYPED_TEST(OptimTest, ZeroGrad) {
+  const Tensors weights = make_weights();
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+  set_grads(weights, 1);
+  optimizer.zero_grad(/*set_to_none=*/false);
+  for (const Tensor& weight : weights) EXPECT_EQ(weight.grad().count_nonzero().item<int64_t>(), 0);
+  optimizer.zero_grad();
+  for (const Tensor& weight : weights) EXPECT_FALSE(weight.grad().defined());
+}
+
+TYPED_TEST(OptimTest, WeightsWithoutGradientAreLeftAlone) {
+  const Tensors weights = make_weights(), with_all = clones(weights), before = clones(weights);
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options()),
+      other(with_all, TypeParam::options());
+  optimizer.step();  // none has a gradient
+  expect_equal(weights, before);
+  for (uint64_t step = 0; step < 3; ++step) {
+    set_grads(weights, step);
+    set_grads(with_all, step);
+    weights[1].mutable_grad() = Tensor();
+    optimizer.step();
+    other.step();
+  }
+  EXPECT_TRUE(torch::equal(weights[1], before[1]));
+  EXPECT_EQ(optimizer.state().count(weights[1].unsafeGetTensorImpl()), 0u);
+  for (const size_t i : {0, 2, 3, 4}) EXPECT_TRUE(torch::equal(weights[i], with_all[i])) << "tensor " << i;
+  // From now on with all of them: each counts its own steps.
+  take_steps(optimizer, weights, 3, 4);
+  const auto step_of = [&](size_t i) {
+    const auto& state = *optimizer.state().at(weights[i].unsafeGetTensorImpl());
+    return static_cast<const typename TypeParam::State&>(state).step().template item<float>();
+  };
+  EXPECT_EQ(step_of(0), 4);
+  EXPECT_EQ(step_of(1), 1);
+}
+
+// ---- States ---------------------------------------------------------------------------------------------
+
+TYPED_TEST(OptimTest, StatesHaveTheWeightsDtypeAndOrder) {
+  for (const auto dtype : {torch::kFloat32, torch::kFloat64, torch::kBFloat16, torch::kFloat16}) {
+    const Tensor weight = torch::randn({30, 20}, dtype).t().requires_grad_();
+    const Tensor before = weight.detach().clone();
+    typename TypeParam::Optimizer optimizer({weight}, TypeParam::options());
+    take_steps(optimizer, {weight}, 0, 2);
+    EXPECT_FALSE(torch::equal(weight, before));
+    EXPECT_TRUE(weight.isfinite().all().template item<bool>());
+    const auto& state =
+        static_cast<const typename TypeParam::State&>(*optimizer.state().at(weight.unsafeGetTensorImpl()));
+    EXPECT_EQ(state.step().template item<float>(), 2);
+    EXPECT_EQ(state.slot(0).dtype(), dtype);
+    EXPECT_EQ(state.slot(0).sizes(), weight.sizes());
+    EXPECT_EQ(state.slot(0).strides(), weight.strides());
+  }
+}
+
+TEST(StateTest, ByTorchsNames) {
+  const Tensors weights = {torch::ones({3}, torch::requires_grad())};
+  weights[0].mutable_grad() = torch::full({3}, 2.0f);
+  void* const key = weights[0].unsafeGetTensorImpl();
+  Lamb lamb(weights, LambOptions().betas({0.5, 0.75}).keep_grad(true));
+  lamb.step();
+  const auto& lamb_state = static_cast<const LambParamState&>(*lamb.state().at(key));
+  EXPECT_TRUE(torch::equal(lamb_state.exp_avg(), torch::full({3}, 1.0f)));
+  EXPECT_TRUE(torch::equal(lamb_state.exp_avg_sq(), torch::full({3}, 1.0f)));
+  Adam adam(weights, AdamOptions().betas({0.5, 0.75}).amsgrad(true));
+  adam.step();
+  const auto& adam_state = static_cast<const AdamParamState&>(*adam.state().at(key));
+  EXPECT_TRUE(torch::equal(adam_state.exp_avg(), torch::full({3}, 1.0f)));
+  EXPECT_TRUE(torch::equal(adam_state.exp_avg_sq(), torch::full({3}, 1.0f)));
+  EXPECT_TRUE(torch::equal(adam_state.max_exp_avg_sq(), torch::full({3}, 1.0f)));
+  Adagrad adagrad(weights, AdagradOptions().initial_accumulator_value(0.5));
+  adagrad.step();
+  const auto& adagrad_state = static_cast<const AdagradParamState&>(*adagrad.state().at(key));
+  EXPECT_TRUE(torch::equal(adagrad_state.sum(), torch::full({3}, 4.5f)));
+}
+
+// An optimizer saved and loaded goes on as if nothing had happened; its options come along.
+TYPED_TEST(OptimTest, SavedAndLoadedGivesTheSameBits) {
+  for (const auto dtype : {torch::kFloat32, torch::kBFloat16}) {
+    const Tensors weights = make_weights(dtype);
+    typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+    take_steps(optimizer, weights, 0, 5);
+
+    std::stringstream file;
+    torch::save(optimizer, file);
+    const Tensors resumed = clones(weights);
+    typename TypeParam::Optimizer loaded(resumed, typename TypeParam::Options(0.5));
+    take_steps(loaded, resumed, 100, 102);  // it has had a plan and states of its own
+    for (size_t i = 0; i < weights.size(); ++i) resumed[i].detach().copy_(weights[i]);
+    torch::load(loaded, file);
+    EXPECT_TRUE(static_cast<const typename TypeParam::Options&>(loaded.param_groups()[0].options()) ==
+                TypeParam::options());
+
+    take_steps(optimizer, weights, 5, 10);
+    take_steps(loaded, resumed, 5, 10);
+    expect_equal(weights, resumed);
+  }
+}
+
+TYPED_TEST(OptimTest, GoesOnAfterAMove) {
+  const Tensors weights = make_weights(), twin = clones(weights);
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+  typename TypeParam::Optimizer other(twin, TypeParam::options());
+  take_steps(optimizer, weights, 0, 2);
+  take_steps(other, twin, 0, 2);
+  typename TypeParam::Optimizer moved(std::move(optimizer));
+  take_steps(moved, weights, 2, 4);
+  take_steps(other, twin, 2, 4);
+  expect_equal(weights, twin);
+}
+
+// ---- Memory and autograd --------------------------------------------------------------------------------
+
+TYPED_TEST(OptimTest, LayoutsGiveTheSameResult) {
+  const Tensor values = torch::randn({40, 30});
+  const Tensor contiguous = values.clone().requires_grad_();
+  const Tensor transposed = values.t().contiguous().t().requires_grad_();
+  const Tensor big = torch::full({50, 90}, 7.0f);
+  const Tensor sliced = big.slice(0, 5, 45).slice(1, 2, 62, 2).copy_(values).detach().requires_grad_();
+  const Tensors weights = {contiguous, transposed, sliced};
+  std::vector<std::unique_ptr<typename TypeParam::Optimizer>> optimizers;
+  for (const Tensor& weight : weights) {
+    optimizers.push_back(
+        std::make_unique<typename TypeParam::Optimizer>(Tensors{weight}, TypeParam::options()));
+  }
+  for (uint64_t step = 0; step < 5; ++step) {
+    torch::manual_seed(step);
+    const Tensor grad = torch::randn({40, 30});
+    for (size_t i = 0; i < weights.size(); ++i) {
+      // One gradient in the weight's order, one in another, one expanded copy.
+      weights[i].mutable_grad() = i == 1 ? grad.clone() : grad.t().contiguous().t();
+      optimizers[i]->step();
+    }
+    expect_close({transposed, sliced}, {contiguous, contiguous}, 1e-6);
+  }
+  Tensor outside = torch::ones_like(big, torch::kBool);
+  outside.slice(0, 5, 45).slice(1, 2, 62, 2).fill_(false);
+  EXPECT_TRUE(big.masked_select(outside).eq(7).all().item<bool>());
+}
+
+TYPED_TEST(OptimTest, ABackwardThroughAChangedWeightThrows) {
+  const Tensor weight = torch::randn({10}, torch::requires_grad());
+  typename TypeParam::Optimizer optimizer({weight}, TypeParam::options());
+  const Tensor loss = (weight * weight).sum();  // keeps the weight for backward
+  weight.mutable_grad() = torch::ones({10});
+  const uint32_t version = weight._version();
+  optimizer.step();
+  EXPECT_GT(weight._version(), version);
+  EXPECT_NE(error_of([&] { loss.backward(); }).find("modified by an inplace operation"), std::string::npos);
+}
+
+TEST(LambTest, LeavesItsUpdateInTheGradientOrLeavesTheGradientAlone) {
+  const Tensors stored = make_weights(), kept = clones(stored);
+  Lamb storing(stored, LambRow::options()), keeping(kept, LambRow::options().keep_grad(true));
+  for (uint64_t step = 0; step < 3; ++step) {
+    set_grads(stored, step);
+    set_grads(kept, step);
+    Tensors grads;
+    for (const Tensor& weight : kept) grads.push_back(weight.grad().clone());
+    const uint32_t stored_version = stored[0].grad()._version(), kept_version = kept[0].grad()._version();
+    storing.step();
+    keeping.step();
+    expect_equal(stored, kept);
+    for (size_t i = 0; i < grads.size(); ++i) {
+      EXPECT_TRUE(torch::equal(kept[i].grad(), grads[i]));
+      EXPECT_FALSE(torch::equal(stored[i].grad(), grads[i]));
+    }
+    EXPECT_GT(stored[0].grad()._version(), stored_version);
+    EXPECT_EQ(kept[0].grad()._version(), kept_version);
+  }
+}
+
+// ---- Bad tensors ----------------------------------------------------------------------------------------
+
+// As no torch operator would.
+void set_layout(const Tensor& tensor, const std::vector<int64_t>& sizes,
+                const std::vector<int64_t>& strides) {
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(at::IntArrayRef(sizes), at::IntArrayRef(strides));
+}
+
+// Whatever is wrong with one tensor, no tensor, state or step count changes.
+TYPED_TEST(OptimTest, BadTensorsAreRefusedBeforeAnythingIsChanged) {
+  struct Row {
+    const char* what;
+    void (*spoil)(const Tensor& weight);
+    const char* text;
+  };
+  const Row rows[] = {
+      {"sparse gradient",
+       [](const Tensor& w) {
+         w.mutable_grad() = torch::ones({4, 5}).to_sparse();
+       },
+       "sparse"},
+      {"shape",
+       [](const Tensor& w) {
+         set_layout(w, {5, 4}, {4, 1});
+       },
+       "the gradient's shape [4, 5] is not the weight's, [5, 4]"},
+      {"overlap",
+       [](const Tensor& w) {
+         set_layout(w, {4, 5}, {0, 1});
+       },
+       "the weight overlaps itself in memory"},
+  };
+  for (const Row& row : rows) {
+    SCOPED_TRACE(row.what);
+    Tensors weights = {torch::randn({7}, torch::requires_grad()),
+                       torch::randn({4, 5}, torch::requires_grad())};
+    typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+    take_steps(optimizer, weights, 0, 1);
+    set_grads(weights, 1);
+    const Tensors before = clones(weights);
+    const auto& state = static_cast<const typename TypeParam::State&>(
+        *optimizer.state().at(weights[0].unsafeGetTensorImpl()));
+    const Tensor state_before = state.slot(0).clone();
+    row.spoil(weights[1]);
+    const std::string error = error_of([&] { optimizer.step(); });
+    EXPECT_NE(error.find(row.text), std::string::npos) << error;
+    set_layout(weights[1], {4, 5}, {5, 1});
+    expect_equal(weights, before);
+    EXPECT_TRUE(torch::equal(state.slot(0), state_before));
+    EXPECT_EQ(state.step().template item<float>(), 1);
+  }
+}
+
+TYPED_TEST(OptimTest, IntegerWeightsAreRefused) {
+  const Tensor weight = torch::ones({3}, torch::kInt64);
+  weight.mutable_grad() = torch::ones({3}, torch::kInt64);
+  typename TypeParam::Optimizer optimizer({weight}, TypeParam::options());
+  const std::string error = error_of([&] { optimizer.step(); });
+  EXPECT_NE(error.find("must be float32, float64, bfloat16 or float16"), std::string::npos) << error;
+  EXPECT_TRUE(torch::equal(weight, torch::ones({3}, torch::kInt64)));
+}
+
+}  // namespace
+}  // namespace fusedstep::optim
