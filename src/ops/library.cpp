@@ -1,4 +1,5 @@
 // The operators that belong to no optimizer: plans and instruction sets.
+#include <stdexcept>
 #include <string>
 
 #include "fusedstep/isa.h"
@@ -9,7 +10,7 @@ namespace {
 
 int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& steps) {
   const size_t count = weights.size();
-  check(count > 0, "weights must not be empty");
+  if (count == 0) throw std::runtime_error("weights must not be empty");
   check(states.size() % count == 0 && states.size() / count <= cpu::kMaxStates,
         "states must be slot-major, the same number for each weight");
   check(steps.size() == count, "steps must have one tensor for each weight");
