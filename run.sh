@@ -59,7 +59,7 @@ everything() {
   case "${1:-}" in
     '') ;;
     --full) bench_options=() epochs=14 ;;
-    *) usage >&2 && die "unknown option: $1" ;;
+    *) die "unknown option: $1" ;;
   esac
   bench "${bench_options[@]}"
   mnist --epochs "$epochs"
@@ -67,13 +67,13 @@ everything() {
 
 bench() {
   need_python_packages bench
-  build release
+  build release --target fusedstep bench/all
   "$python" "$root/bench/run.py" "$@"
 }
 
 mnist() {
   need_python_packages examples
-  build release
+  build release --target mnist
   [[ " $* " == *" --data"[\ =]* ]] || set -- --data "$("$python" "$root/examples/mnist/data.py")" "$@"
   launch "$root/build/release/examples/mnist/mnist" "$@"
 }
@@ -83,7 +83,10 @@ doctor() {
   launch -m fusedstep doctor
 }
 
+# run_script SCRIPT.py [ARG...]: looked for from the current folder, then from the repository's.
 run_script() {
+  [[ -e $1 ]] || set -- "$root/$1" "${@:2}"
+  [[ -e $1 ]] || die "no such file: ${1#"$root/"}"
   build release --target fusedstep
   launch "$@"
 }
@@ -93,16 +96,15 @@ main() {
   (($# == 0)) || shift
   case "$command" in
     help | -h | --help) usage && return ;;
+    '' | --full | build | test | bench | mnist | doctor | lint | *.py) prepare ;;
+    *) usage >&2 && die "unknown command: $command" ;;
   esac
-  prepare
   case "$command" in
     '' | --full) everything "$command" "$@" ;;
     build) build release ;;
-    bench | mnist | doctor) "$command" "$@" ;;
     test) test_everything ;;
-    lint) lint "$@" ;;
     *.py) run_script "$command" "$@" ;;
-    *) usage >&2 && die "unknown command: $command" ;;
+    *) "$command" "$@" ;;
   esac
 }
 
