@@ -166,9 +166,10 @@ TEST_P(DeterminismTest, SameBitsInEveryFloatingPointEnvironment) {
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
   start.push_back(extremes(GetParam()));
   const unsigned own = _mm_getcsr();
-  for (const unsigned mode :
-       {unsigned{_MM_FLUSH_ZERO_ON} | 0x40u /* denormals are zero */, unsigned{_MM_ROUND_UP},
-        unsigned{_MM_ROUND_DOWN}, unsigned{_MM_ROUND_TOWARD_ZERO}}) {
+  const unsigned denormals_are_zero = 0x40;
+  const unsigned modes[] = {_MM_FLUSH_ZERO_ON | denormals_are_zero, _MM_ROUND_UP, _MM_ROUND_DOWN,
+                            _MM_ROUND_TOWARD_ZERO};
+  for (const unsigned mode : modes) {
     SCOPED_TRACE(testing::Message() << "MXCSR " << std::hex << mode);
     _mm_setcsr(own | mode);
     const Outcome expected = run(start, grads, "base", {.threads = 1});

@@ -138,10 +138,10 @@ TEST(SessionTest, RunsOnSeveralCallingThreads) {
 
 #if defined(__x86_64__)
 
+constexpr int kThreads = 4;
 constexpr unsigned kExceptionFlags = 0x3f;  // what has happened, not how to compute
 
 TEST(SessionTest, WorkersTakeOverTheFloatingPointEnvironmentAndRestoreTheirs) {
-  constexpr int kThreads = 4;
   const auto cost = equal_costs(100, kSerialElements);
   const unsigned own = _mm_getcsr() & ~kExceptionFlags;
   const unsigned denormals_are_zero = 0x40;
@@ -152,8 +152,9 @@ TEST(SessionTest, WorkersTakeOverTheFloatingPointEnvironmentAndRestoreTheirs) {
 #pragma omp parallel num_threads(kThreads)
     csr[omp_get_thread_num()] = _mm_getcsr() & ~kExceptionFlags;
   };
-  for (const unsigned mode : {unsigned{_MM_FLUSH_ZERO_ON} | denormals_are_zero, denormals_are_zero,
-                              unsigned{_MM_ROUND_UP}, unsigned{_MM_ROUND_TOWARD_ZERO}}) {
+  const unsigned modes[] = {_MM_FLUSH_ZERO_ON | denormals_are_zero, denormals_are_zero, _MM_ROUND_UP,
+                            _MM_ROUND_TOWARD_ZERO};
+  for (const unsigned mode : modes) {
     note(before);
     before[0] = own | mode;
     _mm_setcsr(own | mode);
