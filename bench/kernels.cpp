@@ -37,7 +37,7 @@ class Operands {
   }
 
   void step(const BoundRule& rule, int threads) {
-    run_step(plan_, rule, steps_, {.threads = threads, .keep_grad = false});
+    run_step(plan_, rule, steps_, {.threads = threads, .grads = GradUse::kScratch});
   }
 
  private:

@@ -5,8 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cpu_kernels/kernel_table.h"
-#include "cpu_kernels/pack.h"
+#include "cpu_kernels/elementwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -97,31 +96,59 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
   if (size == 8) run(uint64_t{});
 }
 
-inline Span make_span(const TensorTask& task, double* norms) {
-  Span span{};
-  span.scalars = task.scalars;
-  span.ratio = task.ratio;
-  span.norms = norms;
-  return span;
-}
+// A kernel with what becomes of the gradient on the way.
+struct Work {
+  const SpanKernel& kernel;
+  const GradTreatment& treatment;
+  const TensorTask& task;
+  double* norms;
 
-inline void run_dense(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
-                      double* norms) {
-  Span span = make_span(task, norms);
-  span.count = end - begin;
-  for (int k = 0; k < task.operands; ++k) {
-    span.operand[k] = static_cast<char*>(task.data[k]) + begin * task.element_size[k];
+  bool reads(int operand) const { return ((kernel.reads | (scales() ? kGradBit : 0)) >> operand & 1) != 0; }
+  bool writes(int operand) const {
+    return ((kernel.writes | (scales() || treatment.clear ? kGradBit : 0)) >> operand & 1) != 0;
   }
-  kernel.run(span);
+
+  // Over `count` elements that lie side by side in every operand.
+  void run(void* const (&operand)[kMaxOperands], int64_t count) const {
+    Span span{};
+    std::copy_n(operand, task.operands, span.operand);
+    span.count = count;
+    span.scalars = task.scalars;
+    span.ratio = task.ratio;
+    span.norms = norms;
+    if (scales()) {
+      span.grad_factor = treatment.scale_factor;
+      treatment.scale->run(span);
+    }
+    span.grad_factor = treatment.factor;
+    kernel.run(span);
+    if (treatment.clear) std::memset(span.operand[kGrad], 0, count * task.element_size[kGrad]);
+  }
+
+  // Whether there is more to do than the kernel, which should then meet the gradient in the cache.
+  bool treats() const { return scales() || treatment.clear; }
+
+ private:
+  bool scales() const { return treatment.scale != nullptr; }
+};
+
+inline void run_dense(const Work& work, int64_t begin, int64_t end) {
+  const int64_t step = work.treats() ? kTileElements : end - begin;
+  for (; begin < end; begin += step) {
+    void* operand[kMaxOperands];
+    for (int k = 0; k < work.task.operands; ++k) {
+      operand[k] = static_cast<char*>(work.task.data[k]) + begin * work.task.element_size[k];
+    }
+    work.run(operand, std::min(step, end - begin));
+  }
 }
 
 // Blocks of long rows: a row at a time, in place in those operands in which it is contiguous. The others go
 // through a tile of the whole block.
-inline void run_rows(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
-                     double* norms) {
+inline void run_rows(const Work& work, int64_t begin, int64_t end) {
+  const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
-  Span span = make_span(task, norms);
   for (; begin < end; ++begin) {
     const Block block = locate(layout, task.operands, begin);
     char* first[kMaxOperands];
@@ -132,46 +159,43 @@ inline void run_rows(const SpanKernel& kernel, const TensorTask& task, int64_t b
       const bool in_place = strides[1] == 1;
       first[k] = in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * size : tiles[k];
       step[k] = (in_place ? strides[0] : block.columns) * size;
-      if (!in_place && (kernel.reads >> k & 1)) copy_operand<true>(task, k, block, tiles[k]);
+      if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    span.count = block.columns;
     for (int64_t r = 0; r < block.rows; ++r) {
-      for (int k = 0; k < task.operands; ++k) span.operand[k] = first[k] + r * step[k];
-      kernel.run(span);
+      void* operand[kMaxOperands];
+      for (int k = 0; k < task.operands; ++k) operand[k] = first[k] + r * step[k];
+      work.run(operand, block.columns);
     }
     for (int k = 0; k < task.operands; ++k) {
-      if (first[k] == tiles[k] && (kernel.writes >> k & 1)) copy_operand<false>(task, k, block, tiles[k]);
+      if (first[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
   }
 }
 
 // Small blocks: as many as fill a tile of every operand are worked on together.
-inline void run_packed(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end,
-                       double* norms) {
+inline void run_packed(const Work& work, int64_t begin, int64_t end) {
+  const TensorTask& task = work.task;
   alignas(64) Tile tiles[kMaxOperands];
-  Span span = make_span(task, norms);
-  for (int k = 0; k < task.operands; ++k) span.operand[k] = tiles[k];
+  void* operand[kMaxOperands];
+  for (int k = 0; k < task.operands; ++k) operand[k] = tiles[k];
   while (begin < end) {
-    int64_t last = begin;
-    span.count = 0;
+    int64_t last = begin, packed = 0;
     while (last < end) {
       const Block block = locate(*task.layout, task.operands, last);
       const int64_t count = block.rows * block.columns;
-      if (span.count + count > kTileElements) break;
+      if (packed + count > kTileElements) break;
       for (int k = 0; k < task.operands; ++k) {
-        if (kernel.reads >> k & 1)
-          copy_operand<true>(task, k, block, tiles[k] + span.count * task.element_size[k]);
+        if (work.reads(k)) copy_operand<true>(task, k, block, tiles[k] + packed * task.element_size[k]);
       }
-      span.count += count;
+      packed += count;
       ++last;
     }
-    kernel.run(span);
+    work.run(operand, packed);
     int64_t done = 0;
     for (; begin < last; ++begin) {
       const Block block = locate(*task.layout, task.operands, begin);
       for (int k = 0; k < task.operands; ++k) {
-        if (kernel.writes >> k & 1)
-          copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
+        if (work.writes(k)) copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
       }
       done += block.rows * block.columns;
     }

@@ -18,14 +18,22 @@ struct Arrays {
   Weight *weight, *grad;
   State* state[kStates];
   const Scalars scalars;  // by value: a store through an operand cannot change it
+  const T grad_factor;
 
   explicit Arrays(const Span& span)
       : weight(static_cast<Weight*>(span.operand[kWeight])),
         grad(static_cast<Weight*>(span.operand[kGrad])),
-        scalars(*static_cast<const Scalars*>(span.scalars)) {
+        scalars(*static_cast<const Scalars*>(span.scalars)),
+        grad_factor(static_cast<T>(span.grad_factor)) {
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(span.operand[kFirstState + k]);
   }
 
+  // By one, or minus one to maximize, or what a scaled loss and clipped norms ask for: always multiplied,
+  // which is exact for one, and hidden behind memory or division.
+  template <class V>
+  FUSEDSTEP_FN V load_grad(int64_t i) const {
+    return load<V>(grad, i) * V(grad_factor);
+  }
   template <class V>
   FUSEDSTEP_FN void load_states(V (&s)[kStates], int64_t i) const {
     for (int k = 0; k < kStates; ++k) s[k] = load<V>(state[k], i);
@@ -48,7 +56,7 @@ constexpr uint32_t state_bits(int n) { return ((1u << n) - 1) << kFirstState; }
 template <class V, class Rule, class Weight, class State>
 FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
   V p = load<V>(a.weight, i), s[Rule::kStates];
-  const V g = load<V>(a.grad, i);
+  const V g = a.template load_grad<V>(i);
   a.load_states(s, i);
   Rule::update(a.scalars, p, g, s);
   store(a.weight, i, p);

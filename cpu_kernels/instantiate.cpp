@@ -5,6 +5,7 @@
 
 #include "cpu_kernels/chunk.h"
 #include "cpu_kernels/elementwise.h"
+#include "cpu_kernels/gradients.h"
 #include "cpu_kernels/reduce.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -49,14 +50,22 @@ const RuleKernels* find(rules::RuleId rule, unsigned flags, Format format) {
 #define FUSEDSTEP_STRING_(x) #x
 #define FUSEDSTEP_STRING(x) FUSEDSTEP_STRING_(x)
 
-const char* run(const SpanKernel& kernel, const TensorTask& task, int64_t begin, int64_t end, double* norms) {
+const GradKernels* grads(Format format) {
+#define FUSEDSTEP_KERNELS(name, Weight, State) grad_kernels<Weight>(),
+  static constexpr GradKernels table[] = {FUSEDSTEP_FORMATS(FUSEDSTEP_KERNELS)};
+#undef FUSEDSTEP_KERNELS
+  return &table[static_cast<int>(format)];
+}
+
+const char* run(const SpanKernel& kernel, const TensorTask& task, const GradTreatment& treatment,
+                int64_t begin, int64_t end, double* norms) {
   const auto walk = task.layout == nullptr ? run_dense : task.layout->long_rows ? run_rows : run_packed;
-  walk(kernel, task, begin, end, norms);
+  walk(Work{kernel, treatment, task, norms}, begin, end);
   return FUSEDSTEP_STRING(FUSEDSTEP_ISA);
 }
 
 }  // namespace
 
-extern const KernelTable kTable = {FUSEDSTEP_STRING(FUSEDSTEP_ISA), Pack<float>::size(), find, run};
+extern const KernelTable kTable = {FUSEDSTEP_STRING(FUSEDSTEP_ISA), Pack<float>::size(), find, grads, run};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -18,11 +18,13 @@ constexpr int64_t kChunkElements = 16384;
 constexpr int kLanes = 16;
 
 // The dtypes of weight (and gradient) and of the states.
-#define FUSEDSTEP_FORMATS(X) \
-  X(Float, float, float)     \
-  X(Double, double, double)  \
-  X(BFloat16, bf16, bf16)    \
-  X(Half, f16, f16)
+#define FUSEDSTEP_FORMATS(X)    \
+  X(Float, float, float)        \
+  X(Double, double, double)     \
+  X(BFloat16, bf16, bf16)       \
+  X(Half, f16, f16)             \
+  X(BFloat16Float, bf16, float) \
+  X(HalfFloat, f16, float)
 
 enum class Format : uint8_t {
 #define FUSEDSTEP_ID(name, weight, state) k##name,
@@ -36,6 +38,7 @@ struct Span {
   void* operand[kMaxOperands];
   int64_t count;
   const void* scalars;  // the rule's Scalars<float or double>
+  double grad_factor;   // what the gradient is multiplied by as it is read
   double ratio;         // second phase: the tensor's trust ratio
   double* norms;        // first phase: [2][kLanes] sums of squares of weight and update
 };
@@ -52,6 +55,19 @@ enum Phase : int { kUpdate, kAccumulateStore, kAccumulate, kApplyStored, kApplyR
 
 struct RuleKernels {
   SpanKernel phase[kPhases];
+};
+
+// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0].
+struct GradKernels {
+  SpanKernel norm, scale;
+};
+
+// What becomes of a gradient while a kernel runs over it.
+struct GradTreatment {
+  const SpanKernel* scale = nullptr;  // multiplies it in memory by `scale_factor` first
+  double scale_factor = 1;
+  double factor = 1;   // what it is multiplied by as it is read
+  bool clear = false;  // it is zero in the end
 };
 
 // How a tensor whose operands do not form one flat range is walked: in blocks of up to extent[0] by extent[1]
@@ -78,9 +94,11 @@ struct KernelTable {
   const char* isa;
   int float_lanes;
   const RuleKernels* (*find)(rules::RuleId, unsigned flags, Format);
+  const GradKernels* (*grads)(Format);
   // Runs a kernel over elements [begin, end) of a dense tensor, or over blocks [begin, end) of another.
   // Returns the name of the instruction set that the code was compiled for.
-  const char* (*run)(const SpanKernel&, const TensorTask&, int64_t begin, int64_t end, double* norms);
+  const char* (*run)(const SpanKernel&, const TensorTask&, const GradTreatment&, int64_t begin, int64_t end,
+                     double* norms);
 };
 
 namespace base {

@@ -60,7 +60,7 @@ struct NoNorms {
 // from second moments rounded to zero, a huge one.
 template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
 FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
-  const V p = load<V>(a.weight, i), g = load<V>(a.grad, i);
+  const V p = load<V>(a.weight, i), g = a.template load_grad<V>(i);
   V s[Rule::kStates];
   a.load_states(s, i);
   const V u = Rule::accumulate(a.scalars, p, g, s, norms);
@@ -102,7 +102,7 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ra
     V s[Rule::kStates];
     a.load_states(s, i);
     NoNorms norms;
-    u = Rule::accumulate(a.scalars, p, load<V>(a.grad, i), s, norms);
+    u = Rule::accumulate(a.scalars, p, a.template load_grad<V>(i), s, norms);
     a.store_states(s, i);
   }
   Rule::apply(a.scalars, ratio, p, u);

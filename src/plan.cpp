@@ -24,22 +24,52 @@ const char* name(DType dtype) {
   return "?";
 }
 
+// States have the weight's dtype, or float32 where the weight has 16 bits.
 cpu::Format format_of(size_t i, DType weight, DType state) {
-  if (weight != state) {
-    refuse(i, std::string("a state is ") + name(state) + " but the weight is " + name(weight));
+  static constexpr struct {
+    DType weight, state;
+    cpu::Format format;
+  } kFormats[] = {{DType::kFloat, DType::kFloat, cpu::Format::kFloat},
+                  {DType::kDouble, DType::kDouble, cpu::Format::kDouble},
+                  {DType::kBFloat16, DType::kBFloat16, cpu::Format::kBFloat16},
+                  {DType::kHalf, DType::kHalf, cpu::Format::kHalf},
+                  {DType::kBFloat16, DType::kFloat, cpu::Format::kBFloat16Float},
+                  {DType::kHalf, DType::kFloat, cpu::Format::kHalfFloat}};
+  for (const auto& known : kFormats) {
+    if (known.weight == weight && known.state == state) return known.format;
   }
-  switch (weight) {
-    case DType::kFloat:
-      return cpu::Format::kFloat;
-    case DType::kDouble:
-      return cpu::Format::kDouble;
-    case DType::kBFloat16:
-      return cpu::Format::kBFloat16;
-    case DType::kHalf:
-      return cpu::Format::kHalf;
-  }
-  return cpu::Format::kFloat;
+  refuse(i, std::string("a state is ") + name(state) + " but the weight is " + name(weight));
 }
+
+// The bytes that a tensor's elements have been seen at.
+class SeenBytes {
+ public:
+  SeenBytes(const char* begin, const char* end) : begin_(begin), end_(end) {}
+
+  // Adds a tensor's elements; false if one of them has been seen before.
+  bool add(const char* data, int element_size, Dims sizes, Dims strides) {
+    seen_.resize(end_ - begin_);
+    std::vector<int64_t> index(sizes.size(), 0);
+    for (int64_t offset = data - begin_;;) {
+      for (int byte = 0; byte < element_size; ++byte) {
+        if (seen_[offset + byte]) return false;
+        seen_[offset + byte] = true;
+      }
+      size_t dim = sizes.size();
+      for (; dim > 0; --dim) {
+        offset += strides[dim - 1] * element_size;
+        if (++index[dim - 1] < sizes[dim - 1]) break;
+        offset -= sizes[dim - 1] * strides[dim - 1] * element_size;
+        index[dim - 1] = 0;
+      }
+      if (dim == 0) return true;
+    }
+  }
+
+ private:
+  const char *begin_, *end_;
+  std::vector<bool> seen_;
+};
 
 std::string text(Dims sizes) {
   std::string out = "[";
@@ -116,6 +146,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     for (int k = 0; k < slots_; ++k) {
       check_state(i, operands.weight, operands.states[k]);
       format = format_of(i, operands.weight.dtype, operands.states[k].dtype);
+      if (operands.states[k].dtype != operands.states[0].dtype) refuse(i, "its states have different dtypes");
     }
     std::vector<Dims> strides;
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides);
@@ -128,8 +159,13 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     entry.task.operands = count;
     entry.task.layout = entry.layout->blocks();
     for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
-    stale_ = true;
-    addresses_.clear();
+    stale_ = weights_moved_ = true;
+    shared_with_.clear();
+  }
+  if (entry.task.data[cpu::kWeight] != operands.weight.data) weights_moved_ = true;
+  if (entry.task.data[cpu::kWeight] != operands.weight.data ||
+      entry.task.data[cpu::kGrad] != operands.grad.data) {
+    shared_with_.clear();
   }
   for (int k = 0; k < count; ++k) entry.task.data[k] = views[k]->data;
 }
@@ -169,29 +205,58 @@ void Plan::refresh(int64_t wave_bytes) {
   stale_ = false;
 }
 
-void Plan::find_aliases() {
-  // Addresses that did not change since the last time have the same answer.
-  std::vector<std::array<const char*, 2>> now;
-  now.reserve(entries_.size());
+bool Plan::grad_can_store(size_t i) const {
+  const Entry& entry = entries_[i];
+  const bool precise = entry.format == cpu::Format::kFloat || entry.format == cpu::Format::kDouble;
+  return entry.grad_is_own && precise;
+}
+
+void Plan::check_weights_apart() {
+  if (!weights_moved_) return;
+  std::vector<const Entry*> order;
   for (const Entry& entry : entries_) {
-    now.push_back({static_cast<const char*>(entry.task.data[cpu::kWeight]),
-                   static_cast<const char*>(entry.task.data[cpu::kGrad])});
+    if (entry.weight_bytes > 0) order.push_back(&entry);
   }
-  if (now == addresses_) return;
-  addresses_ = std::move(now);
+  const auto begin = [](const Entry* entry) { return entry->address(cpu::kWeight); };
+  std::ranges::sort(order, {}, begin);
+  // Weights whose first to last bytes overlap may still interleave: then every element is looked at.
+  for (size_t first = 0; first < order.size();) {
+    const char* end = begin(order[first]) + order[first]->weight_bytes;
+    size_t last = first + 1;
+    for (; last < order.size() && begin(order[last]) < end; ++last) {
+      end = std::max(end, begin(order[last]) + order[last]->weight_bytes);
+    }
+    SeenBytes seen(begin(order[first]), end);
+    for (size_t i = first; last - first > 1 && i < last; ++i) {
+      const Entry& entry = *order[i];
+      if (!seen.add(begin(&entry), entry.task.element_size[cpu::kWeight], entry.weight_sizes(),
+                    entry.weight_strides())) {
+        refuse(static_cast<size_t>(&entry - entries_.data()),
+               "the weight shares memory with another weight of the list");
+      }
+    }
+    first = last;
+  }
+  weights_moved_ = false;
+}
+
+void Plan::find_shared_grads(std::span<Plan* const> plans) {
+  const auto known = [&](const Plan* plan) { return std::ranges::equal(plan->shared_with_, plans); };
+  if (std::ranges::all_of(plans, known)) return;
 
   struct Range {
     const char *begin, *end;
     Entry* grad_of;  // null: a weight
   };
   std::vector<Range> ranges;
-  for (Entry& entry : entries_) {
-    const auto* weight = static_cast<const char*>(entry.task.data[cpu::kWeight]);
-    const auto* grad = static_cast<const char*>(entry.task.data[cpu::kGrad]);
-    const bool precise = entry.format == cpu::Format::kFloat || entry.format == cpu::Format::kDouble;
-    entry.grad_can_store = precise && !entry.grad_overlaps;
-    if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
-    if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});
+  for (Plan* plan : plans) {
+    plan->shared_with_.assign(plans.begin(), plans.end());
+    for (Entry& entry : plan->entries_) {
+      const char *weight = entry.address(cpu::kWeight), *grad = entry.address(cpu::kGrad);
+      entry.grad_is_own = !entry.grad_overlaps;
+      if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
+      if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});
+    }
   }
   std::ranges::sort(ranges, {}, &Range::begin);
   // A range that begins before the furthest end so far shares memory with the range that reaches there.
@@ -199,7 +264,7 @@ void Plan::find_aliases() {
   for (const Range& range : ranges) {
     if (furthest != nullptr && range.begin < furthest->end) {
       for (const Range* shared : {&range, furthest}) {
-        if (shared->grad_of != nullptr) shared->grad_of->grad_can_store = false;
+        if (shared->grad_of != nullptr) shared->grad_of->grad_is_own = false;
       }
     }
     if (furthest == nullptr || range.end > furthest->end) furthest = &range;

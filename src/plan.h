@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -54,6 +55,8 @@ class Plan {
   // Throws std::runtime_error, naming the operand, if they cannot be updated together; the plan then still
   // describes the operands of before.
   void bind(size_t i, const TensorOperands& operands);
+  // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element.
+  void check_weights_apart();
 
   // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands.
   void refresh(int64_t wave_bytes);
@@ -61,11 +64,15 @@ class Plan {
   cpu::Format format(size_t i) const { return entries_[i].format; }
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].layout->units() == 0; }
-  // Whether the gradient can hold the update between the phases of a step: same precision as the maths, no
-  // two elements in one place, and no other operand of the list in its memory.
-  bool grad_can_store(size_t i) const { return entries_[i].grad_can_store; }
-  // Computes grad_can_store for all tensors; needed only before a step that stores.
-  void find_aliases();
+  // Whether gradient i may be written: no two of its elements are in one place, and no other gradient and no
+  // weight of the step is in its memory. Told by find_shared_grads().
+  bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }
+  // Whether it can hold the update between the phases of a step, in the precision of the maths.
+  bool grad_can_store(size_t i) const;
+  // Looks for gradients that share memory, over all plans of a step. Cheap if nothing has moved since.
+  static void find_shared_grads(std::span<Plan* const> plans);
+  // Whether that has been done since the last operand moved.
+  bool shares_are_known() const { return !shared_with_.empty(); }
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   const std::vector<Wave>& waves() const { return waves_; }
@@ -73,7 +80,7 @@ class Plan {
   const std::vector<int64_t>& cost() const { return cost_; }
 
   // What a step leaves for the next or for the curious.
-  std::vector<double> partial_norms;  // [chunks][2], scratch of a two-phase step
+  std::vector<double> partial_norms;  // [chunks][2], scratch of a step with norms
   const char* ran_on = "";            // the instruction set that ran the last step
 
  private:
@@ -84,19 +91,23 @@ class Plan {
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
     bool grad_overlaps = false;
-    bool grad_can_store = false;
+    bool grad_is_own = false;
+
+    const char* address(cpu::Operand operand) const { return static_cast<const char*>(task.data[operand]); }
+    Dims weight_sizes() const { return Dims(shape).subspan(2, shape[1]); }
+    Dims weight_strides() const { return Dims(shape).subspan(2 + shape[1], shape[1]); }
   };
 
   int slots_;
   bool stale_ = true;
+  bool weights_moved_ = true;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
   std::vector<Chunk> chunks_;
   std::vector<Wave> waves_;
   std::vector<int64_t> cost_;
   std::vector<int64_t> scratch_;
-  std::vector<std::array<const char*, 2>>
-      addresses_;  // weight and gradient when aliases were last looked for
+  std::vector<Plan*> shared_with_;  // the plans among which shared gradients were last looked for
 };
 
 }  // namespace fusedstep

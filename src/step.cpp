@@ -45,22 +45,47 @@ std::vector<ScalarsBlock> prepare_scalars(Plan& plan, const BoundRule& rule, std
 }
 
 // One session over chunks [first, last): `kernel_of(tensor)` for each of them.
-template <class KernelOf, class Reduce>
+template <class KernelOf, class TreatmentOf, class Reduce>
 void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, KernelOf kernel_of,
-                Reduce reduce) {
+                TreatmentOf treatment_of, Reduce reduce) {
   const cpu::KernelTable& table = kernels();
   const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
   auto work = [&](int64_t i) {
     const int64_t c = first + i;
     const Chunk& chunk = plan.chunks()[c];
     alignas(64) double lanes[2][cpu::kLanes] = {};
-    const char* isa =
-        table.run(kernel_of(chunk.tensor), plan.task(chunk.tensor), chunk.begin, chunk.end, &lanes[0][0]);
+    const char* isa = table.run(kernel_of(chunk.tensor), plan.task(chunk.tensor), treatment_of(chunk.tensor),
+                                chunk.begin, chunk.end, &lanes[0][0]);
     reduce(c, lanes);
     if (c == first) plan.ran_on = isa;
   };
   run_session(threads, cost, work, order);
 }
+
+// What the sessions of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
+class Treatments {
+ public:
+  Treatments(const Plan& plan, const StepOptions& options) : plan_(plan), options_(options) {}
+
+  cpu::GradTreatment whole(uint32_t tensor) const { return treatment(tensor, true, true); }
+  cpu::GradTreatment first(uint32_t tensor) const { return treatment(tensor, true, false); }
+  cpu::GradTreatment last(uint32_t tensor) const { return treatment(tensor, false, true); }
+
+ private:
+  cpu::GradTreatment treatment(uint32_t tensor, bool is_first, bool is_last) const {
+    const bool own = plan_.grad_is_own(tensor);
+    const bool scale = own && options_.grads == GradUse::kScale && options_.grad_factor != 1;
+    cpu::GradTreatment treatment;
+    treatment.scale = scale && is_first ? &kernels().grads(plan_.format(tensor))->scale : nullptr;
+    treatment.scale_factor = options_.grad_factor;
+    treatment.factor = (options_.maximize ? -1 : 1) * (scale ? 1 : options_.grad_factor);
+    treatment.clear = own && is_last && options_.grads == GradUse::kClear;
+    return treatment;
+  }
+
+  const Plan& plan_;
+  const StepOptions& options_;
+};
 
 // The sum of a chunk's lanes, in one fixed order.
 double sum_lanes(double (&lanes)[cpu::kLanes]) {
@@ -72,12 +97,15 @@ double sum_lanes(double (&lanes)[cpu::kLanes]) {
 
 void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
               const std::vector<const cpu::RuleKernels*>& kernels, const StepOptions& options) {
-  const auto stores = [&](uint32_t tensor) { return !options.keep_grad && plan.grad_can_store(tensor); };
+  const Treatments treatments(plan, options);
+  const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
+  const auto stores = [&](uint32_t tensor) { return scratch && plan.grad_can_store(tensor); };
   run_chunks(
       plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor]->phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
+      [&](uint32_t tensor) { return treatments.first(tensor); },
       [&](int64_t chunk, double(&lanes)[2][cpu::kLanes]) {
         plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
         plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
@@ -97,27 +125,46 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor]->phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
-      [](int64_t, auto&) {});
+      [&](uint32_t tensor) { return treatments.last(tensor); }, [](int64_t, auto&) {});
 }
 
 }  // namespace
 
 void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options) {
   plan.refresh(wave_bytes(options.threads));
+  if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
+    Plan* const alone[] = {&plan};
+    Plan::find_shared_grads(alone);
+  }
   const std::vector<ScalarsBlock> scalars = prepare_scalars(plan, rule, steps);
   std::vector<const cpu::RuleKernels*> kernels_of(plan.tensors());
   for (size_t i = 0; i < plan.tensors(); ++i)
     kernels_of[i] = kernels().find(rule.id, rule.flags, plan.format(i));
 
-  if (rule.trust_ratio == nullptr) {
-    run_chunks(
-        plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
-        [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor]->phase[cpu::kUpdate]; },
-        [](int64_t, auto&) {});
+  if (rule.trust_ratio) {
+    for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, options);
     return;
   }
-  if (!options.keep_grad) plan.find_aliases();
-  for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, options);
+  const Treatments treatments(plan, options);
+  run_chunks(
+      plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
+      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor]->phase[cpu::kUpdate]; },
+      [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
+}
+
+double grad_norm2(Plan& plan, int threads) {
+  plan.refresh(wave_bytes(threads));
+  const auto chunks = static_cast<int64_t>(plan.chunks().size());
+  run_chunks(
+      plan, threads, 0, chunks, Order::kForwards,
+      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels().grads(plan.format(tensor))->norm; },
+      [](uint32_t) { return cpu::GradTreatment{}; },
+      [&](int64_t chunk, double(&lanes)[2][cpu::kLanes]) {
+        plan.partial_norms[chunk] = sum_lanes(lanes[0]);
+      });
+  double sum = 0;
+  for (int64_t c = 0; c < chunks; ++c) sum += plan.partial_norms[c];
+  return sum;
 }
 
 void zero_states(Plan& plan, int threads) {

@@ -5,6 +5,7 @@
 #include <span>
 #include <utility>
 
+#include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
 #include "src/plan.h"
 
@@ -19,8 +20,8 @@ struct BoundRule {
   int states;  // that each tensor has
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
   std::function<void(double step, bool as_double, void* out)> prepare;
-  // Null for an elementwise rule.
-  double (*trust_ratio)(double weight_norm2, double update_norm2);
+  // Empty for an elementwise rule.
+  std::function<double(double weight_norm2, double update_norm2)> trust_ratio;
 };
 
 template <template <unsigned> class Rule, unsigned... kFlags>
@@ -33,7 +34,7 @@ template <template <unsigned> class Rule>
 BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
   const int states = states_of<Rule>(flags, std::make_integer_sequence<unsigned, R::kFlagCombinations>{});
-  BoundRule bound{rules::kIdOf<Rule>, flags, states, {}, nullptr};
+  BoundRule bound{rules::kIdOf<Rule>, flags, states, {}, {}};
   bound.prepare = [hyper](double step, bool as_double, void* out) {
     static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
     if (as_double) {
@@ -42,17 +43,26 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
       new (out) typename R::template Scalars<float>(R::template prepare<float>(hyper, step));
     }
   };
-  if constexpr (requires { &R::trust_ratio; }) bound.trust_ratio = R::trust_ratio;
+  if constexpr (requires { &R::trust_ratio; }) {
+    bound.trust_ratio = [hyper](double weight_norm2, double update_norm2) {
+      return R::trust_ratio(hyper, weight_norm2, update_norm2);
+    };
+  }
   return bound;
 }
 
 struct StepOptions {
   int threads = 1;
-  bool keep_grad = true;  // two-phase rules: false lets the update use the gradient's memory
+  double grad_factor = 1;  // the step is that of the gradients times this,
+  bool maximize = false;   // up the gradient instead of down
+  GradUse grads = GradUse::kLeave;
 };
 
 // Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
 void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options);
+
+// The sum of the squares of all elements of the plan's gradients.
+double grad_norm2(Plan& plan, int threads);
 
 // Sets every element of the plan's states to zero, each by the thread that a step will update it on.
 void zero_states(Plan& plan, int threads);

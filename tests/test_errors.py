@@ -184,9 +184,9 @@ def step_of_another_dtype(optimizer, param):
     optimizer.state[param]["step"] = torch.zeros((), dtype=torch.int64)
 
 
-def model_cast_to_bfloat16(optimizer, param):
-    param.data, param.grad = param.data.bfloat16(), None
-    param.grad = torch.ones_like(param)
+def weights_that_share_memory(optimizer, param):
+    other = optimizer.param_groups[-1]["params"][-1]
+    other.data = param.data.view(-1)[4 : 4 + other.numel()].view(other.shape)
 
 
 class Wrong(NamedTuple):
@@ -203,12 +203,12 @@ WRONG = [
     Wrong(gradient_of_another_dtype, "gradient is float32 but the weight is float64"),
     Wrong(expanded_weight, f"weight {OVERLAP}"),
     Wrong(overlapping_weight, f"weight {OVERLAP}"),
+    Wrong(weights_that_share_memory, "shares memory with another weight"),
     Wrong(state_of_another_shape, "state's shape", needs_states=True),
     Wrong(state_of_another_dtype, "state is float64 but the weight is float32", needs_states=True),
     Wrong(overlapping_state, f"state {OVERLAP}", needs_states=True),
     Wrong(step_of_two_elements, "step count", needs_states=True),
     Wrong(step_of_another_dtype, "step count", needs_states=True),
-    Wrong(model_cast_to_bfloat16, "state is float32 but the weight is bfloat16", needs_states=True),
 ]
 
 
@@ -311,12 +311,11 @@ class TestOperators:
         weight, grad, states, steps = self.subjects()
         made = torch.ops.fusedstep.plan_new([weight], states, steps)
         with pytest.raises((RuntimeError, NotImplementedError), match=text):
-            torch.ops.fusedstep.adagrad_(
+            torch.ops.fusedstep.plan_bind(
                 made if plan is None else plan,
                 [weight] if weights is None else weights,
                 [grad] if grads is None else grads,
-                0.1, 0.0, 0.0, 1e-10, False,
-            )  # fmt: skip
+            )
         torch.ops.fusedstep.plan_delete(made)
         assert (weight == 1).all()
         assert (grad == 1).all()
@@ -357,12 +356,29 @@ class TestOperators:
     def test_a_plan_is_for_one_number_of_states(self):
         weight, grad, states, steps = self.subjects()
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
+        torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
         with pytest.raises(RuntimeError, match="state"):
-            torch.ops.fusedstep.adam_(
-                plan, [weight], [grad], 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False
-            )
+            torch.ops.fusedstep.adam_(plan, 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False, 1.0, 0)
         torch.ops.fusedstep.plan_delete(plan)
         assert (weight == 1).all()
+
+    def test_a_step_needs_operands(self):
+        weight, _, states, steps = self.subjects()
+        plan = torch.ops.fusedstep.plan_new([weight], states, steps)
+        with pytest.raises(RuntimeError, match="not been bound"):
+            torch.ops.fusedstep.adagrad_(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, 0)
+        torch.ops.fusedstep.plan_delete(plan)
+        assert steps[0].item() == 0
+
+    @pytest.mark.parametrize("use", [-1, 4])
+    def test_an_unknown_use_of_gradients(self, use):
+        weight, grad, states, steps = self.subjects()
+        plan = torch.ops.fusedstep.plan_new([weight], states, steps)
+        torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
+        with pytest.raises(RuntimeError, match="grads must be from 0 to 3"):
+            torch.ops.fusedstep.adagrad_(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, use)
+        torch.ops.fusedstep.plan_delete(plan)
+        assert steps[0].item() == 0
 
     def test_deleting_a_plan_twice(self):
         weight, _, states, steps = self.subjects()

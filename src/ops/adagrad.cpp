@@ -3,21 +3,20 @@
 namespace fusedstep::ops {
 namespace {
 
-void adagrad_(int64_t plan, const Tensors& weights, const Tensors& grads, double lr, double lr_decay,
-              double weight_decay, double eps, bool maximize) {
-  const bool decay = weight_decay != 0;
-  const unsigned flags = maximize * rules::kAdagradMaximize | decay * rules::kAdagradDecay;
+void adagrad_(int64_t plan, double lr, double lr_decay, double weight_decay, double eps, bool maximize,
+              double grad_factor, int64_t grads) {
+  const unsigned flags = (weight_decay != 0) * rules::kAdagradDecay;
   const rules::AdagradHyper hyper{lr, lr_decay, weight_decay, eps};
-  take_step(plan, weights, grads, bind_rule<rules::Adagrad>(hyper, flags), /*keep_grad=*/true);
+  take_step(plan, bind_rule<rules::Adagrad>(hyper, flags), {maximize, grad_factor, grads});
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
-  m.def(
-      "adagrad_(int plan, Tensor(a!)[] weights, Tensor(b!)[] grads, float lr, float lr_decay, float "
-      "weight_decay, "
-      "float eps, bool maximize) -> ()");
+  m.def("adagrad_(int plan, float lr, float lr_decay, float weight_decay, float eps, " FUSEDSTEP_GRAD_SCHEMA
+        ") -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("adagrad_", TORCH_BOX(&adagrad_)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("adagrad_", TORCH_BOX(&adagrad_));
+}
 
 }  // namespace
 }  // namespace fusedstep::ops

@@ -3,22 +3,20 @@
 namespace fusedstep::ops {
 namespace {
 
-void adam_(int64_t plan, const Tensors& weights, const Tensors& grads, double lr, double beta1, double beta2,
-           double eps, double weight_decay, bool amsgrad, bool maximize, bool decoupled) {
+void adam_(int64_t plan, double lr, double beta1, double beta2, double eps, double weight_decay, bool amsgrad,
+           bool decoupled, bool maximize, double grad_factor, int64_t grads) {
   const bool coupled_decay = weight_decay != 0 && !decoupled;
-  const unsigned flags = amsgrad * rules::kAdamAmsgrad | maximize * rules::kAdamMaximize |
-                         coupled_decay * rules::kAdamCoupledDecay;
+  const unsigned flags = amsgrad * rules::kAdamAmsgrad | coupled_decay * rules::kAdamCoupledDecay;
   const rules::AdamHyper hyper{lr, beta1, beta2, eps, weight_decay, decoupled};
-  take_step(plan, weights, grads, bind_rule<rules::Adam>(hyper, flags), /*keep_grad=*/true);
+  take_step(plan, bind_rule<rules::Adam>(hyper, flags), {maximize, grad_factor, grads});
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
-      "adam_(int plan, Tensor(a!)[] weights, Tensor(b!)[] grads, float lr, float beta1, float beta2, float "
-      "eps, "
-      "float weight_decay, bool amsgrad, bool maximize, bool decoupled) -> ()");
+      "adam_(int plan, float lr, float beta1, float beta2, float eps, float weight_decay, bool amsgrad, "
+      "bool decoupled, " FUSEDSTEP_GRAD_SCHEMA ") -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("adam_", TORCH_BOX(&adam_)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) { m.impl("adam_", TORCH_BOX(&adam_)); }
 
 }  // namespace
 }  // namespace fusedstep::ops

@@ -1,4 +1,6 @@
 // The operators that belong to no optimizer: plans and instruction sets.
+#include <cmath>
+#include <span>
 #include <stdexcept>
 #include <string>
 
@@ -27,8 +29,61 @@ int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& s
   return register_plan(std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count)));
 }
 
-void plan_check(int64_t plan, const Tensors& weights, const Tensors& grads) {
-  bind(*find_plan(plan), weights, grads);
+// Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
+// they cannot be updated together.
+void plan_bind(int64_t handle, const Tensors& weights, const Tensors& grads) {
+  const std::shared_ptr<NativePlan> native = find_plan(handle);
+  Plan& plan = native->plan;
+  const size_t count = plan.tensors();
+  check(weights.size() == count && grads.size() == count,
+        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
+            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
+  for (size_t i = 0; i < count; ++i) {
+    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
+    plan.bind(i, operands);
+  }
+  plan.check_weights_apart();
+  native->counts.resize(count);
+}
+
+// The plans of the handles, held for the call.
+class Plans {
+ public:
+  explicit Plans(const std::vector<int64_t>& handles) {
+    for (const int64_t handle : handles) {
+      held_.push_back(find_plan(handle));
+      plans_.push_back(&held_.back()->plan);
+    }
+  }
+  std::span<Plan* const> all() const { return plans_; }
+
+ private:
+  std::vector<std::shared_ptr<NativePlan>> held_;
+  std::vector<Plan*> plans_;
+};
+
+// The gradients that a step over these plans will not write, as they share memory: pairs of the plan's and
+// the tensor's index.
+std::vector<int64_t> plans_shared_grads(const std::vector<int64_t>& handles) {
+  const Plans plans(handles);
+  Plan::find_shared_grads(plans.all());
+  std::vector<int64_t> found;
+  for (size_t p = 0; p < handles.size(); ++p) {
+    const Plan& plan = *plans.all()[p];
+    for (size_t i = 0; i < plan.tensors(); ++i) {
+      if (!plan.grad_is_own(i)) found.insert(found.end(), {static_cast<int64_t>(p), static_cast<int64_t>(i)});
+    }
+  }
+  return found;
+}
+
+// The norm of all gradients of these plans, summed in double in a fixed order.
+double plans_grad_norm(const std::vector<int64_t>& handles) {
+  const Plans plans(handles);
+  double sum = 0;
+  for (Plan* plan : plans.all()) sum += grad_norm2(*plan, num_threads());
+  return std::sqrt(sum);
 }
 
 void plan_delete(int64_t plan) { drop_plan(plan); }
@@ -47,7 +102,9 @@ std::vector<std::string> capabilities() {
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps) -> int");
-  m.def("plan_check(int plan, Tensor[] weights, Tensor[] grads) -> ()");
+  m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> ()");
+  m.def("plans_shared_grads(int[] plans) -> int[]");
+  m.def("plans_grad_norm(int[] plans) -> float");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
   m.def("isa() -> str");
@@ -58,12 +115,14 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
   m.impl("plan_new", TORCH_BOX(&plan_new));
-  m.impl("plan_check", TORCH_BOX(&plan_check));
+  m.impl("plan_bind", TORCH_BOX(&plan_bind));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
+  m.impl("plans_shared_grads", TORCH_BOX(&plans_shared_grads));
+  m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));
   m.impl("force_isa", TORCH_BOX(&use_isa));

@@ -80,32 +80,23 @@ void check(bool condition, const std::string& text) {
   if (!condition) throw std::runtime_error(text);
 }
 
-void bind(NativePlan& native, const Tensors& weights, const Tensors& grads) {
-  Plan& plan = native.plan;
-  const size_t count = plan.tensors();
-  check(weights.size() == count && grads.size() == count,
-        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
-            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
-  native.counts.resize(count);
-  for (size_t i = 0; i < count; ++i) {
-    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native.states[k * count + i], "state");
-    plan.bind(i, operands);
-    native.counts[i] = *step_count(native.steps[i]) + 1.0;
-  }
-}
-
-void take_step(int64_t handle, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
-               bool keep_grad) {
+void take_step(int64_t handle, const BoundRule& rule, const GradArguments& grads) {
   const std::shared_ptr<NativePlan> native = find_plan(handle);
   check(native->plan.slots() == rule.states, "the plan has " + std::to_string(native->plan.slots()) +
                                                  " states for each weight, the rule needs " +
                                                  std::to_string(rule.states));
-  bind(*native, weights, grads);
+  check(!native->counts.empty(), "the plan has not been bound");
+  check(grads.use >= 0 && grads.use <= static_cast<int64_t>(GradUse::kClear),
+        "grads must be from 0 to 3, not " + std::to_string(grads.use));
   for (size_t i = 0; i < native->counts.size(); ++i) {
+    native->counts[i] = *step_count(native->steps[i]) + 1.0;
     *step_count(native->steps[i]) = static_cast<float>(native->counts[i]);
   }
-  run_step(native->plan, rule, native->counts, {.threads = num_threads(), .keep_grad = keep_grad});
+  run_step(native->plan, rule, native->counts,
+           {.threads = num_threads(),
+            .grad_factor = grads.factor,
+            .maximize = grads.maximize,
+            .grads = static_cast<GradUse>(grads.use)});
 }
 
 }  // namespace fusedstep::ops

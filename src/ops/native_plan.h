@@ -41,12 +41,16 @@ void drop_plan(int64_t handle);
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, const std::string& text);
 
-// Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
-// they cannot be updated together.
-void bind(NativePlan& native, const Tensors& weights, const Tensors& grads);
+// What the operators of all optimizers end in: the arguments that say how gradients are taken (see
+// StepOptions). `grads` is a GradUse.
+#define FUSEDSTEP_GRAD_SCHEMA "bool maximize, float grad_factor, int grads"
+struct GradArguments {
+  bool maximize;
+  double factor;
+  int64_t use;
+};
 
-// Binds, raises every step count by one, and updates. Throws like bind(), before anything is changed.
-void take_step(int64_t plan, const Tensors& weights, const Tensors& grads, const BoundRule& rule,
-               bool keep_grad);
+// Raises every step count by one, and updates what was bound last by plan_bind.
+void take_step(int64_t plan, const BoundRule& rule, const GradArguments& grads);
 
 }  // namespace fusedstep::ops

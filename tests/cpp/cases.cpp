@@ -59,7 +59,8 @@ void oracle_step(double step, Values& x) {
     for_each_element<R::kStates>(x, [&](double(&state)[R::kStates], size_t i) {
       x.update[i] = R::accumulate(scalars, x.weight[i], x.grad[i], state, norms);
     });
-    x.ratio = R::trust_ratio(static_cast<double>(norms.weight), static_cast<double>(norms.update));
+    x.ratio = R::trust_ratio(hyper_of<Rule>(kFlags), static_cast<double>(norms.weight),
+                             static_cast<double>(norms.update));
     for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, x.ratio, x.weight[i], x.update[i]);
   } else {
     for_each_element<R::kStates>(
@@ -105,6 +106,7 @@ std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const RuleCase& rule : all_rules()) {
     for (const DType dtype : kDTypes) cases.push_back({rule, dtype});
+    for (const DType dtype : {DType::kBFloat16, DType::kHalf}) cases.push_back({rule, dtype, DType::kFloat});
   }
   return cases;
 }
@@ -115,7 +117,10 @@ std::vector<Case> two_phase_cases() {
   return cases;
 }
 
-std::string name(const Case& test_case) { return test_case.rule.name + "_" + name(test_case.dtype); }
+std::string name(const Case& test_case) {
+  const std::string weight = test_case.rule.name + "_" + name(test_case.dtype);
+  return test_case.state_dtype == test_case.dtype ? weight : weight + "_" + name(test_case.state_dtype);
+}
 
 void PrintTo(const Case& test_case, std::ostream* out) { *out << name(test_case); }
 

@@ -24,10 +24,11 @@ struct RuleCase {
   void (*oracle)(double step, Values& values);
 };
 
-// A rule for weights of one dtype: what most tests are parameters of.
+// A rule for weights and states of given dtypes: what most tests are parameters of.
 struct Case {
   RuleCase rule;
   DType dtype;
+  DType state_dtype = dtype;
 };
 
 inline constexpr DType kDTypes[] = {DType::kFloat, DType::kDouble, DType::kBFloat16, DType::kHalf};

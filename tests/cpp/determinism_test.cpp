@@ -112,8 +112,9 @@ class DeterminismTest : public testing::TestWithParam<Case> {
     return grads;
   }
 
-  std::vector<bool> ways_to_keep_grad() const {
-    return GetParam().rule.two_phase ? std::vector{true, false} : std::vector{true};
+  std::vector<GradUse> grad_uses() const {
+    return GetParam().rule.two_phase ? std::vector{GradUse::kLeave, GradUse::kScratch}
+                                     : std::vector{GradUse::kLeave};
   }
 };
 
@@ -121,12 +122,13 @@ TEST_P(DeterminismTest, SameBitsForAllInstructionSetsAndThreads) {
   std::vector<Tensor> start = dense_tensors(GetParam(), sizes_around_everything());
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
   start.push_back(extremes(GetParam()));
-  for (const bool keep_grad : ways_to_keep_grad()) {
-    const Outcome expected = run(start, grads, "base", {.threads = 1, .keep_grad = keep_grad});
+  for (const GradUse use : grad_uses()) {
+    const Outcome expected = run(start, grads, "base", {.threads = 1, .grads = use});
     for (const int threads : {1, 2, 3, 7, 64}) {
       for (const std::string& isa : isas()) {
-        SCOPED_TRACE(testing::Message() << isa << ", " << threads << " threads, keep_grad " << keep_grad);
-        expect_same(run(start, grads, isa, {.threads = threads, .keep_grad = keep_grad}), expected);
+        SCOPED_TRACE(testing::Message()
+                     << isa << ", " << threads << " threads, gradients " << static_cast<int>(use));
+        expect_same(run(start, grads, isa, {.threads = threads, .grads = use}), expected);
       }
     }
   }
@@ -135,7 +137,7 @@ TEST_P(DeterminismTest, SameBitsForAllInstructionSetsAndThreads) {
 TEST_P(DeterminismTest, SameBitsFromRunToRun) {
   const std::vector<Tensor> start = dense_tensors(GetParam(), {100003, 33, 50000});
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
-  const StepOptions options{.threads = 3, .keep_grad = false};
+  const StepOptions options{.threads = 3, .grads = GradUse::kScratch};
   const Outcome expected = run(start, grads, isa(), options);
   for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options), expected);
 }
@@ -144,7 +146,7 @@ TEST_P(DeterminismTest, SameBitsFromRunToRun) {
 TEST_P(DeterminismTest, SameBitsAloneAndInAList) {
   const std::vector<Tensor> start = dense_tensors(GetParam(), {50000, 33, 100003});
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
-  const StepOptions options{.threads = 3, .keep_grad = false};
+  const StepOptions options{.threads = 3, .grads = GradUse::kScratch};
   const Outcome together = run(start, grads, isa(), options);
   for (size_t t = 0; t < start.size(); ++t) {
     std::vector<std::vector<Operand>> own;
@@ -190,8 +192,8 @@ class StoredUpdateTest : public DeterminismTest {};
 TEST_P(StoredUpdateTest, SameBitsStoredAndRecomputed) {
   const std::vector<Tensor> start = dense_tensors(GetParam(), {1, 33, 1025, 50000});
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
-  const Outcome stored = run(start, grads, isa(), {.threads = 2, .keep_grad = false});
-  const Outcome recomputed = run(start, grads, isa(), {.threads = 2, .keep_grad = true});
+  const Outcome stored = run(start, grads, isa(), {.threads = 2, .grads = GradUse::kScratch});
+  const Outcome recomputed = run(start, grads, isa(), {.threads = 2, .grads = GradUse::kLeave});
   EXPECT_EQ(stored.ratios, recomputed.ratios);
   const bool precise = GetParam().dtype == DType::kFloat || GetParam().dtype == DType::kDouble;
   for (size_t t = 0; t < start.size(); ++t) {

@@ -191,7 +191,7 @@ TEST(LayoutTest, EveryElementIsVisitedOnce) {
   for (unsigned seed = 0; seed < 600; ++seed) {
     RandomLayouts random(seed);
     const Sizes sizes = random.sizes();
-    counting.dtype = kDTypes[random.below(4)];
+    counting.dtype = counting.state_dtype = kDTypes[random.below(4)];
     SCOPED_TRACE(testing::Message() << "seed " << seed << ", sizes " << testing::PrintToString(sizes));
     ASSERT_NO_FATAL_FAILURE(
         expect_every_element_once(counting, sizes, random.forms(sizes), 1 + random.below(3)));

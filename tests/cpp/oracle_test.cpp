@@ -55,23 +55,24 @@ void expect_close(const char* what, DType dtype, const Operand& now, const std::
 class OracleTest : public testing::TestWithParam<Case> {
  protected:
   // Takes the model a step forward and compares.
-  void step_and_compare(Model& model, double count, bool keep_grad) {
+  void step_and_compare(Model& model, double count, GradUse grads) {
     std::vector<Values> before, expected;
     for (const Tensor& tensor : model.tensors()) {
       before.push_back(values_of(tensor));
       expected.push_back(before.back());
       GetParam().rule.oracle(count, expected.back());
     }
-    model.step(count, {.threads = 2, .keep_grad = keep_grad});
+    model.step(count, {.threads = 2, .grads = grads});
     for (size_t t = 0; t < expected.size(); ++t) {
       const Tensor& tensor = model.tensors()[t];
       const DType dtype = GetParam().dtype;
-      SCOPED_TRACE(testing::Message() << "step " << count << ", keep_grad " << keep_grad);
+      SCOPED_TRACE(testing::Message() << "step " << count << ", gradients " << static_cast<int>(grads));
       for (size_t k = 0; k < tensor.states.size(); ++k) {
-        expect_close("state", dtype, tensor.states[k], before[t].states[k], expected[t].states[k]);
+        expect_close("state", GetParam().state_dtype, tensor.states[k], before[t].states[k],
+                     expected[t].states[k]);
       }
       expect_close("weight", dtype, tensor.weight, before[t].weight, expected[t].weight);
-      const bool stored = !keep_grad && model.plan().grad_can_store(t);
+      const bool stored = grads == GradUse::kScratch && model.plan().grad_can_store(t);
       expect_close("gradient", dtype, tensor.grad, before[t].grad,
                    stored ? expected[t].update : before[t].grad);
       if (GetParam().rule.two_phase && tensor.weight.elements() >= 16) {
@@ -84,12 +85,12 @@ class OracleTest : public testing::TestWithParam<Case> {
 const Sizes kSizes = {0, 1, 5, 16, 33, 1000, 40000};
 
 TEST_P(OracleTest, StepsAgreeWithTheFormulaInDouble) {
-  for (const bool keep_grad : {true, false}) {
-    if (!keep_grad && !GetParam().rule.two_phase) break;
+  for (const GradUse grads : {GradUse::kLeave, GradUse::kScratch}) {
+    if (grads == GradUse::kScratch && !GetParam().rule.two_phase) break;
     Model model(GetParam(), dense_tensors(GetParam(), kSizes));
     for (const double count : {1.0, 2.0, 3.0, 1000.0}) {
       model.fill_grads(static_cast<uint64_t>(count));
-      step_and_compare(model, count, keep_grad);
+      step_and_compare(model, count, grads);
     }
   }
 }
@@ -102,7 +103,7 @@ TEST_P(OracleTest, SmallGradientsGiveNoLargeUpdates) {
       Operand& grad = model.tensors()[0].grad;
       for (int64_t i = 0; i < grad.elements(); ++i)
         grad.set(i, scale * number(static_cast<uint64_t>(count), i));
-      step_and_compare(model, count, /*keep_grad=*/true);
+      step_and_compare(model, count, GradUse::kLeave);
     }
   }
 }
@@ -114,9 +115,9 @@ TEST_P(OracleTest, ZeroGradientsAndZeroWeights) {
   for (Tensor& tensor : model.tensors()) {
     for (int64_t i = 0; i < tensor.grad.elements(); ++i) tensor.grad.set(i, 0);
   }
-  step_and_compare(model, 1, /*keep_grad=*/true);
+  step_and_compare(model, 1, GradUse::kLeave);
   model.fill_grads(1);
-  step_and_compare(model, 2, /*keep_grad=*/true);
+  step_and_compare(model, 2, GradUse::kLeave);
 }
 
 // Each tensor of a list has a step count of its own.

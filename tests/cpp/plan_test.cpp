@@ -117,9 +117,9 @@ void expect_noticed(const Case& case_before, Tensor before, const Case& case_now
 
   now.grad.fill(6);
   Model fresh(case_now, {now});
-  fresh.step(second, {.keep_grad = false});
+  fresh.step(second, {.grads = GradUse::kScratch});
   plan.bind(0, now.operands());
-  run_step(plan, case_now.rule.bound, {&second, 1}, {.keep_grad = false});
+  run_step(plan, case_now.rule.bound, {&second, 1}, {.grads = GradUse::kScratch});
   EXPECT_EQ(now.weight.first_difference(fresh.tensors()[0].weight), -1);
   EXPECT_EQ(now.grad.first_difference(fresh.tensors()[0].grad), -1);
   for (size_t k = 0; k < now.states.size(); ++k) {
@@ -157,7 +157,21 @@ TEST(PlanTest, NoticesANewDtype) {
   }
 }
 
+TEST(PlanTest, RefusesStatesOfTwoDtypes) {
+  Tensor tensor = matrix({lamb().rule, DType::kBFloat16, DType::kFloat});
+  Tensor other = matrix({lamb().rule, DType::kBFloat16});
+  TensorOperands operands = tensor.operands();
+  operands.states[1] = other.states[1].view();
+  Plan plan(1, 2);
+  EXPECT_THROW(plan.bind(0, operands), std::runtime_error);
+}
+
 // ---- Gradients that cannot hold an update ---------------------------------------------------------------
+
+void find_shared_grads(Plan& plan) {
+  Plan* const alone[] = {&plan};
+  Plan::find_shared_grads(alone);
+}
 
 // Tensors of 8 floats; weights and gradients at these places of one buffer.
 std::vector<bool> storable(const std::vector<std::array<int64_t, 2>>& places,
@@ -172,7 +186,7 @@ std::vector<bool> storable(const std::vector<std::array<int64_t, 2>>& places,
                   {&memory[grad], DType::kFloat, sizes, grad_stride},
                   {state_view}});
   }
-  plan.find_aliases();
+  find_shared_grads(plan);
   std::vector<bool> result;
   for (size_t i = 0; i < places.size(); ++i) result.push_back(plan.grad_can_store(i));
   return result;
@@ -207,7 +221,7 @@ TEST(AliasTest, FoundAgainWhenAddressesChange) {
   plan.bind(0, first.operands());
   for (const bool alias : {false, true, false}) {
     plan.bind(1, alias ? shared : second.operands());
-    plan.find_aliases();
+    find_shared_grads(plan);
     EXPECT_EQ(plan.grad_can_store(0), !alias);
     EXPECT_EQ(plan.grad_can_store(1), !alias);
   }
@@ -218,7 +232,7 @@ TEST(AliasTest, SixteenBitGradientsCannot) {
     Tensor tensor = matrix(lamb(dtype));
     Plan plan(1, 2);
     plan.bind(0, tensor.operands());
-    plan.find_aliases();
+    find_shared_grads(plan);
     EXPECT_EQ(plan.grad_can_store(0), dtype == DType::kFloat || dtype == DType::kDouble) << name(dtype);
   }
 }
@@ -231,18 +245,76 @@ TEST_P(TwoPhaseTest, SharedGradientsAreReadByBoth) {
   tensors[0].grad.fill(3);
   tensors[1].grad.fill(3);
   Model separate(GetParam(), tensors);
-  separate.step({.keep_grad = true});
+  separate.step({.grads = GradUse::kLeave});
 
   Plan plan(2, GetParam().rule.states);
   TensorOperands second = tensors[1].operands();
   second.grad = tensors[0].grad.view();
   plan.bind(0, tensors[0].operands());
   plan.bind(1, second);
-  run_step(plan, GetParam().rule.bound, std::vector<double>{1, 1}, {.keep_grad = false});
+  run_step(plan, GetParam().rule.bound, std::vector<double>{1, 1}, {.grads = GradUse::kScratch});
   for (size_t t = 0; t < 2; ++t) {
     EXPECT_EQ(tensors[t].weight.first_difference(separate.tensors()[t].weight), -1);
   }
   EXPECT_EQ(tensors[0].grad.first_difference(separate.tensors()[0].grad), -1);
+}
+
+// ---- Weights that share memory --------------------------------------------------------------------------
+
+struct Place {
+  int64_t offset, size, stride;
+};
+
+// What is wrong with floats at these places of one buffer as the weights of one list.
+std::string refused(const std::vector<Place>& places) {
+  std::vector<float> memory(1000), grad(100), state(100);
+  const int64_t one = 1;
+  Plan plan(places.size(), 1);
+  for (size_t i = 0; i < places.size(); ++i) {
+    const auto& [offset, size, stride] = places[i];
+    plan.bind(i, {{&memory[offset], DType::kFloat, {&size, 1}, {&stride, 1}},
+                  {grad.data(), DType::kFloat, {&size, 1}, {&one, 1}},
+                  {TensorView{state.data(), DType::kFloat, {&size, 1}, {&one, 1}}}});
+  }
+  try {
+    plan.check_weights_apart();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(WeightsApartTest, NeighboursAndInterleavedViewsAreFine) {
+  EXPECT_EQ(refused({{0, 10, 1}, {10, 10, 1}, {30, 10, 1}}), "");
+  EXPECT_EQ(refused({{0, 10, 2}, {1, 10, 2}}), "");
+  EXPECT_EQ(refused({{0, 10, 3}, {2, 10, 3}, {1, 10, 3}, {40, 0, 1}, {0, 0, 1}}), "");
+}
+
+TEST(WeightsApartTest, SharedElementsAreRefusedByName) {
+  const std::string text = "of the list: the weight shares memory with another weight of the list";
+  EXPECT_EQ(refused({{0, 10, 1}, {9, 10, 1}}), "tensor 1 " + text);
+  EXPECT_EQ(refused({{50, 10, 1}, {0, 100, 1}}), "tensor 0 " + text);
+  EXPECT_EQ(refused({{0, 10, 2}, {1, 10, 2}, {4, 3, 3}}), "tensor 2 " + text);
+  EXPECT_EQ(refused({{7, 10, 1}, {7, 10, 1}}), "tensor 1 " + text);
+}
+
+TEST(WeightsApartTest, LookedAtAgainWhenAWeightMoves) {
+  std::vector<float> memory(100), state(20);
+  const int64_t size = 10, one = 1;
+  Plan plan(2, 1);
+  const auto bind = [&](size_t i, int64_t offset) {
+    plan.bind(i, {{&memory[offset], DType::kFloat, {&size, 1}, {&one, 1}},
+                  {&memory[80], DType::kFloat, {&size, 1}, {&one, 1}},
+                  {TensorView{state.data(), DType::kFloat, {&size, 1}, {&one, 1}}}});
+  };
+  bind(0, 0);
+  bind(1, 10);
+  plan.check_weights_apart();
+  bind(1, 5);
+  EXPECT_THROW(plan.check_weights_apart(), std::runtime_error);
+  EXPECT_THROW(plan.check_weights_apart(), std::runtime_error);  // not only the first time
+  bind(1, 20);
+  plan.check_weights_apart();
 }
 
 // ---- Waves ----------------------------------------------------------------------------------------------
@@ -252,8 +324,8 @@ TEST_P(TwoPhaseTest, ResultsDoNotDependOnWaves) {
   std::vector<Tensor> start = dense_tensors(GetParam(), sizes);
   for (Tensor& tensor : start) tensor.grad.fill(1);
   Model one_wave(GetParam(), start), many_waves(GetParam(), start);
-  one_wave.step({.threads = 64, .keep_grad = false});
-  many_waves.step({.threads = 1, .keep_grad = false});
+  one_wave.step({.threads = 64, .grads = GradUse::kScratch});
+  many_waves.step({.threads = 1, .grads = GradUse::kScratch});
   EXPECT_EQ(one_wave.plan().waves().size(), 1u);
   EXPECT_GT(many_waves.plan().waves().size(), 1u);
   for (size_t t = 0; t < sizes.size(); ++t) {

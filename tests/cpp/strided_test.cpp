@@ -99,13 +99,17 @@ class StridedTest : public testing::TestWithParam<Case> {
       dense_tensor.grad.copy_elements(tensor.grad);
       const Operand grad = tensor.grad;
       strided.step(options);
-      twin.step({.threads = 1, .keep_grad = options.keep_grad});
+      twin.step({.threads = 1,
+                 .grad_factor = options.grad_factor,
+                 .grads = strided.plan().grad_is_own(0) ? options.grads : GradUse::kLeave});
       ASSERT_TRUE(tensor.fill_untouched());
 
-      const bool stores = two_phase() && !options.keep_grad && strided.plan().grad_can_store(0);
-      if (!stores) {
+      const bool writes = options.grads == GradUse::kScratch
+                              ? two_phase() && strided.plan().grad_can_store(0)
+                              : options.grads != GradUse::kLeave && strided.plan().grad_is_own(0);
+      if (!writes) {
         ASSERT_EQ(tensor.grad.bytes(), grad.bytes());
-      } else if (twin.plan().grad_can_store(0)) {
+      } else if (options.grads != GradUse::kScratch || twin.plan().grad_can_store(0)) {
         ASSERT_EQ(tensor.grad.first_difference(dense_tensor.grad), -1);
       }
       for (size_t k = 0; k < tensor.states.size(); ++k) {
@@ -128,11 +132,10 @@ class StridedTest : public testing::TestWithParam<Case> {
 // Without a margin the buffers end with the last element: for sanitizers to see a read beyond.
 TEST_P(StridedTest, SameAsDense) {
   for (const LayoutCase& layout : layout_cases()) {
-    for (const bool keep_grad : {true, false}) {
-      if (!keep_grad && !two_phase()) continue;
-      SCOPED_TRACE(testing::Message() << layout.name << ", keep_grad " << keep_grad);
-      compare_with_dense(layout, {.threads = 1, .keep_grad = keep_grad}, /*margin=*/0);
-      compare_with_dense(layout, {.threads = 3, .keep_grad = keep_grad}, /*margin=*/64);
+    for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+      SCOPED_TRACE(testing::Message() << layout.name << ", gradients " << static_cast<int>(grads));
+      compare_with_dense(layout, {.threads = 1, .grad_factor = 0.75, .grads = grads}, /*margin=*/0);
+      compare_with_dense(layout, {.threads = 3, .grad_factor = 0.75, .grads = grads}, /*margin=*/64);
     }
   }
 }
@@ -148,7 +151,7 @@ TEST_P(StridedTest, SameBitsForAllInstructionSetsAndThreads) {
     auto model = std::make_unique<Model>(GetParam(), start);
     for (uint64_t step = 0; step < 2; ++step) {
       model->fill_grads(step);
-      model->step({.threads = threads, .keep_grad = false});
+      model->step({.threads = threads, .grads = GradUse::kScratch});
     }
     return model;
   };

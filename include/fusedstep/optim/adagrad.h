@@ -69,12 +69,12 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
 
   static size_t slots(const AdagradOptions&) { return 1; }
   static double initial_value(const AdagradOptions& options) { return options.initial_accumulator_value(); }
-  static bool writes_grad(const AdagradOptions&) { return false; }
-  static void launch(const AdagradOptions& o, int64_t plan, at::TensorList weights, at::TensorList grads) {
+  static void launch(const AdagradOptions& o, int64_t plan) {
     static const auto op =
-        detail::find_op<void(int64_t, at::TensorList, at::TensorList, double, double, double, double, bool)>(
+        detail::find_op<void(int64_t, double, double, double, double, bool, double, int64_t)>(
             "fusedstep::adagrad_");
-    op.call(plan, weights, grads, o.lr(), o.lr_decay(), o.weight_decay(), o.eps(), o.maximize());
+    op.call(plan, o.lr(), o.lr_decay(), o.weight_decay(), o.eps(), o.maximize(), /*grad_factor=*/1,
+            static_cast<int64_t>(grad_use(o)));
   }
 };
 

@@ -77,14 +77,12 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState> {
 
   static size_t slots(const AdamOptions& options) { return options.amsgrad() ? 3 : 2; }
   static double initial_value(const AdamOptions&) { return 0; }
-  static bool writes_grad(const AdamOptions&) { return false; }
-  static void launch(const AdamOptions& o, int64_t plan, at::TensorList weights, at::TensorList grads) {
-    static const auto op =
-        detail::find_op<void(int64_t, at::TensorList, at::TensorList, double, double, double, double, double,
-                             bool, bool, bool)>("fusedstep::adam_");
+  static void launch(const AdamOptions& o, int64_t plan) {
+    static const auto op = detail::find_op<void(int64_t, double, double, double, double, double, bool, bool,
+                                                bool, double, int64_t)>("fusedstep::adam_");
     const auto [beta1, beta2] = o.betas();
-    op.call(plan, weights, grads, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), o.amsgrad(), o.maximize(),
-            o.decoupled_weight_decay());
+    op.call(plan, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), o.amsgrad(), o.decoupled_weight_decay(),
+            o.maximize(), /*grad_factor=*/1, static_cast<int64_t>(grad_use(o)));
   }
 };
 

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "fusedstep/grad_use.h"
 #include "fusedstep/isa.h"
 
 namespace fusedstep::optim {
@@ -110,17 +111,20 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // Base of the C++ optimizers. `Derived` has
 //   static size_t slots(const Options&)           how many of ParamState's tensors these options use,
 //   static double initial_value(const Options&)   what they start at,
-//   static bool writes_grad(const Options&)       whether a step may leave something in the gradients, and
-//   static void launch(const Options&, int64_t plan, at::TensorList weights, at::TensorList grads).
+//   static void launch(const Options&, int64_t plan), which calls the native operator, and, where it does
+//   anything with the gradients but read them,
+//   static GradUse grad_use(const Options&).
 template <class Derived, class Options, class State>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
   using torch::optim::Optimizer::Optimizer;
 
+  static GradUse grad_use(const Options&) { return GradUse::kLeave; }
+
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
-  // closure's loss. Throws c10::Error or std::runtime_error, before any parameter of a group is changed, for
-  // a gradient that is sparse or does not match its parameter in shape, dtype or device, and for a parameter
-  // that overlaps itself in memory.
+  // closure's loss. Throws c10::Error or std::runtime_error, before any parameter is changed, for a gradient
+  // that is sparse or does not match its parameter in shape, dtype or device, and for parameters that overlap
+  // themselves or one another in memory.
   torch::Tensor step(LossClosure closure = nullptr) override {
     torch::NoGradGuard no_grad;
     torch::Tensor loss;
@@ -129,7 +133,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
       loss = closure();
     }
     plans_.resize(param_groups_.size());
-    for (size_t i = 0; i < param_groups_.size(); ++i) step_group(param_groups_[i], plans_[i]);
+    std::vector<Work> work;
+    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
+    find_shared_grads(work);
+    for (const Work& group : work) {
+      Derived::launch(*group.options, group.plan);
+      raise_versions(group.weights);
+      if (Derived::grad_use(*group.options) != GradUse::kLeave) raise_versions(group.grads);
+    }
     return loss;
   }
 
@@ -143,7 +154,15 @@ class FusedOptimizer : public torch::optim::Optimizer {
  private:
   using Tensors = std::vector<torch::Tensor>;
 
-  void step_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan) {
+  // A group that has gradients, bound.
+  struct Work {
+    const Options* options;
+    int64_t plan;
+    Tensors weights, grads;
+  };
+
+  void bind_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan,
+                  std::vector<Work>& work) {
     const auto& options = static_cast<const Options&>(group.options());
     Tensors weights, grads;
     for (const torch::Tensor& weight : group.params()) {
@@ -165,9 +184,23 @@ class FusedOptimizer : public torch::optim::Optimizer {
     if (plan == nullptr || !plan->is_of(weights, states, steps)) {
       plan = std::make_unique<detail::Plan>(weights, states, steps);
     }
-    Derived::launch(options, plan->handle(), weights, grads);
-    raise_versions(weights);
-    if (Derived::writes_grad(options)) raise_versions(grads);
+    static const auto bind =
+        detail::find_op<void(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind");
+    bind.call(plan->handle(), weights, grads);
+    work.push_back({&options, plan->handle(), std::move(weights), std::move(grads)});
+  }
+
+  // Over all groups: a gradient that one of them wrote would be another's.
+  static void find_shared_grads(const std::vector<Work>& work) {
+    std::vector<int64_t> plans;
+    bool writes = false;
+    for (const Work& group : work) {
+      plans.push_back(group.plan);
+      writes = writes || Derived::grad_use(*group.options) != GradUse::kLeave;
+    }
+    static const auto op =
+        detail::find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_shared_grads");
+    if (writes) op.call(plans);
   }
 
   State& state_of(const torch::Tensor& weight) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <tuple>
 
 #include "fusedstep/optim/fused.h"
@@ -74,13 +75,18 @@ class Lamb : public FusedOptimizer<Lamb, LambOptions, LambParamState> {
 
   static size_t slots(const LambOptions&) { return 2; }
   static double initial_value(const LambOptions&) { return 0; }
-  static bool writes_grad(const LambOptions& options) { return !options.keep_grad(); }
-  static void launch(const LambOptions& o, int64_t plan, at::TensorList weights, at::TensorList grads) {
-    static const auto op = detail::find_op<void(int64_t, at::TensorList, at::TensorList, double, double,
-                                                double, double, double, bool, bool)>("fusedstep::lamb_");
+  static GradUse grad_use(const LambOptions& options) {
+    return options.keep_grad() ? GradUse::kLeave : GradUse::kScratch;
+  }
+  static void launch(const LambOptions& o, int64_t plan) {
+    static const auto op =
+        detail::find_op<void(int64_t, double, double, double, double, double, bool, bool, bool, bool, double,
+                             double, double, bool, double, int64_t)>("fusedstep::lamb_");
     const auto [beta1, beta2] = o.betas();
-    op.call(plan, weights, grads, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), o.maximize(),
-            o.keep_grad());
+    constexpr double kInfinity = std::numeric_limits<double>::infinity();
+    op.call(plan, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), /*decoupled=*/false, /*debias=*/true,
+            /*debias_lr=*/false, /*adapt=*/true, /*max_weight_norm=*/kInfinity, /*min_ratio=*/0,
+            /*max_ratio=*/kInfinity, o.maximize(), /*grad_factor=*/1, static_cast<int64_t>(grad_use(o)));
   }
 };
 

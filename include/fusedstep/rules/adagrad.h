@@ -7,7 +7,7 @@ struct AdagradHyper {
   double lr, lr_decay, weight_decay, eps;
 };
 
-enum AdagradFlag : unsigned { kAdagradMaximize = 1, kAdagradDecay = 2 };
+enum AdagradFlag : unsigned { kAdagradDecay = 1 };
 
 template <class T>
 struct AdagradScalars {
@@ -22,7 +22,7 @@ struct Adagrad {
   using Hyper = AdagradHyper;
   template <class T>
   using Scalars = AdagradScalars<T>;
-  static constexpr unsigned kFlagCombinations = 4;
+  static constexpr unsigned kFlagCombinations = 2;
   static constexpr int kStates = 1;
 
   template <class T>
@@ -33,7 +33,6 @@ struct Adagrad {
   template <class V, class T>
   FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
     V& sum = state[0];
-    if constexpr (kFlags & kAdagradMaximize) g = -g;
     if constexpr (kFlags & kAdagradDecay) g = mul_add(V(s.weight_decay), p, g);
     sum = mul_add(g, g, sum);
     p = mul_add(V(s.neg_lr), g / (square_root(sum) + V(s.eps)), p);

@@ -10,7 +10,7 @@ struct AdamHyper {
   bool decoupled;  // AdamW: the decay shrinks the weight; otherwise it is added to the gradient
 };
 
-enum AdamFlag : unsigned { kAdamAmsgrad = 1, kAdamMaximize = 2, kAdamCoupledDecay = 4 };
+enum AdamFlag : unsigned { kAdamAmsgrad = 1, kAdamCoupledDecay = 2 };
 
 template <class T>
 struct AdamScalars {
@@ -28,7 +28,7 @@ struct Adam {
   using Hyper = AdamHyper;
   template <class T>
   using Scalars = AdamScalars<T>;
-  static constexpr unsigned kFlagCombinations = 8;
+  static constexpr unsigned kFlagCombinations = 4;
   static constexpr int kStates = kFlags & kAdamAmsgrad ? 3 : 2;
 
   template <class T>
@@ -47,7 +47,6 @@ struct Adam {
   template <class V, class T>
   FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
     V &m = state[0], &v = state[1], &largest = state[kStates - 1];
-    if constexpr (kFlags & kAdamMaximize) g = -g;
     if constexpr (kFlags & kAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);

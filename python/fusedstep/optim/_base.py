@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Collection, Iterable
-from itertools import chain, repeat
-from operator import is_, is_not
-from typing import Any, ClassVar
+import math
+from collections.abc import Callable, Iterable
+from itertools import repeat
+from operator import is_not
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
+from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -20,48 +21,31 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import _ops
+from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 
 
-class _Plan:
-    """What the native side has worked out for a list of weights; it frees that when it dies."""
+class _Work(NamedTuple):
+    """A group that has gradients."""
 
-    __slots__ = ("__weakref__", "handle", "names", "weights")
+    group: dict[str, Any]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    plan: Plan | None
+    """None where the imperative twin updates it."""
 
-    def __init__(
-        self, weights: list[Tensor], states: list[dict[str, Tensor]], names: tuple[str, ...]
-    ) -> None:
-        slots = [state[name] for name in names for state in states]
-        steps = [state["step"] for state in states]
-        self.handle: int = torch.ops.fusedstep.plan_new(weights, slots, steps)
-        self.names = names
-        self.weights = list(weights)
-        weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
-
-
-class _Snapshot:
-    """Which tensors an optimizer's state consisted of: a plan is good for these and no others."""
-
-    __slots__ = ("states", "values", "views")
-
-    def __init__(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        self.states = list(state.values())
-        self.views = [tensors.values() for tensors in self.states]
-        self.values = list(self._flat())
-
-    def is_of(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        return _same(state.values(), self.states) and all(map(is_, self._flat(), self.values))
-
-    def _flat(self) -> Iterable[Any]:
-        # The end mark tells views that have grown or shrunk.
-        return chain(chain.from_iterable(self.views), (None,))
+    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.weights, self.grads, strict=True)
 
 
 class FusedOptimizer(Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
-    A subclass says what is its own: the constructor, the names of its states, the native operator's
-    arguments, and the imperative twin.
+    A subclass says what is its own: the constructor, the names of its states, the native operator
+    and its arguments, and the imperative twin.
     """
+
+    #: Name of the native operator.
+    _operator: ClassVar[str]
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
@@ -89,11 +73,13 @@ class FusedOptimizer(Optimizer):
         """What these states start at."""
         return 0.0
 
-    def _native(
-        self, plan: int, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        """Calls the native operator."""
+    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        """The operator's arguments between the plan and what is said of gradients."""
         raise NotImplementedError
+
+    def _uses_grads(self, group: dict[str, Any]) -> bool:
+        """Whether a native step may leave anything in the gradients."""
+        return False
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -101,10 +87,13 @@ class FusedOptimizer(Optimizer):
         """Updates a weight and its state in place by torch operations: the readable reference."""
         raise NotImplementedError
 
-    def _out_of_place(
+    def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the new weight and state, by operations autograd or a device graph can follow."""
+    ) -> Tensor:
+        """Returns the new weight, by operations that autograd or a device graph can follow.
+
+        Weight and state are copies, and may be overwritten; the state has to be.
+        """
         raise NotImplementedError
 
     # Groups and states
@@ -184,16 +173,16 @@ class FusedOptimizer(Optimizer):
         return obstacle is None
 
     def _forget_plans(self) -> None:
-        self._plans: dict[int, _Plan] = {}  # by the group's index
-        self._seen: _Snapshot | None = None  # of the state that the plans were made for
+        self._plans: dict[int, Plan] = {}  # by the group's index
+        self._seen: Snapshot | None = None  # of the state that the plans were made for
 
     def _plan(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> _Plan | None:
+    ) -> Plan | None:
         """The native plan of a group; None where the imperative twin updates it."""
         names = self._state_names(group)
         plan = self._plans.get(index)
-        if plan and names == plan.names and _same(weights, plan.weights) and _wants_native(group):
+        if plan and names == plan.names and same(weights, plan.weights) and _wants_native(group):
             return plan
 
         self._plans.pop(index, None)
@@ -204,7 +193,7 @@ class FusedOptimizer(Optimizer):
         self._create_states(group, weights)
         if not native:
             return None
-        plan = _Plan(weights, [self.state[p] for p in weights], names)
+        plan = Plan(weights, [self.state[p] for p in weights], names)
         self._plans[index] = plan
         self._seen = None
         return plan
@@ -212,82 +201,141 @@ class FusedOptimizer(Optimizer):
     # The step
 
     @_use_grad_for_differentiable
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(
+        self,
+        closure: Callable[[], float] | None = None,
+        *,
+        max_norm: float | None = None,
+        zero_grad: bool | Literal["none"] = False,
+    ) -> float | Tensor | None:
         """Perform a single optimization step.
+
+        With ``max_norm`` and ``zero_grad`` it does in two passes over memory what ``unscale_``,
+        ``clip_grad_norm_``, ``step`` and ``zero_grad`` do in four or more.
 
         Args:
             closure (Callable, optional): A closure that reevaluates the model
                 and returns the loss.
+            max_norm (float, optional): clips the gradients, those of all groups together, to
+                this 2-norm first, as :func:`torch.nn.utils.clip_grad_norm_` does. ``.grad`` then
+                holds the clipped gradients, unless ``zero_grad`` is given or the step uses it.
+            zero_grad (bool or "none", optional): True zeroes the gradients of the step in place,
+                ``"none"`` sets them to None.
+
+        Returns:
+            The closure's loss; with ``max_norm`` the norm before clipping, a 0-dimensional float64
+            tensor on the CPU.
+
+        Raises:
+            ValueError: if ``max_norm`` is negative or NaN or comes with a closure, or ``zero_grad``
+                is neither a bool nor ``"none"``.
         """
+        if max_norm is not None:
+            if not max_norm >= 0:
+                raise ValueError(f"Invalid max_norm value: {max_norm}")
+            if closure is not None:
+                raise ValueError("max_norm and closure: step() returns the norm or the loss")
+        if zero_grad not in (False, True, "none"):
+            raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
         if "capturable" in self.defaults and not self._is_on_host():
             self._accelerator_graph_capture_health_check()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._update()
-        return loss
+        norm = self._update(max_norm, zero_grad)
+        return loss if max_norm is None else norm
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells a GradScaler that the step divides by the scale, in ``grad_scale``, itself.
+
+        So do native steps; before others the scaler goes over the gradients.
+        """
+        return all(self._is_native(group, group["params"]) for group in self.param_groups)
 
     def _is_on_host(self) -> bool:
         # To ask an accelerator about graph capture starts it, which fails in a child of fork().
         return all(p.is_cpu for group in self.param_groups for p in group["params"][:1])
 
     @torch._disable_dynamo
-    def _update(self) -> None:
+    def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        work = self._bind_groups()
+        factor, norm = self._scaler_factor(), None
+        if factor is None:
+            untreated = [pair for group in work for pair in group.pairs()]
+            norm = float("inf")
+        else:
+            if max_norm is not None:
+                norm = _grad_norm(work) * factor
+                if not (clip := max_norm / (norm + 1e-6)) >= 1:
+                    factor *= clip
+            untreated = self._update_groups(work, factor, zero_grad)
+        if zero_grad == "none":
+            for group in work:
+                for weight in group.weights:
+                    weight.grad = None
+        else:
+            _treat_grads(untreated, 0.0 if zero_grad else factor or 1.0)
+        return None if max_norm is None else torch.tensor(norm, dtype=torch.float64)
+
+    def _bind_groups(self) -> list[_Work]:
+        """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
         if self._seen is None or not self._seen.is_of(self.state):
             self._forget_plans()
-
-        # What can be wrong is found out for all groups before the first is changed.
         work = []
         for index, group in enumerate(self.param_groups):
             weights, grads = _with_gradients(group["params"])
-            if weights:
-                plan = self._plan(index, group, weights, grads)
-                work.append((index, group, weights, grads, plan))
-        if self._plans and self._seen is None:
-            self._seen = _Snapshot(self.state)
-
-        if len(work) > 1:
-            work = [self._checked(*item) for item in work]
-
-        for index, group, weights, grads, plan in work:
-            if plan is None or not self._native_step(index, group, weights, grads):
-                for weight, grad in zip(weights, grads, strict=True):
-                    self._imperative_step(group, weight, grad)
-
-    def _checked(
-        self,
-        index: int,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-        plan: _Plan | None,
-    ) -> tuple[int, dict[str, Any], list[Tensor], list[Tensor], _Plan | None]:
-        """Raises what the native step of a group would raise, with nothing changed yet."""
-        if plan is not None:
-            try:
-                torch.ops.fusedstep.plan_check.default(plan.handle, weights, grads)
-            except NotImplementedError:
-                # The dispatcher's error: a tensor has changed its device or layout since.
+            if not weights:
+                continue
+            plan = self._plan(index, group, weights, grads)
+            if plan and not plan.bind(weights, grads):
                 del self._plans[index]
                 plan = self._plan(index, group, weights, grads)
-        return index, group, weights, grads, plan
+                if plan:
+                    plan.bind(weights, grads)
+            work.append(_Work(group, weights, grads, plan))
+        if self._plans and self._seen is None:
+            self._seen = Snapshot(self.state)
+        return work
 
-    def _native_step(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> bool:
-        """Returns whether the group was updated; if not, the imperative twin has to do it."""
-        try:
-            self._native(self._plans[index].handle, weights, grads, group)
-        except NotImplementedError:
-            # The dispatcher's error: a tensor has changed its device or layout since the choice.
-            del self._plans[index]
-            plan = self._plan(index, group, weights, grads)
-            if plan is None:
-                return False
-            self._native(plan.handle, weights, grads, group)
-        increment_version(weights)
-        return True
+    def _scaler_factor(self) -> float | None:
+        """What a GradScaler has gradients multiplied by; None if it has the step left out."""
+        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        if found_inf is not None and found_inf.item():
+            return None
+        return 1.0 if scale is None else 1.0 / scale.item()
+
+    def _update_groups(
+        self, work: list[_Work], factor: float, zero_grad: bool | Literal["none"]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns the weights and gradients of which no step has scaled or zeroed the gradient."""
+        uses = [self._grad_use(group, factor, zero_grad) for group, *_ in work]
+        untreated = _shared_grads(work) if any(uses) else []
+        for item, use in zip(work, uses, strict=True):
+            group, weights, grads, plan = item
+            if plan:
+                operator = getattr(torch.ops.fusedstep, self._operator).default
+                arguments = self._native_arguments(group)
+                operator(plan.handle, *arguments, group["maximize"], factor, use)
+                increment_version(weights)
+                if use:
+                    increment_version(grads)
+            else:
+                scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
+                for weight, grad in zip(weights, scaled, strict=True):
+                    self._imperative_step(group, weight, grad)
+                untreated.extend(item.pairs())
+        return untreated
+
+    def _grad_use(
+        self, group: dict[str, Any], factor: float, zero_grad: bool | Literal["none"]
+    ) -> GradUse:
+        if zero_grad is True:
+            return GradUse.CLEAR
+        if self._uses_grads(group):
+            return GradUse.SCRATCH
+        return GradUse.LEAVE if factor == 1 or zero_grad else GradUse.SCALE
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]
@@ -307,9 +355,8 @@ class FusedOptimizer(Optimizer):
             _check_capturable(weight, state["step"])
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
         copies = {name: tensor.clone() for name, tensor in state.items()}
-        new_weight, new_state = self._out_of_place(group, weight.clone(), grad, copies)
-        weight.copy_(new_weight)
-        for name, tensor in new_state.items():
+        weight.copy_(self._traceable(group, weight.clone(), grad, copies))
+        for name, tensor in copies.items():
             state[name].copy_(tensor)
 
 
@@ -366,6 +413,34 @@ def _with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return weights, [grad for grad in grads if grad is not None]
 
 
-def _same(a: Collection[Any], b: Collection[Any]) -> bool:
-    """Whether two collections hold the very same objects; in C, for it runs at every step."""
-    return len(a) == len(b) and all(map(is_, a, b))
+def _grad_norm(work: list[_Work]) -> float:
+    """The 2-norm of all gradients of a step."""
+    native = [item.plan.handle for item in work if item.plan]
+    others = [grad for item in work if not item.plan for grad in item.grads]
+    norm = torch.ops.fusedstep.plans_grad_norm(native) if native else 0.0
+    return math.hypot(norm, get_total_norm(others).item()) if others else norm
+
+
+def _shared_grads(work: list[_Work]) -> list[tuple[Tensor, Tensor]]:
+    """Weights and gradients of native groups whose memory the step will not write: it is shared."""
+    native = [item for item in work if item.plan]
+    if not native:
+        return []
+    found = torch.ops.fusedstep.plans_shared_grads([item.plan.handle for item in native])
+    places = zip(found[::2], found[1::2], strict=True)
+    return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
+
+
+def _treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float) -> None:
+    """Multiplies gradients, or zeroes them: in place, and memory that several share once."""
+    if factor == 1:
+        return
+    treated = set()
+    for weight, grad in pairs:
+        if grad.layout is torch.strided and torch._debug_has_internal_overlap(grad):
+            weight.grad = grad * factor if factor else torch.zeros_like(grad)
+        elif factor == 0:
+            grad.zero_()
+        elif grad.layout is not torch.strided or grad.data_ptr() not in treated:
+            grad.mul_(factor)
+            treated.add(None if grad.layout is not torch.strided else grad.data_ptr())

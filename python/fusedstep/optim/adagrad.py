@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -75,6 +76,8 @@ class Adagrad(FusedOptimizer):
     .. _Adaptive Subgradient Methods for Online Learning and Stochastic Optimization:
         https://jmlr.org/papers/v12/duchi11a.html
     """
+
+    _operator = "adagrad_"
 
     def __init__(
         self,
@@ -150,25 +153,24 @@ class Adagrad(FusedOptimizer):
             std = state["sum"].addcmul_(grad, grad).sqrt().add_(group["eps"])
             weight.addcdiv_(grad, std, value=-clr)
 
-    def _out_of_place(
+    def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        step = state["step"] + 1
-        clr = group["lr"] / (1 + (step - 1) * group["lr_decay"])
-        grad = grad + group["weight_decay"] * weight
-        sums = state["sum"] + grad * grad
-        return weight - clr * grad / (sums.sqrt() + group["eps"]), {"step": step, "sum": sums}
-
-    def _native(
-        self, plan: int, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        torch.ops.fusedstep.adagrad_.default(
-            plan,
-            weights,
-            grads,
-            float(group["lr"]),
-            group["lr_decay"],
-            group["weight_decay"],
-            group["eps"],
-            group["maximize"],
+    ) -> Tensor:
+        adagrad(
+            [weight],
+            [grad],
+            [state["sum"]],
+            [state["step"]],
+            has_sparse_grad=grad.is_sparse,
+            foreach=False,
+            differentiable=group["differentiable"],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            lr_decay=group["lr_decay"],
+            eps=group["eps"],
+            maximize=False,
         )
+        return weight
+
+    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        return float(group["lr"]), group["lr_decay"], group["weight_decay"], group["eps"]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -82,6 +83,7 @@ class Adam(FusedOptimizer):
         https://openreview.net/forum?id=ryQu7f-RZ
     """
 
+    _operator = "adam_"
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
@@ -150,38 +152,39 @@ class Adam(FusedOptimizer):
         denom = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
 
-    def _out_of_place(
+    def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        lr, (beta1, beta2) = group["lr"], group["betas"]
-        step = state["step"] + 1
-        if group["decoupled_weight_decay"]:
-            weight = weight * (1 - lr * group["weight_decay"])
-        else:
-            grad = grad + group["weight_decay"] * weight
-        exp_avg = state["exp_avg"] + (1 - beta1) * (grad - state["exp_avg"])
-        exp_avg_sq = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
-        new = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
-        if group["amsgrad"]:
-            exp_avg_sq = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
-            new["max_exp_avg_sq"] = exp_avg_sq
-        denom = exp_avg_sq.sqrt() / (1 - beta2**step) ** 0.5 + group["eps"]
-        return weight - lr / (1 - beta1**step) * exp_avg / denom, new
-
-    def _native(
-        self, plan: int, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-    ) -> None:
+    ) -> Tensor:
         beta1, beta2 = group["betas"]
-        torch.ops.fusedstep.adam_.default(
-            plan,
-            weights,
-            grads,
+        adam(
+            [weight],
+            [grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [state["max_exp_avg_sq"]] if group["amsgrad"] else [],
+            [state["step"]],
+            foreach=False,
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            amsgrad=group["amsgrad"],
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+        return weight
+
+    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        beta1, beta2 = map(float, group["betas"])
+        return (
             float(group["lr"]),
-            float(beta1),
-            float(beta2),
+            beta1,
+            beta2,
             group["eps"],
             group["weight_decay"],
             group["amsgrad"],
-            group["maximize"],
             group["decoupled_weight_decay"],
         )

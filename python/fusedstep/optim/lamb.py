@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -85,6 +87,7 @@ class Lamb(FusedOptimizer):
         https://arxiv.org/abs/1904.00962
     """
 
+    _operator = "lamb_"
     _later_options = FusedOptimizer._later_options | {"capturable": False, "keep_grad": False}
 
     def __init__(
@@ -145,39 +148,53 @@ class Lamb(FusedOptimizer):
         trust_ratio = weight_norm / update_norm if weight_norm and update_norm else 1.0
         weight.add_(update, alpha=-float(group["lr"]) * trust_ratio)
 
-    def _out_of_place(
+    def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    ) -> Tensor:
+        # Up to the decay, LAMB's update is the step of an Adam from zero.
         beta1, beta2 = group["betas"]
-        step = state["step"] + 1
-        exp_avg = beta1 * state["exp_avg"] + (1 - beta1) * grad
-        exp_avg_sq = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
-        denom = (exp_avg_sq / (1 - beta2**step)).sqrt() + group["eps"]
-        update = exp_avg / (1 - beta1**step) / denom + group["weight_decay"] * weight
+        descent = torch.zeros_like(weight)
+        adam(
+            [descent],
+            [grad],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [state["step"]],
+            foreach=False,
+            capturable=group["capturable"],
+            differentiable=group["differentiable"],
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=1.0,
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+        update = group["weight_decay"] * weight - descent
         weight_norm, update_norm = weight.norm(), update.norm()
         trust_ratio = torch.where(
             (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / update_norm
         )
-        return (
-            weight - group["lr"] * trust_ratio * update,
-            {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq},
-        )
+        return weight - group["lr"] * trust_ratio * update
 
-    def _native(
-        self, plan: int, weights: list[Tensor], grads: list[Tensor], group: dict[str, Any]
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        torch.ops.fusedstep.lamb_.default(
-            plan,
-            weights,
-            grads,
+    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        beta1, beta2 = map(float, group["betas"])
+        return (
             float(group["lr"]),
-            float(beta1),
-            float(beta2),
+            beta1,
+            beta2,
             group["eps"],
             group["weight_decay"],
-            group["maximize"],
-            group["keep_grad"],
+            False,
+            True,
+            False,
+            True,
+            math.inf,
+            0.0,
+            math.inf,
         )
-        if not group["keep_grad"]:
-            torch.autograd.graph.increment_version(grads)
+
+    def _uses_grads(self, group: dict[str, Any]) -> bool:
+        return not group["keep_grad"]

@@ -1,0 +1,14 @@
+#pragma once
+#include <cstdint>
+
+namespace fusedstep {
+
+// What a step does with the memory of gradients that share it with nothing else. Others are only read.
+enum class GradUse : int64_t {
+  kLeave,    // nothing
+  kScale,    // multiplies them by the factor that the step takes them with
+  kScratch,  // may leave anything in them: LAMB's update goes there between its phases
+  kClear     // zeroes them
+};
+
+}  // namespace fusedstep

@@ -1,0 +1,75 @@
+"""What the native side has worked out for a group of weights, and how long that is good for."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from enum import IntEnum
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class GradUse(IntEnum):
+    """What a native step does with the memory of gradients that share it with nothing else."""
+
+    LEAVE = 0
+    SCALE = 1
+    """Multiplies them by the factor that the step takes them with."""
+    SCRATCH = 2
+    """May leave anything in them."""
+    CLEAR = 3
+
+
+class Plan:
+    """Addresses, layouts and chunks of a list of weights; frees the native part when it dies."""
+
+    __slots__ = ("__weakref__", "handle", "names", "weights")
+
+    def __init__(
+        self, weights: list[Tensor], states: list[dict[str, Tensor]], names: tuple[str, ...]
+    ) -> None:
+        slots = [state[name] for name in names for state in states]
+        steps = [state["step"] for state in states]
+        self.handle: int = torch.ops.fusedstep.plan_new(weights, slots, steps)
+        self.names = names
+        self.weights = list(weights)
+        weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
+
+    def bind(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Checks the operands of a step and notes where they are.
+
+        Returns whether native kernels can update them: not if one has changed its device or layout
+        since the plan was made.
+        """
+        try:
+            torch.ops.fusedstep.plan_bind.default(self.handle, weights, grads)
+        except NotImplementedError:  # the dispatcher's
+            return False
+        return True
+
+
+class Snapshot:
+    """Which tensors an optimizer's state consisted of: a plan is good for these and no others."""
+
+    __slots__ = ("states", "values", "views")
+
+    def __init__(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        self.states = list(state.values())
+        self.views = [tensors.values() for tensors in self.states]
+        self.values = list(self._flat())
+
+    def is_of(self, state: dict[Tensor, dict[str, Any]]) -> bool:
+        return same(state.values(), self.states) and all(map(is_, self._flat(), self.values))
+
+    def _flat(self) -> Iterable[Any]:
+        # The end mark tells views that have grown or shrunk.
+        return chain(chain.from_iterable(self.views), (None,))
+
+
+def same(a: Collection[Any], b: Collection[Any]) -> bool:
+    """Whether two collections hold the very same objects; in C, for it runs at every step."""
+    return len(a) == len(b) and all(map(is_, a, b))
