@@ -81,10 +81,11 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    assert described[0] == described[1]
+    own = ("state_dtype", inspect.Parameter.KEYWORD_ONLY, None)
+    assert described[0] == [*described[1], own]
     assert all(case.namesake is theirs for case in rows_of(name))
     param = [torch.zeros(3, requires_grad=True)]
-    assert ours(param).defaults == theirs(param).defaults
+    assert ours(param).defaults == theirs(param).defaults | {"state_dtype": None}
 
 
 def test_lamb_has_the_signature_of_its_papers_defaults():
@@ -101,6 +102,7 @@ def test_lamb_has_the_signature_of_its_papers_defaults():
         "differentiable": False,
         "fused": None,
         "keep_grad": False,
+        "state_dtype": None,
     }
     positional = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == ["params", "lr", "betas", "eps", "weight_decay"]

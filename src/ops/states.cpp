@@ -24,15 +24,13 @@ std::vector<int64_t> dense_strides(const TensorView& weight) {
   return strides;
 }
 
-Tensor new_state(const Tensor& weight, const TensorView& layout, int slot, int slots) {
+Tensor new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
   const std::vector<int64_t> strides = dense_strides(layout);
-  const int64_t size = element_size(layout.dtype);
+  const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
   const int64_t elements =
       std::accumulate(layout.sizes.begin(), layout.sizes.end(), int64_t{1}, std::multiplies<>());
   const bool placed = elements * size >= kPlacedBytes;
 
-  int32_t dtype = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight.get(), &dtype));
   const int64_t buffer_elements = elements + (placed ? kPage / size : 0), unit_stride = 1;
   AtenTensorHandle buffer_handle = nullptr, state_handle = nullptr;
   TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype,
@@ -49,14 +47,20 @@ Tensor new_state(const Tensor& weight, const TensorView& layout, int slot, int s
   return Tensor(state_handle);
 }
 
-Tensors new_states(const Tensors& weights, int64_t slots) {
+// In the weight's dtype; `wide` ones in float32 where the weight has 16 bits.
+Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
   check(slots > 0 && slots <= cpu::kMaxStates,
         "slots must be from 1 to " + std::to_string(cpu::kMaxStates) + ", not " + std::to_string(slots));
   Tensors states;
   states.reserve(slots * weights.size());
   for (int slot = 0; slot < slots; ++slot) {
     for (const Tensor& weight : weights) {
-      states.push_back(new_state(weight, view(weight, "weight"), slot, static_cast<int>(slots)));
+      const TensorView layout = view(weight, "weight");
+      int32_t dtype = aoti_torch_dtype_float32();
+      if (!wide || element_size(layout.dtype) > 2) {
+        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight.get(), &dtype));
+      }
+      states.push_back(new_state(layout, dtype, slot, static_cast<int>(slots)));
     }
   }
   // The weight's dense stand-in is its first state: a plan over dense operands, with the chunks of a step.
@@ -70,7 +74,9 @@ Tensors new_states(const Tensors& weights, int64_t slots) {
   return states;
 }
 
-STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) { m.def("new_states(Tensor[] weights, int slots) -> Tensor[]"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("new_states(Tensor[] weights, int slots, bool wide=False) -> Tensor[]");
+}
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("new_states", TORCH_BOX(&new_states)); }
 
 }  // namespace

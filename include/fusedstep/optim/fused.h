@@ -217,8 +217,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
       if (!whole) fresh.push_back(weight);
     }
     if (fresh.empty()) return;
-    static const auto new_states = detail::find_op<Tensors(at::TensorList, int64_t)>("fusedstep::new_states");
-    const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots));
+    static const auto new_states =
+        detail::find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
+    const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots), /*wide=*/false);
     for (size_t i = 0; i < fresh.size(); ++i) {
       auto& state = state_[fresh[i].unsafeGetTensorImpl()];
       if (state == nullptr) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import repeat
+from itertools import cycle, repeat
 from operator import is_not
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -53,6 +53,7 @@ class FusedOptimizer(Optimizer):
         "maximize": False,
         "differentiable": False,
         "fused": None,
+        "state_dtype": None,
     }
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -128,20 +129,14 @@ class FusedOptimizer(Optimizer):
         """Gives a state to those weights that have none."""
         names = self._state_names(group)
         weights = [p for p in weights if not self.state[p].keys() >= {"step", *names}]
-        if not weights:
-            return
         value = self._initial_value(group)
-        if self._is_native(group, weights):
-            tensors = torch.ops.fusedstep.new_states(weights, len(names))
-        else:
-            tensors = [torch.zeros_like(p) for _ in names for p in weights]
-        for i, p in enumerate(weights):
+        for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
             state = self.state[p]
             state.setdefault("step", _new_step(p, group))
-            for name, tensor in zip(names, tensors[i :: len(weights)], strict=True):
+            if name not in state:
                 if value != 0:
                     tensor.fill_(complex(value, value) if p.is_complex() else value)
-                state.setdefault(name, tensor)
+                state[name] = tensor
 
     @torch.no_grad()
     def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
@@ -152,14 +147,36 @@ class FusedOptimizer(Optimizer):
             for p in weights
             if all(name in self.state[p] and self.state[p][name].shape == p.shape for name in names)
         ]
-        if not weights:
-            return
-        tensors = torch.ops.fusedstep.new_states(weights, len(names))
-        for i, p in enumerate(weights):
-            state = self.state[p]
-            state["step"] = _new_step(p, group).copy_(state["step"])
-            for name, tensor in zip(names, tensors[i :: len(weights)], strict=True):
-                state[name] = tensor.copy_(state[name])
+        for p in weights:
+            self.state[p]["step"] = _new_step(p, group).copy_(self.state[p]["step"])
+        for p, name, tensor in self._zeros(group, weights, native=True):
+            self.state[p][name] = tensor.copy_(self.state[p][name])
+
+    def _zeros(
+        self, group: dict[str, Any], weights: list[Tensor], native: bool
+    ) -> Iterable[tuple[Tensor, str, Tensor]]:
+        """A zeroed tensor for each state of each weight."""
+        names = self._state_names(group)
+        wide = [self._has_wide_states(group, p) for p in weights]
+        for some_wide in set(wide):
+            some = [p for p, is_wide in zip(weights, wide, strict=True) if is_wide is some_wide]
+            if native:
+                tensors = torch.ops.fusedstep.new_states(some, len(names), some_wide)
+            else:
+                dtype = torch.float32 if some_wide else None
+                tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in some]
+            for name, tensor, p in zip(
+                (name for name in names for _ in some), tensors, cycle(some), strict=False
+            ):
+                yield p, name, tensor
+
+    def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
+        if weight.dtype not in (torch.bfloat16, torch.float16):
+            return False
+        state = self.state.get(weight, {})
+        dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
+        return (dtypes or [group["state_dtype"]])[0] is torch.float32
 
     # The choice of code
 
@@ -264,7 +281,7 @@ class FusedOptimizer(Optimizer):
         factor, norm = self._scaler_factor(), None
         if factor is None:
             untreated = [pair for group in work for pair in group.pairs()]
-            norm = float("inf")
+            factor, norm = 1.0, math.inf
         else:
             if max_norm is not None:
                 norm = _grad_norm(work) * factor
@@ -276,7 +293,7 @@ class FusedOptimizer(Optimizer):
                 for weight in group.weights:
                     weight.grad = None
         else:
-            _treat_grads(untreated, 0.0 if zero_grad else factor or 1.0)
+            _treat_grads(untreated, 0.0 if zero_grad else factor)
         return None if max_norm is None else torch.tensor(norm, dtype=torch.float64)
 
     def _bind_groups(self) -> list[_Work]:
@@ -346,7 +363,12 @@ class FusedOptimizer(Optimizer):
             weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
 
         if not (group["differentiable"] or group.get("capturable")):
-            self._imperative(group, weight, grad, state)
+            if self._has_wide_states(group, weight):
+                wide = weight.float()
+                self._imperative(group, wide, grad.float(), state)
+                weight.copy_(wide)
+            else:
+                self._imperative(group, weight, grad, state)
             return
 
         if group["differentiable"] and state["step"].requires_grad:

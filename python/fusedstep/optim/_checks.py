@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -20,6 +21,11 @@ def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: boo
 def check_eps(eps: float) -> None:
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
+
+
+def check_state_dtype(state_dtype: torch.dtype | None) -> None:
+    if state_dtype not in (None, torch.float32):
+        raise ValueError(f"state_dtype must be None or torch.float32, not {state_dtype}")
 
 
 def check_at_least_zero(name: str, value: float) -> None:

@@ -8,7 +8,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, check_eps, check_lr
+from fusedstep.optim._checks import check_at_least_zero, check_eps, check_lr, check_state_dtype
 
 __all__ = ["Adagrad"]
 
@@ -58,6 +58,8 @@ class Adagrad(FusedOptimizer):
             in plain torch operations. None takes the native kernels if they can
             update every weight of the group and neither foreach nor differentiable
             is True (default: None)
+        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+            float16 weights; None keeps all states in the weight's dtype (default: None)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -92,12 +94,14 @@ class Adagrad(FusedOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_lr(lr)
         check_at_least_zero("lr_decay", lr_decay)
         check_at_least_zero("weight_decay", weight_decay)
         check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
         check_eps(eps)
+        check_state_dtype(state_dtype)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -108,6 +112,7 @@ class Adagrad(FusedOptimizer):
             "maximize": maximize,
             "differentiable": differentiable,
             "fused": fused,
+            "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
 

@@ -8,7 +8,13 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, check_betas, check_eps, check_lr
+from fusedstep.optim._checks import (
+    check_at_least_zero,
+    check_betas,
+    check_eps,
+    check_lr,
+    check_state_dtype,
+)
 
 __all__ = ["Adam"]
 
@@ -60,6 +66,8 @@ class Adam(FusedOptimizer):
             in plain torch operations. None takes the native kernels if they can
             update every weight of the group and neither foreach nor differentiable
             is True (default: None)
+        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+            float16 weights; None keeps all states in the weight's dtype (default: None)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
 
@@ -105,9 +113,11 @@ class Adam(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_lr(lr, foreach=foreach, capturable=capturable)
         check_eps(eps)
+        check_state_dtype(state_dtype)
         check_at_least_zero("weight_decay", weight_decay)
         defaults = {
             "lr": lr,
@@ -121,6 +131,7 @@ class Adam(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
+            "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -56,6 +57,8 @@ class AdamW(Adam):
             in plain torch operations. None takes the native kernels if they can
             update every weight of the group and neither foreach nor differentiable
             is True (default: None)
+        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+            float16 weights; None keeps all states in the weight's dtype (default: None)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -91,6 +94,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -105,6 +109,7 @@ class AdamW(Adam):
             differentiable=differentiable,
             fused=fused,
             decoupled_weight_decay=True,
+            state_dtype=state_dtype,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

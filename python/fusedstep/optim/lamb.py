@@ -9,7 +9,13 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, check_betas, check_eps, check_lr
+from fusedstep.optim._checks import (
+    check_at_least_zero,
+    check_betas,
+    check_eps,
+    check_lr,
+    check_state_dtype,
+)
 
 __all__ = ["Lamb"]
 
@@ -67,6 +73,8 @@ class Lamb(FusedOptimizer):
             in plain torch operations. None takes the native kernels if they can
             update every weight of the group and neither foreach nor differentiable
             is True (default: None)
+        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+            float16 weights; None keeps all states in the weight's dtype (default: None)
         keep_grad (bool, optional): leave ``.grad`` as it was (default: False)
 
     Raises:
@@ -104,9 +112,11 @@ class Lamb(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         keep_grad: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:
         check_lr(lr, foreach=foreach, capturable=capturable)
         check_eps(eps)
+        check_state_dtype(state_dtype)
         check_at_least_zero("weight_decay", weight_decay)
         defaults = {
             "lr": lr,
@@ -119,6 +129,7 @@ class Lamb(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "keep_grad": keep_grad,
+            "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
 

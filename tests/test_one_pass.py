@@ -1,0 +1,244 @@
+"""step(max_norm=..., zero_grad=...) and a GradScaler's scale against the separate calls."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedstep
+from cases import CASES, DTYPES, LOW_PRECISION, PLAIN
+from stepping import (
+    as_parameters,
+    assert_contents_close,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    make_gradients,
+    make_weights,
+)
+
+SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
+MODES = {
+    "fused": {},
+    "unfused": {"fused": False},
+    "two groups": {"groups": True},
+    "mixed groups": {"groups": True, "mixed": True},
+}
+
+
+def build(case, dtype, mode, scale=1.0):
+    """Parameters with gradients, the optimizer, and its twin for the separate calls."""
+    options = dict(MODES[mode])
+    grouped, mixed = options.pop("groups", False), options.pop("mixed", False)
+    params = as_parameters(make_weights(SHAPES, dtype))
+    groups = [{"params": params}]
+    if grouped:
+        groups = [{"params": params[:2]}, {"params": params[2:], "eps": 1e-6}]
+    if mixed:
+        groups[1]["fused"] = False
+    optimizer = case.build(groups, **options)
+    set_gradients(optimizer, dtype, 1, scale)
+    optimizer.step()
+    set_gradients(optimizer, dtype, 2, scale)
+    twin = copy.deepcopy(optimizer)
+    set_gradients(twin, dtype, 2, scale)
+    return optimizer, twin
+
+
+def params_of(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def set_gradients(optimizer, dtype, step, scale=1.0):
+    for param, gradient in zip(
+        params_of(optimizer), make_gradients(SHAPES, dtype, step), strict=True
+    ):
+        param.grad = gradient * scale
+
+
+def assert_same_step(optimizer, twin, dtype, rounds=False):
+    """The norms may differ in the last bit of float32: so may what is multiplied with them.
+
+    `rounds`: the separate calls round the multiplied gradients to the dtype, the step does not.
+    """
+    epsilon = torch.finfo(dtype).eps
+    rtol = 40 * epsilon if rounds else 16 * epsilon
+    assert_contents_close(contents(optimizer), contents(twin), rtol=rtol, atol=4 * epsilon)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0, float("inf")])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clips_as_the_separate_calls_do(case, max_norm, mode):
+    optimizer, twin = build(case, torch.float32, mode)
+    norm = optimizer.step(max_norm=max_norm)
+    expected = torch.nn.utils.clip_grad_norm_(params_of(twin), max_norm)
+    twin.step()
+    torch.testing.assert_close(norm, expected.double(), rtol=1e-5, atol=0)
+    assert_same_step(optimizer, twin, torch.float32)
+    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+        torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero_grad", [True, "none"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clips_and_clears(case, dtype, zero_grad):
+    optimizer, twin = build(case, dtype, "fused")
+    before = [param.grad.data_ptr() for param in params_of(optimizer)]
+    optimizer.step(max_norm=0.5, zero_grad=zero_grad)
+    torch.nn.utils.clip_grad_norm_(params_of(twin), 0.5)
+    twin.step()
+    assert_same_step(optimizer, twin, dtype, rounds=dtype in LOW_PRECISION)
+    for param, address in zip(params_of(optimizer), before, strict=True):
+        if zero_grad == "none":
+            assert param.grad is None
+        else:
+            assert param.grad.data_ptr() == address
+            assert not param.grad.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("zero_grad", [True, "none"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_clearing_alone_changes_no_bit_of_the_step(case, zero_grad, mode):
+    optimizer, twin = build(case, torch.float32, mode)
+    assert optimizer.step(zero_grad=zero_grad) is None
+    twin.step()
+    assert_same_contents(contents(optimizer), contents(twin))
+    for param in params_of(optimizer):
+        assert param.grad is None if zero_grad == "none" else not param.grad.any()
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_norm_has_the_same_bits_for_any_isa_and_thread_count(case):
+    norms = set()
+    for isa in fusedstep.isas():
+        for threads in (1, 2, 3):
+            optimizer, _ = build(case, torch.float32, "two groups")
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            fusedstep._ops.force_isa(isa)
+            norms.add(optimizer.step(max_norm=1.0).item())
+            fusedstep._ops.force_isa(None)
+            torch.set_num_threads(before)
+    assert len(norms) == 1
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_gradient_that_weights_share_is_scaled_and_cleared_once(case, zero_grad, grouped):
+    def build_shared():
+        params = as_parameters(make_weights([(50,)] * 3, torch.float32))
+        shared = make_gradients([(50,)], torch.float32, 1)[0]
+        params[0].grad, params[1].grad = shared, shared
+        params[2].grad = torch.full((), 2.0).expand(50)
+        split = [{"params": params[:1]}, {"params": params[1:]}]
+        return params, case.build(split if grouped else params)
+
+    params, optimizer = build_shared()
+    norm = optimizer.step(max_norm=1.0, zero_grad=zero_grad)
+    twins, twin = build_shared()
+    factor = 1.0 / (norm.item() + 1e-6)
+    clipped = [param.grad * factor for param in twins]
+    for param, gradient in zip(twins, clipped, strict=True):
+        param.grad = gradient.clone()
+    twin.step()
+    assert_same_step(optimizer, twin, torch.float32)
+    for param, gradient in zip(params, clipped, strict=True):
+        torch.testing.assert_close(param.grad, gradient * (not zero_grad), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_norms_that_are_not_finite(case):
+    for bad in (float("inf"), float("nan")):
+        optimizer, twin = build(case, torch.float32, "fused")
+        for each in (optimizer, twin):
+            params_of(each)[0].grad[3, 3] = bad
+        norm = optimizer.step(max_norm=1.0)
+        expected = torch.nn.utils.clip_grad_norm_(params_of(twin), 1.0)
+        twin.step()
+        assert_same_bits(norm.float(), expected, "norm")
+        for mine, theirs in zip(params_of(optimizer), params_of(twin), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"max_norm": -1.0}, "Invalid max_norm value: -1.0"),
+        ({"max_norm": float("nan")}, "Invalid max_norm value: nan"),
+        ({"max_norm": 1.0, "closure": lambda: 0.0}, "max_norm and closure"),
+        ({"zero_grad": "all"}, "zero_grad must be"),
+        ({"zero_grad": None}, "zero_grad must be"),
+    ],
+)
+def test_bad_arguments_change_nothing(case, arguments, text):
+    optimizer, _ = build(case, torch.float32, "fused")
+    before = contents(optimizer)
+    with pytest.raises(ValueError, match=text):
+        optimizer.step(**arguments)
+    assert_same_contents(contents(optimizer), before)
+
+
+# ---- GradScaler ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.5}, {"zero_grad": True}], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_scalers_gradients_are_unscaled_in_the_step(case, arguments, mode):
+    scale = 1024.0
+    optimizer, twin = build(case, torch.float32, mode)
+    set_gradients(optimizer, torch.float32, 2, scale)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer, **arguments)
+    twin.step(**arguments)
+    assert_same_contents(contents(optimizer), contents(twin))
+    for param, other in zip(params_of(optimizer), params_of(twin), strict=True):
+        assert_same_bits(param.grad, other.grad, "gradient")
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_scaler_skips_a_step_with_an_infinite_gradient(case, mode):
+    optimizer, _ = build(case, torch.float32, mode)
+    params_of(optimizer)[2].grad[7] = float("inf")
+    before = contents(optimizer)
+    grads = [param.grad.clone() for param in params_of(optimizer)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_contents(contents(optimizer), before)
+    assert scaler.get_scale() == 2.0
+    if optimizer._step_supports_amp_scaling:
+        for param, grad in zip(params_of(optimizer), grads, strict=True):
+            assert_same_bits(param.grad, grad, "gradient")
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_gradients_that_were_unscaled_before_are_not_unscaled_again(case):
+    optimizer, twin = build(case, torch.float32, "fused")
+    set_gradients(optimizer, torch.float32, 2, 8.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    twin.step()
+    assert_same_contents(contents(optimizer), contents(twin))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_skipped_step_still_clears(case):
+    optimizer, _ = build(case, torch.float32, "fused")
+    optimizer.found_inf = torch.ones(())
+    before = contents(optimizer)
+    norm = optimizer.step(max_norm=1.0, zero_grad=True)
+    assert norm.item() == float("inf")
+    assert_same_contents(contents(optimizer), before)
+    assert not any(param.grad.any() for param in params_of(optimizer))

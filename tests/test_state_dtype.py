@@ -1,0 +1,125 @@
+"""bfloat16 and float16 weights with float32 states."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedstep
+from cases import CASES, LOW_PRECISION, PLAIN
+from stepping import (
+    Reference,
+    as_parameters,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    forced_isa,
+    make_gradients,
+    make_weights,
+    threads,
+    train,
+)
+
+SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
+
+
+def run_wide(case, dtype, steps=3, **overrides):
+    params = as_parameters(make_weights(SHAPES, dtype))
+    optimizer = case.build(params, state_dtype=torch.float32, **overrides)
+    train(optimizer, params, range(1, steps + 1))
+    return params, optimizer
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_states_are_float32_and_as_exact(case, dtype, fused):
+    """The states are those of the reference from the same weights, to float32's precision.
+
+    The terms of their sums are about one, and may cancel: hence the absolute tolerance.
+    """
+    params = as_parameters(make_weights(SHAPES, dtype))
+    optimizer = case.build(params, state_dtype=torch.float32, fused=fused)
+    for step in range(1, 6):
+        before = [param.detach().clone() for param in params]
+        states = [copy.deepcopy(optimizer.state[param]) for param in params]
+        train(optimizer, params, [step])
+        gradients = make_gradients(SHAPES, dtype, step)
+        for param, weight, state, gradient in zip(params, before, states, gradients, strict=True):
+            assert param.dtype is dtype
+            reference = Reference(case, weight.float())
+            reference.state = {name: state[name].double() for name in case.states if name in state}
+            reference.steps = step - 1
+            reference.step(gradient)
+            for name in case.states:
+                now = optimizer.state[param][name]
+                assert now.dtype is torch.float32
+                torch.testing.assert_close(
+                    now.double(), reference.state[name], rtol=1e-5, atol=1e-7
+                )
+            torch.testing.assert_close(
+                param.double(), reference.weight, rtol=torch.finfo(dtype).eps, atol=1e-6
+            )
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_same_bits_for_every_isa_and_thread_count(case, dtype):
+    with forced_isa("base"), threads(1):
+        expected = contents(run_wide(case, dtype)[1])
+    for isa in fusedstep.isas():
+        for count in (1, 3):
+            with forced_isa(isa), threads(count):
+                assert_same_contents(contents(run_wide(case, dtype)[1]), expected)
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_strided_weights(case, dtype):
+    (start,) = make_weights([(40, 33)], dtype)
+    (gradient,) = make_gradients([(40, 33)], dtype, 1)
+    strided = torch.zeros(33, 80, dtype=dtype)[:, ::2].t()
+    strided.copy_(start)
+    results = []
+    for weight in (start.clone(), strided):
+        param = torch.nn.Parameter(weight)
+        param.grad = gradient
+        optimizer = case.build([param], state_dtype=torch.float32)
+        optimizer.step()
+        results.append(param)
+    if case.elementwise:
+        assert_same_bits(results[1], results[0], "weight")
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_wider_weights_keep_their_own_dtype(case):
+    for dtype in (torch.float32, torch.float64):
+        params, optimizer = run_wide(case, dtype)
+        for param in params:
+            for name in case.states:
+                assert optimizer.state[param][name].dtype is dtype
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_model_cast_in_mid_run_goes_on_with_its_states(case, dtype):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    optimizer = case.build(params)
+    train(optimizer, params, [1, 2])
+    states = [optimizer.state[param][case.states[0]] for param in params]
+    for param in params:
+        param.grad = None
+        param.data = param.data.to(dtype)
+    train(optimizer, params, [3])
+    for param, state in zip(params, states, strict=True):
+        assert param.dtype is dtype
+        assert optimizer.state[param][case.states[0]] is state
+        assert optimizer.state[param]["step"] == 3
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("bad", [torch.float64, torch.bfloat16, "float32"], ids=str)
+def test_other_dtypes_are_refused(case, bad):
+    with pytest.raises(ValueError, match="state_dtype must be None"):
+        case.build(as_parameters(make_weights(SHAPES, torch.float32)), state_dtype=bad)
