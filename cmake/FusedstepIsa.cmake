@@ -11,7 +11,11 @@ function(fusedstep_isa NAME CAPABILITY)
   # GCC 12 warns of variables left undefined on purpose inside its own intrinsics.
   target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
   # Under a sanitizer, what runs is what was built for this machine, and -O3 takes the compiler minutes: -O1.
-  target_compile_options(fusedstep_kernels_${NAME} PRIVATE $<IF:$<BOOL:${FUSEDSTEP_SANITIZE}>,-O1,-O3> -ffp-contract=off -frounding-math -fno-math-errno
+  set(level -O3)
+  if(FUSEDSTEP_SANITIZE)
+    set(level -O1)
+  endif()
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE ${level} -ffp-contract=off -frounding-math -fno-math-errno
                                                            -fno-trapping-math ${ARGN})
   target_link_libraries(fusedstep_kernels_${NAME} PRIVATE fusedstep_options torch::headers)
   set_target_properties(fusedstep_kernels_${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)

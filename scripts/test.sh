@@ -27,17 +27,14 @@ cpp_tests() {
   grep 'tests passed' "$logs/ctest-$1.log"
 }
 
-# What has no LibTorch in it, which is not built for sanitizers.
-sanitized_tests() { cpp_tests "$1" --target fusedstep_core_tests mnist_test; }
-
 python_tests() { (cd "$root" && "$python" -m pytest "$@"); }
 
 test_everything() {
   need_python_packages test
   part "C++" cpp_tests release
   part "Python" python_tests --ignore=tests/packaging
-  part "C++ asan" sanitized_tests asan
-  part "C++ ubsan" sanitized_tests ubsan
+  # What has no LibTorch in it, which is not built for sanitizers.
+  part "C++ sanitized" cpp_tests sanitize --target fusedstep_core_tests mnist_test
   part "packaging" python_tests tests/packaging
   printf '\n'
   printf '%s\n' "${summary[@]}"
