@@ -37,19 +37,23 @@ def check_betas(
     betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, capturable: bool
 ) -> tuple[float | Tensor, float | Tensor]:
     """Returns the betas, one-element tensors among them as 0-dimensional ones."""
-    for i, beta in enumerate(betas):
-        if isinstance(beta, Tensor):
-            if foreach and not capturable:
-                raise ValueError(
-                    f"betas[{i}] as a Tensor is not supported for capturable=False and foreach=True"
-                )
-            if beta.numel() != 1:
-                raise ValueError(f"Tensor betas[{i}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {beta}")
+    for i in range(2):
+        if isinstance(betas[i], Tensor) and betas[i].numel() != 1:
+            raise ValueError(f"Tensor betas[{i}] must be 1-element")
+        if not 0.0 <= betas[i] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
     beta1, beta2 = betas
-    if isinstance(beta1, Tensor) and isinstance(beta2, Tensor):
-        return beta1.squeeze(), beta2.squeeze()
     if isinstance(beta1, float) and isinstance(beta2, float):
         return beta1, beta2
-    raise ValueError("betas must be either both floats or both Tensors")
+    if not (isinstance(beta1, Tensor) and isinstance(beta2, Tensor)):
+        raise ValueError("betas must be either both floats or both Tensors")
+    if foreach and not capturable:
+        raise ValueError(
+            "betas[0] as a Tensor is not supported for capturable=False and foreach=True"
+        )
+    return as_number(beta1), as_number(beta2)
+
+
+def as_number(option: float | Tensor) -> float | Tensor:
+    """A one-element tensor without dimensions, which would go over to the weight."""
+    return option.squeeze() if isinstance(option, Tensor) else option

@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import (
+    as_number,
     check_at_least_zero,
     check_betas,
     check_eps,
@@ -183,12 +184,14 @@ class Lamb(FusedOptimizer):
             eps=group["eps"],
             maximize=False,
         )
-        update = group["weight_decay"] * weight - descent
+        update = -descent
+        if group["weight_decay"] != 0:
+            update = update + group["weight_decay"] * weight
         weight_norm, update_norm = weight.norm(), update.norm()
         trust_ratio = torch.where(
             (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / update_norm
         )
-        return weight - group["lr"] * trust_ratio * update
+        return weight - as_number(group["lr"]) * trust_ratio * update
 
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
         beta1, beta2 = map(float, group["betas"])
