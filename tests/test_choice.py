@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from cases import CASES, PLAIN, WITH_NAMESAKE
+from cases import CASES, PLAIN
 from fusedstep import _ops
 from stepping import (
     as_parameters,
@@ -72,22 +72,6 @@ def test_groups_choose_for_themselves(case):
     assert_contents_close(contents(optimizer), contents(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
-def test_complex_weights_by_default(case):
-    """There is no kernel for them: the twin does what torch's for-loop does."""
-    generator = torch.Generator().manual_seed(0)
-    value, *gradients = (
-        torch.randn(5, 6, dtype=torch.cfloat, generator=generator) for _ in range(4)
-    )
-    params, others = as_parameters([value]), as_parameters([value])
-    optimizer, namesake = case.build(params, fused=None), case.build_namesake(others)
-    for gradient in gradients:
-        params[0].grad, others[0].grad = gradient.clone(), gradient.clone()
-        optimizer.step()
-        namesake.step()
-    torch.testing.assert_close(params[0], others[0], rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_of_unfused_adagrad():
     """torch's Adagrad takes them, so ours does without fused."""
@@ -124,21 +108,6 @@ def test_differentiable_steps_have_a_derivative(case):
         return param
 
     assert torch.autograd.gradcheck(two_steps, (weight, source), atol=1e-6, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "case", [case for case in WITH_NAMESAKE if "exp_avg" in case.states], ids=str
-)
-def test_capturable_needs_a_device_that_captures(case):
-    errors = []
-    for build in (case.build, case.build_namesake):
-        param = torch.nn.Parameter(torch.ones(3))
-        optimizer = build([param], capturable=True, fused=False)
-        param.grad = torch.ones(3)
-        with pytest.raises(AssertionError) as caught:
-            optimizer.step()
-        errors.append(str(caught.value))
-    assert errors[0] == errors[1]
 
 
 WITHOUT_LIBRARY = """

@@ -76,21 +76,53 @@ def test_state_dict_between_fused_and_imperative_sees_a_lost_state():
 
 
 @pytest.mark.parametrize("to_torch", [True, False], ids=["to torch", "from torch"])
-@pytest.mark.parametrize("options", [{"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
+)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 @pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
-def test_state_dict_from_and_to_the_namesake(case, options, to_torch):
-    weights = make_weights(SHAPES, torch.float32)
-    params = as_parameters(weights)
+def test_state_dict_from_and_to_the_namesake(case, fused, options, to_torch):
+    """Through a file, with the options of the loading optimizer put back."""
+    params = as_parameters(make_weights(SHAPES, torch.float32))
     namesake = case.namesake(params, **case.options, **options)
-    optimizer = case.build(params)
+    optimizer = case.build(params, fused=fused)
     first, second = (optimizer, namesake) if to_torch else (namesake, optimizer)
     train(first, params, range(1, 4))
-    fused = second.param_groups[0]["fused"]
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    second.param_groups[0]["fused"] = fused
+    flags = {name: second.param_groups[0][name] for name in ("foreach", "fused")}
+    second.load_state_dict(through_a_file(first.state_dict()))
+    second.param_groups[0].update(flags)
     train(second, params, range(4, 7))
     _, whole = run(case, SHAPES, torch.float32, steps=6)
     assert_contents_close(contents(second), contents(whole), rtol=1e-5, atol=1e-6)
+
+
+NEWER_OPTIONS = (
+    "foreach", "maximize", "differentiable", "fused", "capturable", "amsgrad",
+    "decoupled_weight_decay", "keep_grad",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_older_dictionaries(case):
+    """They lack options, and their steps are numbers."""
+
+    def age(dictionary):
+        dictionary = copy.deepcopy(dictionary)
+        for group in dictionary["param_groups"]:
+            for name in set(NEWER_OPTIONS) - case.options.keys() - case.modes.keys():
+                group.pop(name, None)
+        for state in dictionary["state"].values():
+            state["step"] = int(state["step"])
+        return dictionary
+
+    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    params, optimizer = run(case, SHAPES, torch.float32, steps=3)
+    resumed_params = as_parameters(params)
+    resumed = case.build(resumed_params, fused=None)
+    resumed.load_state_dict(age(optimizer.state_dict()))
+    train(resumed, resumed_params, range(4, 7))
+    assert_same_contents(contents(resumed), contents(whole))
+    assert resumed.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
 @pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)

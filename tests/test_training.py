@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cases import CASES, PLAIN, WITH_NAMESAKE
+from cases import CASES, WITH_NAMESAKE
 from fusedstep import optim
 from stepping import (
     as_parameters,
@@ -90,42 +90,6 @@ def test_a_gradient_that_comes_and_goes(case):
     assert [fused.state[param]["step"].item() for param in params] == [6, 3, 2]
 
 
-@pytest.mark.parametrize(
-    "make_scheduler",
-    [
-        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5),
-        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.9**epoch),
-        lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5),
-    ],
-    ids=["StepLR", "LambdaLR", "CosineAnnealingLR"],
-)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_learning_rate_schedulers(case, make_scheduler):
-    pairs = pair(case)
-    schedulers = [make_scheduler(optimizer) for optimizer, _ in pairs]
-    for step in range(1, 7):
-        for (optimizer, params), scheduler in zip(pairs, schedulers, strict=True):
-            train(optimizer, params, [step])
-            scheduler.step()
-    assert pairs[0][0].param_groups[0]["lr"] != case.lr
-    assert_pair_close(pairs[0][0], pairs[1][0])
-
-
-@pytest.mark.parametrize("case", [case for case in PLAIN if "exp_avg" in case.states], ids=str)
-def test_a_scheduler_that_cycles_betas(case):
-    pairs = pair(case)
-    schedulers = [
-        torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=10)
-        for optimizer, _ in pairs
-    ]
-    for step in range(1, 7):
-        for (optimizer, params), scheduler in zip(pairs, schedulers, strict=True):
-            train(optimizer, params, [step])
-            scheduler.step()
-    assert pairs[0][0].param_groups[0]["betas"][0] != 0.9
-    assert_pair_close(pairs[0][0], pairs[1][0])
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_learning_rate_that_is_a_tensor(case):
     _, with_float = run(case, SHAPES, torch.float32, steps=3)
@@ -195,18 +159,6 @@ def test_a_closure_is_evaluated_with_gradients_on(case):
     before = param.detach().clone()
     assert optimizer.step(closure) is losses[0]
     assert not torch.equal(param, before)
-
-
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_hooks_run_around_a_step(case):
-    (fused, params), _ = pair(case)
-    seen = []
-    fused.register_step_pre_hook(lambda *_: seen.append(params[0].detach().clone()))
-    fused.register_step_post_hook(lambda *_: seen.append(params[0].detach().clone()))
-    train(fused, params, [1])
-    before, after = seen
-    assert not torch.equal(before, after)
-    assert_same_bits(params[0], after, "weight")
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

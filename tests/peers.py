@@ -1,0 +1,242 @@
+"""What a behaviour is compared with: torch's class of the same name.
+
+An experiment is a function of an optimizer's class and mode. Its outcome is its warnings, its error
+and its value: the same with ours as with torch's, or the difference is listed.
+"""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.optim.optimizer import _use_grad_for_differentiable
+
+from cases import PLAIN
+from fusedstep import optim
+from reference.lamb import lamb
+
+MODES = {
+    "default": {},
+    "fused": {"fused": True},
+    "unfused": {"fused": False},
+    "foreach": {"foreach": True},
+}
+
+#: Without the hooks around it, which torch puts around the step of each class.
+_step_of_adam = inspect.unwrap(torch.optim.Adam.step)
+
+#: Options of ours that torch's class does not have.
+OWN_OPTIONS = {"keep_grad"}
+
+
+class ByFormula(torch.optim.AdamW):
+    """What torch's class would be for an optimizer that torch has not.
+
+    Constructor, checks, texts and housekeeping are AdamW's; the weight is the reference formula's.
+    """
+
+    formula: Callable
+
+    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options):
+        self.own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
+        super().__init__(params, lr, betas, eps, weight_decay, **options)
+
+    @_use_grad_for_differentiable
+    def step(self, closure=None):
+        before = {
+            p: (p.detach().clone(), {k: v.clone() for k, v in self._moments(p)})
+            for group in self.param_groups
+            for p in group["params"]
+        }
+        loss = _step_of_adam(self, closure)
+        names = inspect.signature(self.formula).parameters.keys() - {"weight", "grad"}
+        with torch.no_grad():
+            for group in self.param_groups:
+                options = {name: _plain(group[name]) for name in names & group.keys()}
+                for p in group["params"]:
+                    if p.grad is not None:
+                        weight, state = before[p]
+                        count = self.state[p]["step"]
+                        count = count if group["differentiable"] else count.item()
+                        weight, gradient, state = _in_double(weight, p.grad, state)
+                        weight, _ = self.formula(weight, gradient, state, count, **options)
+                        p.copy_(torch.view_as_complex(weight) if p.is_complex() else weight)
+        return loss
+
+    def _moments(self, param):
+        state = self.state.get(param, {})
+        return [(name, value) for name, value in state.items() if name.startswith("exp_avg")]
+
+
+def _plain(option):
+    if isinstance(option, tuple):
+        return tuple(map(_plain, option))
+    return option.item() if isinstance(option, torch.Tensor) else option
+
+
+def _in_double(weight, gradient, state):
+    def double(tensor):
+        return torch.view_as_real(tensor).double() if tensor.is_complex() else tensor.double()
+
+    return double(weight), double(gradient), {k: double(v) for k, v in state.items()}
+
+
+class Lamb(ByFormula):
+    formula = staticmethod(lamb)
+
+
+_WITHOUT_NAMESAKE = {optim.Lamb: Lamb}
+
+#: torch's class for each of ours.
+PEERS = {case.optimizer: case.namesake or _WITHOUT_NAMESAKE[case.optimizer] for case in PLAIN}
+
+
+class Difference(NamedTuple):
+    """Where ours is not as torch's."""
+
+    row: str
+    """How the row of docs/differences.md begins that tells it and says why."""
+    experiment: str
+    classes: tuple[type, ...]
+    modes: tuple[str, ...]
+
+
+class Build:
+    """Makes optimizers of one class in one mode."""
+
+    def __init__(self, cls: type, mode: str):
+        self.cls, self.mode = cls, MODES[mode]
+
+    def __call__(self, params, **options):
+        return self.cls(params, **(self.mode | options))
+
+
+class Outcome(NamedTuple):
+    warnings: list[str]
+    error: str | None
+    value: Any
+
+    def __str__(self) -> str:
+        return "\n".join([*self.warnings, str(self.value) if self.error is None else self.error])
+
+
+def outcome_of(experiment: Callable, *arguments) -> Outcome:
+    value = error = None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            value = experiment(*arguments)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    texts = {str(w.message) for w in caught if w.category is UserWarning}
+    # What comes once in a process only the first of two outcomes has.
+    texts = {text for text in texts if not text.startswith("Sparse invariant checks")}
+    return Outcome(sorted(texts), error, value)
+
+
+def is_same(ours: Outcome, torchs: Outcome) -> bool:
+    """Numbers are as close as two orders of the same operations leave them over a few steps."""
+    if (ours.warnings, ours.error) != (torchs.warnings, torchs.error):
+        return False
+    try:
+        assert_same_values(ours.value, torchs.value, rtol=1e-5, atol=1e-6)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_same_values(ours, torchs, rtol: float, atol: float) -> None:
+    """The same structure, types and texts, and numbers that are close."""
+    assert type(ours) is type(torchs), (ours, torchs)
+    if isinstance(ours, dict):
+        assert ours.keys() == torchs.keys()
+        ours, torchs = list(ours.values()), [torchs[key] for key in ours]
+    if isinstance(ours, (list, tuple)):
+        assert len(ours) == len(torchs)
+        for our, their in zip(ours, torchs, strict=True):
+            assert_same_values(our, their, rtol, atol)
+    elif isinstance(ours, torch.Tensor):
+        torch.testing.assert_close(ours, torchs, rtol=rtol, atol=atol, equal_nan=True)
+    elif isinstance(ours, float):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=rtol, atol=atol)
+    else:
+        assert ours == torchs
+
+
+def said(function: Callable, *arguments) -> str:
+    """The error that is part of what an experiment tells."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def of(*classes: type) -> Callable:
+    """Restricts an experiment to some of our classes."""
+
+    def mark(experiment):
+        experiment.classes = classes
+        return experiment
+
+    return mark
+
+
+def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> bool:
+    """Returns whether they are the same."""
+    experiment, cls, mode = what
+    rows = [
+        each.row
+        for each in differences
+        if each.experiment == experiment and cls in each.classes and mode in each.modes
+    ]
+    assert len(rows) <= 1, rows
+    if is_same(ours, torchs) != (not rows):
+        problem = f"listed as {rows[0]!r}, but the same" if rows else "not listed"
+        pytest.fail(f"{problem}\nours:\n{ours}\ntorch's:\n{torchs}")
+    return not rows
+
+
+def check_is_told(difference: Difference, experiments: set[str], repository: Path) -> None:
+    assert difference.experiment in experiments
+    page = (repository / "docs" / "differences.md").read_text()
+    assert f"\n| {difference.row}" in page, f"docs/differences.md has no row {difference.row!r}"
+
+
+def laws(namespace: dict[str, Any], differences: list[Difference]) -> tuple[Callable, ...]:
+    """The tests of a module of experiments, which are its functions of `build`."""
+    experiments = list(filter(_is_experiment, namespace.values()))
+    subjects = pytest.mark.parametrize(
+        ("cls", "experiment"),
+        [
+            pytest.param(cls, experiment, id=f"{cls.__name__}-{experiment.__name__}")
+            for experiment in experiments
+            for cls in getattr(experiment, "classes", PEERS)
+        ],
+    )
+
+    @pytest.mark.parametrize("mode", MODES)
+    @subjects
+    def does_as_torch(cls, experiment, mode):
+        """The same outcome as with torch's class, or a listed difference that is there."""
+        ours, torchs = (outcome_of(experiment, Build(each, mode)) for each in (cls, PEERS[cls]))
+        check_same_unless_listed(ours, torchs, (experiment.__name__, cls, mode), differences)
+
+    @subjects
+    def shows_something(cls, experiment):
+        """An experiment that torch never runs to its end would compare nothing but an error."""
+        outcomes = [outcome_of(experiment, Build(PEERS[cls], mode)) for mode in MODES]
+        assert any(outcome.error is None for outcome in outcomes), outcomes[0]
+
+    @pytest.mark.parametrize("difference", differences, ids=lambda each: each.experiment)
+    def differences_are_told(difference, repository):
+        check_is_told(difference, {each.__name__ for each in experiments}, repository)
+
+    return does_as_torch, shows_something, differences_are_told
+
+
+def _is_experiment(member: Any) -> bool:
+    return inspect.isfunction(member) and list(inspect.signature(member).parameters) == ["build"]

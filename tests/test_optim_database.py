@@ -1,0 +1,326 @@
+"""Law: on every input of torch's optimizer database ours does what torch's class does.
+
+The database is what torch tests its optimizers with. LAMB's inputs are written here in its form.
+"""
+
+import copy
+import dataclasses
+import inspect
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.testing._internal.common_optimizers import (
+    ErrorOptimizerInput,
+    OptimizerErrorEnum,
+    OptimizerInput,
+    optim_db,
+    optim_error_inputs_func_adam,
+)
+
+from cases import PLAIN, Tolerance
+from fusedstep import optim
+from peers import (
+    MODES,
+    PEERS,
+    Difference,
+    check_is_told,
+    check_same_unless_listed,
+    outcome_of,
+)
+from stepping import Bounds, contents, make_gradients, make_weights
+
+SHAPES = ((), (7,), (33, 31), (0,))
+STEPS = 7
+ALL_MODES = MODES | {"differentiable": {"differentiable": True}}
+
+
+def lamb_inputs(device):
+    options = [
+        ({}, "default"),
+        ({"lr": 0.01}, "non-default lr"),
+        ({"lr": torch.tensor(0.001)}, "Tensor lr"),
+        ({"betas": (0.8, 0.95), "eps": 1e-6}, "non-default betas and eps"),
+        ({"betas": (torch.tensor(0.8), torch.tensor(0.95))}, "Tensor betas"),
+        ({"weight_decay": 0.1}, "nonzero weight_decay"),
+        ({"weight_decay": 0.1, "maximize": True}, "maximize"),
+        ({"weight_decay": 0.1, "keep_grad": True}, "keep_grad"),
+        ({"capturable": True}, "capturable"),
+    ]
+    return [OptimizerInput(params=None, kwargs=kwargs, desc=desc) for kwargs, desc in options]
+
+
+def lamb_error_inputs(device, dtype):
+    def error(text, **kwargs):
+        return ErrorOptimizerInput(
+            OptimizerInput(params=None, kwargs=kwargs, desc=text),
+            error_type=ValueError,
+            error_regex=re.escape(text),
+        )
+
+    # Its options are Adam's, and so is what is wrong with them.
+    return [
+        *optim_error_inputs_func_adam(device, dtype),
+        error("Invalid learning rate: -1.0", lr=-1.0),
+        error("Invalid epsilon value: -1e-08", eps=-1e-8),
+        error("Invalid beta parameter at index 1: 1.0", betas=(0.9, 1.0)),
+    ]
+
+
+class Entry(NamedTuple):
+    cls: type
+    inputs: Callable
+    error_inputs: Callable
+
+
+DATABASE = [
+    *(
+        Entry(getattr(optim, info.name), info.optim_inputs_func, info.optim_error_inputs_func)
+        for info in optim_db
+        if info.name in optim.__all__
+    ),
+    Entry(optim.Lamb, lamb_inputs, lamb_error_inputs),
+]
+
+# What torch has no input for. Each is built, and steps twice, in each mode.
+OPTIONS = [
+    {"lr": 0},
+    {"lr": 2},
+    {"lr": -0.1},
+    {"lr": float("nan")},
+    {"lr": torch.tensor(-0.1)},
+    {"lr": torch.tensor([[0.1]])},
+    {"lr": torch.tensor(0.1, requires_grad=True)},
+    {"eps": 0},
+    {"eps": -1e-8},
+    {"eps": float("nan")},
+    {"eps": torch.tensor(1e-3)},
+    {"weight_decay": 1},
+    {"weight_decay": -0.1},
+    {"weight_decay": float("nan")},
+    {"weight_decay": torch.tensor(0.1)},
+    {"betas": (0.0, 0.0)},
+    {"betas": [0.8, 0.9]},
+    {"betas": (0, 0.9)},
+    {"betas": (0.9,)},
+    {"betas": (0.9, 0.99, 0.999)},
+    {"betas": (-0.1, 0.999)},
+    {"betas": (0.9, -0.5)},
+    {"betas": (0.9, 1.0)},
+    {"betas": (float("nan"), 0.999)},
+    {"betas": (torch.tensor(0.8), torch.tensor([0.9]))},
+    {"lr_decay": 1},
+    {"lr_decay": float("nan")},
+    {"lr_decay": torch.tensor(0.1)},
+    {"initial_accumulator_value": 1},
+    {"initial_accumulator_value": -0.1},
+    {"amsgrad": 1},
+    {"maximize": 1},
+    {"capturable": True},
+    {"capturable": True, "foreach": True},
+    {"differentiable": True},
+    {"differentiable": True, "foreach": True},
+    {"fused": True, "foreach": True},
+    {"fused": True, "differentiable": True},
+    {"fused": True, "foreach": False},
+    {"decoupled_weight_decay": True, "weight_decay": 0.1},
+    {"no such option": 1},
+]
+
+ALL = tuple(PEERS)
+ADAMS = (optim.Adam, optim.AdamW)
+MOMENTS = (*ADAMS, optim.Lamb)
+FOREACH = "`differentiable` with `foreach=True`"
+CAPTURABLE = [
+    "capturable",
+    "capturable, amsgrad",
+    "Tensor lr with capturable and amsgrad",
+    "Tensor lr, Tensor betas, with capturable",
+    "Tensor lr, Tensor betas, with capturable and amsgrad",
+    str({"capturable": True}),
+]
+DIFFERENCES = [
+    *(
+        Difference("`capturable=True` on a CPU weight", what, MOMENTS, ("default",))
+        for what in CAPTURABLE
+    ),
+    Difference(
+        "`fused=True` with a weight twice",
+        "a param group cannot have duplicate parameters",
+        ALL,
+        ("fused",),
+    ),
+    Difference("`fused=True` with a number for a flag", str({"amsgrad": 1}), ADAMS, ("fused",)),
+    Difference("`fused=True` with a number for a flag", str({"maximize": 1}), ALL, ("fused",)),
+    Difference(FOREACH, str({"differentiable": True}), ALL, ("foreach",)),
+    Difference(
+        FOREACH,
+        str({"differentiable": True, "foreach": True}),
+        ALL,
+        ("default", "unfused", "foreach", "differentiable"),
+    ),
+    Difference(
+        "`Adagrad`'s `lr` as a tensor with a gradient",
+        str({"lr": torch.tensor(0.1, requires_grad=True)}),
+        (optim.Adagrad,),
+        ("differentiable",),
+    ),
+]
+
+
+def entry_of(cls):
+    (entry,) = (entry for entry in DATABASE if entry.cls is cls)
+    return entry
+
+
+def steps(cls, kwargs, dtype=torch.float32):
+    """Weights and states after each step."""
+    params = make_weights(SHAPES, dtype)
+    if not kwargs.get("differentiable"):
+        params = [param.requires_grad_() for param in params]
+    optimizer = cls(params, **copy.deepcopy(kwargs))
+    found = []
+    for step in range(1, STEPS + 1):
+        for param, gradient in zip(params, make_gradients(SHAPES, dtype, step), strict=True):
+            param.grad = gradient
+        optimizer.step()
+        found.append(copy.deepcopy([(p.detach(), optimizer.state[p]) for p in params]))
+    return found
+
+
+def for_loop(cls, kwargs, mode, dtype):
+    """What torch's for-loop steps to; where autograd goes through it, with its float32 corrections.
+
+    Options are numbers here: by a float32 tensor torch rounds the step size of float64 weights too.
+    """
+    numbers = {
+        name: _number(value)
+        for name, value in kwargs.items()
+        if name not in ("capturable", "fused")
+    }
+    flags = {"foreach": False, "differentiable": mode == "differentiable"}
+    return steps(PEERS[cls], numbers | flags, dtype)
+
+
+def _number(option):
+    if isinstance(option, tuple):
+        return tuple(map(_number, option))
+    return option.item() if isinstance(option, torch.Tensor) else option
+
+
+def bounds_of(cls, kwargs, mode, dtype):
+    """Those of the reference law."""
+    (case,) = (case for case in PLAIN if case.optimizer is cls)
+    options = {name: _number(value) for name, value in kwargs.items()}
+    tolerance = case.tolerances[dtype]
+    if mode == "differentiable" and dtype == torch.float64:
+        # The corrections are float32 tensors, as the step count is, and multiplied as such.
+        single = torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
+        tolerance = Tolerance(tolerance.weight, update=4 * single, state=single)
+    return Bounds(dataclasses.replace(case, options=options), dtype, tolerance)
+
+
+INPUTS = [
+    pytest.param(entry.cls, each.desc, id=f"{entry.cls.__name__}-{each.desc}")
+    for entry in DATABASE
+    for each in entry.inputs(device="cuda")  # all of them, on weights of the CPU
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(("cls", "desc"), INPUTS)
+def test_inputs(cls, desc, mode, dtype):
+    """The same steps as torch's for-loop, or the same error as torch in this mode."""
+    (found,) = (each for each in entry_of(cls).inputs(device="cuda") if each.desc == desc)
+    assert found.params is None
+    kwargs, flags = found.kwargs, ALL_MODES[mode]
+    ours = outcome_of(steps, cls, kwargs | flags, dtype)
+    torchs = outcome_of(steps, PEERS[cls], kwargs | flags, dtype)
+    # Whether they step; what the steps give is compared below.
+    without_values = (outcome._replace(value=None) for outcome in (ours, torchs))
+    check_same_unless_listed(*without_values, (desc, cls, mode), DIFFERENCES)
+    if ours.error:
+        return
+
+    loop = for_loop(cls, kwargs, mode, dtype)
+    before = make_weights(SHAPES, dtype)
+    bounds = [bounds_of(cls, kwargs, mode, dtype) for _ in SHAPES]
+    for number, (our, their) in enumerate(zip(ours.value, loop, strict=True), start=1):
+        gradients = make_gradients(SHAPES, dtype, number)
+        for index, bound in enumerate(bounds):
+            bound.note(before[index], their[index][0], gradients[index])
+            bound.check(*our[index], *their[index], f"{SHAPES[index]} after step {number}")
+            assert our[index][1]["step"] == number
+            before[index] = their[index][0]
+
+
+ERROR_INPUTS = [
+    pytest.param(
+        entry.cls, index, id=f"{entry.cls.__name__}-{each.optimizer_error_input.desc}-{index}"
+    )
+    for entry in DATABASE
+    for index, each in enumerate(entry.error_inputs(device="cpu", dtype=torch.float32))
+]
+
+
+def construct(cls, given: OptimizerInput, flags) -> None:
+    cls(given.params, **(given.kwargs | flags))
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(("cls", "index"), ERROR_INPUTS)
+def test_error_inputs(cls, index, mode):
+    """The type and the whole text are torch's, and the database's own pattern fits."""
+    expected = entry_of(cls).error_inputs(device="cpu", dtype=torch.float32)[index]
+    assert expected.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
+    given = expected.optimizer_error_input
+    ours, torchs = (
+        outcome_of(construct, each, copy.deepcopy(given), ALL_MODES[mode])
+        for each in (cls, PEERS[cls])
+    )
+    check_same_unless_listed(ours, torchs, (given.desc, cls, mode), DIFFERENCES)
+    if mode == "default":
+        text = ours.error or "; ".join(f"UserWarning: {warning}" for warning in ours.warnings)
+        assert text.startswith(expected.error_type.__name__)
+        assert re.search(expected.error_regex, text)
+
+
+def two_steps(cls, kwargs):
+    params = [torch.ones(3), torch.full((2, 2), -0.5)]
+    optimizer = cls(params, **copy.deepcopy(kwargs))
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.full_like(param, 2.0)
+        optimizer.step()
+    return contents(optimizer)
+
+
+LAMB_OPTIONS = inspect.signature(optim.Lamb).parameters.keys()
+OPTION_SUBJECTS = [
+    pytest.param(cls, options, id=f"{cls.__name__}-{options}")
+    for cls in PEERS
+    for options in OPTIONS
+    if cls is not optim.Lamb or options.keys() <= LAMB_OPTIONS
+]
+
+
+@pytest.mark.parametrize("mode", ALL_MODES)
+@pytest.mark.parametrize(("cls", "options"), OPTION_SUBJECTS)
+def test_options(cls, options, mode):
+    kwargs = ALL_MODES[mode] | options
+    ours, torchs = (outcome_of(two_steps, each, kwargs) for each in (cls, PEERS[cls]))
+    check_same_unless_listed(ours, torchs, (str(options), cls, mode), DIFFERENCES)
+
+
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.experiment)
+def test_the_difference_is_told(difference, repository):
+    inputs = [each.values[1] for each in INPUTS]
+    errors = [
+        each.optimizer_error_input.desc
+        for entry in DATABASE
+        for each in entry.error_inputs(device="cpu", dtype=torch.float32)
+    ]
+    check_is_told(difference, {*inputs, *errors, *map(str, OPTIONS)}, repository)
