@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import cycle, repeat
+from itertools import chain, cycle, repeat
 from operator import is_not
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -22,6 +22,8 @@ from torch.optim.optimizer import (
 
 from fusedstep import _ops
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
+
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class _Work(NamedTuple):
@@ -110,12 +112,43 @@ class FusedOptimizer(Optimizer):
         if _ops.missing and _wants_native(group):
             _ops.warn_missing()
 
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, as torch does, but for float32 states of 16-bit weights.
+
+        They stay float32. torch casts them to the weight's dtype.
+        """
+        # What torch is about to cast: the last hook sees it as the user's hooks have left it.
+        self._loading: dict[str, Any] = {}
+        hook = self.register_load_state_dict_pre_hook(
+            lambda optimizer, dictionary: optimizer._loading.update(dictionary)
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            del self._loading
+
+    def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
+        """Takes from a dictionary what has been cast to a 16-bit weight's dtype."""
+        keys = chain.from_iterable(group["params"] for group in dictionary["param_groups"])
+        for group in self.param_groups:
+            for p, key in zip(group["params"], keys, strict=False):
+                saved = dictionary["state"].get(key, {})
+                for name in self._state_names(group) if p.dtype in _SIXTEEN_BITS else ():
+                    value = saved.get(name)
+                    if isinstance(value, Tensor) and value.itemsize > 2:
+                        self.state[p][name] = value.to(p.device, torch.float32)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget_plans()
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
+        if "_loading" in self.__dict__:
+            self._keep_wide_states(self._loading)
+        for group in self.param_groups:
             weights = [p for p in group["params"] if self.state.get(p)]
             for p in weights:
                 step = self.state[p].get("step")
@@ -172,7 +205,7 @@ class FusedOptimizer(Optimizer):
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
-        if weight.dtype not in (torch.bfloat16, torch.float16):
+        if weight.dtype not in _SIXTEEN_BITS:
             return False
         state = self.state.get(weight, {})
         dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
@@ -208,6 +241,10 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError(error)
         native = self._is_native(group, weights) and not sparse
         self._create_states(group, weights)
+        if not all(isinstance(self.state[p]["step"], Tensor) for p in weights):
+            raise RuntimeError(
+                "API has changed, `state_steps` argument must contain a list of singleton tensors"
+            )
         if not native:
             return None
         plan = Plan(weights, [self.state[p] for p in weights], names)
@@ -374,7 +411,7 @@ class FusedOptimizer(Optimizer):
         if group["differentiable"] and state["step"].requires_grad:
             raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
         if group.get("capturable"):
-            _check_capturable(weight, state["step"])
+            _check_capturable(weight, state["step"], group)
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
         copies = {name: tensor.clone() for name, tensor in state.items()}
         weight.copy_(self._traceable(group, weight.clone(), grad, copies))
@@ -413,8 +450,8 @@ def _obstacle(weights: list[Tensor]) -> str | None:
     return None
 
 
-def _check_capturable(weight: Tensor, step: Tensor) -> None:
-    devices = _get_capturable_supported_devices()
+def _check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+    devices = _get_capturable_supported_devices(supports_xla=not group["foreach"])
     if weight.device.type != step.device.type or weight.device.type not in devices:
         raise AssertionError(
             f"If capturable=True, params and state_steps must be on supported devices: {devices}."
