@@ -29,7 +29,7 @@ MODES = {
 _step_of_adam = inspect.unwrap(torch.optim.Adam.step)
 
 #: Options of ours that torch's class does not have.
-OWN_OPTIONS = {"keep_grad"}
+OWN_OPTIONS = {"keep_grad", "state_dtype"}
 
 
 class ByFormula(torch.optim.AdamW):
@@ -173,6 +173,11 @@ def said(function: Callable, *arguments) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def without_own(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Groups without the options that torch's class does not have."""
+    return [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
 
 
 def of(*classes: type) -> Callable:

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedstep import optim
-from peers import PEERS, Difference, laws, of, said
+from peers import PEERS, Difference, laws, of, said, without_own
 from stepping import as_parameters, contents, make_weights, train
 
 NAMESAKES = tuple(cls for cls in PEERS if hasattr(torch.optim, cls.__name__))
@@ -58,7 +58,8 @@ def a_state_dict(build):
     optimizer = build(groups)
     params[1].grad = torch.ones_like(params[1])  # the others have had no gradient
     optimizer.step()
-    return through_a_file(optimizer.state_dict())
+    dictionary = through_a_file(optimizer.state_dict())
+    return dictionary | {"param_groups": without_own(dictionary["param_groups"])}
 
 
 def a_state_dict_is_no_copy(build):
@@ -150,7 +151,7 @@ def dictionaries_without_newer_options(build):
             for name in missing:
                 group.pop(name, None)
         other = resumed(build, dictionary, params)
-        found.append((contents(other), other.state_dict()["param_groups"]))
+        found.append((contents(other), without_own(other.state_dict()["param_groups"])))
     return found
 
 

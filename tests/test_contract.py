@@ -3,6 +3,8 @@
 Each experiment is run with torch's class and with ours, in every mode, and has to give the same.
 """
 
+import math
+
 import torch
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -10,7 +12,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import optim
-from peers import PEERS, Difference, laws, of, said
+from peers import MODES, PEERS, Difference, laws, of, said
 from stepping import as_parameters, contents, make_gradients, make_weights, train
 
 ALL = tuple(PEERS)
@@ -166,6 +168,27 @@ def gradients_that_come_and_go(build):
     return contents(optimizer)
 
 
+@of(*NAMESAKES)
+def a_gradient_scaler(build):
+    """The gradients are unscaled after the step; a step with inf is left out."""
+    params = weights()
+    optimizer = build(params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+    found = []
+    for step in range(1, 6):
+        optimizer.zero_grad()
+        loss = sum((param**2).sum() for param in params) * (math.inf if step == 3 else step)
+        scaler.scale(loss).backward()
+        if step == 4:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, 0.5)
+        found.append(scaler.step(optimizer))
+        scaler.update()
+        found.append([param.grad if step != 3 else None for param in params])
+        found.append((scaler.get_scale(), contents(optimizer)))
+    return found, said(scaler.step, optimizer)
+
+
 def gradients_of_zeros(build):
     params = weights()
     optimizer = build(params)
@@ -271,13 +294,23 @@ def weights_of_a_tensor_subclass(build):
     return param.detach().as_subclass(torch.Tensor)
 
 
+def weights_that_share_memory(build):
+    (whole,) = weights([(8,)])
+    params = [whole, torch.nn.Parameter(whole.detach()[4:])]
+    optimizer = build(params)
+    return said(train, optimizer, params, [1])
+
+
 @of(*NAMESAKES)
-def a_weight_cast_between_steps(build):
-    (param,) = weights([(5,)])
-    optimizer = build([param])
-    train(optimizer, [param], [1])
-    param.data, param.grad = param.data.double(), None
-    return said(train, optimizer, [param], [2]) == "no error"
+def weights_cast_between_steps(build):
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        (param,) = weights([(5,)])
+        optimizer = build([param])
+        train(optimizer, [param], [1])
+        param.data, param.grad = param.data.to(dtype), None
+        found.append(said(train, optimizer, [param], [2]) == "no error")
+    return found
 
 
 # Inference mode
@@ -333,6 +366,7 @@ DIFFERENCES = [
     Difference("`fused=True` for a weight without kernels", "complex_weights", ALL, ("fused",)),
     Difference("`fused=True` with a subclass", "weights_of_a_tensor_subclass", ALL, ("fused",)),
     Difference("`fused=True` with a weight twice", "a_weight_twice_in_a_group", ALL, ("fused",)),
+    Difference("weights that share memory", "weights_that_share_memory", ALL, ("default", "fused")),
     Difference("tensors made in inference mode", "inference_tensors_elsewhere", ALL, ("default",)),
     Difference(
         "tensors made in inference mode",
@@ -340,11 +374,12 @@ DIFFERENCES = [
         (*ADAMS, optim.Lamb),
         ("default", "fused"),
     ),
+    Difference("a weight cast to another", "weights_cast_between_steps", ADAMS, tuple(MODES)),
     Difference(
-        "a weight cast to another dtype",
-        "a_weight_cast_between_steps",
+        "a weight cast to another",
+        "weights_cast_between_steps",
         (optim.Adagrad,),
-        ("default",),
+        ("default", "fused"),
     ),
 ]
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 import torch
 
 from fusedstep import optim
-from peers import MODES, PEERS, Difference, laws, of, said
+from peers import MODES, OWN_OPTIONS, PEERS, Difference, laws, of, said
 from stepping import as_parameters, contents, make_weights, train
 
 ALL = tuple(PEERS)
@@ -130,7 +130,8 @@ def a_tensor_lr_in_a_foreach_group(build):
 @of(*NAMESAKES)
 def printed(build):
     optimizer = build([{"params": weights(), "lr": 0.5}, {"params": weights()}])
-    return repr(optimizer).splitlines()
+    lines = repr(optimizer).splitlines()
+    return [line for line in lines if line.strip().partition(":")[0] not in OWN_OPTIONS]
 
 
 def kinds_of_things(build):
@@ -183,6 +184,26 @@ def all_states_taken_away(build):
     return said(train, optimizer, params, [3]), contents(optimizer)
 
 
+def a_number_for_a_step(build):
+    """As in old dictionaries, but loading one makes tensors of them."""
+    params = weights()
+    optimizer = build(params)
+    train(optimizer, params, [1])
+    before = contents(optimizer)
+    optimizer.state[params[1]]["step"] = 3
+    text = said(train, optimizer, params, [2])
+    optimizer.state[params[1]]["step"] = torch.tensor(1.0)
+    return text, before, contents(optimizer)
+
+
+def a_double_for_a_step(build):
+    params = weights()
+    optimizer = build(params)
+    train(optimizer, params, [1])
+    optimizer.state[params[1]]["step"] = torch.tensor(5.0, dtype=torch.float64)
+    return said(train, optimizer, params, [2])
+
+
 @of(*ADAMS)
 def amsgrad_switched_on(build):
     params = weights()
@@ -227,6 +248,7 @@ DIFFERENCES = [
         ALL,
         ("default", "unfused", "foreach"),
     ),
+    Difference("`step`", "a_double_for_a_step", ALL, ("default", "fused")),
     Difference("`amsgrad` switched on", "amsgrad_switched_on", ADAMS, tuple(MODES)),
     Difference("a state, or a part of it", "states_taken_away", ALL, tuple(MODES)),
     *(

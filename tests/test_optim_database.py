@@ -161,13 +161,11 @@ DIFFERENCES = [
         ALL,
         ("default", "unfused", "foreach", "differentiable"),
     ),
-    Difference(
-        "`Adagrad`'s `lr` as a tensor with a gradient",
-        str({"lr": torch.tensor(0.1, requires_grad=True)}),
-        (optim.Adagrad,),
-        ("differentiable",),
-    ),
 ]
+
+
+def test_every_class_has_its_inputs():
+    assert {entry.cls for entry in DATABASE} == set(PEERS)
 
 
 def entry_of(cls):

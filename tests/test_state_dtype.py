@@ -123,3 +123,60 @@ def test_a_model_cast_in_mid_run_goes_on_with_its_states(case, dtype):
 def test_other_dtypes_are_refused(case, bad):
     with pytest.raises(ValueError, match="state_dtype must be None"):
         case.build(as_parameters(make_weights(SHAPES, torch.float32)), state_dtype=bad)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loaded_states_stay_float32(case, dtype, fused):
+    """torch casts them to the weight's dtype. Hooks see the dictionary first, as with torch."""
+    _, whole = run_wide(case, dtype, steps=6, fused=fused)
+    params, optimizer = run_wide(case, dtype, steps=3, fused=fused)
+    resumed_params = as_parameters(params)
+    resumed = case.build(resumed_params, fused=fused)
+    seen = []
+    resumed.register_load_state_dict_pre_hook(lambda _, loaded: seen.append(loaded["wrapped"]))
+    resumed.register_load_state_dict_pre_hook(lambda _, loaded: loaded["wrapped"])
+    resumed.register_load_state_dict_post_hook(
+        lambda self: seen.append(self.state[resumed_params[0]][case.states[0]].dtype)
+    )
+    dictionary = copy.deepcopy(optimizer.state_dict())
+    resumed.load_state_dict({"wrapped": dictionary})
+    assert seen == [dictionary, torch.float32]
+    train(resumed, resumed_params, range(4, 7))
+    assert_same_contents(contents(resumed), contents(whole))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_float32_checkpoint_of_a_model_in_16_bits(case):
+    """In groups, with weights that have no state; float64 states become float32 as well."""
+    shapes = ((3,), (4,), (5,), (6,))
+    params = as_parameters(make_weights(shapes, torch.float32))
+    optimizer = case.build([{"params": params[:2]}, {"params": params[2:]}])
+    for param in (params[0], params[3]):
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    dtypes = (torch.bfloat16, torch.float16, torch.float64, torch.float16)
+    cast = [torch.nn.Parameter(p.detach().to(d)) for p, d in zip(params, dtypes, strict=True)]
+    loaded = case.build([{"params": cast[:2]}, {"params": cast[2:]}])
+    dictionary = copy.deepcopy(optimizer.state_dict())
+    for name in case.states:
+        dictionary["state"][0][name] = dictionary["state"][0][name].double()
+    loaded.load_state_dict(dictionary)
+    for param, original in ((cast[0], params[0]), (cast[3], params[3])):
+        for name in case.states:
+            assert_same_bits(loaded.state[param][name], optimizer.state[original][name], name)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_other_states_take_the_dtype_of_the_weight(case):
+    for saved, dtype in ((torch.bfloat16, torch.float32), (torch.float32, torch.float64)):
+        params = as_parameters(make_weights(SHAPES, saved))
+        optimizer = case.build(params)
+        train(optimizer, params, [1])
+        cast = [torch.nn.Parameter(param.detach().to(dtype)) for param in params]
+        loaded = case.build(cast)
+        loaded.load_state_dict(optimizer.state_dict())
+        train(loaded, cast, [2])
+        for param in cast:
+            assert {loaded.state[param][name].dtype for name in case.states} == {dtype}
