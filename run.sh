@@ -72,9 +72,13 @@ bench() {
 }
 
 mnist() {
+  local folder
   need_python_packages examples
   build release --target mnist
-  [[ " $* " == *" --data"[\ =]* ]] || set -- --data "$("$python" "$root/examples/mnist/data.py")" "$@"
+  if [[ " $* " != *" --data"[\ =]* ]]; then
+    folder=$("$python" "$root/examples/mnist/data.py") || return
+    set -- --data "$folder" "$@"
+  fi
   launch "$root/build/release/examples/mnist/mnist" "$@"
 }
 
