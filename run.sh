@@ -20,7 +20,7 @@ Usage:
   ./run.sh bench [FILTER]        the benchmark, all sizes
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
-  ./run.sh lint [--fix|--fast]   clang-format, clang-tidy (not with --fast), ruff, shellcheck
+  ./run.sh lint [--fix]          clang-format, clang-tidy (minutes), ruff, shellcheck
   ./run.sh build                 only install what is missing and build
   ./run.sh help
 END
@@ -72,9 +72,13 @@ bench() {
 }
 
 mnist() {
+  local folder
   need_python_packages examples
   build release --target mnist
-  [[ " $* " == *" --data"[\ =]* ]] || set -- --data "$("$python" "$root/examples/mnist/data.py")" "$@"
+  if [[ " $* " != *" --data"[\ =]* ]]; then
+    folder=$("$python" "$root/examples/mnist/data.py") || return
+    set -- --data "$folder" "$@"
+  fi
   launch "$root/build/release/examples/mnist/mnist" "$@"
 }
 

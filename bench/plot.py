@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import columns, optimizers, subtitle
+from report import columns, kernels, optimizers, subtitle
 from shapes import SIZES, size_name
 
 COLOURS = {
@@ -29,7 +29,8 @@ COLOURS = {
     "fused_keep_grad": "#ffbb78",
     "fused": "#d62728",
 }
-LINES = {"glibc": "--", "jemalloc": "-"}
+STYLES = {"glibc": "--", "jemalloc": "-"}
+LINES = {"kernels alone": "dotted", "limit": "solid"}
 MARKERS = "osD^v"
 
 _SIZE_NAMES = {size.name for size in SIZES}
@@ -48,7 +49,10 @@ def _allocators(results: dict[str, Any]) -> list[str]:
 
 
 def plot_time(results: dict[str, Any], path: Path) -> None:
-    """Bars by shape list, with the limit as a line across each group. Sizes have their own plot."""
+    """Bars by shape list, with the limit and the kernels alone as lines across each group.
+
+    Single sizes have their own plot.
+    """
     names, allocators = optimizers(results), _allocators(results)
     size = (7 * len(allocators), 3.2 * len(names) + 0.8)
     figure = Figure(figsize=size, layout="constrained")
@@ -59,7 +63,7 @@ def plot_time(results: dict[str, Any], path: Path) -> None:
     handles: dict[str, Any] = {}
     for axis in axes.flat:
         handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    titles = [*results["implementations"].values(), "limit"]
+    titles = [*results["implementations"].values(), *LINES]
     titles = [title for title in titles if title in handles]
     figure.legend(
         [handles[title] for title in titles],
@@ -90,10 +94,16 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
         if bars:
             title = results["implementations"][name]
             axis.bar(*zip(*bars, strict=True), width, label=title, color=COLOURS.get(name))
+    alone = kernels(results, optimizer)
     for place, row in enumerate(rows):
-        label = "limit" if place == 0 else None
-        axis.hlines(row["limit"]["ms"], place - 0.46, place + 0.46, "black", lw=1.2, label=label)
+        levels = {"kernels alone": alone.get(row["shapes"]), "limit": row["limit"]["ms"]}
+        for name, level in levels.items():
+            if level is not None:
+                ends = (place - 0.46, place + 0.46)
+                axis.hlines(level, *ends, "black", LINES[name], lw=1.2, label=name)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(_plain)
+    axis.yaxis.set_minor_formatter(_two_or_five)
     axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=15, ha="right")
     axis.set_ylabel("ms a step")
     axis.set_title(f"{optimizer}, {allocator}", fontsize=10)
@@ -101,8 +111,13 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
     axis.set_axisbelow(True)
 
 
+def _plain(value: float, _: int) -> str:
+    return f"{value:g}"
+
+
 def _two_or_five(value: float, _: int) -> str:
-    return f"{value:g}×" if f"{value:g}"[0] in "25" else ""
+    """Of the lesser ticks of a logarithmic axis, those that are labelled: 0.2, 0.5, 20, 50."""
+    return f"{value:g}" if f"{value:.0e}"[0] in "25" else ""
 
 
 def plot_speedup(results: dict[str, Any], path: Path) -> None:
@@ -118,20 +133,21 @@ def plot_speedup(results: dict[str, Any], path: Path) -> None:
             if points:
                 axis.plot(
                     *zip(*sorted(points), strict=True),
-                    LINES.get(allocator, ":"),
+                    STYLES.get(allocator, ":"),
                     marker=MARKERS[index % len(MARKERS)],
                     color=f"C{index}",
                     label=f"{optimizer}, {allocator}",
                 )
     axis.axhline(1, color="black", lw=0.8)
     axis.set_xscale("log", base=2)
-    sizes = [size.elements for size in SIZES]
+    measured = {row["elements"] for row in results["rows"]}
+    sizes = [size.elements for size in SIZES if size.elements in measured]
     axis.set_xticks(sizes, [size_name(size) for size in sizes])
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}×")
+    axis.yaxis.set_major_formatter(_plain)
     axis.yaxis.set_minor_formatter(_two_or_five)
     axis.set_xlabel("elements of one tensor")
-    axis.set_ylabel("speed-up, fused over unfused")
+    axis.set_ylabel("speed-up, fused over unfused, ×")
     axis.grid(alpha=0.3, which="both")
     if axis.lines[1:]:
         axis.legend(frameon=False)

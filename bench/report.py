@@ -33,18 +33,28 @@ def milliseconds(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
+def kernels(results: Results, optimizer: str) -> dict[str, float]:
+    """Milliseconds of the kernels alone by shape list. Results of old may have none."""
+    found = results.get("kernels", [])
+    return {each["shapes"]: each["ms"] for each in found if each["optimizer"] == optimizer}
+
+
 def header(results: Results, optimizer: str) -> list[str]:
     titles = [results["implementations"][name] for name in columns(results, optimizer)]
+    if kernels(results, optimizer):
+        titles.append("kernels alone")
     return ["tensors", "allocator", *titles, "limit", "speed-up", "GB/s", "share"]
 
 
 def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
     """One line a shape list and allocator, the allocators of a list together."""
-    names = columns(results, optimizer)
+    names, alone = columns(results, optimizer), kernels(results, optimizer)
     rows = [r for r in results["rows"] if r["optimizer"] == optimizer and "skipped" not in r]
     order = list(dict.fromkeys(row["shapes"] for row in rows))
     for row in sorted(rows, key=lambda row: order.index(row["shapes"])):
         cells = [_cell(row["results"].get(name, {})) for name in names]
+        if alone:
+            cells.append(milliseconds(alone[row["shapes"]]) if row["shapes"] in alone else "–")
         ours = row["results"].get("fused", {})
         yield [
             row["title"],
@@ -106,10 +116,14 @@ def limit_line(results: Results) -> str:
     )
 
 
-LEGEND = (
-    "speed-up: ours fused against ours unfused; GB/s: bytes that a step must move at least; "
-    "share: the limit's time over ours."
-)
+def legend(results: Results) -> str:
+    told = (
+        "speed-up: ours fused against ours unfused; GB/s: bytes that a step must move at least; "
+        "share: the limit's time over ours."
+    )
+    if results.get("kernels"):
+        told = f"kernels alone: ours fused without torch and Python, under any allocator; {told}"
+    return told
 
 
 def subtitle(results: Results) -> str:
@@ -159,7 +173,7 @@ def remarks(results: Results) -> Iterator[str]:
     """What belongs below the tables."""
     yield subtitle(results)
     yield from filter(None, [limit_line(results)])
-    yield LEGEND
+    yield legend(results)
     yield from against_torch(results)
     yield from problems(results)
 
@@ -171,7 +185,7 @@ def markdown(results: Results) -> str:
         table = [names, [":--", ":--"] + ["--:"] * (len(names) - 2), *lines(results, optimizer)]
         text = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
         parts.append(f"## {optimizer}: ms a step\n\n{text}")
-    parts.append(" ".join(filter(None, [limit_line(results), LEGEND])))
+    parts.append(" ".join(filter(None, [limit_line(results), legend(results)])))
     if told := [*against_torch(results), *problems(results)]:
         parts.append("\n".join(f"- {line}" for line in told))
     parts.append("\n\n".join(f"![{name}]({name}.png)" for name in ("time", "speedup")))

@@ -2,7 +2,8 @@
 """Time whole optimizer steps from Python, side by side, against the limit of the machine.
 
 Rows are optimizers × shape lists ("lamb/resnet50"); FILTER is a regular expression that selects
-some. Each row is measured under glibc's allocator and under jemalloc, in a process for each.
+some. Each row is measured under glibc's allocator and under jemalloc, in a process for each; then
+its kernels alone, by Google Benchmark.
 Results go into a folder as results.json, README.md (the tables), time.png and speedup.png.
 """
 
@@ -20,14 +21,24 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 import plot
 import report
 from environment import ALLOCATORS, ROOT, environments
+from kernels import NAME as KERNELS
+from kernels import Kernels
 from machine import this_machine
 
-#: Seconds of measuring for both allocators together, unless --budget says otherwise.
+#: Seconds of measuring steps for both allocators together, unless --budget says otherwise. The
+#: kernels alone come on top: a fraction of a second for each row.
 QUICK_SECONDS, FULL_SECONDS = 150, 1200
 
 #: Characters that the widest table takes.
@@ -47,7 +58,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "float64", "bfloat16", "float16"), default="float32"
     )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all measurements")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all steps")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="instead of bench/results/MACHINE"
     )
@@ -73,6 +84,7 @@ def _pattern(text: str) -> str:
 class Collected:
     facts: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    kernels: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def note(self, text: str) -> None:
@@ -96,6 +108,13 @@ def events(request: dict[str, Any], env: dict[str, str]) -> Iterator[dict[str, A
         raise WorkerError(f"{' '.join(command)} ended with status {process.returncode}")
 
 
+def show(progress: Progress, task: TaskID, text: str) -> None:
+    """Says what is measured: in the task's line, or in a line of its own off a terminal."""
+    progress.update(task, description=text)
+    if not progress.console.is_terminal:
+        progress.console.print(text, highlight=False)
+
+
 def measure(
     allocator: str,
     request: dict[str, Any],
@@ -115,15 +134,43 @@ def measure(
                 collected.facts = facts
                 progress.update(task, total=len(event["rows"]))
             case "row":
-                progress.update(task, description=f"{allocator}: {event['name']}")
-                if not progress.console.is_terminal:
-                    progress.console.print(f"{allocator}: {event['name']}")
+                show(progress, task, f"{allocator}: {event['name']}")
             case "result":
                 collected.rows.append({"allocator": allocator} | event["row"])
                 progress.advance(task)
             case "note":
                 collected.note(event["text"])
     progress.update(task, description=f"{allocator}: done")
+
+
+def measure_kernels(
+    arguments: argparse.Namespace, env: dict[str, str], collected: Collected, progress: Progress
+) -> None:
+    """The kernels alone, for each row that was measured and that there is such a benchmark for."""
+    if not (arguments.libraries / KERNELS).is_file():
+        return collected.note("built without Google Benchmark: the kernels alone are not timed")
+    if arguments.dtype != "float32":
+        return collected.note("the kernels alone are timed in float32 only")
+    isa, threads = collected.facts["isa"], collected.facts["threads"]
+    kernels = Kernels(arguments.libraries, env)
+    found = {
+        name: row
+        for row in collected.rows
+        if row["plain"]
+        and "ms" in row.get("results", {}).get("fused", {})
+        and (name := kernels.find(row["class"], row["shapes"], isa, threads))
+    }
+    if not found:
+        return None
+    task = progress.add_task("kernels alone: starting", total=len(found))
+    for name, row in found.items():
+        show(progress, task, f"kernels alone: {row['optimizer']}/{row['shapes']}")
+        milliseconds = kernels.milliseconds(name, estimate=row["results"]["fused"]["ms"])
+        place = {key: row[key] for key in ("optimizer", "shapes")}
+        collected.kernels.append(place | {"name": name, "ms": milliseconds})
+        progress.advance(task)
+    progress.update(task, description="kernels alone: done")
+    return None
 
 
 def collect(arguments: argparse.Namespace, console: Console) -> Collected:
@@ -145,6 +192,10 @@ def collect(arguments: argparse.Namespace, console: Console) -> Collected:
     with Progress(*columns, console=console) as progress:
         for allocator, env in allocators.items():
             measure(allocator, request, env, collected, progress)
+        try:
+            measure_kernels(arguments, env, collected, progress)
+        except subprocess.CalledProcessError as failure:
+            collected.note(f"the kernels alone were not timed: {failure}")
     return collected
 
 
@@ -169,6 +220,7 @@ def main() -> None:
         **collected.facts,
         "notes": collected.notes,
         "rows": collected.rows,
+        "kernels": collected.kernels,
     }
     folder = arguments.output or ROOT / "bench" / "results" / machine.slug
     folder.mkdir(parents=True, exist_ok=True)

@@ -243,6 +243,8 @@ class RowRunner:
         shape_list = self._row.shape_list
         return {
             "optimizer": self._row.case.name,
+            "class": self._row.case.optimizer.__name__,
+            "plain": self._row.case in cases.PLAIN,
             "shapes": shape_list.name,
             "title": shape_list.title,
             "tensors": len(shape_list.shapes),

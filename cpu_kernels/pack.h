@@ -13,7 +13,7 @@ struct Pack {
 
   static constexpr int size() { return Vector::size(); }
 
-  FUSEDSTEP_FN Pack() {}
+  Pack() = default;
   FUSEDSTEP_FN explicit Pack(T x) : v(x) {}
   FUSEDSTEP_FN explicit Pack(const Vector& x) : v(x) {}
 

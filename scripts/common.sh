@@ -12,6 +12,14 @@ die() {
   exit 1
 }
 
+# over TEXT: writes TEXT over the terminal's last line. One wider than the terminal could not be written over.
+over() {
+  local columns=0
+  read -r _ columns < <(stty size <&2 2>/dev/null) || true
+  ((columns > 0)) || columns=80
+  printf '\r\033[K%s' "${1:0:columns-1}" >&2
+}
+
 # step LOG WHAT COMMAND...
 # Runs COMMAND with its output in build/logs/LOG.log and one line on the terminal: WHAT, then the seconds it
 # took. When it fails, the end of the log is shown.
@@ -19,10 +27,11 @@ step() {
   local log=$logs/$1.log what=$2 began=$SECONDS ticker='' status=0
   shift 2
   mkdir -p "$logs"
-  printf 'run.sh: %s ... ' "$what" >&2
   if [[ -t 2 ]]; then
     tick "$what" "$log" &
     ticker=$!
+  else
+    printf 'run.sh: %s ... ' "$what" >&2
   fi
   "$@" </dev/null >"$log" 2>&1 || status=$?
   if [[ -n $ticker ]]; then
@@ -43,7 +52,8 @@ step() {
 # Shows how far a step has come, for as long as this script lives.
 tick() {
   local began=$SECONDS
+  over "run.sh: $1 ..."
   while sleep 1 && kill -0 $$ 2>/dev/null; do
-    printf '\r\033[Krun.sh: %s ... %d s  %s' "$1" $((SECONDS - began)) "$(tail -n 1 "$2" | cut -c 1-60)" >&2
+    over "run.sh: $1 ... $((SECONDS - began)) s  $(tail -n 1 "$2" 2>/dev/null)"
   done
 }

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -11,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+import fusedstep
 import implementations
+import kernels
 import limit_library
 import onednn_library
 import report
@@ -25,6 +28,9 @@ LIBRARIES = BENCH.parent / "build" / "release" / "bench"
 
 needs_limit = pytest.mark.skipif(
     not (LIBRARIES / limit_library.NAME).is_file(), reason="the limit is not built"
+)
+needs_kernels = pytest.mark.skipif(
+    not (LIBRARIES / kernels.NAME).is_file(), reason="built without Google Benchmark"
 )
 needs_onednn = pytest.mark.skipif(
     not (LIBRARIES / onednn_library.NAME).is_file(), reason="built without oneDNN"
@@ -253,6 +259,38 @@ def test_onednn_is_told_to_be_absent():
         implementation.build(PLAIN[0], subjects.make(SOME, torch.float32))
 
 
+# ---- The kernels alone ---------------------------------------------------------------------------
+
+
+@needs_kernels
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.name != "adamw"], ids=str)
+def test_there_are_kernels_for_every_dense_list(case):
+    program = kernels.Kernels(LIBRARIES, os.environ | {"OMP_NUM_THREADS": "1"})
+    rule, isa = case.optimizer.__name__, fusedstep.isa()
+    found = {s.name for s in shapes.ALL if program.find(rule, s.name, isa, threads=1)}
+    assert found == {s.name for s in shapes.ALL if not s.transposed}
+    assert program.find(rule, "1K", isa, threads=2) is None
+
+
+@needs_kernels
+def test_figure_of_the_kernels_is_a_median_in_milliseconds(monkeypatch):
+    program = kernels.Kernels(LIBRARIES, os.environ | {"OMP_NUM_THREADS": "1"})
+    asked = []
+
+    def run(*options):
+        asked.extend(options)
+        figures = {"mean": 40.0, "median": 30.0}
+        runs = [
+            {"aggregate_name": k, "real_time": v, "time_unit": "us"} for k, v in figures.items()
+        ]
+        return json.dumps({"benchmarks": [{"real_time": 60.0, "time_unit": "us"}, *runs]})
+
+    monkeypatch.setattr(program, "_run", run)
+    assert program.milliseconds("Adam/1K", estimate=15.0) == pytest.approx(0.03)
+    assert "--benchmark_filter=^Adam/1K$" in asked
+    assert "--benchmark_repetitions=10" in asked
+
+
 # ---- Output --------------------------------------------------------------------------------------
 
 
@@ -288,6 +326,33 @@ def test_results(output):
             low, high = result.get("ms_quartiles", (0, 0))
             assert "absent" in result or low <= result["ms"] <= high, (name, result)
         assert row["results"]["unfused"]["speedup"] == 1
+
+
+@needs_limit
+@needs_kernels
+def test_results_have_the_kernels_alone(output):
+    printed, folder = output
+    results = results_of(folder)
+    found = {(each["optimizer"], each["shapes"]): each["ms"] for each in results["kernels"]}
+    assert found.keys() == {(o, s) for o in ("lamb", "adam") for s in ("1K", "4K")}
+    assert min(found.values()) > 0
+    assert "kernels alone" in printed
+    for optimizer in ("lamb", "adam"):
+        column = report.header(results, optimizer).index("kernels alone")
+        for cells in report.lines(results, optimizer):
+            shapes_of = {f"{shape} elements": shape for shape in ("1K", "4K")}
+            alone = found[optimizer, shapes_of[cells[0]]]
+            assert cells[column] == report.milliseconds(alone)
+
+
+@needs_limit
+def test_tables_do_without_the_kernels_alone(output):
+    results = results_of(output[1])
+    results["kernels"] = [k for k in results["kernels"] if k["optimizer"] != "lamb"]
+    assert "kernels alone" not in report.header(results, "lamb")
+    assert all(len(c) == len(report.header(results, "lamb")) for c in report.lines(results, "lamb"))
+    results["kernels"] = []
+    assert "kernels" not in report.markdown(results)
 
 
 @needs_limit

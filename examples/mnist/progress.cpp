@@ -16,8 +16,7 @@ Progress::Progress(std::string what, std::int64_t total)
     : what_(std::move(what)),
       total_(total),
       on_terminal_(isatty(STDERR_FILENO) != 0),
-      interval_(on_terminal_ ? milliseconds(100) : seconds(10)),
-      next_(Clock::now() + interval_) {}
+      interval_(on_terminal_ ? milliseconds(100) : seconds(10)) {}
 
 Progress::~Progress() {
   if (on_terminal_) std::cerr << kEraseLine << std::flush;
@@ -28,8 +27,9 @@ void Progress::advance(const std::string& note) {
   const auto now = Clock::now();
   if (now < next_) return;
   next_ = now + interval_;
-  std::cerr << (on_terminal_ ? kEraseLine : "") << what_ << ": " << 100 * done_ / total_ << " % " << note
-            << (on_terminal_ ? "" : "\n") << std::flush;
+  const auto left = std::chrono::ceil<seconds>((now - began_) * (total_ - done_) / done_);
+  std::cerr << (on_terminal_ ? kEraseLine : "") << what_ << ": " << 100 * done_ / total_ << " %, "
+            << left.count() << " s left, " << note << (on_terminal_ ? "" : "\n") << std::flush;
 }
 
 }  // namespace mnist

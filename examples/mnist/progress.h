@@ -15,7 +15,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  /// One more of the steps is done; `note` is shown beside their share.
+  /// One more of the steps is done; `note` is shown beside their share and the time left.
   void advance(const std::string& note);
 
  private:
@@ -26,7 +26,8 @@ class Progress {
   const bool on_terminal_;
   const Clock::duration interval_;
   std::int64_t done_ = 0;
-  Clock::time_point next_;
+  const Clock::time_point began_ = Clock::now();
+  Clock::time_point next_ = began_ + interval_;
 };
 
 }  // namespace mnist

@@ -78,7 +78,8 @@ def force_isa(name: str | None) -> None:
     """Makes the kernels use the named instruction set from now on; None goes back to the best.
 
     Raises:
-        RuntimeError: without the native library, or if this CPU does not run it.
+        RuntimeError: without the native library.
+        ValueError: this CPU does not run it, or there is no such instruction set.
     """
     _require()
     torch.ops.fusedstep.force_isa(name or "")

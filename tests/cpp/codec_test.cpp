@@ -15,8 +15,6 @@
 namespace fusedstep::test {
 namespace {
 
-using cpu::FUSEDSTEP_ISA::bf16;
-using cpu::FUSEDSTEP_ISA::f16;
 using cpu::FUSEDSTEP_ISA::ScalarBf16;
 using cpu::FUSEDSTEP_ISA::ScalarF16;
 

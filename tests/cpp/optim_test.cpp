@@ -154,7 +154,7 @@ TYPED_TEST(OptimTest, LearnsXor) {
     const Tensor labels = inputs.sum(1).remainder(2).unsqueeze(1);
     const Tensor loss = optimizer.step([&] {
       optimizer.zero_grad();
-      const Tensor loss = torch::binary_cross_entropy(model->forward(inputs), labels);
+      Tensor loss = torch::binary_cross_entropy(model->forward(inputs), labels);
       loss.backward();
       return loss;
     });
@@ -274,7 +274,7 @@ TYPED_TEST(OptimTest, ClosureIsEvaluatedWithGradientsAndItsLossReturned) {
   const torch::NoGradGuard no_grad;
   const Tensor loss = optimizer.step([&] {
     ++calls;
-    const Tensor loss = weight.square().sum();
+    Tensor loss = weight.square().sum();
     loss.backward();
     return loss;
   });

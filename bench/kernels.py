@@ -1,0 +1,47 @@
+"""The kernels alone, without torch and Python: runs what is built from kernels.cpp."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+NAME = "fusedstep_bench_kernels"
+
+#: A figure is the median of as many repetitions as fit into SECONDS. Each is as short as can be
+#: timed well, so that what disturbs the machine now and then disturbs few of them.
+SECONDS, SECONDS_EACH = 0.15, 0.0005
+LEAST_REPETITIONS = 5
+
+MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}
+
+
+class Kernels:
+    """The program, in an environment that says how many threads there are."""
+
+    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+        self._command, self._env = str(folder / NAME), env
+        self._names = set(self._run("--benchmark_list_tests").split())
+
+    def find(self, rule: str, shapes: str, isa: str, threads: int) -> str | None:
+        """The benchmark of a rule over a list of shapes, if there is one."""
+        name = f"{rule}/{shapes}/{isa}/threads:{threads}/real_time"
+        return name if name in self._names else None
+
+    def milliseconds(self, name: str, estimate: float) -> float:
+        """The median; `estimate` says roughly what to expect."""
+        repetitions = int(SECONDS / max(SECONDS_EACH, estimate / 1e3))
+        output = self._run(
+            f"--benchmark_filter=^{name}$",
+            f"--benchmark_repetitions={max(LEAST_REPETITIONS, repetitions)}",
+            f"--benchmark_min_time={SECONDS_EACH}",
+            "--benchmark_format=json",
+        )
+        runs = json.loads(output)["benchmarks"]
+        (median,) = (run for run in runs if run.get("aggregate_name") == "median")
+        return median["real_time"] * MILLISECONDS[median["time_unit"]]
+
+    def _run(self, *options: str) -> str:
+        command = [self._command, *options]
+        done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=True)
+        return done.stdout

@@ -1,0 +1,36 @@
+"""The extras of pyproject.toml list what is imported."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+
+import pytest
+
+tomllib = pytest.importorskip("tomllib")
+
+
+FOLDERS = ("tests", "bench", "examples")
+
+
+def modules(folder):
+    """The first words of what the folder's files import."""
+    for path in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.partition(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize(("extra", "folders"), [("test", FOLDERS), ("bench", ["bench"])])
+def test_extra_lists_what_is_imported(extra, folders, repository):
+    project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
+    requirements = project["dependencies"] + project["optional-dependencies"][extra]
+    listed = {re.split(r"[><=]", requirement)[0] for requirement in requirements}
+    own = [path for name in FOLDERS for path in (repository / name).rglob("*.py")]
+    ours = {path.stem for path in own} | {"fusedstep", "reference"}
+    distributions = importlib.metadata.packages_distributions()
+    for folder in folders:
+        for module in set(modules(repository / folder)) - ours - sys.stdlib_module_names:
+            assert listed & set(distributions.get(module, [module])), f"{folder} imports {module}"
