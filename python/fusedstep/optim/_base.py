@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import _ops
+from fusedstep.optim import _dtensor
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
@@ -48,6 +49,8 @@ class FusedOptimizer(Optimizer):
 
     #: Name of the native operator.
     _operator: ClassVar[str]
+    #: Whether an element's update depends on no other element: shards can then be stepped alone.
+    _elementwise: ClassVar[bool] = True
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
@@ -154,7 +157,7 @@ class FusedOptimizer(Optimizer):
                 step = self.state[p].get("step")
                 if isinstance(step, (int, float)):
                     self.state[p]["step"] = _new_step(p, group).fill_(step)
-            if _wants_native(group) and not _obstacle(weights):
+            if _wants_native(group) and not self._obstacle(weights):
                 self._place_states(group, weights)
 
     @torch.no_grad()
@@ -194,7 +197,9 @@ class FusedOptimizer(Optimizer):
         for some_wide in set(wide):
             some = [p for p, is_wide in zip(weights, wide, strict=True) if is_wide is some_wide]
             if native:
-                tensors = torch.ops.fusedstep.new_states(some, len(names), some_wide)
+                shards = [_dtensor.local(p) for p in some]
+                tensors = torch.ops.fusedstep.new_states(shards, len(names), some_wide)
+                tensors = map(_dtensor.spread_like, cycle(some), tensors)
             else:
                 dtype = torch.float32 if some_wide else None
                 tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in some]
@@ -217,10 +222,31 @@ class FusedOptimizer(Optimizer):
         """Whether the native kernels update these weights; an error if they cannot but must."""
         if not _wants_native(group):
             return False
-        obstacle = _obstacle(weights)
+        obstacle = self._obstacle(weights)
         if obstacle and group["fused"]:
             raise RuntimeError(obstacle)
         return obstacle is None
+
+    def _obstacle(self, weights: list[Tensor]) -> str | None:
+        """Why the native kernels cannot update these weights; None if they can."""
+        if _ops.missing:
+            return f"`fused=True` needs native kernels. {_ops.missing}"
+        for p in weights:
+            if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
+                return (
+                    "`fused=True` requires all the params to be floating point Tensors of "
+                    f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
+                )
+            if type(_dtensor.local(p)) not in (Tensor, Parameter) or p.layout is not torch.strided:
+                return (
+                    "`fused=True` requires all the params to be dense Tensors but one is a "
+                    f"{torch.typename(p)} of layout {p.layout}"
+                )
+            if obstacle := _dtensor.obstacle(p, self._elementwise):
+                return obstacle
+        if len(set(map(id, weights))) != len(weights):
+            return "`fused=True` requires all the params of a group to be different Tensors"
+        return None
 
     def _forget_plans(self) -> None:
         self._plans: dict[int, Plan] = {}  # by the group's index
@@ -430,26 +456,6 @@ def _wants_native(group: dict[str, Any]) -> bool:
     return group["fused"] is None and not (group["foreach"] or group["differentiable"])
 
 
-def _obstacle(weights: list[Tensor]) -> str | None:
-    """Why the native kernels cannot update these weights; None if they can."""
-    if _ops.missing:
-        return f"`fused=True` needs native kernels. {_ops.missing}"
-    for p in weights:
-        if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
-            return (
-                "`fused=True` requires all the params to be floating point Tensors of "
-                f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
-            )
-        if type(p) not in (Tensor, Parameter) or p.layout is not torch.strided:
-            return (
-                "`fused=True` requires all the params to be dense Tensors but one is a "
-                f"{torch.typename(p)} of layout {p.layout}"
-            )
-    if len(set(map(id, weights))) != len(weights):
-        return "`fused=True` requires all the params of a group to be different Tensors"
-    return None
-
-
 def _check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:
     devices = _get_capturable_supported_devices(supports_xla=not group["foreach"])
     if weight.device.type != step.device.type or weight.device.type not in devices:
@@ -474,10 +480,12 @@ def _with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 def _grad_norm(work: list[_Work]) -> float:
     """The 2-norm of all gradients of a step."""
-    native = [item.plan.handle for item in work if item.plan]
-    others = [grad for item in work if not item.plan for grad in item.grads]
+    native = [item.plan.handle for item in work if item.plan and not item.plan.is_distributed]
+    others = [
+        grad for item in work if not item.plan or item.plan.is_distributed for grad in item.grads
+    ]
     norm = torch.ops.fusedstep.plans_grad_norm(native) if native else 0.0
-    return math.hypot(norm, get_total_norm(others).item()) if others else norm
+    return math.hypot(norm, _dtensor.whole(get_total_norm(others)).item()) if others else norm
 
 
 def _shared_grads(work: list[_Work]) -> list[tuple[Tensor, Tensor]]:

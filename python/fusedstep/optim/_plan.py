@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedstep.optim._dtensor import is_dtensor, local, local_gradient
+
 
 class GradUse(IntEnum):
     """What a native step does with the memory of gradients that share it with nothing else."""
@@ -27,16 +29,18 @@ class GradUse(IntEnum):
 class Plan:
     """Addresses, layouts and chunks of a list of weights; frees the native part when it dies."""
 
-    __slots__ = ("__weakref__", "handle", "names", "weights")
+    __slots__ = ("__weakref__", "handle", "is_distributed", "names", "weights")
 
     def __init__(
         self, weights: list[Tensor], states: list[dict[str, Tensor]], names: tuple[str, ...]
     ) -> None:
-        slots = [state[name] for name in names for state in states]
-        steps = [state["step"] for state in states]
-        self.handle: int = torch.ops.fusedstep.plan_new(weights, slots, steps)
         self.names = names
         self.weights = list(weights)
+        self.is_distributed = any(map(is_dtensor, weights))
+        slots = [local(state[name]) for name in names for state in states]
+        steps = [state["step"] for state in states]
+        shards = list(map(local, weights))
+        self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps)
         weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
 
     def bind(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
@@ -45,6 +49,9 @@ class Plan:
         Returns whether native kernels can update them: not if one has changed its device or layout
         since the plan was made.
         """
+        if self.is_distributed:
+            grads = list(map(local_gradient, weights, grads))
+            weights = list(map(local, weights))
         try:
             torch.ops.fusedstep.plan_bind.default(self.handle, weights, grads)
         except NotImplementedError:  # the dispatcher's

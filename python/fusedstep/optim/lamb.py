@@ -17,6 +17,7 @@ from fusedstep.optim._checks import (
     check_lr,
     check_state_dtype,
 )
+from fusedstep.optim._dtensor import whole
 
 __all__ = ["Lamb"]
 
@@ -97,6 +98,7 @@ class Lamb(FusedOptimizer):
     """
 
     _operator = "lamb_"
+    _elementwise = False
     _later_options = FusedOptimizer._later_options | {"capturable": False, "keep_grad": False}
 
     def __init__(
@@ -155,8 +157,8 @@ class Lamb(FusedOptimizer):
         if group["weight_decay"] != 0:
             update.add_(weight, alpha=group["weight_decay"])
 
-        weight_norm = torch.linalg.vector_norm(weight).item()
-        update_norm = torch.linalg.vector_norm(update).item()
+        weight_norm = whole(torch.linalg.vector_norm(weight)).item()
+        update_norm = whole(torch.linalg.vector_norm(update)).item()
         trust_ratio = weight_norm / update_norm if weight_norm and update_norm else 1.0
         weight.add_(update, alpha=-float(group["lr"]) * trust_ratio)
 

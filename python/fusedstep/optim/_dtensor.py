@@ -1,0 +1,62 @@
+"""DTensor: weights spread over the processes of a mesh, each of which steps its own shard."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    # Only a program that has imported the module has such tensors; importing it takes a second.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this process has of a tensor."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:
+    """What this process has of a gradient, which has to be spread as its weight is."""
+    if is_dtensor(weight) and not (is_dtensor(grad) and _spread(grad) == _spread(weight)):
+        raise RuntimeError(
+            "the gradient of a DTensor weight must be a DTensor of the same mesh and placements"
+        )
+    return local(grad)
+
+
+def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
+    """A tensor spread as a weight is, of which this process has `shard`."""
+    if not is_dtensor(weight):
+        return shard
+    mesh, placements = _spread(weight)
+    return type(weight).from_local(
+        shard, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A norm over all processes, of which ``item()`` would give this one's part."""
+    return tensor.full_tensor() if is_dtensor(tensor) else tensor
+
+
+def obstacle(weight: Tensor, elementwise: bool) -> str | None:
+    """Why native kernels cannot step the shards of a weight; None if they can."""
+    if not is_dtensor(weight):
+        return None
+    placements = weight.placements
+    if any(placement.is_partial() for placement in placements):
+        return "`fused=True` does not support DTensor params with Partial placements"
+    if not elementwise and not all(placement.is_replicate() for placement in placements):
+        return (
+            "`fused=True` needs the norm of whole params: sharded DTensor params are not "
+            "supported; fused=None or False steps them in plain torch operations"
+        )
+    return None
+
+
+def _spread(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    return tensor.device_mesh, tensor.placements

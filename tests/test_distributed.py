@@ -1,0 +1,189 @@
+"""Steps of several processes: shards of DTensor weights, and gradients in the buckets of DDP."""
+
+import copy
+import os
+import socket
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from cases import CASES
+from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+
+SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
+PROCESSES = 2
+
+
+def _process(rank, port, work, arguments, failures):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
+    try:
+        work(rank, *arguments)
+    except BaseException:
+        failures.put(f"process {rank}:\n{traceback.format_exc()}")
+    finally:
+        dist.destroy_process_group()
+
+
+def in_processes(work, *arguments):
+    """Runs work(rank, *arguments) in two processes of one group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    failures = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(_process, (port, work, arguments, failures), nprocs=PROCESSES)
+    assert failures.empty(), failures.get()
+
+
+def _spread(tensors, placement):
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    return [distribute_tensor(tensor.detach().clone(), mesh, [placement]) for tensor in tensors]
+
+
+def _subjects(placement):
+    """Parameters, and the same spread over the processes; all with gradients."""
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    spread = [torch.nn.Parameter(weight) for weight in _spread(params, placement)]
+    _set_gradients(params, spread, placement, step=1)
+    return params, spread
+
+
+def _set_gradients(params, spread, placement, step):
+    gradients = make_gradients(SHAPES, torch.float32, step)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient
+    for param, gradient in zip(spread, _spread(gradients, placement), strict=True):
+        param.grad = gradient
+
+
+def _step_shards(rank):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for case in CASES:
+        for placement in (Shard(0), Replicate()):
+            native = case.elementwise or placement == Replicate()
+            params, spread = _subjects(placement)
+            ours = case.build(params)
+            theirs = case.build(spread, fused=True if native else None)
+            for step in (1, 2):
+                _set_gradients(params, spread, placement, step)
+                ours.step()
+                theirs.step()
+            assert len(theirs._plans) == native
+            what = f"{case}, {placement}"
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                state = {name: theirs.state[shards][name] for name in case.states}
+                assert all(isinstance(value, DTensor) for value in state.values())
+                if native:
+                    assert_same_bits(whole, param.detach(), what)
+                    for name, value in state.items():
+                        assert_same_bits(value.full_tensor(), ours.state[param][name], what)
+                else:
+                    torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_shards_are_stepped_as_the_whole():
+    in_processes(_step_shards)
+
+
+def _checkpoint(rank):
+    from torch.distributed.tensor import Shard
+
+    for case in CASES:
+        _, spread = _subjects(Shard(0))
+        optimizer = case.build(spread, fused=None)
+        optimizer.step()
+        twins = [torch.nn.Parameter(param.detach().clone()) for param in spread]
+        for param, twin in zip(spread, twins, strict=True):
+            twin.grad = param.grad.clone()
+        loaded = case.build(twins, fused=None)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        loaded.step()
+        for param, twin in zip(spread, twins, strict=True):
+            assert_same_bits(param.to_local(), twin.to_local(), str(case))
+
+
+def test_states_of_shards_are_loaded():
+    in_processes(_checkpoint)
+
+
+def _clip(rank):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        for placement in (Shard(0), Replicate()):
+            params, spread = _subjects(placement)
+            expected = case.build(params, fused=False).step(max_norm=0.5)
+            norm = case.build(spread, fused=None).step(max_norm=0.5, zero_grad=True)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+                assert not shards.grad.full_tensor().any()
+
+
+def test_max_norm_is_that_of_all_shards():
+    in_processes(_clip)
+
+
+def _refusals(rank):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        params, spread = _subjects(Shard(0))
+        if not case.elementwise:
+            with pytest.raises(RuntimeError, match="norm of whole params"):
+                case.build(spread, fused=True)
+            continue
+        optimizer = case.build(spread)
+        others = _spread([param.grad for param in params], Replicate())
+        before = [weight.to_local().detach().clone() for weight in spread]
+        for weight, other in zip(spread, others, strict=True):
+            weight.grad = other
+        with pytest.raises(RuntimeError, match="same mesh and placements"):
+            optimizer.step()
+        for weight, kept in zip(spread, before, strict=True):
+            assert_same_bits(weight.to_local().detach(), kept, str(case))
+
+
+def test_what_cannot_be_right_is_refused_by_name():
+    in_processes(_refusals)
+
+
+def _ddp(rank):
+    for case in CASES:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 2)
+        )
+        twin = copy.deepcopy(model)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer, reference = case.build(model.parameters()), case.build(twin.parameters())
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(PROCESSES, 8, 20, generator=generator)
+            parallel(inputs[rank]).square().mean().backward()
+            sum(twin(each).square().mean() for each in inputs).div(PROCESSES).backward()
+            # The same gradients to the bit: how they are summed is not the optimizer's affair.
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(param.grad, other.grad)
+                other.grad.copy_(param.grad)
+            buckets = [param.grad.data_ptr() for param in model.parameters()]
+            optimizer.step(zero_grad=True)
+            reference.step()
+            reference.zero_grad()
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert_same_bits(param.detach(), other.detach(), f"{case}, step {step}")
+            assert buckets == [param.grad.data_ptr() for param in model.parameters()]
+
+
+def test_gradients_in_the_buckets_of_ddp():
+    in_processes(_ddp)
