@@ -184,6 +184,12 @@ def move_weights(optimizer, params):
         param.data = param.data.clone()
 
 
+def set_weights_to_other_storages(optimizer, params):
+    for param in params:
+        with torch.no_grad():
+            param.set_(param.detach().clone())
+
+
 def move_weights_into_one_buffer(optimizer, params):
     buffer = torch.cat([param.data.reshape(-1) for param in params])
     for param, piece in zip(params, buffer.split([param.numel() for param in params]), strict=True):
@@ -237,6 +243,7 @@ def regroup(optimizer, params):
 
 EVENTS = [
     move_weights,
+    set_weights_to_other_storages,
     move_weights_into_one_buffer,
     lay_weights_out_otherwise,
     replace_states,
