@@ -7,6 +7,15 @@
 from fusedstep import optim
 from fusedstep._ops import isa, isas
 from fusedstep._version import __version__
+from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
 
-__all__ = ["__version__", "doctor", "isa", "isas", "optim"]
+__all__ = [
+    "__version__",
+    "convert",
+    "doctor",
+    "import_state_dict",
+    "isa",
+    "isas",
+    "optim",
+]

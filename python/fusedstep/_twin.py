@@ -1,0 +1,48 @@
+"""Optimizers of a given one's class and options, over other weights, in plain torch operations."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+#: Options that make a step the plain formula, where a class has them.
+_IMPERATIVE = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
+
+#: What a GradScaler tells an optimizer for one step.
+_SCALER = ("grad_scale", "found_inf")
+
+
+def imperative_twin(
+    optimizer: Optimizer,
+    groups: list[list[Tensor]],
+    state: dict[Tensor, dict[str, Any]] | None = None,
+) -> Optimizer:
+    """Returns an optimizer like the given one, with these weights in its groups.
+
+    It is made as unpickling makes one: constructors of subclasses may take anything.
+    """
+    param_groups = [
+        options | {name: value for name, value in _IMPERATIVE.items() if name in options}
+        for options in (
+            group | {"params": weights}
+            for group, weights in zip(optimizer.param_groups, groups, strict=True)
+        )
+    ]
+    twin = type(optimizer).__new__(type(optimizer))
+    twin.__setstate__(
+        {
+            "defaults": optimizer.defaults,
+            "state": defaultdict(dict, state or {}),
+            "param_groups": param_groups,
+        }
+        | {name: vars(optimizer)[name] for name in _SCALER if name in vars(optimizer)}
+    )
+    return twin
+
+
+def step(twin: Optimizer, *args: Any, **kwargs: Any) -> None:
+    """Steps a twin without the hooks that torch runs for every optimizer of the process."""
+    type(twin).step.__wrapped__(twin, *args, **kwargs)

@@ -1,0 +1,303 @@
+"""Goes on where another optimizer stopped: torch's, apex's or DeepSpeed's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedstep import _twin, optim
+from fusedstep.optim._base import FusedOptimizer
+
+#: Options that choose among torch's implementations. They say nothing about the choice here.
+_CHOICES = ("foreach", "fused")
+
+#: Options of other libraries, with the values that ask for nothing. A class here may have some.
+_HARMLESS: dict[str, tuple[float, ...]] = {
+    "amsgrad": (False,),
+    "bias_correction": (True,),
+    "grad_averaging": (True,),
+    "max_grad_norm": (0, math.inf),
+    "max_coeff": (math.inf,),
+    "min_coeff": (0,),
+}
+
+
+def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
+    """Returns the optimizer of this package that goes on where the given one stopped.
+
+    It updates the very same parameters and starts with the given one's states, step counts and
+    options: those of each group, the defaults for groups added later, the names of parameters, and
+    the very tensor where ``lr`` is one. The given optimizer must not be used any more: states of
+    weights without native kernels are shared with it.
+
+    Left behind are:
+
+    - ``foreach`` and ``fused``, which choose among torch's implementations. Both become None here,
+      which takes the native kernels wherever they can update the weights; override them to have it
+      otherwise. ``differentiable`` stays, and keeps them off.
+    - Registered hooks. Register them again.
+    - Learning rate schedulers: they go on changing the old optimizer. Give each the new one, with
+      ``scheduler.optimizer = optimizer``.
+
+    Args:
+        optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
+            :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
+            apex, or ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed
+        **overrides: options for all groups, in place of the given optimizer's
+
+    Raises:
+        TypeError: for another optimizer, a subclass of one of these too, for what it adds would be
+            lost; and for an override that is not an option.
+        ValueError: for an option that asks for what the optimizers here do not do.
+
+    Example::
+
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        >>> ...  # train
+        >>> optimizer = scheduler.optimizer = fusedstep.convert(optimizer)
+        >>> ...  # train on
+    """
+    cls = _counterpart(optimizer)
+    accepted = inspect.signature(cls).parameters
+    defaults = {
+        name: value
+        for name, value in optimizer.defaults.items()
+        if name in accepted and name not in _CHOICES
+    }
+    groups = [
+        _carried(group, cls) | overrides | {"params": _params(group)}
+        for group in optimizer.param_groups
+    ]
+    converted = cls(groups, **(defaults | overrides))
+    states = [
+        _translated(group, [optimizer.state.get(p, {}) for p in group["params"]], cls)
+        for group in optimizer.param_groups
+    ]
+    _give_states(converted, states)
+    return converted
+
+
+def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Loads the state dictionary of another library's optimizer, or of torch's.
+
+    Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
+    namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
+    (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), and others of
+    this form. A step count in a group is given to each of its weights.
+
+    Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
+    ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
+    dictionary does not say stays too. Apex and DeepSpeed do not store whether Adam's weight decay
+    is decoupled: the class chosen here says so. float32 states of 16-bit weights stay float32.
+    Hooks of ``load_state_dict`` are not run.
+
+    Args:
+        optimizer (Optimizer): one of :mod:`fusedstep.optim`, over the parameters of the other
+        state_dict (dict): what the other's ``state_dict()`` returned
+
+    Raises:
+        TypeError: if ``optimizer`` is not of this package.
+        ValueError: if the dictionary does not fit the optimizer, or has an option that asks for
+            what the optimizer does not do. Nothing has been changed then.
+
+    Example::
+
+        >>> optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        >>> fusedstep.import_state_dict(optimizer, torch.load("apex.pt")["optimizer"])
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
+        )
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "state_dict must have 'state' and 'param_groups', as the optimizer's own dictionary "
+            f"has; this one has {sorted(map(str, state_dict))}"
+        )
+    groups, cls = state_dict["param_groups"], type(optimizer)
+    sizes = [[len(g["params"]) for g in each] for each in (groups, optimizer.param_groups)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
+        )
+    options = [_carried(group, cls) for group in groups]
+    states = [
+        _translated(group, [state_dict["state"].get(i, {}) for i in group["params"]], cls)
+        for group in groups
+    ]
+    _check_states(optimizer, states)
+    for own, carried in zip(optimizer.param_groups, options, strict=True):
+        own |= carried
+    _give_states(optimizer, states)
+
+
+# Whose successor
+
+
+def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
+    """The class that goes on for an optimizer."""
+    ours = {getattr(optim, name) for name in optim.__all__}
+    namesakes = {
+        getattr(torch.optim, cls.__name__): cls
+        for cls in ours
+        if hasattr(torch.optim, cls.__name__)
+    }
+    cls = type(optimizer)
+    if cls in ours:
+        return cls
+    if cls in namesakes:
+        return namesakes[cls]
+    relative = _RELATIVES.get((cls.__module__.partition(".")[0], cls.__name__))
+    if relative:
+        return relative(optimizer)
+
+    known = sorted(f"torch.optim.{namesake.__name__}" for namesake in namesakes)
+    known += sorted(f"{package}'s {name}" for package, name in _RELATIVES)
+    parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
+    why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
+    raise TypeError(
+        f"optimizer is a {cls.__module__}.{cls.__qualname__}{why}. Taken are the classes of "
+        f"fusedstep.optim, {', '.join(known)}"
+    )
+
+
+def _adam(optimizer: Optimizer) -> type[Optimizer]:
+    if getattr(optimizer, "master_weights", False):
+        raise ValueError("the optimizer's master_weights=True has no counterpart here")
+    return optim.AdamW if optimizer.adam_w_mode else optim.Adam
+
+
+def _apex_adagrad(optimizer: Optimizer) -> type[Optimizer]:
+    if optimizer.adagrad_w_mode:
+        raise ValueError("the optimizer's adagrad_w_mode=True has no counterpart in Adagrad")
+    return optim.Adagrad
+
+
+def _deepspeed_adagrad(optimizer: Optimizer) -> type[Optimizer]:
+    # It adds the decay to what it squares, but not to what it divides by the root.
+    if any(group["weight_decay"] for group in optimizer.param_groups):
+        raise ValueError("DeepSpeedCPUAdagrad's weight_decay has no counterpart in Adagrad")
+    return optim.Adagrad
+
+
+#: Optimizers of other libraries with a formula of ours, by package and name.
+_RELATIVES: dict[tuple[str, str], Callable[[Optimizer], type[Optimizer]]] = {
+    ("apex", "FusedAdam"): _adam,
+    ("apex", "FusedAdagrad"): _apex_adagrad,
+    ("deepspeed", "FusedAdam"): _adam,
+    ("deepspeed", "DeepSpeedCPUAdam"): _adam,
+    ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
+}
+
+
+# Groups
+
+
+def _params(group: dict[str, Any]) -> list[Any]:
+    """The parameters of a group as a constructor takes them, with names if they have any."""
+    names = group.get("param_names")
+    return list(zip(names, group["params"], strict=True)) if names else list(group["params"])
+
+
+def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
+    """What a group of another optimizer says that one of this class goes on with."""
+    foreign = _HARMLESS.keys() - inspect.signature(cls).parameters.keys()
+    for name in sorted(foreign & group.keys()):
+        if group[name] not in _HARMLESS[name]:
+            raise ValueError(
+                f"{name}={group[name]} has no counterpart in {cls.__name__}; to go on without it, "
+                "remove it from the parameter group"
+            )
+    left = {"params", "param_names", "step", *_CHOICES, *foreign}
+    return {name: value for name, value in group.items() if name not in left}
+
+
+# States
+
+
+def _translated(
+    group: dict[str, Any], states: list[dict[str, Any]], cls: type[Optimizer]
+) -> list[dict[str, Any]]:
+    """The states of a group under our names, each with a step count of its own."""
+    if issubclass(cls, optim.Adagrad):
+        # DeepSpeed calls the sum by Adam's name. apex counts no steps: only lr_decay needs them.
+        states = [
+            {"step": 0.0}
+            | {"sum" if name == "exp_avg_sq" else name: value for name, value in state.items()}
+            if state
+            else state
+            for state in states
+        ]
+    counts = [group.get("step"), *(state.get("step") for state in states)]
+    largest = max((float(steps) for steps in counts if steps is not None), default=None)
+    return [_with_step(state, largest) for state in states]
+
+
+def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
+    """A state with its step count, or where it has none with the largest that its group knows.
+
+    apex counts steps in the group. So does DeepSpeed's FusedAdam in effect: it counts for the last
+    weight of a group, updates all with that count, and leaves the others at 0. A count of 0 beside
+    moments is not one.
+    """
+    steps = state.get("step")
+    if steps is not None and steps == 0 and "exp_avg" in state and state["exp_avg"].any():
+        steps = None
+    steps = largest if steps is None else float(steps)
+    if not state or steps is None:
+        return state
+    return {"step": steps} | {name: value for name, value in state.items() if name != "step"}
+
+
+def _check_states(optimizer: Optimizer, states: list[list[dict[str, Any]]]) -> None:
+    """Raises what is missing from states, or does not fit the weights."""
+    # A step over one element tells the names.
+    probes = [torch.zeros(1) for _ in optimizer.param_groups]
+    for probe in probes:
+        probe.grad = torch.zeros(1)
+    twin = _twin.imperative_twin(optimizer, [[probe] for probe in probes])
+    _twin.step(twin)
+    for group, probe, members in zip(optimizer.param_groups, probes, states, strict=True):
+        for index, (weight, state) in enumerate(zip(group["params"], members, strict=True)):
+            missing = sorted(twin.state[probe].keys() - state.keys())
+            if state and missing:
+                raise ValueError(
+                    f"the state of parameter {index} of its group has no {', '.join(missing)}: "
+                    f"it is not one of {type(optimizer).__name__}"
+                )
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() and value.shape != weight.shape:
+                    raise ValueError(
+                        f"{name} of parameter {index} of its group has the shape "
+                        f"{list(value.shape)}, but the weight has {list(weight.shape)}"
+                    )
+
+
+def _give_states(optimizer: Optimizer, states: list[list[dict[str, Any]]]) -> None:
+    """Gives the parameters of each group these states, in place of all that there are."""
+    state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+    for group, members in zip(optimizer.param_groups, states, strict=True):
+        for weight, given in zip(group["params"], members, strict=True):
+            if given:
+                state[weight] = {
+                    name: _fitted(value, weight, group) for name, value in given.items()
+                }
+    # What load_state_dict ends with. Its beginning copies the options, and so a tensor lr.
+    optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+
+
+def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:
+    """A state as a weight's has to be; that of a 16-bit weight may be float32, or be asked to."""
+    if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
+        return value
+    wide = value.itemsize > 2 or group["state_dtype"] is torch.float32
+    is_small = weight.dtype in (torch.bfloat16, torch.float16)
+    return value.to(weight.device, torch.float32 if wide and is_small else weight.dtype)

@@ -1,0 +1,579 @@
+"""Law: training goes on in our optimizers where another library's stopped."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import fusedstep
+from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE
+from fusedstep import _ops, optim
+from stepping import (
+    CHUNK,
+    as_parameters,
+    assert_contents_close,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    make_weights,
+    run,
+    train,
+)
+
+SHAPES = ((), (33, 31), (CHUNK + 5,))
+ROW = {case.name: case for case in CASES}
+PLAIN_WITH_NAMESAKE = {case.namesake: case for case in reversed(WITH_NAMESAKE)}.values()
+
+
+def namesake_after_three_steps(case, dtype=torch.float32, **options):
+    params = as_parameters(make_weights(SHAPES, dtype))
+    namesake = case.namesake(params, **case.options, **options)
+    train(namesake, params, [1, 2, 3])
+    return params, namesake
+
+
+def steps_on(optimizer, params):
+    """Three steps more, natively."""
+    train(optimizer, params, [4, 5, 6])
+    assert _ops.plan_isa(optimizer) == fusedstep.isa()
+    return contents(optimizer)
+
+
+def assert_is_whole_run(case, found):
+    """Six steps of ours in one go are as near as torch's maths allows."""
+    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    assert_contents_close(found, contents(whole), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_goes_on_where_the_namesake_stopped(case, options):
+    params, namesake = namesake_after_three_steps(case, **options)
+    converted = fusedstep.convert(namesake)
+    assert type(converted) is case.optimizer
+    assert all(map(lambda a, b: a is b, converted.param_groups[0]["params"], params))
+    assert_same_contents(contents(converted), contents(namesake))
+    assert_is_whole_run(case, steps_on(converted, params))
+
+
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_is_the_bits_of_a_loaded_dictionary(case):
+    """The control of the tolerance above."""
+    params, namesake = namesake_after_three_steps(case, foreach=False)
+    loaded_params = as_parameters(params)
+    loaded = case.build(loaded_params)
+    loaded.load_state_dict(copy.deepcopy(namesake.state_dict()))
+    loaded.param_groups[0] |= {"foreach": None, "fused": True}
+    assert_same_contents(
+        steps_on(fusedstep.convert(namesake), params), steps_on(loaded, loaded_params)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_ours_go_on_in_the_native_kernels(case, dtype):
+    params, optimizer = run(case, SHAPES, dtype, steps=3, fused=False)
+    before = contents(optimizer)
+    converted = fusedstep.convert(optimizer)
+    assert type(converted) is type(optimizer)
+    assert converted.param_groups[0]["fused"] is None
+    assert_same_contents(contents(converted), before)
+    steps_on(converted, params)
+
+
+@pytest.mark.parametrize("case", PLAIN_WITH_NAMESAKE, ids=str)
+def test_leaves_the_given_optimizer_alone(case):
+    params, namesake = namesake_after_three_steps(case)
+    before, groups = contents(namesake), copy.deepcopy(namesake.state_dict()["param_groups"])
+    converted = fusedstep.convert(namesake, lr=0.5)
+    assert_same_contents(contents(namesake), before)
+    assert namesake.state_dict()["param_groups"] == groups
+    states = {name: value.clone() for name, value in namesake.state[params[1]].items()}
+    steps_on(converted, params)
+    for name, value in states.items():
+        assert_same_bits(namesake.state[params[1]][name], value, name)
+
+
+@pytest.mark.parametrize("case", PLAIN_WITH_NAMESAKE, ids=str)
+def test_before_the_first_step(case):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    converted = fusedstep.convert(case.build_namesake(params))
+    train(converted, params, [1, 2, 3])
+    assert_is_whole_run(case, steps_on(converted, params))
+
+
+# Options
+
+
+def grouped(named=False, **options):
+    weights = as_parameters(make_weights([(4, 5)] * 3, torch.float32))
+    members = list(zip(("a", "b", "c"), weights, strict=True)) if named else weights
+    groups = [
+        {"params": members[:2], "lr": 0.25, "label": "first"},
+        {"params": members[2:], "weight_decay": 0.5, "initial_lr": 0.75, "betas": (0.5, 0.75)},
+    ]
+    return weights, torch.optim.AdamW(groups, **options)
+
+
+def test_groups_keep_their_options():
+    weights, theirs = grouped(lr=0.125, eps=1e-3, amsgrad=True, foreach=True)
+    train(theirs, weights, [1])
+    ours = fusedstep.convert(theirs)
+    chosen = {"foreach": None, "fused": None, "state_dtype": None}
+    for group, expected in zip(ours.param_groups, theirs.param_groups, strict=True):
+        assert group == expected | chosen
+    assert ours.defaults == theirs.defaults | chosen
+    ours.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    assert ours.param_groups[2]["eps"] == 1e-3
+
+
+def test_overrides_hold_for_all_groups_and_those_added_later():
+    weights, theirs = grouped(lr=0.125)
+    train(theirs, weights, [1])
+    ours = fusedstep.convert(theirs, eps=1e-3, amsgrad=True, fused=True)
+    ours.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    for group in ours.param_groups:
+        assert (group["eps"], group["amsgrad"], group["fused"]) == (1e-3, True, True)
+    assert [group["lr"] for group in ours.param_groups] == [0.25, 0.125, 0.125]
+    train(ours, weights, [2])
+    assert "max_exp_avg_sq" in ours.state[weights[0]]
+
+
+def test_names_stay():
+    weights, theirs = grouped(named=True)
+    train(theirs, weights, [1])
+    ours = fusedstep.convert(theirs)
+    assert [group["param_names"] for group in ours.param_groups] == [["a", "b"], ["c"]]
+    assert ours.state_dict()["param_groups"][1]["param_names"] == ["c"]
+
+
+def test_a_tensor_lr_stays_the_same_tensor():
+    weights = as_parameters(make_weights([(4, 5)], torch.float32))
+    lr = torch.tensor(0.5)
+    theirs = torch.optim.Adam(weights, lr=lr)
+    train(theirs, weights, [1])
+    ours = fusedstep.convert(theirs)
+    assert ours.param_groups[0]["lr"] is lr
+    lr.fill_(0.0)
+    before = weights[0].detach().clone()
+    train(ours, weights, [2])
+    assert_same_bits(weights[0], before, "a step with the learning rate written to 0")
+
+
+def test_differentiable_stays():
+    weights = as_parameters(make_weights([(4, 5)], torch.float32))
+    ours = fusedstep.convert(torch.optim.Adam(weights, differentiable=True))
+    assert ours.param_groups[0]["differentiable"]
+
+
+# bfloat16 and float16
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+def test_float32_states_stay(dtype):
+    """apex and DeepSpeed keep them for weights of 16 bits."""
+    case = ROW["adamw"]
+    params, source = run(case, SHAPES, dtype, steps=3, state_dtype=torch.float32)
+    layout = LAYOUTS["apex-adam"]
+    states = copy.deepcopy([source.state[param] for param in params])
+    for converted in (
+        fusedstep.convert(source),
+        fusedstep.convert(dressed(source, *layout, adam_w_mode=1)),
+        imported(optim.AdamW(params), dressed(source, *layout).state_dict()),
+    ):
+        for param, state in zip(params, states, strict=True):
+            for name in case.states:
+                assert_same_bits(converted.state[param][name], state[name], name)
+    expected_params, expected = run(case, SHAPES, dtype, steps=6, state_dtype=torch.float32)
+    steps_on(converted, params)
+    assert_same_contents(contents(converted), contents(expected))
+    assert expected.state[expected_params[0]]["exp_avg"].dtype is torch.float32
+
+
+def test_state_dtype_widens_the_states():
+    case = ROW["adam"]
+    params, namesake = namesake_after_three_steps(case, torch.bfloat16)
+    converted = fusedstep.convert(namesake, state_dtype=torch.float32)
+    for param in params:
+        for name in case.states:
+            given, now = namesake.state[param][name], converted.state[param][name]
+            assert_same_bits(now, given.float(), name)
+    steps_on(converted, params)
+
+
+def test_states_of_another_dtype_are_cast_as_by_load_state_dict():
+    case = ROW["adam"]
+    _, source = run(case, SHAPES, torch.bfloat16, steps=3)
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    optimizer = imported(case.build(params), source.state_dict())
+    loaded = case.build(as_parameters(params))
+    loaded.load_state_dict(source.state_dict())
+    assert optimizer.state[params[1]]["exp_avg"].dtype is torch.float32
+    assert_same_contents(contents(optimizer), contents(loaded))
+
+
+# Schedulers
+
+
+def sequential(optimizer):
+    schedulers = [
+        lr_scheduler.ConstantLR(optimizer, 0.5),
+        lr_scheduler.ExponentialLR(optimizer, 0.5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, schedulers, milestones=[4])
+
+
+def chained(optimizer):
+    schedulers = [lr_scheduler.StepLR(optimizer, 2), lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    return lr_scheduler.ChainedScheduler(schedulers, optimizer)
+
+
+SCHEDULERS = {
+    "StepLR": lambda optimizer: lr_scheduler.StepLR(optimizer, 2),
+    "LambdaLR": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+    "Cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 6),
+    "OneCycle": lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.5, 8),
+    "Sequential": sequential,
+    "Chained": chained,
+    "Plateau": lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=0),
+}
+
+
+# It cannot know that the new optimizer's step was called: it looks once, at its own first step.
+@pytest.mark.filterwarnings("ignore:Seems like `optimizer.step")
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_go_on(name):
+    """As documented: each is given the new optimizer."""
+
+    def rates(convert):
+        weights, optimizer = grouped(lr=0.125)
+        scheduler, found = SCHEDULERS[name](optimizer), []
+        for step in range(1, 7):
+            if convert and step == 4:
+                optimizer = fusedstep.convert(optimizer)
+                for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+                    each.optimizer = optimizer
+            train(optimizer, weights, [step])
+            scheduler.step(*([1.0] if name == "Plateau" else []))
+            found.append([(group["lr"], group["betas"]) for group in optimizer.param_groups])
+        return found
+
+    expected = rates(convert=False)
+    assert rates(convert=True) == expected
+    assert expected[2] != expected[5]
+
+
+# Refusals
+
+
+class AdamWithMore(torch.optim.Adam):
+    pass
+
+
+class LambWithMore(optim.Lamb):
+    pass
+
+
+@pytest.mark.parametrize(
+    "cls",
+    [torch.optim.Rprop, torch.optim.LBFGS, AdamWithMore, LambWithMore],
+    ids=lambda c: c.__name__,
+)
+def test_refuses_other_classes(cls):
+    with pytest.raises(TypeError, match=rf"optimizer is a [\w.]*\.{cls.__name__}\b") as refused:
+        fusedstep.convert(cls([torch.zeros(2, requires_grad=True)]))
+    for taken in ("torch.optim.AdamW", "torch.optim.Adagrad", "apex's FusedAdam", "deepspeed's"):
+        assert taken in str(refused.value)
+    additions = {"AdamWithMore": "to Adam would be lost", "LambWithMore": "to Lamb would be lost"}
+    assert additions.get(cls.__name__, "") in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "text"),
+    [
+        ({"nesterov": True}, TypeError, "nesterov"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"foreach": True, "fused": True}, RuntimeError, "`fused` and `foreach` cannot"),
+    ],
+)
+def test_refuses_overrides(overrides, error, text):
+    with pytest.raises(error, match=text):
+        fusedstep.convert(torch.optim.Adam([torch.zeros(2, requires_grad=True)]), **overrides)
+
+
+# Other libraries. They are not installed: these have the layout of their groups and states, as read
+# from their sources, and the values of ours or torch's.
+
+
+def dressed(source, package, name, options, with_states, **attributes):
+    """An optimizer of another library, in the middle of the training of a source."""
+    cls = type(name, (torch.optim.Optimizer,), {"__module__": f"{package}.optimizers.made_up"})
+    groups = [
+        {
+            "params": list(group["params"]),
+            **{key: group[key] for key in ("lr", "eps", "weight_decay")},
+        }
+        for group in source.param_groups
+    ]
+    if "betas" in source.defaults:
+        for group, original in zip(groups, source.param_groups, strict=True):
+            group["betas"] = original["betas"]
+    other = cls(groups, options)
+    for key, value in attributes.items():
+        setattr(other, key, value)
+    for group in other.param_groups:
+        states = [{**source.state[p]} for p in group["params"]]
+        with_states(group, states)
+        for p, state in zip(group["params"], states, strict=True):
+            other.state[p] = state
+    return other
+
+
+def count_in_the_group(group, states):
+    """apex. Adan's authors do the same."""
+    group["step"] = int(max(state.pop("step") for state in states))
+
+
+def count_in_the_group_as_a_tensor(group, states):
+    """apex with capturable=True."""
+    count_in_the_group(group, states)
+    group["step"] = torch.tensor([group["step"]], dtype=torch.int32)
+
+
+def count_as_integers(group, states):
+    """DeepSpeed on the CPU."""
+    for state in states:
+        state["step"] = int(state["step"])
+
+
+def count_in_the_last(group, states):
+    """DeepSpeed's FusedAdam."""
+    count_as_integers(group, states)
+    group["step"] = 0
+    for state in states[:-1]:
+        state["step"] = 0
+
+
+def no_count(group, states):
+    """apex's FusedAdagrad."""
+    for state in states:
+        del state["step"]
+
+
+def sum_by_another_name(group, states):
+    """DeepSpeedCPUAdagrad."""
+    count_as_integers(group, states)
+    for state in states:
+        state["exp_avg_sq"] = state.pop("sum")
+
+
+ADAM_OPTIONS = {"bias_correction": True}
+LAYOUTS = {
+    "apex-adam": ("apex", "FusedAdam", ADAM_OPTIONS, count_in_the_group),
+    "apex-adam-capturable": ("apex", "FusedAdam", ADAM_OPTIONS, count_in_the_group_as_a_tensor),
+    "deepspeed-cpu-adam": (
+        "deepspeed", "DeepSpeedCPUAdam", ADAM_OPTIONS | {"amsgrad": False}, count_as_integers,
+    ),
+    "deepspeed-adam": ("deepspeed", "FusedAdam", ADAM_OPTIONS, count_in_the_last),
+    "apex-adagrad": ("apex", "FusedAdagrad", {}, no_count),
+    "deepspeed-cpu-adagrad": (
+        "deepspeed", "DeepSpeedCPUAdagrad", {"amsgrad": False}, sum_by_another_name,
+    ),
+}  # fmt: skip
+ADAM_LAYOUTS = [name for name in LAYOUTS if "adam" in name]
+ADAGRAD_LAYOUTS = [name for name in LAYOUTS if "adagrad" in name]
+ROWS = [
+    *(
+        (case, layout)
+        for case in CASES
+        if case.name in ("adam", "adam-l2", "adamw")
+        for layout in ADAM_LAYOUTS
+    ),
+    *((case, layout) for case in CASES if case.name == "adagrad" for layout in ADAGRAD_LAYOUTS),
+]
+LAMB_OPTIONS = {"bias_correction": True, "grad_averaging": True, "max_grad_norm": float("inf")}
+
+
+def foreign(case, layout):
+    params, namesake = namesake_after_three_steps(case)
+    decoupled = case.optimizer is optim.AdamW
+    modes = {"adam_w_mode": int(decoupled), "adagrad_w_mode": 0}
+    return params, dressed(namesake, *LAYOUTS[layout], **modes)
+
+
+def imported(optimizer, dictionary):
+    fusedstep.import_state_dict(optimizer, dictionary)
+    return optimizer
+
+
+def without_counts(found):
+    return {name: value for name, value in found.items() if not name.startswith("step")}
+
+
+@pytest.mark.parametrize(("case", "layout"), ROWS, ids=str)
+def test_converts_relatives(case, layout):
+    params, other = foreign(case, layout)
+    converted = fusedstep.convert(other)
+    assert type(converted) is case.optimizer
+    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    found, expected = steps_on(converted, params), contents(whole)
+    if layout == "apex-adagrad":  # it never counted
+        found, expected = without_counts(found), without_counts(expected)
+    assert_contents_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_weight_that_was_frozen_for_a_while_keeps_its_count():
+    """Counts of DeepSpeed's CPU Adam differ by right; only 0 beside moments is none."""
+    params, other = foreign(ROW["adam"], "deepspeed-cpu-adam")
+    other.state[params[0]]["step"] = 1
+    for value in other.state[params[1]].values():
+        value *= 0
+    other.state[params[1]]["step"] = 0
+    converted = fusedstep.convert(other)
+    assert [converted.state[param]["step"].item() for param in params] == [1, 0, 3]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("case", "layout"), ROWS, ids=str)
+def test_imports_dictionaries(case, layout, fused):
+    params, other = foreign(case, layout)
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    optimizer = case.build(params, lr=0.5, fused=fused)
+    fusedstep.import_state_dict(optimizer, torch.load(file, weights_only=True))
+    assert optimizer.param_groups[0]["fused"] is fused
+    assert optimizer.param_groups[0]["lr"] == case.lr
+    assert not {"bias_correction", "step"} & optimizer.param_groups[0].keys()
+    train(optimizer, params, [4, 5, 6])
+    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    found, expected = contents(optimizer), contents(whole)
+    if layout == "apex-adagrad":
+        found, expected = without_counts(found), without_counts(expected)
+    assert_contents_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", [count_in_the_group, count_as_integers])
+def test_imports_states_of_lamb(count):
+    case = ROW["lamb-decay"]
+    params, source = run(case, SHAPES, torch.float32, steps=3)
+    other = dressed(source, "apex", "FusedLAMB", LAMB_OPTIONS, count)
+    optimizer = case.build(params)
+    fusedstep.import_state_dict(optimizer, other.state_dict())
+    train(optimizer, params, [4, 5, 6])
+    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    assert_same_contents(contents(optimizer), contents(whole))
+
+
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_imports_torchs_dictionaries_and_stays_native(case):
+    params, namesake = namesake_after_three_steps(case, foreach=True)
+    optimizer = case.build(params)
+    fusedstep.import_state_dict(optimizer, namesake.state_dict())
+    assert_is_whole_run(case, steps_on(optimizer, params))
+
+
+def test_options_that_a_dictionary_lacks_stay():
+    params, other = foreign(WITH_NAMESAKE[0], "apex-adam")
+    named = list(zip("abc", params, strict=True))
+    optimizer = optim.Adam(named, maximize=True, amsgrad=False)
+    dictionary = other.state_dict()
+    dictionary["param_groups"][0]["label"] = "mine"
+    fusedstep.import_state_dict(optimizer, dictionary)
+    (group,) = optimizer.param_groups
+    assert (group["maximize"], group["label"], group["param_names"]) == (
+        True,
+        "mine",
+        ["a", "b", "c"],
+    )
+
+
+def edited(**edits):
+    def edit(dictionary):
+        dictionary["param_groups"][0].update(edits)
+
+    return edit
+
+
+def flatten_states(dictionary):
+    """ZeRO's, and those of the fp16 wrappers."""
+    state = dictionary["state"][1]
+    state["exp_avg"] = state["exp_avg"].reshape(-1)
+
+
+def drop_a_moment(dictionary):
+    del dictionary["state"][1]["exp_avg_sq"]
+
+
+def drop_a_parameter(dictionary):
+    dictionary["param_groups"][0]["params"].pop()
+
+
+def wrap(dictionary):
+    inner = dict(dictionary)
+    dictionary.clear()
+    dictionary["optimizer"] = inner
+
+
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (edited(bias_correction=False), "bias_correction=False has no counterpart in AdamW"),
+        (edited(max_grad_norm=1.0), "max_grad_norm=1.0 has no counterpart in AdamW"),
+        (edited(min_coeff=0.01), "min_coeff=0.01 has no counterpart"),
+        (flatten_states, r"exp_avg of parameter 1 of its group has the shape \[1023\]"),
+        (drop_a_moment, "the state of parameter 1 of its group has no exp_avg_sq"),
+        (drop_a_parameter, r"groups of \[2\] parameters, but the optimizer of \[3\]"),
+        (wrap, r"must have 'state' and 'param_groups'.* \['optimizer'\]"),
+    ],
+)
+def test_import_refuses_what_does_not_fit(edit, text):
+    case = ROW["adamw"]
+    params, other = foreign(case, "apex-adam")
+    dictionary = copy.deepcopy(other.state_dict())
+    edit(dictionary)
+    optimizer = case.build(params)
+    train(optimizer, params, [1])
+    before, groups = contents(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=text):
+        fusedstep.import_state_dict(optimizer, dictionary)
+    assert_same_contents(contents(optimizer), before)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+def test_import_refuses_states_of_another_optimizer():
+    case = ROW["adagrad"]
+    params, other = foreign(case, "apex-adagrad")
+    with pytest.raises(ValueError, match="has no exp_avg, exp_avg_sq, step: it is not one of Adam"):
+        fusedstep.import_state_dict(optim.Adam(params), other.state_dict())
+
+
+def test_import_takes_our_optimizers_only():
+    theirs = torch.optim.Adam([torch.zeros(2, requires_grad=True)])
+    with pytest.raises(TypeError, match="optimizer must be one of fusedstep"):
+        fusedstep.import_state_dict(theirs, theirs.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "attributes", "text"),
+    [
+        ("apex-adam", {"master_weights": True}, "master_weights=True has no counterpart"),
+        ("apex-adagrad", {"adagrad_w_mode": 1}, "adagrad_w_mode=True has no counterpart"),
+    ],
+)
+def test_refuses_relatives_with_another_formula(name, attributes, text):
+    case = ROW[name.removeprefix("apex-")]
+    _, other = foreign(case, name)
+    vars(other).update(attributes)
+    with pytest.raises(ValueError, match=text):
+        fusedstep.convert(other)
+
+
+def test_refuses_the_decay_of_deepspeeds_adagrad():
+    case = ROW["adagrad"]
+    _, other = foreign(case, "deepspeed-cpu-adagrad")
+    other.param_groups[0]["weight_decay"] = 0.1
+    with pytest.raises(ValueError, match="weight_decay has no counterpart"):
+        fusedstep.convert(other)
