@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+import fusedstep
 from cases import CASES
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
@@ -91,6 +92,32 @@ def _step_shards(rank):
 
 def test_shards_are_stepped_as_the_whole():
     in_processes(_step_shards)
+
+
+def _verify(rank):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        placement = Shard(0) if case.elementwise else Replicate()
+        _, spread = _subjects(placement)
+        report = fusedstep.verify(case.build(spread), lambda: None, steps=2)
+        assert report.ok, report
+
+    def spoil(optimizer, args, kwargs):
+        if rank == 1:
+            spread[3]._local_tensor[7, 8] += 1
+
+    optimizer = case.build(spread)
+    report = fusedstep.verify(optimizer, steps=1)
+    # Before the comparison: the newest hook that asks for the first place has it.
+    handle = optimizer.register_step_post_hook(spoil)
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+    optimizer.step()
+    assert report.ok == (rank == 0), report
+
+
+def test_each_process_verifies_its_shards():
+    in_processes(_verify)
 
 
 def _checkpoint(rank):

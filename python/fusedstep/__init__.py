@@ -9,6 +9,7 @@ from fusedstep._ops import isa, isas
 from fusedstep._version import __version__
 from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
+from fusedstep.verify import verify
 
 __all__ = [
     "__version__",
@@ -18,4 +19,5 @@ __all__ = [
     "isa",
     "isas",
     "optim",
+    "verify",
 ]
