@@ -87,6 +87,33 @@ int64_t span_bytes(const TensorView& view) {
   return (last + 1) * element_size(view.dtype);
 }
 
+// Dtypes, sizes and strides of a tensor's operands, one behind another.
+std::vector<int64_t> shape_of(std::span<const TensorView* const> views) {
+  std::vector<int64_t> shape;
+  for (const TensorView* view : views) {
+    shape.push_back(static_cast<int64_t>(view->dtype));
+    shape.push_back(static_cast<int64_t>(view->sizes.size()));
+    shape.insert(shape.end(), view->sizes.begin(), view->sizes.end());
+    shape.insert(shape.end(), view->strides.begin(), view->strides.end());
+  }
+  return shape;
+}
+
+// Whether shape_of(views) would be `shape`. Asked for every tensor at every step, nearly always to be told
+// so.
+bool is_shape_of(const std::vector<int64_t>& shape, std::span<const TensorView* const> views) {
+  const int64_t* known = shape.data();
+  for (const TensorView* view : views) {
+    const auto dims = static_cast<int64_t>(view->sizes.size());
+    if (known[0] != static_cast<int64_t>(view->dtype) || known[1] != dims) return false;
+    known += 2;
+    if (!std::equal(view->sizes.begin(), view->sizes.end(), known)) return false;
+    if (!std::equal(view->strides.begin(), view->strides.end(), known + dims)) return false;
+    known += 2 * dims;
+  }
+  return true;
+}
+
 void check_grad(size_t i, const TensorView& weight, const TensorView& grad) {
   if (!std::ranges::equal(grad.sizes, weight.sizes)) {
     refuse(i, "the gradient's shape " + text(grad.sizes) + " is not the weight's, " + text(weight.sizes));
@@ -132,15 +159,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   for (int k = 0; k < slots_; ++k) views[cpu::kFirstState + k] = &operands.states[k];
   const int count = cpu::kFirstState + slots_;
 
-  std::vector<int64_t>& shape = scratch_;
-  shape.clear();
-  for (int k = 0; k < count; ++k) {
-    shape.push_back(static_cast<int64_t>(views[k]->dtype));
-    shape.push_back(static_cast<int64_t>(views[k]->sizes.size()));
-    shape.insert(shape.end(), views[k]->sizes.begin(), views[k]->sizes.end());
-    shape.insert(shape.end(), views[k]->strides.begin(), views[k]->strides.end());
-  }
-  if (entry.layout == nullptr || shape != entry.shape) {
+  if (entry.layout == nullptr || !is_shape_of(entry.shape, {views, views + count})) {
     check_grad(i, operands.weight, operands.grad);
     cpu::Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
     for (int k = 0; k < slots_; ++k) {
@@ -152,7 +171,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides);
     entry.layout = std::make_unique<Layout>(operands.weight.sizes, strides);
     entry.format = format;
-    entry.shape = shape;
+    entry.shape = shape_of({views, views + count});
     entry.weight_bytes = span_bytes(operands.weight);
     entry.grad_bytes = span_bytes(operands.grad);
     entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);

@@ -106,7 +106,6 @@ class Plan {
   std::vector<Chunk> chunks_;
   std::vector<Wave> waves_;
   std::vector<int64_t> cost_;
-  std::vector<int64_t> scratch_;
   std::vector<Plan*> shared_with_;  // the plans among which shared gradients were last looked for
 };
 
