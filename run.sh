@@ -67,7 +67,7 @@ everything() {
 
 bench() {
   need_python_packages bench
-  build release --target fusedstep bench/all
+  build release --target fusedstep_python bench/all
   "$python" "$root/bench/run.py" "$@"
 }
 
@@ -83,7 +83,7 @@ mnist() {
 }
 
 doctor() {
-  build release --target fusedstep
+  build release --target fusedstep_python
   launch -m fusedstep doctor
 }
 
@@ -91,7 +91,7 @@ doctor() {
 run_script() {
   [[ -e $1 ]] || set -- "$root/$1" "${@:2}"
   [[ -e $1 ]] || die "no such file: ${1#"$root/"}"
-  build release --target fusedstep
+  build release --target fusedstep_python
   launch "$@"
 }
 

@@ -82,6 +82,16 @@ once() {
   "$@"
 }
 
+# The headers of the Python that .venv is made of.
+has_python_headers() {
+  [[ -e $("$(find_python_for_venv)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]
+}
+
+install_python_headers() {
+  local apt_options=(-o Acquire::Retries=0 -o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10)
+  may_install && step python-headers "installing python3-dev" apt_install python3-dev
+}
+
 install_jemalloc() {
   local apt_options=(-o Acquire::Retries=0 -o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10)
   may_install && step jemalloc "installing libjemalloc2" apt_install libjemalloc2
@@ -93,6 +103,7 @@ prepare_system() {
   ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
   find_compiler || { install_packages g++-12 && find_compiler; } || die "no C++20 compiler: g++ 12 or newer is needed"
   has_jemalloc || once jemalloc install_jemalloc || true
+  has_python_headers || once python-headers install_python_headers || true
 }
 
 # ---- Python ---------------------------------------------------------------------------------------------

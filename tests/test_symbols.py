@@ -76,8 +76,8 @@ def test_the_isa_is_used(isa, register, repository):
     assert register in output("objdump", "--disassemble", path)
 
 
-def needed() -> list[str]:
-    dynamic = output("readelf", "--dynamic", _ops.library_path())
+def needed(path=None) -> list[str]:
+    dynamic = output("readelf", "--dynamic", path or _ops.library_path())
     return re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
 
 
@@ -92,6 +92,19 @@ def test_the_library_needs_one_openmp_runtime():
 
 def test_the_library_needs_no_python():
     assert not [name for name in needed() if "python" in name]
+
+
+def test_the_binding_fits_every_python_and_every_torch():
+    path = _ops.library_path().with_name("_bind.abi3.so")
+    if not path.is_file():
+        pytest.skip("built without Python's headers")
+    assert not [name for name in needed(path) if "python" in name]
+    symbols = output("nm", "--dynamic", "--undefined-only", path).split()
+    assert "PyList_GetItem" in symbols
+    # What the limited API's own macros call.
+    limited = {"_PyArg_ParseTuple_SizeT", "_Py_Dealloc", "_Py_FalseStruct", "_Py_TrueStruct"}
+    assert {name for name in symbols if name.startswith("_Py")} <= limited
+    assert not [name for name in symbols if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
 
 
 def test_one_openmp_runtime_is_mapped(subprocess_environment):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from fusedstep.optim._base import FusedOptimizer
@@ -46,6 +49,24 @@ def _load() -> str | None:
 
 #: Why the native kernels cannot be used; None when they can.
 missing: str | None = _load()
+
+
+def _load_bind() -> Callable[[int, list[Tensor], list[Tensor]], bool] | None:
+    """The fast way to bind a plan; None if it was not built, or this torch has no table for it."""
+    path = library_path().parent / "_bind.abi3.so"
+    if missing or not path.is_file():
+        return None
+    spec = importlib.util.spec_from_file_location("fusedstep._bind", path)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except (ImportError, AttributeError):
+        return None
+    return module.plan_bind
+
+
+#: ``bind_lists(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns True;
+#: or returns False, and the operator has to. None if there is no such thing.
+bind_lists = _load_bind()
 
 
 @functools.cache

@@ -58,6 +58,13 @@ def check_library() -> Finding:
     return Finding("library", f"{_ops.library_path()} (compiler {compiler})")
 
 
+def check_binding() -> Finding:
+    if _ops.bind_lists:
+        return Finding("binding", "tensors are read directly")
+    advice = "install Python's headers (Debian: python3-dev) and build again"
+    return Finding("binding", "through an operator", None if _ops.missing else advice)
+
+
 def check_isa() -> Finding:
     if _ops.missing:
         return Finding("ISA", "unknown without native kernels")
@@ -143,6 +150,7 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_fusedstep,
     check_torch,
     check_library,
+    check_binding,
     check_isa,
     check_threads,
     check_jemalloc,

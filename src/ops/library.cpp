@@ -5,6 +5,7 @@
 #include <string>
 
 #include "fusedstep/isa.h"
+#include "src/ops/bind_plan.h"
 #include "src/ops/native_plan.h"
 
 namespace fusedstep::ops {
@@ -29,22 +30,15 @@ int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& s
   return register_plan(std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count)));
 }
 
-// Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
-// they cannot be updated together.
+std::vector<TensorView> views(const Tensors& tensors, const char* what) {
+  std::vector<TensorView> found;
+  found.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) found.push_back(view(tensor, what));
+  return found;
+}
+
 void plan_bind(int64_t handle, const Tensors& weights, const Tensors& grads) {
-  const std::shared_ptr<NativePlan> native = find_plan(handle);
-  Plan& plan = native->plan;
-  const size_t count = plan.tensors();
-  check(weights.size() == count && grads.size() == count,
-        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
-            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
-  for (size_t i = 0; i < count; ++i) {
-    TensorOperands operands{view(weights[i], "weight"), view(grads[i], "gradient"), {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
-    plan.bind(i, operands);
-  }
-  plan.check_weights_apart();
-  native->counts.resize(count);
+  bind_plan(handle, views(weights, "weight"), views(grads, "gradient"));
 }
 
 // The plans of the handles, held for the call.
@@ -130,4 +124,21 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 }
 
 }  // namespace
+
+void bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads) {
+  const std::shared_ptr<NativePlan> native = find_plan(handle);
+  Plan& plan = native->plan;
+  const size_t count = plan.tensors();
+  check(weights.size() == count && grads.size() == count,
+        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
+            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
+  for (size_t i = 0; i < count; ++i) {
+    TensorOperands operands{weights[i], grads[i], {}};
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
+    plan.bind(i, operands);
+  }
+  plan.check_weights_apart();
+  native->counts.resize(count);
+}
+
 }  // namespace fusedstep::ops

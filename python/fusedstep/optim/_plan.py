@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedstep import _ops
 from fusedstep.optim._dtensor import is_dtensor, local, local_gradient
 
 
@@ -52,6 +53,8 @@ class Plan:
         if self.is_distributed:
             grads = list(map(local_gradient, weights, grads))
             weights = list(map(local, weights))
+        if _ops.bind_lists and _ops.bind_lists(self.handle, weights, grads):
+            return True
         try:
             torch.ops.fusedstep.plan_bind.default(self.handle, weights, grads)
         except NotImplementedError:  # the dispatcher's

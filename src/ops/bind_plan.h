@@ -1,0 +1,15 @@
+#pragma once
+#include <cstdint>
+#include <span>
+
+#include "fusedstep/isa.h"
+#include "src/plan.h"
+
+namespace fusedstep::ops {
+
+// Takes note of where a plan's weights, gradients and states are. Throws std::runtime_error, naming the
+// operand, if they cannot be updated together.
+FUSEDSTEP_API void bind_plan(int64_t handle, std::span<const TensorView> weights,
+                             std::span<const TensorView> grads);
+
+}  // namespace fusedstep::ops
