@@ -18,6 +18,7 @@ Usage:
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
   ./run.sh bench [FILTER]        the benchmark, all sizes
+  ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy (minutes), ruff, shellcheck
@@ -68,7 +69,10 @@ everything() {
 bench() {
   need_python_packages bench
   build release --target fusedstep_python bench/all
-  "$python" "$root/bench/run.py" "$@"
+  case "${1:-}" in
+    clipping) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
+    *) "$python" "$root/bench/run.py" "$@" ;;
+  esac
 }
 
 mnist() {
