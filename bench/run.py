@@ -35,11 +35,14 @@ import report
 from environment import ALLOCATORS, ROOT, environments
 from kernels import NAME as KERNELS
 from kernels import Kernels
-from machine import this_machine
+from machine import Others, this_machine
 
 #: Seconds of measuring steps for both allocators together, unless --budget says otherwise. The
 #: kernels alone come on top: a fraction of a second for each row.
 QUICK_SECONDS, FULL_SECONDS = 150, 1200
+
+#: Share of the CPUs above which the rest of the system disturbs figures enough to say so.
+DISTURBING = 0.1
 
 #: Characters that the widest table takes.
 TABLE_WIDTH = 124
@@ -177,7 +180,7 @@ def collect(arguments: argparse.Namespace, console: Console) -> Collected:
     allocators, notes = environments(arguments.allocators or list(ALLOCATORS))
     if not allocators:
         sys.exit(f"nothing to measure: {notes[0]}")
-    collected = Collected(notes=notes)
+    collected, others = Collected(notes=notes), Others()
     budget = arguments.budget or (QUICK_SECONDS if arguments.quick else FULL_SECONDS)
     request = {
         "quick": arguments.quick,
@@ -196,6 +199,11 @@ def collect(arguments: argparse.Namespace, console: Console) -> Collected:
             measure_kernels(arguments, env, collected, progress)
         except subprocess.CalledProcessError as failure:
             collected.note(f"the kernels alone were not timed: {failure}")
+    if (share := others.share()) > DISTURBING:
+        collected.note(
+            f"other programs took {100 * share:.0f} % of the CPUs meanwhile: these are the figures "
+            "of a busy machine"
+        )
     return collected
 
 

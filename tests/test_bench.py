@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import fusedstep
 import implementations
 import kernels
 import limit_library
+import machine
 import onednn_library
 import report
 import shapes
@@ -289,6 +291,31 @@ def test_figure_of_the_kernels_is_a_median_in_milliseconds(monkeypatch):
     assert program.milliseconds("Adam/1K", estimate=15.0) == pytest.approx(0.03)
     assert "--benchmark_filter=^Adam/1K$" in asked
     assert "--benchmark_repetitions=10" in asked
+
+
+# ---- The machine ---------------------------------------------------------------------------------
+
+STAT = """\
+cpu  0 0 0 0 0 0 0 0 0 0
+cpu0 {user} 0 0 {idle} 50 0 0 {stolen} 0 0
+cpu1 {user} 0 0 {idle} 50 0 0 {stolen} 0 0
+cpu10 9999 0 0 0 0 0 0 0 0 0
+"""
+
+
+def test_others_are_who_took_the_rest_of_our_cpus(monkeypatch):
+    """In ten seconds on two CPUs: 8 s used and 1 s stolen on each, 12 s of it in all by us."""
+    tick = os.sysconf("SC_CLK_TCK")
+    stat = {"user": 0, "idle": 0, "stolen": 0}
+    own = types.SimpleNamespace(ru_utime=0.0, ru_stime=0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(machine, "_read", lambda _: STAT.format(**stat))
+    monkeypatch.setattr(machine.resource, "getrusage", lambda _: own)
+    others = machine.Others()
+    assert others.share() == 0
+    stat.update(user=8 * tick, idle=1 * tick, stolen=1 * tick)
+    own.ru_utime, own.ru_stime = 4.5, 1.5  # twice: this process and its children
+    assert others.share() == pytest.approx((2 * 9 - 12) / (2 * 10))
 
 
 # ---- Output --------------------------------------------------------------------------------------
