@@ -44,9 +44,6 @@ QUICK_SECONDS, FULL_SECONDS = 150, 1200
 #: Share of the CPUs above which the rest of the system disturbs figures enough to say so.
 DISTURBING = 0.1
 
-#: Characters that the widest table takes.
-TABLE_WIDTH = 124
-
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
@@ -236,13 +233,15 @@ def main() -> None:
     (folder / "README.md").write_text(report.markdown(results), encoding="utf-8")
     plot.plot(results, folder)
 
+    terminal = Console()
+    tables = list(report.rich_tables(results, terminal.width if terminal.is_terminal else 1000))
     # Figures that are cut off would be worse than lines that wrap.
-    console = Console(width=max(TABLE_WIDTH, Console().width))
-    for table in report.rich_tables(results):
+    console = Console(width=max(terminal.width, *map(report.width_of, tables)))
+    for table in tables:
         console.print(table)
     for line in report.remarks(results):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
+        terminal.print(line, markup=False, highlight=False)
+    terminal.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benchmark measures what it says: shapes, streams of the limit, checks, output."""
 
+import io
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import fusedstep
 import implementations
@@ -402,6 +404,26 @@ def test_plots_can_be_drawn_again(output, tmp_path):
     command = [sys.executable, BENCH / "plot.py", folder / "results.json", tmp_path]
     subprocess.run(command, check=True)
     assert {path.name for path in tmp_path.iterdir()} == {"time.png", "speedup.png"}
+
+
+@needs_limit
+@pytest.mark.parametrize("width", [40, 80, 100, 1000])
+def test_tables_on_a_terminal_lose_columns_but_no_figures(output, width):
+    results = results_of(output[1])
+    for optimizer, table in zip(
+        report.optimizers(results), report.rich_tables(results, width), strict=True
+    ):
+        console = Console(width=max(width, report.width_of(table)), file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        names = report.header(results, optimizer)
+        lost = [name for name in names if name in (table.caption or "")]
+        assert bool(lost) == (width in (40, 80)) or width == 100
+        assert {"tensors", "ours unfused", "ours fused", "speed-up"}.isdisjoint(lost)
+        assert width == 40 or max(map(len, shown.splitlines())) <= width
+        for cells in report.lines(results, optimizer):
+            figures = [f for name, f in zip(names, cells, strict=True) if name not in lost]
+            assert re.search(r"\s+".join(map(re.escape, figures[1:])), shown), figures
 
 
 @needs_limit
