@@ -45,10 +45,11 @@ configure() {
   echo "$args" >"$folder/.configured"
 }
 
-# build PRESET [OPTION...]: options go to `cmake --build`.
+# build PRESET [--target TARGET...]
 build() {
+  local targets=${*:3}
   configure "$1" || return
-  step "build-$1" "building $1" cmake --build "$root/build/$1" -j "$(parallelism)" "${@:2}"
+  step "build-$1" "building ${targets:-everything} ($1)" cmake --build "$root/build/$1" -j "$(parallelism)" "${@:2}"
 }
 
 launch() { "$python" "$root/scripts/launch.py" "$@"; }
@@ -62,7 +63,9 @@ everything() {
     --full) bench_options=() epochs=14 ;;
     *) die "unknown option: $1" ;;
   esac
+  say "first, how fast: the optimizers against the alternatives"
   bench "${bench_options[@]}"
+  say "second, does it train: a network on MNIST"
   mnist --epochs "$epochs"
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import resource
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,34 @@ class Machine:
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
+
+
+class Others:
+    """What the rest of the system takes, from now on, of the CPUs that this process may use."""
+
+    def __init__(self) -> None:
+        self._cpus = os.sched_getaffinity(0)
+        self._began = self._seconds()
+
+    def share(self) -> float:
+        """Between 0 and 1. Children that were waited for count as this process."""
+        passed, busy, own = (
+            now - before for now, before in zip(self._seconds(), self._began, strict=True)
+        )
+        return max(0.0, busy - own) / passed if passed else 0.0
+
+    def _seconds(self) -> tuple[float, float, float]:
+        """CPU seconds that passed, that were used or stolen, and that were used by us."""
+        passed = idle = 0
+        for line in _read("/proc/stat").splitlines():
+            name, *ticks = line.split()
+            if name.removeprefix("cpu") in map(str, self._cpus):
+                passed += sum(map(int, ticks[:8]))  # what follows is counted already, as user time
+                idle += int(ticks[3]) + int(ticks[4])
+        tick = 1 / os.sysconf("SC_CLK_TCK")
+        usages = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+        own = sum(usage.ru_utime + usage.ru_stime for usage in usages)
+        return passed * tick, (passed - idle) * tick, own
 
 
 def this_machine() -> Machine:

@@ -112,12 +112,12 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
 
 
 def _plain(value: float, _: int) -> str:
-    return f"{value:g}"
+    return f"{value:,g}"
 
 
 def _two_or_five(value: float, _: int) -> str:
     """Of the lesser ticks of a logarithmic axis, those that are labelled: 0.2, 0.5, 20, 50."""
-    return f"{value:g}" if f"{value:.0e}"[0] in "25" else ""
+    return _plain(value, _) if f"{value:.0e}"[0] in "25" else ""
 
 
 def plot_speedup(results: dict[str, Any], path: Path) -> None:

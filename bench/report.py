@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 
 Results = dict[str, Any]
@@ -73,31 +74,59 @@ def _cell(result: dict[str, Any]) -> str:
     return "wrong" if "wrong" in result else "–"
 
 
-def rich_tables(results: Results) -> Iterator[Table]:
+#: Columns that a narrow terminal does without, the first to go first.
+EXPENDABLE = (
+    "torch for-loop", "torch foreach", "ours, keep_grad", "GB/s", "oneDNN", "kernels alone",
+    "share", "limit",
+)  # fmt: skip
+
+
+def rich_tables(results: Results, width: int) -> Iterator[Table]:
+    """A table for each optimizer that fits, if it can, into so many characters of width."""
     for optimizer in optimizers(results):
-        table = Table(
-            title=f"{optimizer}: ms a step",
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            padding=(0, 1, 0, 0),
-        )
-        for name in header(results, optimizer):
-            text = name in ("tensors", "allocator")
-            ours = name in ("ours fused", "speed-up")
-            least = max(map(len, name.split(" ")))
-            table.add_column(
-                name,
-                justify="left" if text else "right",
-                style="bold" if ours else None,
-                min_width=max(least, 6),
-                no_wrap=text,
-            )
-        last = None
-        for title, *cells in lines(results, optimizer):
-            table.add_row("" if title == last else title, *cells)
-            last = title
+        left_out: list[str] = []
+        table = _rich_table(results, optimizer, left_out)
+        for name in EXPENDABLE:
+            if width_of(table) <= width:
+                break
+            if name in header(results, optimizer):
+                left_out.append(name)
+                table = _rich_table(results, optimizer, left_out)
         yield table
+
+
+def width_of(table: Table) -> int:
+    console = Console(width=1000)
+    return console.measure(table).maximum
+
+
+def _rich_table(results: Results, optimizer: str, left_out: list[str]) -> Table:
+    table = Table(
+        title=f"{optimizer}: ms a step",
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    if left_out:
+        table.caption = f"Without {'; '.join(left_out)}: the terminal is too narrow."
+        table.caption_justify = "left"
+    columns_of_cells = zip(header(results, optimizer), *lines(results, optimizer), strict=True)
+    shown = [cells for cells in columns_of_cells if cells[0] not in left_out]
+    for name, *cells in shown:
+        # As wide as its longest figure or word: headers wrap, figures do not.
+        table.add_column(
+            name,
+            justify="left" if name in ("tensors", "allocator") else "right",
+            style="bold" if name in ("ours fused", "speed-up") else None,
+            width=max(map(len, [*name.split(" "), *cells])),
+        )
+    last = None
+    for title, *cells in zip(*(cells for _, *cells in shown), strict=True):
+        table.add_row("" if title == last else title, *cells)
+        last = title
+    return table
 
 
 def limit_line(results: Results) -> str:

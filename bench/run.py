@@ -35,14 +35,14 @@ import report
 from environment import ALLOCATORS, ROOT, environments
 from kernels import NAME as KERNELS
 from kernels import Kernels
-from machine import this_machine
+from machine import Others, this_machine
 
 #: Seconds of measuring steps for both allocators together, unless --budget says otherwise. The
 #: kernels alone come on top: a fraction of a second for each row.
 QUICK_SECONDS, FULL_SECONDS = 150, 1200
 
-#: Characters that the widest table takes.
-TABLE_WIDTH = 124
+#: Share of the CPUs above which the rest of the system disturbs figures enough to say so.
+DISTURBING = 0.1
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -177,7 +177,7 @@ def collect(arguments: argparse.Namespace, console: Console) -> Collected:
     allocators, notes = environments(arguments.allocators or list(ALLOCATORS))
     if not allocators:
         sys.exit(f"nothing to measure: {notes[0]}")
-    collected = Collected(notes=notes)
+    collected, others = Collected(notes=notes), Others()
     budget = arguments.budget or (QUICK_SECONDS if arguments.quick else FULL_SECONDS)
     request = {
         "quick": arguments.quick,
@@ -196,6 +196,11 @@ def collect(arguments: argparse.Namespace, console: Console) -> Collected:
             measure_kernels(arguments, env, collected, progress)
         except subprocess.CalledProcessError as failure:
             collected.note(f"the kernels alone were not timed: {failure}")
+    if (share := others.share()) > DISTURBING:
+        collected.note(
+            f"other programs took {100 * share:.0f} % of the CPUs meanwhile: these are the figures "
+            "of a busy machine"
+        )
     return collected
 
 
@@ -228,13 +233,15 @@ def main() -> None:
     (folder / "README.md").write_text(report.markdown(results), encoding="utf-8")
     plot.plot(results, folder)
 
+    terminal = Console()
+    tables = list(report.rich_tables(results, terminal.width if terminal.is_terminal else 1000))
     # Figures that are cut off would be worse than lines that wrap.
-    console = Console(width=max(TABLE_WIDTH, Console().width))
-    for table in report.rich_tables(results):
+    console = Console(width=max(terminal.width, *map(report.width_of, tables)))
+    for table in tables:
         console.print(table)
     for line in report.remarks(results):
-        console.print(line, markup=False, highlight=False)
-    console.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
+        terminal.print(line, markup=False, highlight=False)
+    terminal.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
 
 
 if __name__ == "__main__":

@@ -1,21 +1,25 @@
 """The benchmark measures what it says: shapes, streams of the limit, checks, output."""
 
+import io
 import json
 import math
 import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 import fusedstep
 import implementations
 import kernels
 import limit_library
+import machine
 import onednn_library
 import report
 import shapes
@@ -291,6 +295,31 @@ def test_figure_of_the_kernels_is_a_median_in_milliseconds(monkeypatch):
     assert "--benchmark_repetitions=10" in asked
 
 
+# ---- The machine ---------------------------------------------------------------------------------
+
+STAT = """\
+cpu  0 0 0 0 0 0 0 0 0 0
+cpu0 {user} 0 0 {idle} 50 0 0 {stolen} 0 0
+cpu1 {user} 0 0 {idle} 50 0 0 {stolen} 0 0
+cpu10 9999 0 0 0 0 0 0 0 0 0
+"""
+
+
+def test_others_are_who_took_the_rest_of_our_cpus(monkeypatch):
+    """In ten seconds on two CPUs: 8 s used and 1 s stolen on each, 12 s of it in all by us."""
+    tick = os.sysconf("SC_CLK_TCK")
+    stat = {"user": 0, "idle": 0, "stolen": 0}
+    own = types.SimpleNamespace(ru_utime=0.0, ru_stime=0.0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(machine, "_read", lambda _: STAT.format(**stat))
+    monkeypatch.setattr(machine.resource, "getrusage", lambda _: own)
+    others = machine.Others()
+    assert others.share() == 0
+    stat.update(user=8 * tick, idle=1 * tick, stolen=1 * tick)
+    own.ru_utime, own.ru_stime = 4.5, 1.5  # twice: this process and its children
+    assert others.share() == pytest.approx((2 * 9 - 12) / (2 * 10))
+
+
 # ---- Output --------------------------------------------------------------------------------------
 
 
@@ -375,6 +404,26 @@ def test_plots_can_be_drawn_again(output, tmp_path):
     command = [sys.executable, BENCH / "plot.py", folder / "results.json", tmp_path]
     subprocess.run(command, check=True)
     assert {path.name for path in tmp_path.iterdir()} == {"time.png", "speedup.png"}
+
+
+@needs_limit
+@pytest.mark.parametrize("width", [40, 80, 100, 1000])
+def test_tables_on_a_terminal_lose_columns_but_no_figures(output, width):
+    results = results_of(output[1])
+    for optimizer, table in zip(
+        report.optimizers(results), report.rich_tables(results, width), strict=True
+    ):
+        console = Console(width=max(width, report.width_of(table)), file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        names = report.header(results, optimizer)
+        lost = [name for name in names if name in (table.caption or "")]
+        assert bool(lost) == (width in (40, 80)) or width == 100
+        assert {"tensors", "ours unfused", "ours fused", "speed-up"}.isdisjoint(lost)
+        assert width == 40 or max(map(len, shown.splitlines())) <= width
+        for cells in report.lines(results, optimizer):
+            figures = [f for name, f in zip(names, cells, strict=True) if name not in lost]
+            assert re.search(r"\s+".join(map(re.escape, figures[1:])), shown), figures
 
 
 @needs_limit
