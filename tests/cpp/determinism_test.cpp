@@ -77,6 +77,7 @@ struct Outcome {
 void expect_same(const Outcome& outcome, const Outcome& expected) {
   for (size_t t = 0; t < expected.operands.size(); ++t) {
     for (size_t k = 0; k < expected.operands[t].size(); ++k) {
+      if (outcome.operands[t][k].bytes() == expected.operands[t][k].bytes()) continue;
       EXPECT_EQ(outcome.operands[t][k].first_difference(expected.operands[t][k]), -1)
           << "operand " << k << " of tensor " << t;
     }
@@ -124,8 +125,9 @@ TEST_P(DeterminismTest, SameBitsForAllInstructionSetsAndThreads) {
   start.push_back(extremes(GetParam()));
   for (const GradUse use : grad_uses()) {
     const Outcome expected = run(start, grads, "base", {.threads = 1, .grads = use});
-    for (const int threads : {1, 2, 3, 7, 64}) {
-      for (const std::string& isa : isas()) {
+    for (const std::string& isa : isas()) {
+      // Every number of threads on one instruction set, and one and several on the others.
+      for (const int threads : isa == isas().front() ? std::vector{1, 2, 3, 7, 64} : std::vector{1, 7}) {
         SCOPED_TRACE(testing::Message()
                      << isa << ", " << threads << " threads, gradients " << static_cast<int>(use));
         expect_same(run(start, grads, isa, {.threads = threads, .grads = use}), expected);
