@@ -281,7 +281,7 @@ class Lamb(FusedOptimizer):
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         beta1, beta2 = group["betas"]
-        step = state["step"].add_(1).double()
+        step = state["step"].add_(1)
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
         lr = as_number(group["lr"])
 
