@@ -3,6 +3,7 @@
 A new optimizer gets all the laws by its rows here and its function in reference/.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,7 @@ from fusedstep import optim
 from reference.adagrad import adagrad
 from reference.adam import adam, adamw
 from reference.lamb import lamb
+from reference.lamb_variants import lamb_variant
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -55,6 +57,10 @@ WITH_NORMS = {
     torch.bfloat16: Tolerance(weight=0.5, update=0.5, state=0.25),
     torch.float16: Tolerance(weight=0.5, update=0.5, state=0.25),
 }
+DECOUPLED_WITH_NORMS = WITH_NORMS | {
+    torch.float32: Tolerance(weight=1.25, update=5, state=1),
+    torch.float64: Tolerance(weight=1.25, update=10, state=1),
+}
 
 
 @dataclass(frozen=True)
@@ -95,9 +101,10 @@ class Case:
 
     @property
     def tolerances(self) -> dict[torch.dtype, Tolerance]:
+        decoupled = self.reference is adamw or "decoupled" in self.name
         if not self.elementwise:
-            return WITH_NORMS
-        return DECOUPLED if self.reference is adamw or "decoupled" in self.name else ELEMENTWISE
+            return DECOUPLED_WITH_NORMS if decoupled else WITH_NORMS
+        return DECOUPLED if decoupled else ELEMENTWISE
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -107,6 +114,20 @@ MOMENTS_AND_MAX = (*MOMENTS, "max_exp_avg_sq")
 def _lamb(name, modes=None, **options):
     options = {"lr": 1e-2} | options
     return Case(name, optim.Lamb, options, lamb, MOMENTS, None, False, modes or {})
+
+
+def _lamb_variant(name, **options):
+    """Named after the variant. The laws are about one weight, and so know no norm over several.
+
+    tests/test_lamb_variants.py has what clipping by that norm does. Where a row has an eps, it is
+    for the first step: without decay all elements of its update are as large, and the roundings in
+    torch's sum of their squares, for the norm in an imperative step, all go to one side.
+    """
+    variant = name.split("-")[1]
+    options = {"lr": 1e-2, "variant": variant} | options
+    if variant in ("apex", "nvlamb", "timm"):
+        options["max_grad_norm"] = math.inf
+    return Case(name, optim.Lamb, options, lamb_variant, MOMENTS, None, False)
 
 
 def _adam(name, **options):
@@ -129,6 +150,18 @@ CASES = (
     _lamb("lamb-decay", weight_decay=0.02),
     _lamb("lamb-maximize", weight_decay=0.01, betas=(0.8, 0.95), eps=1e-6, maximize=True),
     _lamb("lamb-keep_grad", weight_decay=0.02, modes={"keep_grad": True}),
+    _lamb_variant("lamb-apex"),
+    _lamb_variant("lamb-apex-no_decay", weight_decay=0.0),
+    _lamb_variant("lamb-nvlamb"),
+    _lamb_variant("lamb-nvlamb-no_decay", weight_decay=0.0, eps=0.01),
+    _lamb_variant("lamb-timm-decoupled", decoupled_decay=True, weight_decay=0.05, eps=0.01),
+    _lamb_variant(
+        "lamb-timm-no_decay", weight_decay=0.0, eps=0.01, always_adapt=True, max_ratio=1.0
+    ),
+    _lamb_variant("lamb-deepspeed"),
+    _lamb_variant("lamb-deepspeed-decay", weight_decay=0.02, min_ratio=0.4, max_ratio=0.5),
+    _lamb_variant("lamb-cybertron", eps=0.01),
+    _lamb_variant("lamb-cybertron-decay", weight_decay=0.02),
     _adam("adam"),
     _adam("adam-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
     _adam("adam-amsgrad", amsgrad=True),

@@ -393,7 +393,29 @@ ROWS = [
     ),
     *((case, layout) for case in CASES if case.name == "adagrad" for layout in ADAGRAD_LAYOUTS),
 ]
-LAMB_OPTIONS = {"bias_correction": True, "grad_averaging": True, "max_grad_norm": float("inf")}
+APEX_LAMB = {"bias_correction": True, "grad_averaging": True, "max_grad_norm": 1.0}
+TIMM_LAMB = APEX_LAMB | {
+    "trust_clip": False, "always_adapt": False, "caution": False, "decoupled_decay": False,
+    "corrected_weight_decay": False,
+}  # fmt: skip
+DEEPSPEED_LAMB = {
+    "bias_correction": True, "max_grad_norm": 0.0, "max_coeff": 10.0, "min_coeff": 0.01,
+}  # fmt: skip
+LAMB_LAYOUTS = [
+    ("apex", "FusedLAMB", APEX_LAMB, count_in_the_group, {"variant": "apex"}),
+    ("apex", "FusedLAMB", APEX_LAMB | {"max_grad_norm": 0.5}, count_in_the_group,
+     {"variant": "nvlamb", "max_grad_norm": 0.5}),
+    ("apex", "FusedLAMB", APEX_LAMB | {"bias_correction": False}, count_in_the_group,
+     {"variant": "apex", "debias": False}),
+    ("timm", "Lamb", TIMM_LAMB, count_in_the_group_as_a_tensor, {"variant": "timm"}),
+    ("timm", "Lamb", TIMM_LAMB | {"trust_clip": True, "max_grad_norm": None}, count_in_the_group,
+     {"variant": "timm", "max_ratio": 1.0, "max_grad_norm": float("inf")}),
+    ("timm", "Lamb", TIMM_LAMB | {"always_adapt": True, "decoupled_decay": True},
+     count_in_the_group, {"variant": "timm", "always_adapt": True, "decoupled_decay": True}),
+    ("deepspeed", "FusedLamb", DEEPSPEED_LAMB, count_as_integers, {"variant": "deepspeed"}),
+    ("deepspeed", "FusedLamb", DEEPSPEED_LAMB | {"max_coeff": 1.5, "min_coeff": 0.5},
+     count_as_integers, {"variant": "deepspeed", "max_ratio": 1.5, "min_ratio": 0.5}),
+]  # fmt: skip
 
 
 def foreign(case, layout):
@@ -455,16 +477,25 @@ def test_imports_dictionaries(case, layout, fused):
     assert_contents_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("count", [count_in_the_group, count_as_integers])
-def test_imports_states_of_lamb(count):
-    case = ROW["lamb-decay"]
-    params, source = run(case, SHAPES, torch.float32, steps=3)
-    other = dressed(source, "apex", "FusedLAMB", LAMB_OPTIONS, count)
-    optimizer = case.build(params)
-    fusedstep.import_state_dict(optimizer, other.state_dict())
+@pytest.mark.parametrize(("package", "name", "options", "count", "ours"), LAMB_LAYOUTS, ids=str)
+def test_imports_dictionaries_of_lamb(package, name, options, count, ours):
+    """Into an optimizer of the variant: all else is in the dictionary."""
+    params, source = run(ROW["lamb"], SHAPES, torch.float32, steps=3, **ours)
+    dictionary = dressed(source, package, name, options, count).state_dict()
+    optimizer = optim.Lamb(params, variant=ours["variant"])
+    fusedstep.import_state_dict(optimizer, dictionary)
+    assert optimizer.param_groups[0].keys() == source.param_groups[0].keys()
     train(optimizer, params, [4, 5, 6])
-    _, whole = run(case, SHAPES, torch.float32, steps=6)
+    _, whole = run(ROW["lamb"], SHAPES, torch.float32, steps=6, **ours)
     assert_same_contents(contents(optimizer), contents(whole))
+
+
+@pytest.mark.parametrize("option", ["caution", "corrected_weight_decay"])
+def test_refuses_another_formula_of_lamb(option):
+    params, source = run(ROW["lamb"], SHAPES, torch.float32, steps=1)
+    other = dressed(source, "timm", "Lamb", TIMM_LAMB | {option: True}, count_in_the_group)
+    with pytest.raises(ValueError, match=f"{option}=True has no counterpart in Lamb"):
+        fusedstep.import_state_dict(optim.Lamb(params), other.state_dict())
 
 
 @pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 import fusedstep
 from cases import CASES
+from fusedstep import optim
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
 SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
@@ -159,6 +160,22 @@ def _clip(rank):
 
 def test_max_norm_is_that_of_all_shards():
     in_processes(_clip)
+
+
+def _clip_of_the_optimizer(rank):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in (Shard(0), Replicate()):
+        params, spread = _subjects(placement)
+        optim.Lamb(params, fused=False, variant="nvlamb", max_grad_norm=0.5).step()
+        optim.Lamb(spread, variant="nvlamb", max_grad_norm=0.5).step()
+        for param, shards in zip(params, spread, strict=True):
+            whole = shards.detach().full_tensor()
+            torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_an_optimizers_own_max_norm_is_that_of_all_shards():
+    in_processes(_clip_of_the_optimizer)
 
 
 def _refusals(rank):

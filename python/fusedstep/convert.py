@@ -22,6 +22,8 @@ _CHOICES = ("foreach", "fused")
 _HARMLESS: dict[str, tuple[float, ...]] = {
     "amsgrad": (False,),
     "bias_correction": (True,),
+    "caution": (False,),
+    "corrected_weight_decay": (False,),
     "grad_averaging": (True,),
     "max_grad_norm": (0, math.inf),
     "max_coeff": (math.inf,),
@@ -90,14 +92,15 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
-    (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), and others of
-    this form. A step count in a group is given to each of its weights.
+    (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
+    (``Lamb``), and others of this form. A step count in a group is given to each of its weights.
 
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
     dictionary does not say stays too. Apex and DeepSpeed do not store whether Adam's weight decay
-    is decoupled: the class chosen here says so. float32 states of 16-bit weights stay float32.
-    Hooks of ``load_state_dict`` are not run.
+    is decoupled: the class chosen here says so. Nor do they store all that makes their LAMB: the
+    ``variant`` chosen here says it. float32 states of 16-bit weights stay float32. Hooks of
+    ``load_state_dict`` are not run.
 
     Args:
         optimizer (Optimizer): one of :mod:`fusedstep.optim`, over the parameters of the other
@@ -209,6 +212,8 @@ def _params(group: dict[str, Any]) -> list[Any]:
 
 def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     """What a group of another optimizer says that one of this class goes on with."""
+    if issubclass(cls, optim.Lamb):
+        group = _lamb_group(group)
     foreign = _HARMLESS.keys() - inspect.signature(cls).parameters.keys()
     for name in sorted(foreign & group.keys()):
         if group[name] not in _HARMLESS[name]:
@@ -218,6 +223,22 @@ def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
             )
     left = {"params", "param_names", "step", *_CHOICES, *foreign}
     return {name: value for name, value in group.items() if name not in left}
+
+
+def _lamb_group(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with what apex, timm and DeepSpeed call otherwise under the names of ours."""
+    group = dict(group)
+    if not group.get("max_grad_norm", True):  # timm's None and DeepSpeed's 0
+        group["max_grad_norm"] = math.inf
+    if not group.get("bias_correction", True):
+        del group["bias_correction"]
+        group["debias"] = False
+    if "trust_clip" in group:
+        group["max_ratio"] = 1.0 if group.pop("trust_clip") else math.inf
+    for theirs, ours in {"max_coeff": "max_ratio", "min_coeff": "min_ratio"}.items():
+        if theirs in group:
+            group[ours] = group.pop(theirs)
+    return group
 
 
 # States

@@ -20,8 +20,16 @@ rules::AdamHyper hyper_of<rules::Adam>(unsigned flags) {
       .lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125, .decoupled = decoupled};
 }
 template <>
-rules::LambHyper hyper_of<rules::Lamb>(unsigned) {
-  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
+rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
+  rules::LambHyper hyper = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
+  if (flags == 0) {  // bounds that some of the tensors reach
+    hyper.debias = false;
+    hyper.debias_lr = true;
+    hyper.min_ratio = 1.5;
+    hyper.max_ratio = 2;
+  }
+  if (flags == rules::kLambDecoupled) hyper.max_weight_norm = 4;
+  return hyper;
 }
 
 template <class Rule>

@@ -21,6 +21,11 @@ def run(*command: object) -> str:
 # As in consumer/main.cpp.
 OPTIONS = {
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
+    "Lamb-apex": {"lr": 0.01, "variant": "apex"},
+    "Lamb-nvlamb": {"lr": 0.01, "variant": "nvlamb", "weight_decay": 0},
+    "Lamb-timm": {"lr": 0.01, "variant": "timm", "decoupled_decay": True},
+    "Lamb-deepspeed": {"lr": 0.01, "variant": "deepspeed"},
+    "Lamb-cybertron": {"lr": 0.01, "variant": "cybertron"},
     "Adam": {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True},
     "AdamW": {"lr": 0.01, "weight_decay": 0.1},
     "Adagrad": {"lr": 0.01, "weight_decay": 0.1, "lr_decay": 0.1},
@@ -34,7 +39,7 @@ def eighths(factor: int, modulus: int) -> torch.Tensor:
 
 def bits_after_five_steps(name: str) -> int:
     weight = torch.nn.Parameter(eighths(7, 13))
-    optimizer = getattr(optim, name)([weight], **OPTIONS[name], fused=True)
+    optimizer = getattr(optim, name.partition("-")[0])([weight], **OPTIONS[name], fused=True)
     for step in range(1, 6):
         weight.grad = eighths(step, 29)
         optimizer.step()

@@ -69,11 +69,11 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
 
   static size_t slots(const AdagradOptions&) { return 1; }
   static double initial_value(const AdagradOptions& options) { return options.initial_accumulator_value(); }
-  static void launch(const AdagradOptions& o, int64_t plan) {
+  static void launch(const AdagradOptions& o, int64_t plan, double grad_factor) {
     static const auto op =
         detail::find_op<void(int64_t, double, double, double, double, bool, double, int64_t)>(
             "fusedstep::adagrad_");
-    op.call(plan, o.lr(), o.lr_decay(), o.weight_decay(), o.eps(), o.maximize(), /*grad_factor=*/1,
+    op.call(plan, o.lr(), o.lr_decay(), o.weight_decay(), o.eps(), o.maximize(), grad_factor,
             static_cast<int64_t>(grad_use(o)));
   }
 };

@@ -7,7 +7,9 @@
 #include <torch/utils.h>
 
 #include <array>
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -36,6 +38,17 @@ inline void check_betas(const std::tuple<double, double>& betas) {
   const auto [beta1, beta2] = betas;
   TORCH_CHECK(0 <= beta1 && beta1 < 1, "Invalid beta parameter at index 0: ", beta1);
   TORCH_CHECK(0 <= beta2 && beta2 < 1, "Invalid beta parameter at index 1: ", beta2);
+}
+
+inline void check_above_zero(double value, const char* what) {
+  TORCH_CHECK(value > 0, "Invalid ", what, ": ", value);
+}
+
+// Reads an option that older archives lack; it is then left alone.
+template <class T>
+void read_if_there(torch::serialize::InputArchive& archive, const char* name, T& option) {
+  c10::IValue value;
+  if (archive.try_read(name, value)) option = value.to<T>();
 }
 
 // The native plan of a list of weights and their states, and who they are.
@@ -111,15 +124,18 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // Base of the C++ optimizers. `Derived` has
 //   static size_t slots(const Options&)           how many of ParamState's tensors these options use,
 //   static double initial_value(const Options&)   what they start at,
-//   static void launch(const Options&, int64_t plan), which calls the native operator, and, where it does
-//   anything with the gradients but read them,
-//   static GradUse grad_use(const Options&).
+//   static void launch(const Options&, int64_t plan, double grad_factor), which calls the native operator,
+// and, where it does anything with the gradients but read them,
+//   static GradUse grad_use(const Options&),
+// and, where it clips the 2-norm of all gradients together for the step,
+//   static double max_grad_norm(const Options&).
 template <class Derived, class Options, class State>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
   using torch::optim::Optimizer::Optimizer;
 
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
+  static double max_grad_norm(const Options&) { return std::numeric_limits<double>::infinity(); }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
   // closure's loss. Throws c10::Error or std::runtime_error, before any parameter is changed, for a gradient
@@ -132,12 +148,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
       at::AutoGradMode enable_grad(true);
       loss = closure();
     }
+    const double max_norm = max_norm_of_groups();
     plans_.resize(param_groups_.size());
     std::vector<Work> work;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
     find_shared_grads(work);
+    const double factor = grad_factor(work, max_norm);
     for (const Work& group : work) {
-      Derived::launch(*group.options, group.plan);
+      Derived::launch(*group.options, group.plan, factor);
       raise_versions(group.weights);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) raise_versions(group.grads);
     }
@@ -201,6 +219,27 @@ class FusedOptimizer : public torch::optim::Optimizer {
     static const auto op =
         detail::find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_shared_grads");
     if (writes) op.call(plans);
+  }
+
+  double max_norm_of_groups() const {
+    double max_norm = std::numeric_limits<double>::infinity();
+    for (size_t i = 0; i < param_groups_.size(); ++i) {
+      const double of_group = Derived::max_grad_norm(static_cast<const Options&>(param_groups_[i].options()));
+      TORCH_CHECK(i == 0 || of_group == max_norm, "max_grad_norm must be the same in all groups, not ",
+                  max_norm, " and ", of_group);
+      max_norm = of_group;
+    }
+    return max_norm;
+  }
+
+  // What clips the norm of all gradients.
+  static double grad_factor(const std::vector<Work>& work, double max_norm) {
+    if (!std::isfinite(max_norm)) return 1;
+    std::vector<int64_t> plans;
+    for (const Work& group : work) plans.push_back(group.plan);
+    static const auto op = detail::find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
+    const double norm = op.call(plans);
+    return norm > max_norm ? max_norm / norm : 1;
   }
 
   State& state_of(const torch::Tensor& weight) {

@@ -72,7 +72,7 @@ struct Lamb {
   static double trust_ratio(const Hyper& h, double weight_norm2, double update_norm2) {
     if (!h.adapt || weight_norm2 == 0 || update_norm2 == 0) return 1;
     const double weight_norm = std::min(std::sqrt(weight_norm2), h.max_weight_norm);
-    return std::clamp(weight_norm / std::sqrt(update_norm2), h.min_ratio, h.max_ratio);
+    return std::max(std::min(weight_norm / std::sqrt(update_norm2), h.max_ratio), h.min_ratio);  // keeps NaN
   }
 
   // Phase 2.

@@ -87,6 +87,10 @@ class FusedOptimizer(Optimizer):
         """Whether a native step may leave anything in the gradients."""
         return False
 
+    def _max_grad_norm(self) -> float:
+        """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
+        return math.inf
+
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
@@ -340,17 +344,20 @@ class FusedOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        own_max_norm = self._max_grad_norm()
         work = self._bind_groups()
-        factor, norm = self._scaler_factor(), None
+        factor, clip, norm = self._scaler_factor(), 1.0, None
         if factor is None:
             untreated = [pair for group in work for pair in group.pairs()]
             factor, norm = 1.0, math.inf
         else:
-            if max_norm is not None:
-                norm = _grad_norm(work) * factor
-                if not (clip := max_norm / (norm + 1e-6)) >= 1:
-                    factor *= clip
-            untreated = self._update_groups(work, factor, zero_grad)
+            if max_norm is not None or own_max_norm < math.inf:
+                left = norm = _grad_norm(work) * factor
+                if max_norm is not None and not (part := max_norm / (norm + 1e-6)) >= 1:
+                    factor, left = factor * part, left * part
+                if left > own_max_norm:
+                    clip = own_max_norm / left
+            untreated = self._update_groups(work, factor, clip, zero_grad)
         if zero_grad == "none":
             for group in work:
                 for weight in group.weights:
@@ -387,35 +394,45 @@ class FusedOptimizer(Optimizer):
         return 1.0 if scale is None else 1.0 / scale.item()
 
     def _update_groups(
-        self, work: list[_Work], factor: float, zero_grad: bool | Literal["none"]
+        self, work: list[_Work], factor: float, clip: float, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns the weights and gradients of which no step has scaled or zeroed the gradient."""
-        uses = [self._grad_use(group, factor, zero_grad) for group, *_ in work]
+        """Steps with gradients multiplied by factor and clip, of which ``.grad`` gets the factor.
+
+        Returns the weights and gradients of which no step has scaled or zeroed the gradient.
+        """
+        uses = [self._grad_use(group, factor, clip, zero_grad) for group, *_ in work]
         untreated = _shared_grads(work) if any(uses) else []
         for item, use in zip(work, uses, strict=True):
             group, weights, grads, plan = item
             if plan:
                 operator = getattr(torch.ops.fusedstep, self._operator).default
                 arguments = self._native_arguments(group)
-                operator(plan.handle, *arguments, group["maximize"], factor, use)
+                operator(plan.handle, *arguments, group["maximize"], factor * clip, use)
                 increment_version(weights)
                 if use:
                     increment_version(grads)
+                elif factor != 1:
+                    untreated.extend(item.pairs())
             else:
-                scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
+                scaled = torch._foreach_mul(grads, factor * clip) if factor * clip != 1 else grads
                 for weight, grad in zip(weights, scaled, strict=True):
                     self._imperative_step(group, weight, grad)
                 untreated.extend(item.pairs())
         return untreated
 
     def _grad_use(
-        self, group: dict[str, Any], factor: float, zero_grad: bool | Literal["none"]
+        self,
+        group: dict[str, Any],
+        factor: float,
+        clip: float,
+        zero_grad: bool | Literal["none"],
     ) -> GradUse:
         if zero_grad is True:
             return GradUse.CLEAR
         if self._uses_grads(group):
             return GradUse.SCRATCH
-        return GradUse.LEAVE if factor == 1 or zero_grad else GradUse.SCALE
+        # The kernel would leave the gradient as it took it: clipped too.
+        return GradUse.LEAVE if factor == 1 or clip != 1 or zero_grad else GradUse.SCALE
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import MappingProxyType
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -20,6 +20,31 @@ from fusedstep.optim._checks import (
 from fusedstep.optim._dtensor import whole
 
 __all__ = ["Lamb"]
+
+_PAPER = {
+    "eps": 1e-8,
+    "weight_decay": 0,
+    "debias": True,
+    "decoupled_decay": False,
+    "always_adapt": True,
+    "max_grad_norm": math.inf,
+    "max_weight_norm": math.inf,
+    "min_ratio": 0.0,
+    "max_ratio": math.inf,
+}
+_APEX = _PAPER | {"eps": 1e-6, "weight_decay": 0.01, "always_adapt": False, "max_grad_norm": 1.0}
+
+#: The options that differ between variants; docs/optimizers/lamb.md has the same table.
+VARIANTS = MappingProxyType(
+    {
+        "paper": _PAPER,
+        "apex": _APEX,
+        "nvlamb": _APEX | {"always_adapt": True},
+        "timm": _APEX,
+        "deepspeed": _PAPER | {"debias": "lr", "min_ratio": 0.01, "max_ratio": 10.0},
+        "cybertron": _PAPER | {"eps": 1e-6, "debias": False, "max_weight_norm": 10.0},
+    }
+)
 
 
 class Lamb(FusedOptimizer):
@@ -41,6 +66,12 @@ class Lamb(FusedOptimizer):
     2 of `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes`_, with
     :math:`\phi(z) = z`.
 
+    Other libraries compute something else under the name of LAMB. ``variant`` names one of them and
+    stands for a set of options: ``"paper"`` is the formula above, ``"apex"`` and ``"nvlamb"`` are
+    NVIDIA's without and with ``use_nvlamb``, ``"timm"``, ``"deepspeed"`` and ``"cybertron"`` those
+    of the libraries so called. An option given beside it is taken in its place; the groups hold
+    the options, not the name.
+
     Weights may have any shape and strides (transposed, channels-last, sliced), as may their
     gradients; of a gradient only the shape, dtype and device must be the weight's. The native
     kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg`` and
@@ -59,9 +90,31 @@ class Lamb(FusedOptimizer):
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
             running averages of the gradient and its square (default: (0.9, 0.999))
-        eps (float, optional): term added to the denominator (default: 1e-8)
+        eps (float, optional): term added to the denominator (default: 1e-8; 1e-6 with the
+            variants apex, nvlamb, timm and cybertron)
         weight_decay (float, optional): weight decay, as part of the update whose norm
-            is taken (default: 0)
+            is taken (default: 0; 0.01 with the variants apex, nvlamb and timm)
+        variant (str, optional): "paper", "apex", "nvlamb", "timm", "deepspeed" or "cybertron":
+            what eps, weight_decay and the options down to max_ratio are where they are None
+            (default: "paper")
+        debias (bool or "lr", optional): True corrects the bias of the running averages, "lr"
+            multiplies the learning rate by what that would come to but for eps, False does
+            neither (default: True; "lr" with deepspeed, False with cybertron)
+        decoupled_decay (bool, optional): the decay multiplies the weight by
+            :math:`1 - \gamma \lambda` before its norm is taken, and is no part of the update
+            (default: False)
+        always_adapt (bool, optional): False leaves the ratio at 1 in groups without weight decay
+            (default: True; False with apex and timm)
+        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+            together, to this for the step; ``.grad`` is not changed by it. It is one number for
+            all groups, and ``math.inf`` clips nothing. ``step(max_norm=...)`` clips before it
+            (default: inf; 1 with apex, nvlamb and timm)
+        max_weight_norm (float, optional): a weight's norm counts as no more than this in the
+            ratio (default: inf; 10 with cybertron)
+        min_ratio (float, optional): lower bound of the ratio where neither norm is 0
+            (default: 0; 0.01 with deepspeed)
+        max_ratio (float, optional): upper bound of the ratio where neither norm is 0; timm's
+            ``trust_clip`` is ``max_ratio=1`` (default: inf; 10 with deepspeed)
         foreach (bool, optional): True asks for plain torch operations, weight by
             weight, as ``fused=False`` does (default: None)
         maximize (bool, optional): maximize the objective instead of minimizing it
@@ -99,16 +152,28 @@ class Lamb(FusedOptimizer):
 
     _operator = "lamb_"
     _elementwise = False
-    _later_options = FusedOptimizer._later_options | {"capturable": False, "keep_grad": False}
+    _later_options = (
+        FusedOptimizer._later_options
+        | {"capturable": False, "keep_grad": False}
+        | {name: _PAPER[name] for name in _PAPER if name not in ("eps", "weight_decay")}
+    )
 
     def __init__(
         self,
         params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
+        eps: float | None = None,
+        weight_decay: float | None = None,
         *,
+        variant: Literal["paper", "apex", "nvlamb", "timm", "deepspeed", "cybertron"] = "paper",
+        debias: bool | Literal["lr"] | None = None,
+        decoupled_decay: bool | None = None,
+        always_adapt: bool | None = None,
+        max_grad_norm: float | None = None,
+        max_weight_norm: float | None = None,
+        min_ratio: float | None = None,
+        max_ratio: float | None = None,
         foreach: bool | None = None,
         maximize: bool = False,
         capturable: bool = False,
@@ -117,15 +182,40 @@ class Lamb(FusedOptimizer):
         keep_grad: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
+        if variant not in VARIANTS:
+            raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {variant!r}")
+        given = {
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "debias": debias,
+            "decoupled_decay": decoupled_decay,
+            "always_adapt": always_adapt,
+            "max_grad_norm": max_grad_norm,
+            "max_weight_norm": max_weight_norm,
+            "min_ratio": min_ratio,
+            "max_ratio": max_ratio,
+        }
+        usual = VARIANTS[variant]
+        options = {k: usual[k] if value is None else value for k, value in given.items()}
+
         check_lr(lr, foreach=foreach, capturable=capturable)
-        check_eps(eps)
+        check_eps(options["eps"])
         check_state_dtype(state_dtype)
-        check_at_least_zero("weight_decay", weight_decay)
+        for name in ("weight_decay", "max_weight_norm", "min_ratio"):
+            check_at_least_zero(name, options[name])
+        if not options["max_grad_norm"] > 0.0:
+            raise ValueError(f"Invalid max_grad_norm value: {options['max_grad_norm']}")
+        if not options["max_ratio"] >= options["min_ratio"]:
+            raise ValueError(
+                f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "
+                f"{options['min_ratio']}"
+            )
+        if options["debias"] not in (True, False, "lr"):
+            raise ValueError(f'debias must be True, False or "lr", not {debias!r}')
         defaults = {
             "lr": lr,
             "betas": check_betas(betas, foreach=foreach, capturable=capturable),
-            "eps": eps,
-            "weight_decay": weight_decay,
+            **options,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
@@ -135,6 +225,16 @@ class Lamb(FusedOptimizer):
             "state_dtype": state_dtype,
         }
         super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if "variant" in param_group:
+            raise ValueError("variant is for all groups: give a group the options it stands for")
+        super().add_param_group(param_group)
+        try:
+            self._max_grad_norm()
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -149,51 +249,63 @@ class Lamb(FusedOptimizer):
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
         step = state["step"].item()
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        lr = float(group["lr"])
 
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denom = (exp_avg_sq / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        update = (exp_avg / (1 - beta1**step)).div_(denom)
+        if _debiases_moments(group):
+            denom = (exp_avg_sq / bias2).sqrt_()
+            update = exp_avg / bias1
+        else:
+            denom, update = exp_avg_sq.sqrt(), exp_avg.clone()
+        update.div_(denom.add_(group["eps"]))
         if group["weight_decay"] != 0:
-            update.add_(weight, alpha=group["weight_decay"])
+            if group["decoupled_decay"]:
+                weight.mul_(1 - lr * group["weight_decay"])
+            else:
+                update.add_(weight, alpha=group["weight_decay"])
 
-        weight_norm = whole(torch.linalg.vector_norm(weight)).item()
-        update_norm = whole(torch.linalg.vector_norm(update)).item()
-        trust_ratio = weight_norm / update_norm if weight_norm and update_norm else 1.0
-        weight.add_(update, alpha=-float(group["lr"]) * trust_ratio)
+        trust_ratio = 1.0
+        if _adapts(group):
+            weight_norm = whole(torch.linalg.vector_norm(weight)).item()
+            update_norm = whole(torch.linalg.vector_norm(update)).item()
+            if weight_norm and update_norm:
+                trust_ratio = min(weight_norm, group["max_weight_norm"]) / update_norm
+                trust_ratio = max(min(trust_ratio, group["max_ratio"]), group["min_ratio"])
+        if group["debias"] == "lr":
+            lr *= math.sqrt(bias2) / bias1
+        weight.add_(update, alpha=-lr * trust_ratio)
 
     def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        # Up to the decay, LAMB's update is the step of an Adam from zero.
         beta1, beta2 = group["betas"]
-        descent = torch.zeros_like(weight)
-        adam(
-            [descent],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [],
-            [state["step"]],
-            foreach=False,
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=1.0,
-            weight_decay=0.0,
-            eps=group["eps"],
-            maximize=False,
-        )
-        update = -descent
+        step = state["step"].add_(1)
+        bias1, bias2 = 1 - beta1**step, 1 - beta2**step
+        lr = as_number(group["lr"])
+
+        exp_avg = state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        exp_avg_sq = state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * grad * grad
+        if _debiases_moments(group):
+            update = exp_avg / bias1 / ((exp_avg_sq / bias2).sqrt() + group["eps"])
+        else:
+            update = exp_avg / (exp_avg_sq.sqrt() + group["eps"])
         if group["weight_decay"] != 0:
-            update = update + group["weight_decay"] * weight
-        weight_norm, update_norm = weight.norm(), update.norm()
-        trust_ratio = torch.where(
-            (weight_norm == 0) | (update_norm == 0), 1.0, weight_norm / update_norm
-        )
-        return weight - as_number(group["lr"]) * trust_ratio * update
+            if group["decoupled_decay"]:
+                weight = weight * (1 - lr * group["weight_decay"])
+            else:
+                update = update + group["weight_decay"] * weight
+
+        if _adapts(group):
+            weight_norm, update_norm = weight.norm(), update.norm()
+            trust_ratio = weight_norm.clamp(max=group["max_weight_norm"]) / update_norm
+            trust_ratio = trust_ratio.clamp(group["min_ratio"], group["max_ratio"])
+            is_zero = (weight_norm == 0) | (update_norm == 0)
+            update = update * torch.where(is_zero, 1.0, trust_ratio)
+        if group["debias"] == "lr":
+            lr = lr * bias2.sqrt() / bias1
+        return weight - lr * update
 
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
         beta1, beta2 = map(float, group["betas"])
@@ -203,14 +315,28 @@ class Lamb(FusedOptimizer):
             beta2,
             group["eps"],
             group["weight_decay"],
-            False,
-            True,
-            False,
-            True,
-            math.inf,
-            0.0,
-            math.inf,
+            group["decoupled_decay"],
+            _debiases_moments(group),
+            group["debias"] == "lr",
+            _adapts(group),
+            group["max_weight_norm"],
+            group["min_ratio"],
+            group["max_ratio"],
         )
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]
+
+    def _max_grad_norm(self) -> float:
+        norms = {group["max_grad_norm"] for group in self.param_groups}
+        if len(norms) > 1:
+            raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
+        return max(norms, default=math.inf)
+
+
+def _debiases_moments(group: dict[str, Any]) -> bool:
+    return bool(group["debias"]) and group["debias"] != "lr"
+
+
+def _adapts(group: dict[str, Any]) -> bool:
+    return bool(group["always_adapt"] or group["weight_decay"] != 0)

@@ -53,6 +53,11 @@ int main() {
     return 1;
   }
   print_bits<optim::Lamb>("Lamb", optim::LambOptions(0.01).weight_decay(0.1));
+  print_bits<optim::Lamb>("Lamb-apex", optim::LambOptions::apex(0.01));
+  print_bits<optim::Lamb>("Lamb-nvlamb", optim::LambOptions::nvlamb(0.01).weight_decay(0));
+  print_bits<optim::Lamb>("Lamb-timm", optim::LambOptions::timm(0.01).decoupled_decay(true));
+  print_bits<optim::Lamb>("Lamb-deepspeed", optim::LambOptions::deepspeed(0.01));
+  print_bits<optim::Lamb>("Lamb-cybertron", optim::LambOptions::cybertron(0.01));
   print_bits<optim::Adam>("Adam", optim::AdamOptions(0.01).weight_decay(0.1).amsgrad(true));
   print_bits<optim::AdamW>("AdamW", optim::AdamWOptions(0.01).weight_decay(0.1));
   print_bits<optim::Adagrad>("Adagrad", optim::AdagradOptions(0.01).weight_decay(0.1).lr_decay(0.1));
