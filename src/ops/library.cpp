@@ -12,33 +12,11 @@ namespace fusedstep::ops {
 namespace {
 
 int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& steps) {
-  const size_t count = weights.size();
-  if (count == 0) throw std::runtime_error("weights must not be empty");
-  check(states.size() % count == 0 && states.size() / count <= cpu::kMaxStates,
-        "states must be slot-major, the same number for each weight");
-  check(steps.size() == count, "steps must have one tensor for each weight");
-  for (size_t i = 0; i < count; ++i) {
-    const std::string who = "tensor " + std::to_string(i) + " of the list: ";
-    int32_t dtype = 0;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(steps[i].get(), &dtype));
-    check(steps[i].is_cpu() && steps[i].numel() == 1 && dtype == aoti_torch_dtype_float32(),
-          who + "the step count must be one float32 number on the CPU");
-    const TensorView weight = view(weights[i], "weight");
-    check(!overlaps_itself(weight.sizes, weight.strides),
-          who + "the weight overlaps itself in memory (an expanded tensor?); clone() it first");
-  }
-  return register_plan(std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count)));
+  return register_plan(make_plan(weights, states, steps));
 }
 
-std::vector<TensorView> views(const Tensors& tensors, const char* what) {
-  std::vector<TensorView> found;
-  found.reserve(tensors.size());
-  for (const Tensor& tensor : tensors) found.push_back(view(tensor, what));
-  return found;
-}
-
-void plan_bind(int64_t handle, const Tensors& weights, const Tensors& grads) {
-  bind_plan(handle, views(weights, "weight"), views(grads, "gradient"));
+void plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
+  bind_plan(*find_plan(plan), views(weights, "weight"), views(grads, "gradient"));
 }
 
 // The plans of the handles, held for the call.
@@ -126,19 +104,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 }  // namespace
 
 void bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads) {
-  const std::shared_ptr<NativePlan> native = find_plan(handle);
-  Plan& plan = native->plan;
-  const size_t count = plan.tensors();
-  check(weights.size() == count && grads.size() == count,
-        "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
-            std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
-  for (size_t i = 0; i < count; ++i) {
-    TensorOperands operands{weights[i], grads[i], {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native->states[k * count + i], "state");
-    plan.bind(i, operands);
-  }
-  plan.check_weights_apart();
-  native->counts.resize(count);
+  bind_plan(*find_plan(handle), weights, grads);
 }
 
 }  // namespace fusedstep::ops

@@ -5,7 +5,9 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <memory>
+#include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/step.h"
@@ -19,6 +21,7 @@ using Tensors = std::vector<Tensor>;
 // float64, bfloat16 or float16. The dispatcher has seen to device and layout: the kernels registered for the
 // CPU meet dense CPU tensors only.
 TensorView view(const Tensor& tensor, const char* what);
+std::vector<TensorView> views(const Tensors& tensors, const char* what);
 
 // torch's thread count, asked anew: the user may have changed it.
 int num_threads();
@@ -41,16 +44,69 @@ void drop_plan(int64_t handle);
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, const std::string& text);
 
-// What the operators of all optimizers end in: the arguments that say how gradients are taken (see
-// StepOptions). `grads` is a GradUse.
-#define FUSEDSTEP_GRAD_SCHEMA "bool maximize, float grad_factor, int grads"
+// A plan over these states. Throws std::runtime_error, naming the argument, if they do not fit together.
+std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps);
+// Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
+// they cannot be updated together.
+void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads);
+
+// What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).
+// `grads` is a GradUse.
 struct GradArguments {
   bool maximize;
-  double factor;
-  int64_t use;
+  double factor = 1;
+  int64_t use = static_cast<int64_t>(GradUse::kLeave);
 };
 
-// Raises every step count by one, and updates what was bound last by plan_bind.
-void take_step(int64_t plan, const BoundRule& rule, const GradArguments& grads);
+// Raises every step count by one, and updates what was bound last.
+void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads);
+
+// The `count` numbers in `options`, a float64 tensor on the CPU. Throws std::runtime_error if it is another.
+const double* numbers(const Tensor& options, size_t count);
+
+// The two operators of an optimizer, from a function that makes a rule of its options.
+template <auto kRule>
+struct StepOperators;
+
+template <class... Options, BoundRule (*kRule)(Options...)>
+struct StepOperators<kRule> {
+  static void over_plan(int64_t plan, Options... options, bool maximize, double grad_factor, int64_t grads) {
+    take_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
+  }
+  static void over_lists(const Tensors& weights, const Tensors& grads, const Tensors& states,
+                         const Tensors& steps, const Tensor& options) {
+    const double* values = numbers(options, sizeof...(Options) + 1);
+    const BoundRule rule = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+      return kRule(static_cast<Options>(values[kIndex])...);
+    }
+    (std::index_sequence_for<Options...>{});
+    const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps);
+    bind_plan(*native, views(weights, "weight"), views(grads, "gradient"));
+    take_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
+  }
+};
+
+// On tensors that have shapes and no memory, by which a compiler looks at an operator.
+void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
+                 const Tensor& options);
+
+// Registers, for a function `BoundRule name(...)` whose arguments have the schema `options`, two operators:
+// name_ over a plan, and name_step over lists, which torch.compile can follow: all that it reads or writes is
+// among its arguments. Its `options` are those of name_ from the first to maximize, as numbers in a tensor: a
+// number by itself would be a constant of the compiled graph.
+#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                   \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                   \
+    m.def(#name "_(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()");   \
+    m.def(#name                                                                                   \
+          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, " \
+          "Tensor options) -> ()");                                                               \
+  }                                                                                               \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                            \
+    m.impl(#name "_", TORCH_BOX(&StepOperators<&name>::over_plan));                               \
+  }                                                                                               \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                  \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                          \
+  }                                                                                               \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); }
 
 }  // namespace fusedstep::ops

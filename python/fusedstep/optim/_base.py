@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, cycle, repeat
 from operator import is_not
@@ -17,12 +19,15 @@ from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
     _get_capturable_supported_devices,
-    _use_grad_for_differentiable,
 )
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
+
+#: Every optimizer by a name that a compiled graph knows it by.
+_by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
+_names = map(str, itertools.count())
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -47,7 +52,7 @@ class FusedOptimizer(Optimizer):
     and its arguments, and the imperative twin.
     """
 
-    #: Name of the native operator.
+    #: Name of the native operators: over a plan with ``_``, over lists with ``_step`` behind it.
     _operator: ClassVar[str]
     #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
@@ -63,6 +68,7 @@ class FusedOptimizer(Optimizer):
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
         self._forget_plans()
+        self._register()
         super().__init__(params, defaults)
 
     # What a subclass says
@@ -80,8 +86,12 @@ class FusedOptimizer(Optimizer):
         return 0.0
 
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """The operator's arguments between the plan and what is said of gradients."""
+        """The operators' arguments between the learning rate and ``maximize``."""
         raise NotImplementedError
+
+    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
+        lr = group["lr"] if lr is None else lr
+        return float(lr), *self._native_arguments(group), group["maximize"]
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         """Whether a native step may leave anything in the gradients."""
@@ -107,6 +117,20 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     # Groups and states
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        # torch.compile reads everything in an attribute of the name param_groups, learning rates
+        # included, and compiles anew when any of it changes. Code to be compiled goes by _groups.
+        self._groups = groups
+
+    def _register(self) -> None:
+        self._name = next(_names)
+        _by_name[self._name] = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -149,6 +173,10 @@ class FusedOptimizer(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if "param_groups" in self.__dict__:
+            self.param_groups = self.__dict__.pop("param_groups")
+        if "_name" not in self.__dict__:
+            self._register()
         self._forget_plans()
         for group in self.param_groups:
             for name, value in self._later_options.items():
@@ -284,7 +312,6 @@ class FusedOptimizer(Optimizer):
 
     # The step
 
-    @_use_grad_for_differentiable
     def step(
         self,
         closure: Callable[[], float] | None = None,
@@ -321,14 +348,20 @@ class FusedOptimizer(Optimizer):
                 raise ValueError("max_norm and closure: step() returns the norm or the loss")
         if zero_grad not in (False, True, "none"):
             raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
-        if "capturable" in self.defaults and not self._is_on_host():
-            self._accelerator_graph_capture_health_check()
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        norm = self._update(max_norm, zero_grad)
-        return loss if max_norm is None else norm
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            if "capturable" in self.defaults and not self._is_on_host():
+                self._accelerator_graph_capture_health_check()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            if torch.compiler.is_compiling() and max_norm is None and not zero_grad:
+                from fusedstep.optim import _compile  # here, for it loads torch's compiler
+
+                if _compile.trace_update(self):
+                    return loss
+            norm = self._update(max_norm, zero_grad)
+            return loss if max_norm is None else norm
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -340,7 +373,15 @@ class FusedOptimizer(Optimizer):
 
     def _is_on_host(self) -> bool:
         # To ask an accelerator about graph capture starts it, which fails in a child of fork().
-        return all(p.is_cpu for group in self.param_groups for p in group["params"][:1])
+        return all(p.is_cpu for group in self._groups for p in group["params"][:1])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not (torch.compiler.is_compiling() and set_to_none):
+            super().zero_grad(set_to_none)
+            return
+        for group in self._groups:
+            for p in group["params"]:
+                p.grad = None
 
     @torch._disable_dynamo
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
@@ -405,9 +446,8 @@ class FusedOptimizer(Optimizer):
         for item, use in zip(work, uses, strict=True):
             group, weights, grads, plan = item
             if plan:
-                operator = getattr(torch.ops.fusedstep, self._operator).default
-                arguments = self._native_arguments(group)
-                operator(plan.handle, *arguments, group["maximize"], factor * clip, use)
+                operator = getattr(torch.ops.fusedstep, f"{self._operator}_").default
+                operator(plan.handle, *self._options(group), factor * clip, use)
                 increment_version(weights)
                 if use:
                     increment_version(grads)

@@ -79,7 +79,7 @@ class Adagrad(FusedOptimizer):
         https://jmlr.org/papers/v12/duchi11a.html
     """
 
-    _operator = "adagrad_"
+    _operator = "adagrad"
 
     def __init__(
         self,
@@ -178,4 +178,4 @@ class Adagrad(FusedOptimizer):
         return weight
 
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return float(group["lr"]), group["lr_decay"], group["weight_decay"], group["eps"]
+        return group["lr_decay"], group["weight_decay"], group["eps"]

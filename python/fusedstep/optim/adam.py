@@ -91,7 +91,7 @@ class Adam(FusedOptimizer):
         https://openreview.net/forum?id=ryQu7f-RZ
     """
 
-    _operator = "adam_"
+    _operator = "adam"
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
@@ -191,7 +191,6 @@ class Adam(FusedOptimizer):
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
         beta1, beta2 = map(float, group["betas"])
         return (
-            float(group["lr"]),
             beta1,
             beta2,
             group["eps"],

@@ -150,7 +150,7 @@ class Lamb(FusedOptimizer):
         https://arxiv.org/abs/1904.00962
     """
 
-    _operator = "lamb_"
+    _operator = "lamb"
     _elementwise = False
     _later_options = (
         FusedOptimizer._later_options
@@ -310,7 +310,6 @@ class Lamb(FusedOptimizer):
     def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
         beta1, beta2 = map(float, group["betas"])
         return (
-            float(group["lr"]),
             beta1,
             beta2,
             group["eps"],
@@ -328,7 +327,7 @@ class Lamb(FusedOptimizer):
         return not group["keep_grad"]
 
     def _max_grad_norm(self) -> float:
-        norms = {group["max_grad_norm"] for group in self.param_groups}
+        norms = {group["max_grad_norm"] for group in self._groups}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
         return max(norms, default=math.inf)

@@ -1,0 +1,102 @@
+"""The step in a graph that torch.compile makes.
+
+There each group is updated by the operator that has all it reads and writes among its arguments:
+a plan is nothing that a compiler could follow.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.utils._pytree import tree_leaves
+
+from fusedstep.optim._base import FusedOptimizer, _by_name, _wants_native
+from fusedstep.optim._dtensor import is_dtensor
+
+
+def trace_update(optimizer: FusedOptimizer) -> bool:
+    """Adds an update to the graph that is being made; returns False if it cannot be there."""
+    if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
+        return False
+    if optimizer._max_grad_norm() < math.inf:
+        return False
+    name, work = optimizer._name, []
+    for index, group in enumerate(optimizer._groups):
+        present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
+        weights = [group["params"][i] for i in present]
+        if not (_wants_native(group) and _make_ready(name, index, present)):
+            return False
+        if present:
+            work.append((index, group, weights))
+    for index, group, weights in work:
+        grads = [p.grad for p in weights]
+        states = [optimizer.state[p] for p in weights]
+        slots = [state[slot] for slot in optimizer._state_names(group) for state in states]
+        steps = [state["step"] for state in states]
+        lr = group["lr"] if _has_tensor_lr(name, index) else None
+        options = torch.ops.fusedstep.options(steps[0], lr, name, index)
+        operator = getattr(torch.ops.fusedstep, f"{optimizer._operator}_step")
+        operator(weights, grads, slots, steps, options)
+        increment_version(weights)  # for compilers that leave the operator as it is
+    return True
+
+
+@torch.library.custom_op("fusedstep::options", mutates_args=())
+def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
+    """The options that a group has when the graph runs, for the operator that comes next.
+
+    Were they read when the graph is made they would be its constants, and other values another
+    graph. A learning rate that is a tensor may be written by the graph, and is passed. ``step``
+    makes this a function of the graph's inputs: compilers may evaluate others beforehand.
+    """
+    owner = _by_name[optimizer]
+    values = owner._options(owner._groups[group], lr)
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@options.register_fake
+def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
+    owner = _by_name[optimizer]
+    count = len(owner._options(owner._groups[group], 0.0))
+    return torch.empty(count, dtype=torch.float64)
+
+
+# These run when the graph is made, not in the graph, and look at the optimizer itself.
+
+
+@torch.compiler.assume_constant_result
+def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
+    """Makes missing states of a group; returns False if its update cannot be in the graph."""
+    owner = _by_name[optimizer]
+    group = owner._groups[index]
+    weights = [group["params"][i] for i in present]
+    others = [value for name, value in group.items() if name not in ("params", "lr")]
+    if any(map(torch.is_tensor, tree_leaves(others))):  # the graph may write them
+        return False
+    if owner._obstacle(weights) or any(map(is_dtensor, weights)) or _is_edited_in_graph(group):
+        return False
+    owner._create_states(group, weights)
+    return all(torch.is_tensor(owner.state[p]["step"]) for p in weights)
+
+
+@torch.compiler.assume_constant_result
+def _has_tensor_lr(optimizer: str, index: int) -> bool:
+    return torch.is_tensor(_by_name[optimizer]._groups[index]["lr"])
+
+
+def _is_edited_in_graph(group: dict[str, Any]) -> bool:
+    """Whether code of the graph that is being made changes the group.
+
+    The group itself is changed when the graph has run: before that it has the old values.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        return effects.is_modified(effects.id_to_variable[id(group)])
+    except (ImportError, AttributeError, KeyError):
+        return True  # it cannot be told
