@@ -304,6 +304,7 @@ def test_state_dicts_go_both_ways(case):
     twins.plain.load_state_dict(made)
     for number in (3, 4):
         twins.take_step(number)
+    assert graphs() == 1
 
 
 class TestTrainingLoop:
