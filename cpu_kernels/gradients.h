@@ -1,4 +1,4 @@
-// What happens to gradients whatever the rule: their norm, and their multiplication in memory.
+// What happens to gradients whatever the rule: their norm, their multiplication in memory, their sum.
 #pragma once
 #include "cpu_kernels/reduce.h"
 
@@ -37,8 +37,21 @@ void scale_span(const Span& span) {
 }
 
 template <class Stored>
+void add_span(const Span& span) {
+  using T = typename Codec<Stored>::Compute;
+  using V = Pack<T>;
+  auto* sum = static_cast<Stored*>(span.operand[kWeight]);
+  const auto* grad = static_cast<const Stored*>(span.operand[kGrad]);
+  int64_t i = 0;
+  for (; i + V::size() <= span.count; i += V::size()) store(sum, i, load<V>(sum, i) + load<V>(grad, i));
+  for (; i < span.count; ++i) store(sum, i, load<T>(sum, i) + load<T>(grad, i));
+}
+
+template <class Stored>
 constexpr GradKernels grad_kernels() {
-  return {{norm_span<Stored>, kGradBit, 0}, {scale_span<Stored>, kGradBit, kGradBit}};
+  return {{norm_span<Stored>, kGradBit, 0},
+          {scale_span<Stored>, kGradBit, kGradBit},
+          {add_span<Stored>, kWeightBit | kGradBit, kWeightBit}};
 }
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -57,9 +57,10 @@ struct RuleKernels {
   SpanKernel phase[kPhases];
 };
 
-// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0].
+// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0]; `add` adds the gradient
+// to what takes the weight's place.
 struct GradKernels {
-  SpanKernel norm, scale;
+  SpanKernel norm, scale, add;
 };
 
 // What becomes of a gradient while a kernel runs over it.

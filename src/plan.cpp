@@ -136,6 +136,29 @@ void check_state(size_t i, const TensorView& weight, const TensorView& state) {
   }
 }
 
+void check_rows(size_t i, const RowIndex& rows, Dims sizes) {
+  for (int d = 0; d < rows.dims; ++d) {
+    for (int64_t entry = 0; entry < rows.entries; ++entry) {
+      const int64_t at = rows.at(d, entry);
+      if (at >= 0 && at < sizes[d]) continue;
+      refuse(i, "the gradient's index " + std::to_string(at) + " is out of range: dimension " +
+                    std::to_string(d) + " of the weight has size " + std::to_string(sizes[d]));
+    }
+  }
+}
+
+// Throws unless the operands can be updated together.
+cpu::Format checked_format(size_t i, const TensorOperands& operands, int slots) {
+  check_grad(i, operands.weight, operands.grad);
+  cpu::Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
+  for (int k = 0; k < slots; ++k) {
+    check_state(i, operands.weight, operands.states[k]);
+    format = format_of(i, operands.weight.dtype, operands.states[k].dtype);
+    if (operands.states[k].dtype != operands.states[0].dtype) refuse(i, "its states have different dtypes");
+  }
+  return format;
+}
+
 }  // namespace
 
 int element_size(DType dtype) {
@@ -159,17 +182,16 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   for (int k = 0; k < slots_; ++k) views[cpu::kFirstState + k] = &operands.states[k];
   const int count = cpu::kFirstState + slots_;
 
-  if (entry.layout == nullptr || !is_shape_of(entry.shape, {views, views + count})) {
-    check_grad(i, operands.weight, operands.grad);
-    cpu::Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
-    for (int k = 0; k < slots_; ++k) {
-      check_state(i, operands.weight, operands.states[k]);
-      format = format_of(i, operands.weight.dtype, operands.states[k].dtype);
-      if (operands.states[k].dtype != operands.states[0].dtype) refuse(i, "its states have different dtypes");
-    }
+  const bool changed = entry.layout == nullptr || entry.rows.has_value() != operands.rows.has_value() ||
+                       (entry.rows && entry.rows->dims() != operands.rows->dims) ||
+                       !is_shape_of(entry.shape, {views, views + count});
+  const cpu::Format format = changed ? checked_format(i, operands, slots_) : entry.format;
+  if (operands.rows) check_rows(i, *operands.rows, operands.weight.sizes);
+  if (changed) {
+    const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
-    for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides);
-    entry.layout = std::make_unique<Layout>(operands.weight.sizes, strides);
+    for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides.subspan(indexed_dims));
+    entry.layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides);
     entry.format = format;
     entry.shape = shape_of({views, views + count});
     entry.weight_bytes = span_bytes(operands.weight);
@@ -187,6 +209,23 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     shared_with_.clear();
   }
   for (int k = 0; k < count; ++k) entry.task.data[k] = views[k]->data;
+  if (operands.rows) {
+    bind_rows(entry, operands);
+  } else {
+    entry.rows.reset();
+  }
+}
+
+void Plan::bind_rows(Entry& entry, const TensorOperands& operands) {
+  if (!entry.rows) entry.rows.emplace();
+  const int64_t units = entry.units();
+  std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
+  for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
+  entry.rows->assign(*operands.rows, operands.weight.sizes, strides, operands.grad.data,
+                     element_size(operands.grad.dtype));
+  if (entry.units() != units) stale_ = true;
+  entry.grad_bytes = operands.rows->entries * span_bytes(operands.grad);
+  shared_with_.clear();
 }
 
 void Plan::refresh(int64_t wave_bytes) {
@@ -206,15 +245,16 @@ void Plan::refresh(int64_t wave_bytes) {
   };
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Layout& layout = *entries_[i].layout;
+    const int64_t units = entries_[i].units();
     int64_t tensor_bytes = 0;
     for (int k = 0; k < entries_[i].task.operands; ++k) {
-      tensor_bytes += layout.units() * layout.elements_per_unit() * entries_[i].task.element_size[k];
+      tensor_bytes += units * layout.elements_per_unit() * entries_[i].task.element_size[k];
     }
     if (bytes > 0 && bytes + tensor_bytes > wave_bytes) close(i);
     bytes += tensor_bytes;
     const int64_t per_chunk = std::max<int64_t>(1, cpu::kChunkElements / layout.elements_per_unit());
-    for (int64_t begin = 0; begin < layout.units(); begin += per_chunk) {
-      const int64_t end = std::min(begin + per_chunk, layout.units());
+    for (int64_t begin = 0; begin < units; begin += per_chunk) {
+      const int64_t end = std::min(begin + per_chunk, units);
       chunks_.push_back({static_cast<uint32_t>(i), begin, end});
       cost_.push_back(cost_.back() + (end - begin) * layout.elements_per_unit());
     }
@@ -272,7 +312,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
     plan->shared_with_.assign(plans.begin(), plans.end());
     for (Entry& entry : plan->entries_) {
       const char *weight = entry.address(cpu::kWeight), *grad = entry.address(cpu::kGrad);
-      entry.grad_is_own = !entry.grad_overlaps;
+      entry.grad_is_own = !entry.grad_overlaps && !entry.rows;
       if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
       if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});
     }

@@ -2,15 +2,18 @@
 // are, and which run of tensors goes through the cache together. Worked out when something moves, reused
 // otherwise.
 #pragma once
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
 
 #include "cpu_kernels/kernel_table.h"
 #include "src/layout.h"
+#include "src/rows.h"
 
 namespace fusedstep {
 
@@ -25,15 +28,17 @@ struct TensorView {
   Dims sizes, strides;
 };
 
-// All operands of one tensor's update. `states` has the plan's number of slots.
+// All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
+// sparse: `grad` is the first of its entries, expanded over all rows; the others lie behind it, one by one.
 struct TensorOperands {
   TensorView weight, grad;
   std::array<TensorView, cpu::kMaxStates> states;
+  std::optional<RowIndex> rows = std::nullopt;
 };
 
 struct Chunk {
   uint32_t tensor;
-  int64_t begin, end;  // units of the tensor's layout
+  int64_t begin, end;  // units of the tensor's layout; of those of its rows, counted on from row to row
 };
 
 // Tensors whose operands fit in the cache together: chunks [first_chunk, last_chunk) of tensors [first,
@@ -63,9 +68,11 @@ class Plan {
 
   cpu::Format format(size_t i) const { return entries_[i].format; }
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
-  bool empty(size_t i) const { return entries_[i].layout->units() == 0; }
-  // Whether gradient i may be written: no two of its elements are in one place, and no other gradient and no
-  // weight of the step is in its memory. Told by find_shared_grads().
+  bool empty(size_t i) const { return entries_[i].units() == 0; }
+  // The rows of a sparse gradient; null for a dense one.
+  Rows* rows(size_t i) { return entries_[i].rows ? &*entries_[i].rows : nullptr; }
+  // Whether gradient i may be written: it is dense, no two of its elements are in one place, and no other
+  // gradient and no weight of the step is in its memory. Told by find_shared_grads().
   bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }
   // Whether it can hold the update between the phases of a step, in the precision of the maths.
   bool grad_can_store(size_t i) const;
@@ -75,6 +82,18 @@ class Plan {
   bool shares_are_known() const { return !shared_with_.empty(); }
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
+  // Calls run(task, begin, end) for a chunk: once, or for each row that it has a part of.
+  template <class Run>
+  void run_parts(const Chunk& chunk, Run run) const {
+    const Entry& entry = entries_[chunk.tensor];
+    if (!entry.rows) return run(entry.task, chunk.begin, chunk.end);
+    const int64_t per_row = entry.layout->units();
+    for (int64_t begin = chunk.begin, end; begin < chunk.end; begin = end) {
+      const int64_t row = begin / per_row, first = row * per_row;
+      end = std::min(chunk.end, first + per_row);
+      run(entry.rows->task(entry.task, row), begin - first, end - first);
+    }
+  }
   const std::vector<Wave>& waves() const { return waves_; }
   // cost()[c] is the number of elements in the chunks before c.
   const std::vector<int64_t>& cost() const { return cost_; }
@@ -87,16 +106,20 @@ class Plan {
   struct Entry {
     cpu::TensorTask task{};
     cpu::Format format{};
-    std::unique_ptr<Layout> layout;
+    std::unique_ptr<Layout> layout;            // of one row if the gradient is sparse
+    std::optional<Rows> rows;
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
     bool grad_overlaps = false;
     bool grad_is_own = false;
 
+    int64_t units() const { return layout->units() * (rows ? rows->count() : 1); }
     const char* address(cpu::Operand operand) const { return static_cast<const char*>(task.data[operand]); }
     Dims weight_sizes() const { return Dims(shape).subspan(2, shape[1]); }
     Dims weight_strides() const { return Dims(shape).subspan(2 + shape[1], shape[1]); }
   };
+
+  void bind_rows(Entry& entry, const TensorOperands& operands);
 
   int slots_;
   bool stale_ = true;

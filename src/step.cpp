@@ -54,8 +54,12 @@ void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order orde
     const int64_t c = first + i;
     const Chunk& chunk = plan.chunks()[c];
     alignas(64) double lanes[2][cpu::kLanes] = {};
-    const char* isa = table.run(kernel_of(chunk.tensor), plan.task(chunk.tensor), treatment_of(chunk.tensor),
-                                chunk.begin, chunk.end, &lanes[0][0]);
+    const cpu::SpanKernel& kernel = kernel_of(chunk.tensor);
+    const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
+    const char* isa = "";
+    plan.run_parts(chunk, [&](const cpu::TensorTask& task, int64_t begin, int64_t end) {
+      isa = table.run(kernel, task, treatment, begin, end, &lanes[0][0]);
+    });
     reduce(c, lanes);
     if (c == first) plan.ran_on = isa;
   };
@@ -150,6 +154,27 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
       plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor]->phase[cpu::kUpdate]; },
       [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
+}
+
+void sum_entries(Plan& plan, int threads) {
+  struct Item {
+    size_t tensor;
+    int64_t sum;
+  };
+  std::vector<Item> items;
+  std::vector<int64_t> cost{0};
+  for (size_t i = 0; i < plan.tensors(); ++i) {
+    const Rows* rows = plan.rows(i);
+    for (int64_t sum = 0; rows != nullptr && sum < rows->sums(); ++sum) {
+      items.push_back({i, sum});
+      cost.push_back(cost.back() + rows->sum_cost(sum));
+    }
+  }
+  auto work = [&](int64_t i) {
+    const auto [tensor, sum] = items[i];
+    plan.rows(tensor)->make_sum(sum, kernels().grads(plan.format(tensor))->add);
+  };
+  run_session(threads, cost, work);
 }
 
 double grad_norm2(Plan& plan, int threads) {

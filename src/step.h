@@ -61,6 +61,10 @@ struct StepOptions {
 // Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
 void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options);
 
+// Adds up the entries that sparse gradients have for the same row: to be called when these are bound, before
+// they are read.
+void sum_entries(Plan& plan, int threads);
+
 // The sum of the squares of all elements of the plan's gradients.
 double grad_norm2(Plan& plan, int threads);
 

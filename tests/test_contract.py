@@ -364,6 +364,7 @@ def gradients_made_in_inference_mode(build):
 DIFFERENCES = [
     Difference("`foreach=True`", "a_weight_twice_in_a_group", (optim.Adagrad,), ("foreach",)),
     Difference("`fused=True` for a weight without kernels", "complex_weights", ALL, ("fused",)),
+    Difference("`Adagrad(fused=True)`", "sparse_gradients", (optim.Adagrad,), ("fused",)),
     Difference("`fused=True` with a subclass", "weights_of_a_tensor_subclass", ALL, ("fused",)),
     Difference("`fused=True` with a weight twice", "a_weight_twice_in_a_group", ALL, ("fused",)),
     Difference("weights that share memory", "weights_that_share_memory", ALL, ("default", "fused")),

@@ -66,6 +66,16 @@ def test_an_expanded_gradient_allocates_nothing_of_weight_size(case, tmp_path):
     assert allocated_bytes(optimizer, tmp_path / "trace.json") < SMALL
 
 
+def test_a_sparse_gradient_allocates_nothing_of_weight_size(tmp_path):
+    case = next(case for case in PLAIN if case.name == "adagrad")
+    optimizer = optimizer_with_gradients(case, LAYOUTS)
+    index = torch.tensor([[3, 400, 3]])
+    for param in optimizer.param_groups[0]["params"]:
+        values = torch.ones(3, SHAPE[1])
+        param.grad = torch.sparse_coo_tensor(index, values, SHAPE, check_invariants=True)
+    assert allocated_bytes(optimizer, tmp_path / "trace.json") < SMALL
+
+
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_the_count_sees_what_the_imperative_twin_allocates(case, tmp_path):
     """The control: at least one temporary of each weight's size."""

@@ -103,8 +103,9 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
-void bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads) {
-  bind_plan(*find_plan(handle), weights, grads);
+void bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads,
+               std::span<const std::optional<RowIndex>> rows) {
+  bind_plan(*find_plan(handle), weights, grads, rows);
 }
 
 }  // namespace fusedstep::ops

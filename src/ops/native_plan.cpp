@@ -109,7 +109,8 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
   return std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count));
 }
 
-void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads) {
+void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
+               std::span<const std::optional<RowIndex>> rows) {
   Plan& plan = native.plan;
   const size_t count = plan.tensors();
   check(weights.size() == count && grads.size() == count,
@@ -118,9 +119,11 @@ void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
     for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native.states[k * count + i], "state");
+    if (!rows.empty()) operands.rows = rows[i];
     plan.bind(i, operands);
   }
   plan.check_weights_apart();
+  if (!rows.empty()) sum_entries(plan, num_threads());
   native.counts.resize(count);
 }
 
@@ -140,6 +143,7 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
             .grad_factor = grads.factor,
             .maximize = grads.maximize,
             .grads = static_cast<GradUse>(grads.use)});
+  native.parts.clear();
 }
 
 const double* numbers(const Tensor& options, size_t count) {

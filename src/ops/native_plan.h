@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -34,6 +35,7 @@ struct NativePlan {
   Plan plan;
   Tensors states;  // slot-major
   Tensors steps;   // one float32 number a tensor
+  Tensors parts;   // of sparse gradients, from bind to step
   std::vector<double> counts;
 };
 
@@ -48,7 +50,8 @@ void check(bool condition, const std::string& text);
 std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps);
 // Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
 // they cannot be updated together.
-void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads);
+void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
+               std::span<const std::optional<RowIndex>> rows = {});
 
 // What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).
 // `grads` is a GradUse.

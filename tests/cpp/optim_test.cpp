@@ -91,6 +91,31 @@ TEST(AgainstTorchTest, Adagrad) {
   }
 }
 
+// An embedding whose rows come several times a step, beside a dense weight.
+TEST(AgainstTorchTest, AdagradSparse) {
+  const Tensor ids = torch::tensor({3, 1, 3, 7, 3, 1});
+  const auto gradient = [&](const Tensors& weights, uint64_t step) {
+    set_grads(weights, step);
+    weights[0].mutable_grad() = torch::sparse_coo_tensor(ids.unsqueeze(0), torch::randn({6, 5}), {9, 5});
+  };
+  torch::manual_seed(2);
+  const Tensors ours = {torch::randn({9, 5}).requires_grad_(), torch::randn({4, 5}).requires_grad_()};
+  const Tensors theirs = clones(ours);
+  Adagrad our_optimizer(ours, AdagradOptions(0.1).lr_decay(0.01));
+  torch::optim::Adagrad their_optimizer(theirs, torch::optim::AdagradOptions(0.1).lr_decay(0.01));
+  const Tensor before = ours[0].detach().clone();
+  for (uint64_t step = 0; step < 5; ++step) {
+    gradient(ours, step);
+    gradient(theirs, step);
+    const uint32_t version = ours[0]._version();
+    our_optimizer.step();
+    their_optimizer.step();
+    expect_close(ours, theirs, 1e-5);
+    EXPECT_GT(ours[0]._version(), version);
+  }
+  for (const int row : {0, 2, 4, 5, 6, 8}) EXPECT_TRUE(torch::equal(ours[0][row], before[row]));
+}
+
 TEST(AgainstTorchTest, Defaults) {
   compare_with_torch<Adam, torch::optim::Adam>(AdamOptions(), torch::optim::AdamOptions());
   compare_with_torch<AdamW, torch::optim::AdamW>(AdamWOptions(), torch::optim::AdamWOptions());

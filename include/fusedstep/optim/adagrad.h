@@ -50,7 +50,8 @@ struct AdagradParamState : ParamState<AdagradParamState> {
 //   s = s + g^2
 //   p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
 //
-// s starts at initial_accumulator_value. Parameters: float32, float64, bfloat16 or float16 tensors on the CPU
+// s starts at initial_accumulator_value. Of a parameter with a sparse gradient (torch::nn::Embedding has such)
+// only the rows that it is for are read and written; weight_decay must then be 0. Parameters: float32, float64, bfloat16 or float16 tensors on the CPU
 // of any shape and of any layout that does not overlap itself; states have the parameter's dtype. Throws
 // c10::Error for options out of range.
 class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState> {
@@ -69,6 +70,10 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
 
   static size_t slots(const AdagradOptions&) { return 1; }
   static double initial_value(const AdagradOptions& options) { return options.initial_accumulator_value(); }
+  static const char* sparse_error(const AdagradOptions& options) {
+    return options.weight_decay() == 0 ? nullptr
+                                       : "weight_decay option is not compatible with sparse gradients";
+  }
   static void launch(const AdagradOptions& o, int64_t plan, double grad_factor) {
     static const auto op =
         detail::find_op<void(int64_t, double, double, double, double, bool, double, int64_t)>(

@@ -128,7 +128,9 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // and, where it does anything with the gradients but read them,
 //   static GradUse grad_use(const Options&),
 // and, where it clips the 2-norm of all gradients together for the step,
-//   static double max_grad_norm(const Options&).
+//   static double max_grad_norm(const Options&),
+// and, where it takes sparse gradients,
+//   static const char* sparse_error(const Options&)   null, or why it does not with these options.
 template <class Derived, class Options, class State>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
@@ -136,11 +138,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
   static double max_grad_norm(const Options&) { return std::numeric_limits<double>::infinity(); }
+  static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
   // closure's loss. Throws c10::Error or std::runtime_error, before any parameter is changed, for a gradient
-  // that is sparse or does not match its parameter in shape, dtype or device, and for parameters that overlap
-  // themselves or one another in memory.
+  // that does not match its parameter in shape, dtype or device or is sparse (but see Adagrad), and for
+  // parameters that overlap themselves or one another in memory.
   torch::Tensor step(LossClosure closure = nullptr) override {
     torch::NoGradGuard no_grad;
     torch::Tensor loss;
@@ -182,10 +185,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void bind_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan,
                   std::vector<Work>& work) {
     const auto& options = static_cast<const Options&>(group.options());
+    const char* const sparse_error = Derived::sparse_error(options);
     Tensors weights, grads;
     for (const torch::Tensor& weight : group.params()) {
       if (!weight.grad().defined()) continue;
-      TORCH_CHECK(!weight.grad().is_sparse(), "sparse gradients are not supported");
+      TORCH_CHECK(!weight.grad().is_sparse() || sparse_error == nullptr, sparse_error);
       weights.push_back(weight);
       grads.push_back(weight.grad());
     }
@@ -203,7 +207,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       plan = std::make_unique<detail::Plan>(weights, states, steps);
     }
     static const auto bind =
-        detail::find_op<void(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind");
+        detail::find_op<bool(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
     bind.call(plan->handle(), weights, grads);
     work.push_back({&options, plan->handle(), std::move(weights), std::move(grads)});
   }

@@ -78,7 +78,7 @@ class FusedOptimizer(Optimizer):
         raise NotImplementedError
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        """Text of the error for a sparse gradient; None where the imperative twin takes them."""
+        """Text of the error for a sparse gradient; None where only its rows are updated."""
         raise NotImplementedError
 
     def _initial_value(self, group: dict[str, Any]) -> float:
@@ -297,7 +297,7 @@ class FusedOptimizer(Optimizer):
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self._sparse_error(group)):
             raise RuntimeError(error)
-        native = self._is_native(group, weights) and not sparse
+        native = self._is_native(group, weights)
         self._create_states(group, weights)
         if not all(isinstance(self.state[p]["step"], Tensor) for p in weights):
             raise RuntimeError(
@@ -305,7 +305,7 @@ class FusedOptimizer(Optimizer):
             )
         if not native:
             return None
-        plan = Plan(weights, [self.state[p] for p in weights], names)
+        plan = Plan(weights, [self.state[p] for p in weights], names, sparse)
         self._plans[index] = plan
         self._seen = None
         return plan
@@ -417,11 +417,12 @@ class FusedOptimizer(Optimizer):
             if not weights:
                 continue
             plan = self._plan(index, group, weights, grads)
-            if plan and not plan.bind(weights, grads):
+            sparse = self._sparse_error(group) is None
+            if plan and not plan.bind(weights, grads, sparse):
                 del self._plans[index]
                 plan = self._plan(index, group, weights, grads)
                 if plan:
-                    plan.bind(weights, grads)
+                    plan.bind(weights, grads, sparse)
             work.append(_Work(group, weights, grads, plan))
         if self._plans and self._seen is None:
             self._seen = Snapshot(self.state)
@@ -539,7 +540,10 @@ def _grad_norm(work: list[_Work]) -> float:
     """The 2-norm of all gradients of a step."""
     native = [item.plan.handle for item in work if item.plan and not item.plan.is_distributed]
     others = [
-        grad for item in work if not item.plan or item.plan.is_distributed for grad in item.grads
+        grad.coalesce().values() if grad.is_sparse else grad
+        for item in work
+        if not item.plan or item.plan.is_distributed
+        for grad in item.grads
     ]
     norm = torch.ops.fusedstep.plans_grad_norm(native) if native else 0.0
     return math.hypot(norm, _dtensor.whole(get_total_norm(others)).item()) if others else norm
@@ -561,10 +565,11 @@ def _treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float) -> None:
         return
     treated = set()
     for weight, grad in pairs:
-        if grad.layout is torch.strided and torch._debug_has_internal_overlap(grad):
+        place = id(grad) if grad.is_sparse else grad.data_ptr()
+        if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
             weight.grad = grad * factor if factor else torch.zeros_like(grad)
         elif factor == 0:
             grad.zero_()
-        elif grad.layout is not torch.strided or grad.data_ptr() not in treated:
+        elif place not in treated:
             grad.mul_(factor)
-            treated.add(None if grad.layout is not torch.strided else grad.data_ptr())
+            treated.add(place)

@@ -35,9 +35,8 @@ class Adagrad(FusedOptimizer):
     the weight's dtype and dimension order, ``step`` is a 0-dimensional float32 tensor. bfloat16 and
     float16 are computed in float32 natively, and in their own precision with ``fused=False``.
 
-    .. note::
-        Sparse gradients are taken by plain torch operations: a group that has one is updated
-        without native kernels.
+    Of a weight with a sparse gradient only the rows that it has are read and written; what it has
+    for the same row is added first, in its order. ``weight_decay`` must then be 0.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -65,8 +64,8 @@ class Adagrad(FusedOptimizer):
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
         RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
             not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before the group is changed, for sparse gradients (if ``fused=True`` or with weight
-            decay) and weights that overlap themselves in memory.
+            before the group is changed, for sparse gradients with weight decay and weights that
+            overlap themselves in memory.
 
     Example::
 
@@ -130,8 +129,6 @@ class Adagrad(FusedOptimizer):
         return ("sum",)
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        if group["fused"]:
-            return "`fused` does not support sparse grad or complex param"
         if group["weight_decay"] != 0:
             return "weight_decay option is not compatible with sparse gradients"
         return None
@@ -150,10 +147,10 @@ class Adagrad(FusedOptimizer):
             grad = grad.add(weight, alpha=group["weight_decay"])
         if grad.is_sparse:
             grad = grad.coalesce()  # the update is not linear: one value an index
-            state["sum"].add_(grad * grad)
-            std = state["sum"].sparse_mask(grad).values().sqrt_().add_(group["eps"])
-            update = torch.sparse_coo_tensor(grad.indices(), grad.values() / std, grad.shape)
-            weight.add_(update, alpha=-clr)
+            rows, values = tuple(grad.indices()), grad.values()
+            state["sum"][rows] = total = state["sum"][rows].addcmul_(values, values)
+            std = total.sqrt().add_(group["eps"])
+            weight[rows] = weight[rows].addcdiv_(values, std, value=-clr)
         else:
             std = state["sum"].addcmul_(grad, grad).sqrt().add_(group["eps"])
             weight.addcdiv_(grad, std, value=-clr)

@@ -1,0 +1,91 @@
+// plan_bind_sparse: plan_bind for gradients of which some are in torch's sparse COO format.
+#include <array>
+#include <optional>
+#include <vector>
+
+#include "src/ops/bind_plan.h"
+#include "src/ops/native_plan.h"
+
+namespace fusedstep::ops {
+namespace {
+
+bool is_sparse(const Tensor& tensor) {
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  return layout == aoti_torch_layout_sparse_coo();
+}
+
+// Calls one of torch's operators that make a tensor of a tensor.
+Tensor call(const char* name, const Tensor& tensor) {
+  std::array stack{torch::stable::detail::from(tensor)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// A sparse gradient as the engine sees it (see TensorOperands).
+class SparseGrad {
+ public:
+  explicit SparseGrad(const Tensor& grad)
+      : grad_(grad),
+        indices_(call("aten::_indices", grad)),
+        entries_(torch::stable::contiguous(call("aten::_values", grad))),
+        strides_(indices_.size(0), 0) {
+    for (int64_t dim = 1; dim < entries_.dim(); ++dim) strides_.push_back(entries_.stride(dim));
+  }
+
+  // The first entry, expanded over the weight.
+  TensorView view() const {
+    int64_t* sizes = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(grad_.get(), &sizes));
+    const TensorView entries = ops::view(entries_, "gradient");
+    return {entries.data, entries.dtype, {sizes, strides_.size()}, strides_};
+  }
+  RowIndex rows() const {
+    return {.data = static_cast<const int64_t*>(indices_.data_ptr()),
+            .dims = static_cast<int>(indices_.size(0)),
+            .entries = indices_.size(1),
+            .dim_stride = indices_.stride(0),
+            .entry_stride = indices_.stride(1)};
+  }
+  // What these point into.
+  void hold(Tensors& parts) const { parts.insert(parts.end(), {indices_, entries_}); }
+
+ private:
+  Tensor grad_, indices_, entries_;
+  std::vector<int64_t> strides_;
+};
+
+// Returns whether a gradient is sparse.
+bool plan_bind_sparse(int64_t handle, const Tensors& weights, const Tensors& grads) {
+  std::vector<SparseGrad> sparse;
+  sparse.reserve(grads.size());  // views point into its elements
+  std::vector<TensorView> weight_views, grad_views;
+  std::vector<std::optional<RowIndex>> rows(grads.size());
+  Tensors parts;
+  for (const Tensor& weight : weights) weight_views.push_back(view(weight, "weight"));
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (!is_sparse(grads[i])) {
+      grad_views.push_back(view(grads[i], "gradient"));
+      continue;
+    }
+    const SparseGrad& grad = sparse.emplace_back(grads[i]);
+    grad_views.push_back(grad.view());
+    rows[i] = grad.rows();
+    grad.hold(parts);
+  }
+  bind_plan(handle, weight_views, grad_views, rows);
+  find_plan(handle)->parts = std::move(parts);
+  return !sparse.empty();
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("plan_bind_sparse(int plan, Tensor[] weights, Tensor[] grads) -> bool");
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
+// Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it.
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCPU, m) {
+  m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
+}
+
+}  // namespace
+}  // namespace fusedstep::ops

@@ -1,0 +1,67 @@
+// The rows of a tensor that a sparse gradient has values for.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "cpu_kernels/kernel_table.h"
+#include "src/layout.h"
+
+namespace fusedstep {
+
+// Which row each entry of a sparse gradient is for: entry e that at at(d, e) in dimension d, for each of the
+// tensor's first `dims` dimensions. Borrowed.
+struct RowIndex {
+  const int64_t* data;
+  int dims;
+  int64_t entries;
+  int64_t dim_stride, entry_stride;
+
+  int64_t at(int dim, int64_t entry) const { return data[dim * dim_stride + entry * entry_stride]; }
+};
+
+// The rows in ascending order, each once: entries for the same row are added in their order, as
+// torch.Tensor.coalesce() does it.
+class Rows {
+ public:
+  // Takes a gradient whose entries lie one behind the other. `sizes` are the tensor's, `strides` those of its
+  // operands in elements.
+  void assign(const RowIndex& index, Dims sizes, std::span<const Dims> strides, void* entries,
+              int element_size);
+
+  int dims() const { return index_.dims; }
+  int64_t count() const { return static_cast<int64_t>(rows_.size()); }
+  // The task of a row, from that of its tensor. The gradients of sums hold nothing until these are made.
+  cpu::TensorTask task(const cpu::TensorTask& tensor, int64_t row) const;
+
+  // Rows with several entries.
+  int64_t sums() const { return static_cast<int64_t>(sums_.size()); }
+  int64_t sum_cost(int64_t i) const { return (sums_[i].last - sums_[i].first) * row_elements_; }
+  void make_sum(int64_t i, const cpu::SpanKernel& add);
+
+ private:
+  struct Entry {
+    uint64_t row;  // in row-major order
+    int64_t entry;
+  };
+  struct Row {
+    int64_t entry;  // one that is for this row
+    std::byte* grad;
+  };
+  struct Sum {
+    int64_t row, first, last;  // of sorted_
+  };
+  void sort();
+
+  RowIndex index_{};
+  std::byte* entries_ = nullptr;
+  int64_t row_elements_ = 0, row_bytes_ = 0;
+  std::vector<int64_t> strides_;  // [operands][dims]
+  std::vector<Entry> sorted_, scratch_;
+  std::vector<Row> rows_;
+  std::vector<Sum> sums_;
+  std::vector<std::byte> sum_values_;
+};
+
+}  // namespace fusedstep
