@@ -5,10 +5,8 @@ namespace fusedstep::optim {
 
 // AdamOptions with AdamW's defaults.
 struct AdamWOptions : AdamOptions {
-  AdamWOptions(double lr = 1e-3)
-      : AdamOptions(lr) {  // NOLINT(google-explicit-constructor): as torch's options
-    weight_decay(1e-2).decoupled_weight_decay(true);
-  }
+  // NOLINTNEXTLINE(google-explicit-constructor): as torch's options
+  AdamWOptions(double lr = 1e-3) : AdamOptions(lr) { weight_decay(1e-2).decoupled_weight_decay(true); }
 };
 
 // AdamW (Loshchilov and Hutter, "Decoupled Weight Decay Regularization", 2019, algorithm 2): Adam, in whose
