@@ -58,11 +58,7 @@ launch() { "$python" "$root/scripts/launch.py" "$@"; }
 
 everything() {
   local bench_options=(--quick) epochs=1
-  case "${1:-}" in
-    '') ;;
-    --full) bench_options=() epochs=14 ;;
-    *) die "unknown option: $1" ;;
-  esac
+  [[ $1 != --full ]] || { bench_options=() && epochs=14; }
   say "first, how fast: the optimizers against the alternatives"
   bench "${bench_options[@]}"
   say "second, does it train: a network on MNIST"
@@ -106,12 +102,15 @@ main() {
   local command=${1:-}
   (($# == 0)) || shift
   case "$command" in
+    --full | build | test | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
+  esac
+  case "$command" in
     help | -h | --help) usage && return ;;
     '' | --full | build | test | bench | mnist | doctor | lint | *.py) prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in
-    '' | --full) everything "$command" "$@" ;;
+    '' | --full) everything "$command" ;;
     build) build release ;;
     test) test_everything ;;
     *.py) run_script "$command" "$@" ;;

@@ -218,7 +218,7 @@ def main() -> None:
     except WorkerError as failure:
         sys.exit(f"bench: {failure}")
     if not collected.rows:
-        sys.exit(f"no row matches {arguments.filter!r}")
+        sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
     results = {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": machine.facts(),
