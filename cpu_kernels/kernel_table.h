@@ -57,8 +57,8 @@ struct RuleKernels {
   SpanKernel phase[kPhases];
 };
 
-// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0]; `add` adds the gradient
-// to what takes the weight's place.
+// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0]; `add` adds the
+// gradient to what takes the weight's place.
 struct GradKernels {
   SpanKernel norm, scale, add;
 };

@@ -106,7 +106,7 @@ class Plan {
   struct Entry {
     cpu::TensorTask task{};
     cpu::Format format{};
-    std::unique_ptr<Layout> layout;            // of one row if the gradient is sparse
+    std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<Rows> rows;
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte

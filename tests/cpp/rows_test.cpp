@@ -94,9 +94,7 @@ std::vector<Table> tables() {
       {"sliced_rows", {200, 40}, Forms::all(slice({500, 40}, {3, 0}, {2, 1}))},
       {"sliced_columns", {200, 40}, Forms::all(slice({200, 70}, {0, 5}, {1, 1}))},
       {"every_second_column", {200, 300}, Forms::all(slice({200, 601}, {0, 1}, {1, 2}))},
-      {"sliced_weight_dense_states",
-       {200, 40},
-       {slice({200, 70}, {0, 5}, {1, 1}), {}, {dense({200, 40})}}},
+      {"sliced_weight_dense_states", {200, 40}, {slice({200, 70}, {0, 5}, {1, 1}), {}, {dense({200, 40})}}},
       {"three_dims", {90, 6, 50}, Forms::all(dense({90, 6, 50}, {2, 0, 1}))},
       {"two_indexed_dims", {30, 8, 50}, Forms::all(slice({30, 9, 50}, {0, 1, 0}, {1, 1, 1}, {1, 0, 2})), 2},
       {"every_dim_indexed", {30, 20}, Forms::all(dense({30, 20}, {1, 0})), 2},
@@ -200,7 +198,8 @@ void step(Plan& plan) {
 TEST(RowsPlanTest, GradientsMayBeSparseAtOneStepAndDenseAtTheNext) {
   Tensor reused = table_tensor(), fresh = table_tensor();
   Plan plan(1, elementwise_cases()[0].rule.states);
-  const std::vector<std::vector<int64_t>> steps = {{3, 1, 3}, {}, {0, 1, 2, 3}, {-1}, {9}, {-1}, {}, {4, 4, 5}};
+  const std::vector<std::vector<int64_t>> steps = {{3, 1, 3}, {},   {0, 1, 2, 3}, {-1},
+                                                   {9},       {-1}, {},           {4, 4, 5}};
   for (size_t i = 0; i < steps.size(); ++i) {
     SCOPED_TRACE(testing::Message() << "step " << i);
     Plan new_plan(1, elementwise_cases()[0].rule.states);
@@ -256,7 +255,8 @@ TEST(RowsPlanTest, SparseGradientsAreNotWritten) {
     grad.copy_to(other.grad);
     Plan plan(1, elementwise_cases()[0].rule.states);
     grad.bind(plan, 0, tensor.operands());
-    run_step(plan, elementwise_cases()[0].rule.bound, std::vector<double>{1}, {.grad_factor = 0.5, .grads = use});
+    run_step(plan, elementwise_cases()[0].rule.bound, std::vector<double>{1},
+             {.grad_factor = 0.5, .grads = use});
     grad.copy_to(tensor.grad);
     EXPECT_EQ(tensor.grad.first_difference(other.grad), -1);
     EXPECT_FALSE(plan.grad_is_own(0));
