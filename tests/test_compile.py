@@ -1,6 +1,7 @@
 """Law: a compiled step is the step, to the bit; in one graph, which holds as options change."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ STEPS = range(1, 6)
 # One plain row for each operator: AdamW has Adam's.
 OPERATORS = tuple({case.optimizer._operator: case for case in reversed(PLAIN)}.values())[::-1]
 (ADAM,) = (case for case in OPERATORS if case.optimizer is optim.Adam)
+(LAMB,) = (case for case in OPERATORS if case.optimizer is optim.Lamb)
 BACKEND = "aot_eager"
 """Traces and makes the operators functional as inductor does, without its code."""
 
@@ -407,6 +409,19 @@ class TestGraphBreaks:
         for number in STEPS:
             twins.take_step(number)
 
+    def test_weights_without_kernels(self):
+        twins = Twins(ADAM, dtype=torch.complex64, fullgraph=False, fused=None)
+        for number in STEPS:
+            twins.take_step(number)
+
+    def test_a_clip_of_the_optimizers_own(self):
+        """Also one that comes later."""
+        twins = Twins(LAMB, fullgraph=False)
+        for number, max_grad_norm in enumerate([math.inf, 0.5, 0.25, math.inf]):
+            for optimizer in twins.both:
+                optimizer.param_groups[0]["max_grad_norm"] = max_grad_norm
+            twins.take_step(number)
+
     def test_betas_as_tensors(self):
         """The graph may write them, and reads none but the learning rate before it has run."""
         twins = Twins(ADAM, betas=(torch.tensor(0.9), torch.tensor(0.99)))
@@ -451,12 +466,21 @@ class TestGraphBreaks:
         assert outcomes[0] == outcomes[1]
 
 
-def test_an_error_of_the_options_is_raised():
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (lambda o: o.param_groups[0].update(foreach=True), "cannot be `True` together"),
+        (lambda o: o.state[params_of(o)[0]].update(step=1), "state_steps"),
+    ],
+    ids=["options", "step count"],
+)
+def test_errors_are_those_of_the_step(spoil, text):
     twins = Twins(OPERATORS[0], fullgraph=False)
-    twins.set_grads(1)
-    twins.compiled.param_groups[0]["foreach"] = True
-    with pytest.raises(RuntimeError, match="cannot be `True` together"):
-        twins.step()
+    twins.take_step(1)
+    for optimizer in twins.both:
+        spoil(optimizer)
+        with pytest.raises(RuntimeError, match=text):
+            (twins.step if optimizer is twins.compiled else optimizer.step)()
 
 
 def list_arguments(case):

@@ -95,6 +95,20 @@ def test_shards_are_stepped_as_the_whole():
     in_processes(_step_shards)
 
 
+def _compiled(rank):
+    from torch.distributed.tensor import Shard
+
+    params, spread = _subjects(Shard(0))
+    optim.Adam(params).step()
+    torch.compile(optim.Adam(spread, fused=True).step, backend="aot_eager")()
+    for param, shards in zip(params, spread, strict=True):
+        assert_same_bits(shards.detach().full_tensor(), param.detach(), "weight")
+
+
+def test_a_compiled_step_leaves_shards_to_the_step():
+    in_processes(_compiled)
+
+
 def _verify(rank):
     from torch.distributed.tensor import Replicate, Shard
 
