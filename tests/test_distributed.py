@@ -1,8 +1,7 @@
 """Steps of several processes: shards of DTensor weights, and gradients in the buckets of DDP."""
 
 import copy
-import os
-import socket
+import tempfile
 import traceback
 
 import pytest
@@ -19,10 +18,9 @@ SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
 PROCESSES = 2
 
 
-def _process(rank, port, work, arguments, failures):
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+def _process(rank, meeting, work, arguments, failures):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES)
+    dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=PROCESSES)
     try:
         work(rank, *arguments)
     except BaseException:
@@ -33,11 +31,10 @@ def _process(rank, port, work, arguments, failures):
 
 def in_processes(work, *arguments):
     """Runs work(rank, *arguments) in two processes of one group."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     failures = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_process, (port, work, arguments, failures), nprocs=PROCESSES)
+    with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
+        meeting = f"{folder}/meeting"
+        mp.spawn(_process, (meeting, work, arguments, failures), nprocs=PROCESSES)
     assert failures.empty(), failures.get()
 
 
