@@ -19,6 +19,7 @@ Usage:
   ./run.sh test                  everything that CI runs
   ./run.sh bench [FILTER]        the benchmark, all sizes
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
+  ./run.sh bench embedding       sparse gradients of an embedding table
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy (minutes), ruff, shellcheck
@@ -69,7 +70,7 @@ bench() {
   need_python_packages bench
   build release --target fusedstep_python bench/all
   case "${1:-}" in
-    clipping) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
+    clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
   esac
 }
