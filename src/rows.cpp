@@ -65,6 +65,7 @@ cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
 }
 
 void Rows::make_sum(int64_t i, const cpu::SpanKernel& add) {
+  if (row_bytes_ == 0) return;  // rows without elements need no memory, and may have none
   const Sum& sum = sums_[i];
   std::byte* values = rows_[sum.row].grad;
   std::memcpy(values, entries_ + sorted_[sum.first].entry * row_bytes_, row_bytes_);
