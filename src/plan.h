@@ -70,7 +70,10 @@ class Plan {
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
   // The rows of a sparse gradient; null for a dense one.
-  Rows* rows(size_t i) { return entries_[i].rows ? &*entries_[i].rows : nullptr; }
+  Rows* rows(size_t i) {
+    std::optional<Rows>& rows = entries_[i].rows;
+    return rows ? &*rows : nullptr;
+  }
   // Whether gradient i may be written: it is dense, no two of its elements are in one place, and no other
   // gradient and no weight of the step is in its memory. Told by find_shared_grads().
   bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }

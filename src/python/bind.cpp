@@ -37,7 +37,7 @@ std::optional<std::vector<TensorView>> views(PyObject* list) {
   std::vector<TensorView> found;
   found.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    DLTensor tensor{};
+    DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
     if (torchs_tensors->dltensor_from_py_object_no_sync(PyList_GetItem(list, i), &tensor) != 0) {
       PyErr_Clear();
       return {};
@@ -96,6 +96,7 @@ const DLPackExchangeAPI* exchange_table() {
 
 }  // namespace
 
+// NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python asks for
 PyMODINIT_FUNC PyInit__bind() {
   torchs_tensors = exchange_table();
   return torchs_tensors != nullptr ? PyModule_Create(&definition) : nullptr;
