@@ -22,7 +22,7 @@ Usage:
   ./run.sh bench embedding       sparse gradients of an embedding table
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
-  ./run.sh lint [--fix|--fast]   clang-format, clang-tidy (minutes; not with --fast), ruff, shellcheck
+  ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
   ./run.sh build                 only install what is missing and build
   ./run.sh help
 END

@@ -23,7 +23,7 @@ tidy() {
 
 lint() {
   local fix=${1:-} failed=()
-  [[ $fix == @(|--fix|--fast) ]] || die "unknown option: $fix"
+  [[ $fix == @(|--fix) ]] || die "unknown option: $fix"
   cd "$root" || return
   need_python_packages lint
   configure release
@@ -36,7 +36,7 @@ lint() {
     check ruff "$python" -m ruff check
     check ruff-format "$python" -m ruff format --check
   fi
-  [[ $fix == --fast ]] || check clang-tidy tidy  # minutes
+  check clang-tidy tidy
   ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/offline.sh
   ((${#failed[@]} == 0)) || die "lint: ${failed[*]}"
 }
