@@ -210,21 +210,20 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   }
   for (int k = 0; k < count; ++k) entry.task.data[k] = views[k]->data;
   if (operands.rows) {
-    bind_rows(entry, operands);
+    bind_rows(entry, operands, *operands.rows);
   } else {
     entry.rows.reset();
   }
 }
 
-void Plan::bind_rows(Entry& entry, const TensorOperands& operands) {
-  if (!entry.rows) entry.rows.emplace();
+void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index) {
+  Rows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
   const int64_t units = entry.units();
   std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
   for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
-  entry.rows->assign(*operands.rows, operands.weight.sizes, strides, operands.grad.data,
-                     element_size(operands.grad.dtype));
+  rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype));
   if (entry.units() != units) stale_ = true;
-  entry.grad_bytes = operands.rows->entries * span_bytes(operands.grad);
+  entry.grad_bytes = index.entries * span_bytes(operands.grad);
   shared_with_.clear();
 }
 

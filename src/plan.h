@@ -122,7 +122,7 @@ class Plan {
     Dims weight_strides() const { return Dims(shape).subspan(2 + shape[1], shape[1]); }
   };
 
-  void bind_rows(Entry& entry, const TensorOperands& operands);
+  void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);
 
   int slots_;
   bool stale_ = true;
