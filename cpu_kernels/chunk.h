@@ -9,35 +9,7 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-constexpr int64_t kTileElements = 1024;
 using Tile = char[kTileElements * sizeof(double)];
-
-// Where a block of a tensor starts in each operand, in elements, and its size.
-struct Block {
-  int64_t offset[kMaxOperands];
-  int64_t rows, columns;
-};
-
-inline Block locate(const BlockLayout& layout, int operands, int64_t index) {
-  const int row_dim = layout.dims - 2, column_dim = layout.dims - 1;
-  Block block{};
-  const auto advance = [&](int dim, int64_t position) {
-    for (int k = 0; k < operands; ++k) block.offset[k] += position * layout.strides[k * layout.dims + dim];
-  };
-  const auto cut = [&](int dim, int64_t extent) {
-    const int64_t blocks = (layout.sizes[dim] + extent - 1) / extent, start = index % blocks * extent;
-    index /= blocks;
-    advance(dim, start);
-    return std::min(extent, layout.sizes[dim] - start);
-  };
-  block.columns = cut(column_dim, layout.extent[1]);
-  block.rows = cut(row_dim, layout.extent[0]);
-  for (int dim = row_dim - 1; dim >= 0; --dim) {
-    advance(dim, index % layout.sizes[dim]);
-    index /= layout.sizes[dim];
-  }
-  return block;
-}
 
 // Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
 // checks of constant arguments fold away with the reference to torch that they would bring.
@@ -178,17 +150,16 @@ inline void run_packed(const Work& work, int64_t begin, int64_t end) {
   alignas(64) Tile tiles[kMaxOperands];
   void* operand[kMaxOperands];
   for (int k = 0; k < task.operands; ++k) operand[k] = tiles[k];
+  const int64_t blocks = task.layout->blocks_per_pack();
   while (begin < end) {
-    int64_t last = begin, packed = 0;
-    while (last < end) {
-      const Block block = locate(*task.layout, task.operands, last);
-      const int64_t count = block.rows * block.columns;
-      if (packed + count > kTileElements) break;
+    const int64_t last = std::min(begin + blocks, end);
+    int64_t packed = 0;
+    for (int64_t index = begin; index < last; ++index) {
+      const Block block = locate(*task.layout, task.operands, index);
       for (int k = 0; k < task.operands; ++k) {
         if (work.reads(k)) copy_operand<true>(task, k, block, tiles[k] + packed * task.element_size[k]);
       }
-      packed += count;
-      ++last;
+      packed += block.rows * block.columns;
     }
     work.run(operand, packed);
     int64_t done = 0;

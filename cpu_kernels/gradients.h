@@ -9,20 +9,33 @@ void norm_span(const Span& span) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
   const auto* grad = static_cast<const Stored*>(span.operand[kGrad]);
-  LaneSums sums(span.norms);
-  int64_t i = 0;
-  for (; i + kLanes <= span.count; i += kLanes) {
+  const auto rows = [&](int64_t begin, int64_t end, LaneSums & sums) __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end; i += kLanes) {
 #pragma GCC unroll 4
-    for (int lane = 0; lane < kLanes; lane += V::size()) {
-      __builtin_prefetch(grad + i + lane + kPrefetchDistance);
-      sums.add_square(lane, load<V>(grad, i + lane));
+      for (int lane = 0; lane < kLanes; lane += V::size()) {
+        __builtin_prefetch(grad + i + lane + kPrefetchDistance);
+        sums.add_square(lane, load<V>(grad, i + lane));
+      }
     }
+  };
+  const int64_t count = span.count;
+  int64_t i = 0;
+  for (; i + kSegmentElements <= count; i += kSegmentElements) {
+    LaneSums sums;
+    rows(i, i + kSegmentElements, sums);
+    sums.add_to(span.norms);
   }
-  sums.save(span.norms);
-  for (int lane = 0; i < span.count; ++i, ++lane) {
+  if (i == count) return;
+  const int64_t tail = count - count % kLanes;
+  alignas(64) double last[kLanes];
+  LaneSums sums;
+  rows(i, tail, sums);
+  sums.save(last);
+  for (i = tail; i < count; ++i) {
     const auto g = static_cast<double>(load<T>(grad, i));
-    span.norms[lane] += g * g;
+    last[i - tail] += g * g;
   }
+  for (int lane = 0; lane < kLanes; ++lane) span.norms[lane] += last[lane];
 }
 
 template <class Stored>

@@ -4,34 +4,11 @@
 #include <cstdint>
 
 #include "fusedstep/rules/list.h"
+#include "src/operands.h"
+#include "src/reduction.h"
+#include "src/walk.h"
 
 namespace fusedstep::cpu {
-
-// Operands of an update in this order: weight, gradient, states.
-enum Operand : int { kWeight, kGrad, kFirstState };
-constexpr int kMaxStates = 4;
-constexpr int kMaxOperands = kFirstState + kMaxStates;
-
-// Elements of a chunk, and the number of virtual lanes over which a chunk's norms are summed. Both are part
-// of the result of a reduction: fixed for every instruction set and thread count.
-constexpr int64_t kChunkElements = 16384;
-constexpr int kLanes = 16;
-
-// The dtypes of weight (and gradient) and of the states.
-#define FUSEDSTEP_FORMATS(X)    \
-  X(Float, float, float)        \
-  X(Double, double, double)     \
-  X(BFloat16, bf16, bf16)       \
-  X(Half, f16, f16)             \
-  X(BFloat16Float, bf16, float) \
-  X(HalfFloat, f16, float)
-
-enum class Format : uint8_t {
-#define FUSEDSTEP_ID(name, weight, state) k##name,
-  FUSEDSTEP_FORMATS(FUSEDSTEP_ID)
-#undef FUSEDSTEP_ID
-      kCount
-};
 
 // `count` elements that lie side by side in every operand.
 struct Span {
@@ -69,16 +46,6 @@ struct GradTreatment {
   double scale_factor = 1;
   double factor = 1;   // what it is multiplied by as it is read
   bool clear = false;  // it is zero in the end
-};
-
-// How a tensor whose operands do not form one flat range is walked: in blocks of up to extent[0] by extent[1]
-// elements of its last two dimensions (the last one is the weight's fastest).
-struct BlockLayout {
-  int dims;                // at least 2
-  const int64_t* sizes;    // [dims]
-  const int64_t* strides;  // [kMaxOperands][dims], in elements
-  int64_t extent[2];       // rows, columns of a block
-  bool long_rows;          // rows are long enough to be worked on one by one, in place
 };
 
 // One tensor as a kernel sees it.

@@ -1,22 +1,25 @@
-// Runs the two phases of a rule with norms over a span.
-//
-// Norms are summed in double over kLanes virtual lanes: element i of a span belongs to lane i % kLanes,
-// whatever the width of a register. The square of a float is exact in double, so that a lane's sum is the
-// same with and without a fused multiply-add.
+// Runs the two phases of a rule with norms over a span. Norms are summed as src/reduction.h says.
 #pragma once
 #include "cpu_kernels/elementwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
+// The sums of a segment, lane by lane.
 struct LaneSums {
   static constexpr int kPart = Pack<double>::size();
   Pack<double> part[kLanes / kPart];
 
-  explicit LaneSums(const double* lanes) {
-    for (int k = 0; k < kLanes / kPart; ++k) part[k] = Codec<double>::load(lanes + k * kPart);
+  FUSEDSTEP_FN LaneSums() {
+    for (Pack<double>& sums : part) sums = Pack<double>(0.0);
   }
-  void save(double* lanes) const {
+  FUSEDSTEP_FN void save(double* lanes) const {
     for (int k = 0; k < kLanes / kPart; ++k) Codec<double>::store(lanes + k * kPart, part[k]);
+  }
+  // Onto the sums of the chunk.
+  FUSEDSTEP_FN void add_to(double* lanes) const {
+    for (int k = 0; k < kLanes / kPart; ++k) {
+      Codec<double>::store(lanes + k * kPart, Codec<double>::load(lanes + k * kPart) + part[k]);
+    }
   }
   FUSEDSTEP_FN void add_square(int lane, const Pack<double>& x) {
     part[lane / kPart] = part[lane / kPart] + x * x;
@@ -76,20 +79,37 @@ void accumulate_span(const Span& span) {
   using T = typename Codec<Weight>::Compute;
   using V = Pack<T>;
   double *weight_lanes = span.norms, *update_lanes = span.norms + kLanes;
-  LaneSums weight(weight_lanes), update(update_lanes);
+  const auto rows = [&](int64_t begin, int64_t end, LaneSums & weight, LaneSums & update)
+      __attribute__((always_inline)) {
+    for (int64_t i = begin; i < end; i += kLanes) {
+#pragma GCC unroll 4
+      for (int lane = 0; lane < kLanes; lane += V::size()) {
+        a.prefetch(i + lane);
+        accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
+      }
+    }
+  };
   const int64_t count = span.count;
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-#pragma GCC unroll 4
-    for (int lane = 0; lane < kLanes; lane += V::size()) {
-      a.prefetch(i + lane);
-      accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
-    }
+  for (; i + kSegmentElements <= count; i += kSegmentElements) {
+    LaneSums weight, update;
+    rows(i, i + kSegmentElements, weight, update);
+    weight.add_to(weight_lanes);
+    update.add_to(update_lanes);
   }
-  weight.save(weight_lanes);
-  update.save(update_lanes);
-  for (int lane = 0; i < count; ++i, ++lane) {
-    accumulate_at<T, kStore>(a, i, ScalarNorms<T>{weight_lanes[lane], update_lanes[lane]});
+  if (i == count) return;
+  const int64_t tail = count - count % kLanes;
+  alignas(64) double last[2][kLanes];
+  LaneSums weight, update;
+  rows(i, tail, weight, update);
+  weight.save(last[0]);
+  update.save(last[1]);
+  for (i = tail; i < count; ++i) {
+    accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    weight_lanes[lane] += last[0][lane];
+    update_lanes[lane] += last[1][lane];
   }
 }
 

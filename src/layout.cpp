@@ -49,7 +49,6 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
 
 // A row at least this long is worked on in place; shorter ones are packed into tiles.
 constexpr int64_t kLongRow = 128;
-constexpr int64_t kTile = 1024;
 // Where operands have different orders, a block has this many rows: a cache line of floats in the operand for
 // which a block's rows are columns.
 constexpr int64_t kTransposedRows = 16;
@@ -141,7 +140,7 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   blocks_.strides = strides_.data();
 
   const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
-  const int64_t transposed_columns = kTile / kTransposedRows;
+  const int64_t transposed_columns = kTileElements / kTransposedRows;
   if (other >= 0 && rows >= kTransposedRows && columns >= transposed_columns) {
     blocks_.long_rows = true;
     blocks_.extent[0] = kTransposedRows;
@@ -149,10 +148,11 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   } else if (other < 0 && columns >= kLongRow) {
     blocks_.long_rows = true;
     blocks_.extent[0] = 1;
-    blocks_.extent[1] = std::min(columns, kTile);
+    blocks_.extent[1] = std::min(columns, kTileElements);
   } else {
-    blocks_.extent[1] = other >= 0 ? std::min(columns, std::max(kTransposedRows, kTile / rows)) : columns;
-    blocks_.extent[0] = std::min(rows, kTile / blocks_.extent[1]);
+    blocks_.extent[1] =
+        other >= 0 ? std::min(columns, std::max(kTransposedRows, kTileElements / rows)) : columns;
+    blocks_.extent[0] = std::min(rows, kTileElements / blocks_.extent[1]);
   }
   units_ = blocks_along(rows, blocks_.extent[0]) * blocks_along(columns, blocks_.extent[1]) *
            product(Dims(sizes_).first(sizes_.size() - 2));

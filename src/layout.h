@@ -26,13 +26,13 @@ class Layout {
   bool dense() const { return dense_; }
   int64_t units() const { return units_; }
   int64_t elements_per_unit() const { return dense_ ? 1 : blocks_.extent[0] * blocks_.extent[1]; }
-  const cpu::BlockLayout* blocks() const { return dense_ ? nullptr : &blocks_; }
+  const BlockLayout* blocks() const { return dense_ ? nullptr : &blocks_; }
 
  private:
   bool dense_ = false;
   int64_t units_ = 0;
   std::vector<int64_t> sizes_, strides_;
-  cpu::BlockLayout blocks_{};
+  BlockLayout blocks_{};
 };
 
 }  // namespace fusedstep

@@ -25,16 +25,16 @@ const char* name(DType dtype) {
 }
 
 // States have the weight's dtype, or float32 where the weight has 16 bits.
-cpu::Format format_of(size_t i, DType weight, DType state) {
+Format format_of(size_t i, DType weight, DType state) {
   static constexpr struct {
     DType weight, state;
-    cpu::Format format;
-  } kFormats[] = {{DType::kFloat, DType::kFloat, cpu::Format::kFloat},
-                  {DType::kDouble, DType::kDouble, cpu::Format::kDouble},
-                  {DType::kBFloat16, DType::kBFloat16, cpu::Format::kBFloat16},
-                  {DType::kHalf, DType::kHalf, cpu::Format::kHalf},
-                  {DType::kBFloat16, DType::kFloat, cpu::Format::kBFloat16Float},
-                  {DType::kHalf, DType::kFloat, cpu::Format::kHalfFloat}};
+    Format format;
+  } kFormats[] = {{DType::kFloat, DType::kFloat, Format::kFloat},
+                  {DType::kDouble, DType::kDouble, Format::kDouble},
+                  {DType::kBFloat16, DType::kBFloat16, Format::kBFloat16},
+                  {DType::kHalf, DType::kHalf, Format::kHalf},
+                  {DType::kBFloat16, DType::kFloat, Format::kBFloat16Float},
+                  {DType::kHalf, DType::kFloat, Format::kHalfFloat}};
   for (const auto& known : kFormats) {
     if (known.weight == weight && known.state == state) return known.format;
   }
@@ -70,6 +70,16 @@ class SeenBytes {
   const char *begin_, *end_;
   std::vector<bool> seen_;
 };
+
+std::string name_of_device(int device) {
+  return device == kHost ? "the CPU" : "cuda:" + std::to_string(device);
+}
+
+void check_device(size_t i, const char* what, const TensorView& view, int device) {
+  if (view.device == device) return;
+  refuse(i, std::string(what) + " is on " + name_of_device(view.device) + " but the weight is on " +
+                name_of_device(device));
+}
 
 std::string text(Dims sizes) {
   std::string out = "[";
@@ -148,9 +158,9 @@ void check_rows(size_t i, const RowIndex& rows, Dims sizes) {
 }
 
 // Throws unless the operands can be updated together.
-cpu::Format checked_format(size_t i, const TensorOperands& operands, int slots) {
+Format checked_format(size_t i, const TensorOperands& operands, int slots) {
   check_grad(i, operands.weight, operands.grad);
-  cpu::Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
+  Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
   for (int k = 0; k < slots; ++k) {
     check_state(i, operands.weight, operands.states[k]);
     format = format_of(i, operands.weight.dtype, operands.states[k].dtype);
@@ -174,18 +184,20 @@ int element_size(DType dtype) {
   return 0;
 }
 
-Plan::Plan(size_t tensors, int slots) : slots_(slots), entries_(tensors) {}
+Plan::Plan(size_t tensors, int slots, int device) : slots_(slots), device_(device), entries_(tensors) {}
 
 void Plan::bind(size_t i, const TensorOperands& operands) {
   Entry& entry = entries_[i];
-  const TensorView* views[cpu::kMaxOperands] = {&operands.weight, &operands.grad};
-  for (int k = 0; k < slots_; ++k) views[cpu::kFirstState + k] = &operands.states[k];
-  const int count = cpu::kFirstState + slots_;
+  const TensorView* views[kMaxOperands] = {&operands.weight, &operands.grad};
+  for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
+  const int count = kFirstState + slots_;
+  check_device(i, "the gradient", operands.grad, device_);
+  for (int k = 0; k < slots_; ++k) check_device(i, "a state", operands.states[k], device_);
 
   const bool changed = entry.layout == nullptr || entry.rows.has_value() != operands.rows.has_value() ||
                        (entry.rows && entry.rows->dims() != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const cpu::Format format = changed ? checked_format(i, operands, slots_) : entry.format;
+  const Format format = changed ? checked_format(i, operands, slots_) : entry.format;
   if (operands.rows) check_rows(i, *operands.rows, operands.weight.sizes);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
@@ -201,14 +213,19 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     entry.task.layout = entry.layout->blocks();
     for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
     stale_ = weights_moved_ = true;
+    ++operands_version_;
+    ++grads_version_;
     shared_with_.clear();
   }
-  if (entry.task.data[cpu::kWeight] != operands.weight.data) weights_moved_ = true;
-  if (entry.task.data[cpu::kWeight] != operands.weight.data ||
-      entry.task.data[cpu::kGrad] != operands.grad.data) {
+  if (entry.task.data[kWeight] != operands.weight.data) weights_moved_ = true;
+  if (entry.task.data[kWeight] != operands.weight.data || entry.task.data[kGrad] != operands.grad.data) {
     shared_with_.clear();
   }
-  for (int k = 0; k < count; ++k) entry.task.data[k] = views[k]->data;
+  for (int k = 0; k < count; ++k) {
+    if (entry.task.data[k] == views[k]->data) continue;
+    entry.task.data[k] = views[k]->data;
+    ++(k == kGrad ? grads_version_ : operands_version_);
+  }
   if (operands.rows) {
     bind_rows(entry, operands, *operands.rows);
   } else {
@@ -251,7 +268,7 @@ void Plan::refresh(int64_t wave_bytes) {
     }
     if (bytes > 0 && bytes + tensor_bytes > wave_bytes) close(i);
     bytes += tensor_bytes;
-    const int64_t per_chunk = std::max<int64_t>(1, cpu::kChunkElements / layout.elements_per_unit());
+    const int64_t per_chunk = std::max<int64_t>(1, kChunkElements / layout.elements_per_unit());
     for (int64_t begin = 0; begin < units; begin += per_chunk) {
       const int64_t end = std::min(begin + per_chunk, units);
       chunks_.push_back({static_cast<uint32_t>(i), begin, end});
@@ -261,11 +278,12 @@ void Plan::refresh(int64_t wave_bytes) {
   close(entries_.size());
   partial_norms.resize(2 * chunks_.size());
   stale_ = false;
+  ++operands_version_;
 }
 
 bool Plan::grad_can_store(size_t i) const {
   const Entry& entry = entries_[i];
-  const bool precise = entry.format == cpu::Format::kFloat || entry.format == cpu::Format::kDouble;
+  const bool precise = entry.format == Format::kFloat || entry.format == Format::kDouble;
   return entry.grad_is_own && precise;
 }
 
@@ -275,7 +293,7 @@ void Plan::check_weights_apart() {
   for (const Entry& entry : entries_) {
     if (entry.weight_bytes > 0) order.push_back(&entry);
   }
-  const auto begin = [](const Entry* entry) { return entry->address(cpu::kWeight); };
+  const auto begin = [](const Entry* entry) { return entry->address(kWeight); };
   std::ranges::sort(order, {}, begin);
   // Weights whose first to last bytes overlap may still interleave: then every element is looked at.
   for (size_t first = 0; first < order.size();) {
@@ -287,7 +305,7 @@ void Plan::check_weights_apart() {
     SeenBytes seen(begin(order[first]), end);
     for (size_t i = first; last - first > 1 && i < last; ++i) {
       const Entry& entry = *order[i];
-      if (!seen.add(begin(&entry), entry.task.element_size[cpu::kWeight], entry.weight_sizes(),
+      if (!seen.add(begin(&entry), entry.task.element_size[kWeight], entry.weight_sizes(),
                     entry.weight_strides())) {
         refuse(static_cast<size_t>(&entry - entries_.data()),
                "the weight shares memory with another weight of the list");
@@ -309,8 +327,9 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
   std::vector<Range> ranges;
   for (Plan* plan : plans) {
     plan->shared_with_.assign(plans.begin(), plans.end());
+    ++plan->grads_version_;
     for (Entry& entry : plan->entries_) {
-      const char *weight = entry.address(cpu::kWeight), *grad = entry.address(cpu::kGrad);
+      const char *weight = entry.address(kWeight), *grad = entry.address(kGrad);
       entry.grad_is_own = !entry.grad_overlaps && !entry.rows;
       if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
       if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});

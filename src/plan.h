@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cpu_kernels/kernel_table.h"
+#include "fusedstep/isa.h"
 #include "src/layout.h"
 #include "src/rows.h"
 
@@ -21,24 +22,23 @@ enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf };
 
 int element_size(DType dtype);
 
+// The index of a CUDA device, or the host's memory.
+constexpr int kHost = -1;
+
 // A tensor as the caller holds it: borrowed for the call. Strides in elements.
 struct TensorView {
   void* data;
   DType dtype;
   Dims sizes, strides;
+  int device = kHost;
 };
 
 // All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
 // sparse: `grad` is the first of its entries, expanded over all rows; the others lie behind it, one by one.
 struct TensorOperands {
   TensorView weight, grad;
-  std::array<TensorView, cpu::kMaxStates> states;
+  std::array<TensorView, kMaxStates> states;
   std::optional<RowIndex> rows = std::nullopt;
-};
-
-struct Chunk {
-  uint32_t tensor;
-  int64_t begin, end;  // units of the tensor's layout; of those of its rows, counted on from row to row
 };
 
 // Tensors whose operands fit in the cache together: chunks [first_chunk, last_chunk) of tensors [first,
@@ -50,11 +50,12 @@ struct Wave {
 
 class Plan {
  public:
-  // `slots` states for each of `tensors` tensors.
-  Plan(size_t tensors, int slots);
+  // `slots` states for each of `tensors` tensors, all on one device.
+  Plan(size_t tensors, int slots, int device = kHost);
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
+  int device() const { return device_; }
 
   // Takes note of tensor i's operands. Only addresses may differ from the last time for this to be cheap.
   // Throws std::runtime_error, naming the operand, if they cannot be updated together; the plan then still
@@ -64,10 +65,11 @@ class Plan {
   void check_weights_apart();
 
   // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands.
-  void refresh(int64_t wave_bytes);
+  FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
-  cpu::Format format(size_t i) const { return entries_[i].format; }
+  Format format(size_t i) const { return entries_[i].format; }
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
+  const cpu::TensorTask& task(size_t i) const { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
   // The rows of a sparse gradient; null for a dense one.
   Rows* rows(size_t i) {
@@ -78,9 +80,9 @@ class Plan {
   // gradient and no weight of the step is in its memory. Told by find_shared_grads().
   bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }
   // Whether it can hold the update between the phases of a step, in the precision of the maths.
-  bool grad_can_store(size_t i) const;
+  FUSEDSTEP_API bool grad_can_store(size_t i) const;
   // Looks for gradients that share memory, over all plans of a step. Cheap if nothing has moved since.
-  static void find_shared_grads(std::span<Plan* const> plans);
+  FUSEDSTEP_API static void find_shared_grads(std::span<Plan* const> plans);
   // Whether that has been done since the last operand moved.
   bool shares_are_known() const { return !shared_with_.empty(); }
 
@@ -97,6 +99,11 @@ class Plan {
       run(entry.rows->task(entry.task, row), begin - first, end - first);
     }
   }
+  // A number that changes with the address or layout of a weight or state, and with the chunks; one that
+  // changes with what is told about gradients. Never 0: for whoever keeps a copy.
+  uint64_t operands_version() const { return operands_version_; }
+  uint64_t grads_version() const { return grads_version_; }
+
   const std::vector<Wave>& waves() const { return waves_; }
   // cost()[c] is the number of elements in the chunks before c.
   const std::vector<int64_t>& cost() const { return cost_; }
@@ -108,7 +115,7 @@ class Plan {
  private:
   struct Entry {
     cpu::TensorTask task{};
-    cpu::Format format{};
+    Format format{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<Rows> rows;
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
@@ -117,16 +124,17 @@ class Plan {
     bool grad_is_own = false;
 
     int64_t units() const { return layout->units() * (rows ? rows->count() : 1); }
-    const char* address(cpu::Operand operand) const { return static_cast<const char*>(task.data[operand]); }
+    const char* address(Operand operand) const { return static_cast<const char*>(task.data[operand]); }
     Dims weight_sizes() const { return Dims(shape).subspan(2, shape[1]); }
     Dims weight_strides() const { return Dims(shape).subspan(2 + shape[1], shape[1]); }
   };
 
   void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);
 
-  int slots_;
+  int slots_, device_;
   bool stale_ = true;
   bool weights_moved_ = true;
+  uint64_t operands_version_ = 1, grads_version_ = 1;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
   std::vector<Chunk> chunks_;

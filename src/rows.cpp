@@ -60,7 +60,7 @@ cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
     }
     task.data[k] = static_cast<std::byte*>(task.data[k]) + offset * task.element_size[k];
   }
-  task.data[cpu::kGrad] = rows_[row].grad;
+  task.data[kGrad] = rows_[row].grad;
   return task;
 }
 
@@ -71,8 +71,8 @@ void Rows::make_sum(int64_t i, const cpu::SpanKernel& add) {
   std::memcpy(values, entries_ + sorted_[sum.first].entry * row_bytes_, row_bytes_);
   for (int64_t k = sum.first + 1; k < sum.last; ++k) {
     cpu::Span span{};
-    span.operand[cpu::kWeight] = values;
-    span.operand[cpu::kGrad] = entries_ + sorted_[k].entry * row_bytes_;
+    span.operand[kWeight] = values;
+    span.operand[kGrad] = entries_ + sorted_[k].entry * row_bytes_;
     span.count = row_elements_;
     add.run(span);
   }

@@ -19,31 +19,6 @@ int64_t wave_bytes(int threads) {
   return second_level * std::max(threads, 1);
 }
 
-struct alignas(64) ScalarsBlock {
-  std::byte bytes[BoundRule::kScalarsBytes];
-};
-
-// Prepares the rule's scalars once for each distinct step count, and tells every tensor where its own are.
-std::vector<ScalarsBlock> prepare_scalars(Plan& plan, const BoundRule& rule, std::span<const double> steps) {
-  using Key = std::pair<double, bool>;
-  std::map<Key, size_t> index;
-  std::vector<size_t> of_tensor(plan.tensors());
-  Key last{-1, false};
-  size_t last_index = 0;
-  for (size_t i = 0; i < plan.tensors(); ++i) {
-    const Key key{steps[i], plan.format(i) == cpu::Format::kDouble};
-    if (index.empty() || key != last) {
-      last = key;
-      last_index = index.try_emplace(key, index.size()).first->second;
-    }
-    of_tensor[i] = last_index;
-  }
-  std::vector<ScalarsBlock> blocks(index.size());
-  for (const auto& [key, i] : index) rule.prepare(key.first, key.second, blocks[i].bytes);
-  for (size_t i = 0; i < plan.tensors(); ++i) plan.task(i).scalars = blocks[of_tensor[i]].bytes;
-  return blocks;
-}
-
 // One session over chunks [first, last): `kernel_of(tensor)` for each of them.
 template <class KernelOf, class TreatmentOf, class Reduce>
 void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, KernelOf kernel_of,
@@ -53,7 +28,7 @@ void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order orde
   auto work = [&](int64_t i) {
     const int64_t c = first + i;
     const Chunk& chunk = plan.chunks()[c];
-    alignas(64) double lanes[2][cpu::kLanes] = {};
+    alignas(64) double lanes[2][kLanes] = {};
     const cpu::SpanKernel& kernel = kernel_of(chunk.tensor);
     const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
     const char* isa = "";
@@ -91,12 +66,24 @@ class Treatments {
   const StepOptions& options_;
 };
 
-// The sum of a chunk's lanes, in one fixed order.
-double sum_lanes(double (&lanes)[cpu::kLanes]) {
-  for (int width = cpu::kLanes / 2; width > 0; width /= 2) {
+// Sums in the order of src/reduction.h: of a chunk's lanes,
+double sum_lanes(double (&lanes)[kLanes]) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
   }
   return lanes[0];
+}
+
+// and of chunks [first, last) by `partial`.
+template <class Partial>
+double sum_chunks(int64_t first, int64_t last, Partial partial) {
+  double sum = 0;
+  for (int64_t begin = first; begin < last; begin += kPartialsGroup) {
+    double group = 0;
+    for (int64_t c = begin; c < std::min(begin + kPartialsGroup, last); ++c) group += partial(c);
+    sum += group;
+  }
+  return sum;
 }
 
 void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
@@ -110,19 +97,17 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
         return kernels[tensor]->phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
       [&](uint32_t tensor) { return treatments.first(tensor); },
-      [&](int64_t chunk, double(&lanes)[2][cpu::kLanes]) {
+      [&](int64_t chunk, double(&lanes)[2][kLanes]) {
         plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
         plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
       });
-  // Chunk partials in index order, tensor by tensor.
-  for (int64_t c = wave.first_chunk; c < wave.last_chunk;) {
-    const uint32_t tensor = plan.chunks()[c].tensor;
-    double weight_norm2 = 0, update_norm2 = 0;
-    for (; c < wave.last_chunk && plan.chunks()[c].tensor == tensor; ++c) {
-      weight_norm2 += plan.partial_norms[2 * c];
-      update_norm2 += plan.partial_norms[2 * c + 1];
-    }
-    plan.task(tensor).ratio = rule.trust_ratio(weight_norm2, update_norm2);
+  for (int64_t first = wave.first_chunk, last; first < wave.last_chunk; first = last) {
+    const uint32_t tensor = plan.chunks()[first].tensor;
+    for (last = first; last < wave.last_chunk && plan.chunks()[last].tensor == tensor;) ++last;
+    const auto norm2 = [&](int which) {
+      return sum_chunks(first, last, [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
+    };
+    plan.task(tensor).ratio = rule.trust_ratio(norm2(0), norm2(1));
   }
   run_chunks(
       plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
@@ -134,13 +119,36 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
 
 }  // namespace
 
+Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps) {
+  using Key = std::pair<double, bool>;
+  std::map<Key, uint32_t> index;
+  Scalars scalars;
+  scalars.of_tensor.resize(plan.tensors());
+  Key last{-1, false};
+  uint32_t last_index = 0;
+  for (size_t i = 0; i < plan.tensors(); ++i) {
+    const Key key{steps[i], plan.format(i) == Format::kDouble};
+    if (index.empty() || key != last) {
+      last = key;
+      last_index = index.try_emplace(key, static_cast<uint32_t>(index.size())).first->second;
+    }
+    scalars.of_tensor[i] = last_index;
+  }
+  scalars.blocks.resize(index.size());
+  for (const auto& [key, i] : index) rule.prepare(key.first, key.second, scalars.blocks[i].bytes);
+  return scalars;
+}
+
 void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options) {
   plan.refresh(wave_bytes(options.threads));
   if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
     Plan* const alone[] = {&plan};
     Plan::find_shared_grads(alone);
   }
-  const std::vector<ScalarsBlock> scalars = prepare_scalars(plan, rule, steps);
+  const Scalars scalars = prepare_scalars(plan, rule, steps);
+  for (size_t i = 0; i < plan.tensors(); ++i) {
+    plan.task(i).scalars = scalars.blocks[scalars.of_tensor[i]].bytes;
+  }
   std::vector<const cpu::RuleKernels*> kernels_of(plan.tensors());
   for (size_t i = 0; i < plan.tensors(); ++i)
     kernels_of[i] = kernels().find(rule.id, rule.flags, plan.format(i));
@@ -184,12 +192,8 @@ double grad_norm2(Plan& plan, int threads) {
       plan, threads, 0, chunks, Order::kForwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels().grads(plan.format(tensor))->norm; },
       [](uint32_t) { return cpu::GradTreatment{}; },
-      [&](int64_t chunk, double(&lanes)[2][cpu::kLanes]) {
-        plan.partial_norms[chunk] = sum_lanes(lanes[0]);
-      });
-  double sum = 0;
-  for (int64_t c = 0; c < chunks; ++c) sum += plan.partial_norms[c];
-  return sum;
+      [&](int64_t chunk, double(&lanes)[2][kLanes]) { plan.partial_norms[chunk] = sum_lanes(lanes[0]); });
+  return sum_chunks(0, chunks, [&](int64_t c) { return plan.partial_norms[c]; });
 }
 
 void zero_states(Plan& plan, int threads) {
@@ -197,7 +201,7 @@ void zero_states(Plan& plan, int threads) {
   auto work = [&](int64_t c) {
     const Chunk& chunk = plan.chunks()[c];
     const cpu::TensorTask& task = plan.task(chunk.tensor);
-    for (int k = cpu::kFirstState; k < task.operands; ++k) {
+    for (int k = kFirstState; k < task.operands; ++k) {
       const int64_t size = task.element_size[k];
       std::memset(static_cast<char*>(task.data[k]) + chunk.begin * size, 0, (chunk.end - chunk.begin) * size);
     }

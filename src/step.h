@@ -1,8 +1,10 @@
 // One step of one rule over a plan's tensors.
 #pragma once
 #include <cstddef>
+#include <cstring>
 #include <functional>
 #include <span>
+#include <type_traits>
 #include <utility>
 
 #include "fusedstep/grad_use.h"
@@ -13,11 +15,12 @@ namespace fusedstep {
 
 // A rule with its hyper-parameters, as the engine sees it: it knows no optimizer by name.
 struct BoundRule {
-  static constexpr size_t kScalarsBytes = 128;
+  static constexpr size_t kScalarsBytes = 128, kHyperBytes = 128;
 
   rules::RuleId id;
   unsigned flags;
-  int states;  // that each tensor has
+  int states;                      // that each tensor has
+  std::byte hyper[kHyperBytes]{};  // the rule's Hyper, for a device that prepares scalars itself
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
   std::function<void(double step, bool as_double, void* out)> prepare;
   // Empty for an elementwise rule.
@@ -34,7 +37,10 @@ template <template <unsigned> class Rule>
 BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
   const int states = states_of<Rule>(flags, std::make_integer_sequence<unsigned, R::kFlagCombinations>{});
-  BoundRule bound{rules::kIdOf<Rule>, flags, states, {}, {}};
+  BoundRule bound{
+      .id = rules::kIdOf<Rule>, .flags = flags, .states = states, .prepare = {}, .trust_ratio = {}};
+  static_assert(std::is_trivially_copyable_v<typename R::Hyper> && sizeof hyper <= BoundRule::kHyperBytes);
+  std::memcpy(bound.hyper, &hyper, sizeof hyper);
   bound.prepare = [hyper](double step, bool as_double, void* out) {
     static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
     if (as_double) {
@@ -57,6 +63,18 @@ struct StepOptions {
   bool maximize = false;   // up the gradient instead of down
   GradUse grads = GradUse::kLeave;
 };
+
+// The scalars of a tensor's step.
+struct alignas(64) ScalarsBlock {
+  std::byte bytes[BoundRule::kScalarsBytes];
+};
+
+// The scalars for each distinct step count and precision among a plan's tensors, prepared once.
+struct Scalars {
+  std::vector<ScalarsBlock> blocks;
+  std::vector<uint32_t> of_tensor;
+};
+FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps);
 
 // Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
 void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options);

@@ -22,7 +22,7 @@ constexpr int kSteps = 2;
 Sizes sizes_around_everything() {
   Sizes sizes(34);
   std::iota(sizes.begin(), sizes.end(), 0);
-  const int64_t chunk = cpu::kChunkElements;
+  const int64_t chunk = kChunkElements;
   for (const int64_t size : {63, 64, 65, 1023, 1024, 1025}) sizes.push_back(size);
   for (const int64_t size : {chunk - 1, chunk, chunk + 1, 2 * chunk + 5, int64_t{100003}})
     sizes.push_back(size);
@@ -200,7 +200,7 @@ TEST_P(StoredUpdateTest, SameBitsStoredAndRecomputed) {
   const bool precise = GetParam().dtype == DType::kFloat || GetParam().dtype == DType::kDouble;
   for (size_t t = 0; t < start.size(); ++t) {
     for (size_t k = 0; k < stored.operands[t].size(); ++k) {
-      const bool holds_update = k == cpu::kGrad && precise;
+      const bool holds_update = k == kGrad && precise;
       EXPECT_EQ(stored.operands[t][k].first_difference(recomputed.operands[t][k]) == -1, !holds_update)
           << "operand " << k << " of tensor " << t;
     }

@@ -123,7 +123,7 @@ int64_t apart(int64_t a, int64_t b) {
 }
 
 TEST(PlacementTest, StatesStartApartFromEachOtherAndFromTheWeight) {
-  for (int slots = 1; slots <= cpu::kMaxStates; ++slots) {
+  for (int slots = 1; slots <= kMaxStates; ++slots) {
     for (const int64_t weight : {0x10000, 0x10040, 0x10fc0, 0x10010, 0x12345670}) {
       for (const int64_t allocation : {0x800000, 0x800010, 0x800040, 0x800ff0, 0x7654320}) {
         std::vector<int64_t> starts = {weight};

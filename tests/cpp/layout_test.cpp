@@ -103,7 +103,7 @@ TEST(LayoutTest, NeighboursMergeWhereEveryOperandAllows) {
   for (const CoalesceCase& c : cases) {
     const Layout layout = layout_of(c.sizes, c.strides);
     ASSERT_FALSE(layout.dense()) << c.name;
-    const cpu::BlockLayout& blocks = *layout.blocks();
+    const BlockLayout& blocks = *layout.blocks();
     EXPECT_EQ(Sizes(blocks.sizes, blocks.sizes + blocks.dims), c.expected) << c.name;
   }
 }

@@ -371,7 +371,7 @@ TEST(WaveTest, WavesPartitionTheChunks) {
 
 TEST(WaveTest, ChunksCoverEveryTensorInOrder) {
   const Case c = lamb();
-  const Sizes sizes = {0, 100, 2 * cpu::kChunkElements + 1, 1};
+  const Sizes sizes = {0, 100, 2 * kChunkElements + 1, 1};
   Model model(c, dense_tensors(c, sizes));
   model.step({});
   const Plan& plan = model.plan();
@@ -381,7 +381,7 @@ TEST(WaveTest, ChunksCoverEveryTensorInOrder) {
   for (size_t i = 0; i < plan.chunks().size(); ++i) {
     const Chunk& chunk = plan.chunks()[i];
     EXPECT_EQ(chunk.begin, covered[chunk.tensor]);
-    EXPECT_LE(chunk.end - chunk.begin, cpu::kChunkElements);
+    EXPECT_LE(chunk.end - chunk.begin, kChunkElements);
     EXPECT_EQ(plan.cost()[i + 1] - plan.cost()[i], chunk.end - chunk.begin);
     covered[chunk.tensor] = chunk.end;
   }
