@@ -37,9 +37,16 @@ parallelism() {
   printf '%s\n' "$(nproc)" "$((memory > 1 ? memory : 1))" | sort -n | head -n 1
 }
 
+# That of the GPU that is here, for all take nvcc minutes; without one it is only compiled for.
+cuda_architecture() {
+  local capability
+  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
+  echo "${capability:-90}"
+}
+
 configure() {
   local preset=$1 folder=$root/build/$1 args
-  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn)"
+  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn) -DFUSEDSTEP_CUDA_ARCHITECTURES=$(cuda_architecture)"
   [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$args" ]] || return 0
   # shellcheck disable=SC2086  # one word an option
   step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" $args || return

@@ -66,7 +66,7 @@ main() {
   local tests=OFF
   ! has_googletest || tests=ON
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" \
-    -DFUSEDSTEP_IN_PLACE=ON -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
+    -DFUSEDSTEP_CUDA_ARCHITECTURES=native -DFUSEDSTEP_IN_PLACE=ON -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
   cmake --build "$build" >>"$out/build.log" || { tail -n 40 "$out/build.log" && exit 1; }
 
   if [[ $tests == ON ]]; then

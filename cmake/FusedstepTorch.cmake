@@ -31,6 +31,11 @@ foreach(library c10 torch_cpu torch)
   set_target_properties(torch::lib_${library} PROPERTIES IMPORTED_LOCATION "${fusedstep_torch_root}/lib/lib${library}.so")
 endforeach()
 
+if(EXISTS "${fusedstep_torch_root}/lib/libtorch_cuda.so")
+  add_library(torch::lib_torch_cuda SHARED IMPORTED)
+  set_target_properties(torch::lib_torch_cuda PROPERTIES IMPORTED_LOCATION "${fusedstep_torch_root}/lib/libtorch_cuda.so")
+endif()
+
 add_library(torch::cpu INTERFACE IMPORTED)
 target_link_libraries(torch::cpu INTERFACE torch::headers torch::lib_torch_cpu torch::lib_c10)
 

@@ -17,11 +17,19 @@ namespace fusedstep::rules {
 
 // a * b + c rounded once, on every instruction set: results must not depend on whether one has the
 // instruction.
+#if defined(__CUDA_ARCH__)
+FUSEDSTEP_FN float mul_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
+FUSEDSTEP_FN double mul_add(double a, double b, double c) { return __fma_rn(a, b, c); }
+
+FUSEDSTEP_FN float square_root(float x) { return __fsqrt_rn(x); }
+FUSEDSTEP_FN double square_root(double x) { return __dsqrt_rn(x); }
+#else
 FUSEDSTEP_FN float mul_add(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 FUSEDSTEP_FN double mul_add(double a, double b, double c) { return __builtin_fma(a, b, c); }
 
 FUSEDSTEP_FN float square_root(float x) { return __builtin_sqrtf(x); }
 FUSEDSTEP_FN double square_root(double x) { return __builtin_sqrt(x); }
+#endif
 
 // The larger of two numbers; NaN if either is NaN, as torch.maximum.
 FUSEDSTEP_FN float maximum(float a, float b) { return a > b || a != a ? a : b; }

@@ -15,8 +15,27 @@ int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& s
   return register_plan(make_plan(weights, states, steps));
 }
 
-void plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
-  bind_plan(*find_plan(plan), views(weights, "weight"), views(grads, "gradient"));
+bool plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
+  return bind_plan(*find_plan(plan), views(weights, "weight"), views(grads, "gradient"));
+}
+
+// What the next step over a plan finds on its device, instead of being told.
+void plan_device_inputs(int64_t plan, std::optional<Tensor> lr, std::optional<Tensor> grad_factor,
+                        std::optional<Tensor> found_inf) {
+  const std::shared_ptr<NativePlan> native = find_plan(plan);
+  const auto check_number = [&](const std::optional<Tensor>& tensor, const char* name, DType dtype) {
+    if (!tensor) return;
+    const TensorView number = view(*tensor, name);
+    check(tensor->numel() == 1 && number.dtype == dtype && number.device == native->plan.device(),
+          std::string(name) + " must be one number on the weights' device, of the dtype that it is read in");
+  };
+  check(native->device != nullptr, "the plan is one of the CPU: it is told what a step needs");
+  check_number(lr, "lr", DType::kFloat);
+  check_number(grad_factor, "grad_factor", DType::kDouble);
+  check_number(found_inf, "found_inf", DType::kFloat);
+  native->lr = std::move(lr);
+  native->grad_factor = std::move(grad_factor);
+  native->found_inf = std::move(found_inf);
 }
 
 // The plans of the handles, held for the call.
@@ -50,12 +69,22 @@ std::vector<int64_t> plans_shared_grads(const std::vector<int64_t>& handles) {
   return found;
 }
 
-// The norm of all gradients of these plans, summed in double in a fixed order.
+// The norm of all gradients of these plans on the CPU, summed in double in a fixed order.
 double plans_grad_norm(const std::vector<int64_t>& handles) {
   const Plans plans(handles);
   double sum = 0;
   for (Plan* plan : plans.all()) sum += grad_norm2(*plan, num_threads());
   return std::sqrt(sum);
+}
+
+// Adds the square of the norm of a plan's gradients to a float64 number on its device.
+void plan_add_grad_norm2(int64_t plan, const Tensor& sum) {
+  const std::shared_ptr<NativePlan> native = find_plan(plan);
+  const TensorView number = view(sum, "sum");
+  check(native->device != nullptr && number.device == native->plan.device() && sum.numel() == 1 &&
+            number.dtype == DType::kDouble,
+        "sum must be one float64 number on the plan's device, which is not the CPU");
+  native->device->add_grad_norm2(native->plan, static_cast<double*>(number.data));
 }
 
 void plan_delete(int64_t plan) { drop_plan(plan); }
@@ -74,7 +103,9 @@ std::vector<std::string> capabilities() {
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps) -> int");
-  m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> ()");
+  m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> bool");
+  m.def("plan_device_inputs(int plan, Tensor? lr, Tensor? grad_factor, Tensor? found_inf) -> ()");
+  m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
   m.def("plans_shared_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
   m.def("plan_delete(int plan) -> ()");
@@ -90,7 +121,14 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
   m.impl("plan_bind", TORCH_BOX(&plan_bind));
 }
 
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
+  m.impl("plan_new", TORCH_BOX(&plan_new));
+  m.impl("plan_bind", TORCH_BOX(&plan_bind));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("plan_device_inputs", TORCH_BOX(&plan_device_inputs));
+  m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
   m.impl("plans_shared_grads", TORCH_BOX(&plans_shared_grads));
@@ -103,9 +141,9 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
-void bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads,
+bool bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows) {
-  bind_plan(*find_plan(handle), weights, grads, rows);
+  return bind_plan(*find_plan(handle), weights, grads, rows);
 }
 
 }  // namespace fusedstep::ops

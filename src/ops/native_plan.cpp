@@ -1,5 +1,6 @@
 #include "src/ops/native_plan.h"
 
+#include <algorithm>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -39,6 +40,36 @@ DType dtype_of(const Tensor& tensor, const char* what) {
 
 float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
 
+// A number that a step reads on the plan's device; null if there is none.
+template <class T>
+const T* number(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
+void check_steps(const Tensors& steps, int device) {
+  const bool on_host = steps[0].is_cpu();
+  for (size_t i = 0; i < steps.size(); ++i) {
+    const bool is_one = steps[i].numel() == 1 && dtype_code(steps[i]) == aoti_torch_dtype_float32();
+    const bool is_there = on_host ? steps[i].is_cpu() : view(steps[i], "step").device == device;
+    check(is_one && is_there, "tensor " + std::to_string(i) +
+                                  " of the list: the step count must be one float32 number on the CPU" +
+                                  (device == kHost ? "" : ", or all of them on the weights' device"));
+  }
+}
+
+void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptions& options) {
+  const DeviceInputs inputs{number<float>(native.lr), number<double>(native.grad_factor),
+                            number<float>(native.found_inf)};
+  if (!native.steps[0].is_cpu()) {
+    std::vector<float*> counts;
+    counts.reserve(native.steps.size());
+    for (const Tensor& step : native.steps) counts.push_back(step_count(step));
+    native.device->step_counted(native.plan, rule, counts, options, inputs);
+    return;
+  }
+  native.device->step(native.plan, rule, native.counts, options, inputs);
+}
+
 }  // namespace
 
 TensorView view(const Tensor& tensor, const char* what) {
@@ -46,7 +77,8 @@ TensorView view(const Tensor& tensor, const char* what) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
   const auto dims = static_cast<size_t>(tensor.dim());
-  return {tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}};
+  const int device = tensor.is_cuda() ? tensor.get_device_index() : kHost;
+  return {tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}, device};
 }
 
 std::vector<TensorView> views(const Tensors& tensors, const char* what) {
@@ -95,27 +127,31 @@ void check(bool condition, const std::string& text) {
 std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps) {
   const size_t count = weights.size();
   if (count == 0) throw std::runtime_error("weights must not be empty");
-  check(states.size() % count == 0 && states.size() / count <= cpu::kMaxStates,
+  check(states.size() % count == 0 && states.size() / count <= kMaxStates,
         "states must be slot-major, the same number for each weight");
   check(steps.size() == count, "steps must have one tensor for each weight");
+  const int device = view(weights[0], "weight").device;
+  check_steps(steps, device);
   for (size_t i = 0; i < count; ++i) {
-    const std::string who = "tensor " + std::to_string(i) + " of the list: ";
-    check(steps[i].is_cpu() && steps[i].numel() == 1 && dtype_code(steps[i]) == aoti_torch_dtype_float32(),
-          who + "the step count must be one float32 number on the CPU");
     const TensorView weight = view(weights[i], "weight");
     check(!overlaps_itself(weight.sizes, weight.strides),
-          who + "the weight overlaps itself in memory (an expanded tensor?); clone() it first");
+          "tensor " + std::to_string(i) +
+              " of the list: the weight overlaps itself in memory (an expanded tensor?); clone() it first");
   }
-  return std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count));
+  auto native = std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count), device);
+  if (device != kHost) native->device = new_device_plan(device);
+  return native;
 }
 
-void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
+bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows) {
   Plan& plan = native.plan;
   const size_t count = plan.tensors();
   check(weights.size() == count && grads.size() == count,
         "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
             std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
+  const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
+  if (std::ranges::any_of(weights, moved)) return false;
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
     for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native.states[k * count + i], "state");
@@ -125,6 +161,7 @@ void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   plan.check_weights_apart();
   if (!rows.empty()) sum_entries(plan, num_threads());
   native.counts.resize(count);
+  return true;
 }
 
 void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
@@ -134,16 +171,23 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
   check(!native.counts.empty(), "the plan has not been bound");
   check(grads.use >= 0 && grads.use <= static_cast<int64_t>(GradUse::kClear),
         "grads must be from 0 to 3, not " + std::to_string(grads.use));
-  for (size_t i = 0; i < native.counts.size(); ++i) {
+  const bool host_counts = native.steps[0].is_cpu();
+  check(!(host_counts && native.found_inf), "the count of a step that may be left out must be on its device");
+  for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
     native.counts[i] = *step_count(native.steps[i]) + 1.0;
     *step_count(native.steps[i]) = static_cast<float>(native.counts[i]);
   }
-  run_step(native.plan, rule, native.counts,
-           {.threads = num_threads(),
-            .grad_factor = grads.factor,
-            .maximize = grads.maximize,
-            .grads = static_cast<GradUse>(grads.use)});
+  const StepOptions options{.threads = num_threads(),
+                            .grad_factor = grads.factor,
+                            .maximize = grads.maximize,
+                            .grads = static_cast<GradUse>(grads.use)};
+  if (native.device) {
+    take_device_step(native, rule, options);
+  } else {
+    run_step(native.plan, rule, native.counts, options);
+  }
   native.parts.clear();
+  native.lr = native.grad_factor = native.found_inf = std::nullopt;
 }
 
 const double* numbers(const Tensor& options, size_t count) {

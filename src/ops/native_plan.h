@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "src/backend.h"
 #include "src/step.h"
 
 namespace fusedstep::ops {
@@ -19,8 +20,8 @@ using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
 // A torch tensor as the engine sees it. Throws std::runtime_error, naming `what`, unless it is float32,
-// float64, bfloat16 or float16. The dispatcher has seen to device and layout: the kernels registered for the
-// CPU meet dense CPU tensors only.
+// float64, bfloat16 or float16. The dispatcher has seen to layout and kind of device: the kernels registered
+// for CPU and CUDA meet dense tensors that are there only.
 TensorView view(const Tensor& tensor, const char* what);
 std::vector<TensorView> views(const Tensors& tensors, const char* what);
 
@@ -29,13 +30,15 @@ int num_threads();
 
 // A plan with the states that it updates. The states are held, so that their memory outlives the plan.
 struct NativePlan {
-  NativePlan(Tensors states, Tensors steps, int slots)
-      : plan(steps.size(), slots), states(std::move(states)), steps(std::move(steps)) {}
+  NativePlan(Tensors states, Tensors steps, int slots, int device)
+      : plan(steps.size(), slots, device), states(std::move(states)), steps(std::move(steps)) {}
 
   Plan plan;
-  Tensors states;  // slot-major
-  Tensors steps;   // one float32 number a tensor
-  Tensors parts;   // of sparse gradients, from bind to step
+  std::unique_ptr<DevicePlan> device;  // null on the CPU
+  Tensors states;                      // slot-major
+  Tensors steps;  // one float32 number a tensor, all on the host or all on the plan's device
+  Tensors parts;  // of sparse gradients, from bind to step
+  std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
 };
 
@@ -49,8 +52,8 @@ void check(bool condition, const std::string& text);
 // A plan over these states. Throws std::runtime_error, naming the argument, if they do not fit together.
 std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps);
 // Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
-// they cannot be updated together.
-void bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
+// they cannot be updated together. Returns false if a weight is on another device than the plan.
+bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows = {});
 
 // What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).
@@ -84,7 +87,8 @@ struct StepOperators<kRule> {
     }
     (std::index_sequence_for<Options...>{});
     const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps);
-    bind_plan(*native, views(weights, "weight"), views(grads, "gradient"));
+    check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
+          "weights must all be on one device");
     take_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
   }
 };
@@ -108,6 +112,9 @@ void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& st
     m.impl(#name "_", TORCH_BOX(&StepOperators<&name>::over_plan));                               \
   }                                                                                               \
   STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                  \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                          \
+  }                                                                                               \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                 \
     m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                          \
   }                                                                                               \
   STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); }

@@ -55,8 +55,8 @@ class SparseGrad {
   std::vector<int64_t> strides_;
 };
 
-// Returns whether a gradient is sparse.
-bool plan_bind_sparse(int64_t handle, const Tensors& weights, const Tensors& grads) {
+// Returns the number of sparse gradients; -1, with nothing noted, if a weight is not on the plan's device.
+int64_t plan_bind_sparse(int64_t handle, const Tensors& weights, const Tensors& grads) {
   std::vector<SparseGrad> sparse;
   sparse.reserve(grads.size());  // views point into its elements
   std::vector<TensorView> weight_views, grad_views;
@@ -73,13 +73,13 @@ bool plan_bind_sparse(int64_t handle, const Tensors& weights, const Tensors& gra
     rows[i] = grad.rows();
     grad.hold(parts);
   }
-  bind_plan(handle, weight_views, grad_views, rows);
+  if (!bind_plan(handle, weight_views, grad_views, rows)) return -1;
   find_plan(handle)->parts = std::move(parts);
-  return !sparse.empty();
+  return static_cast<int64_t>(sparse.size());
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
-  m.def("plan_bind_sparse(int plan, Tensor[] weights, Tensor[] grads) -> bool");
+  m.def("plan_bind_sparse(int plan, Tensor[] weights, Tensor[] grads) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
 // Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it.

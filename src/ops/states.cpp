@@ -1,5 +1,5 @@
-// new_states: zeroed states for a list of weights, placed apart and first touched by the threads that will
-// update them.
+// new_states: zeroed states for a list of weights; on the CPU placed apart and first touched by the threads
+// that will update them.
 #include <algorithm>
 #include <numeric>
 
@@ -29,12 +29,13 @@ Tensor new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
   const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
   const int64_t elements =
       std::accumulate(layout.sizes.begin(), layout.sizes.end(), int64_t{1}, std::multiplies<>());
-  const bool placed = elements * size >= kPlacedBytes;
+  const bool on_host = layout.device == kHost, placed = on_host && elements * size >= kPlacedBytes;
+  const int32_t device_type = on_host ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
 
   const int64_t buffer_elements = elements + (placed ? kPage / size : 0), unit_stride = 1;
   AtenTensorHandle buffer_handle = nullptr, state_handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &buffer_handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype, device_type,
+                                                  on_host ? 0 : layout.device, &buffer_handle));
   const Tensor buffer(buffer_handle);
   int64_t offset = 0;
   if (placed) {
@@ -48,9 +49,9 @@ Tensor new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
 }
 
 // In the weight's dtype; `wide` ones in float32 where the weight has 16 bits.
-Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
-  check(slots > 0 && slots <= cpu::kMaxStates,
-        "slots must be from 1 to " + std::to_string(cpu::kMaxStates) + ", not " + std::to_string(slots));
+Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
+  check(slots > 0 && slots <= kMaxStates,
+        "slots must be from 1 to " + std::to_string(kMaxStates) + ", not " + std::to_string(slots));
   Tensors states;
   states.reserve(slots * weights.size());
   for (int slot = 0; slot < slots; ++slot) {
@@ -63,6 +64,11 @@ Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
       states.push_back(new_state(layout, dtype, slot, static_cast<int>(slots)));
     }
   }
+  return states;
+}
+
+Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
+  Tensors states = empty_states(weights, slots, wide);
   // The weight's dense stand-in is its first state: a plan over dense operands, with the chunks of a step.
   Plan plan(weights.size(), static_cast<int>(slots));
   for (size_t i = 0; i < weights.size(); ++i) {
@@ -74,10 +80,17 @@ Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
   return states;
 }
 
+Tensors new_device_states(const Tensors& weights, int64_t slots, bool wide) {
+  Tensors states = empty_states(weights, slots, wide);
+  for (Tensor& state : states) torch::stable::zero_(state);
+  return states;
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("new_states(Tensor[] weights, int slots, bool wide=False) -> Tensor[]");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("new_states", TORCH_BOX(&new_states)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("new_states", TORCH_BOX(&new_device_states)); }
 
 }  // namespace
 }  // namespace fusedstep::ops

@@ -30,8 +30,15 @@ std::optional<DType> dtype_of(const DLDataType& type) {
   return {};
 }
 
-// What a list's tensors are; nothing if one of them is no dense CPU tensor of a dtype that there are kernels
-// for, which the operator has the words for.
+// Where a tensor is; nothing if there are no kernels for such a device.
+std::optional<int> device_of(const DLDevice& device) {
+  if (device.device_type == kDLCPU) return fusedstep::kHost;
+  if (device.device_type == kDLCUDA) return device.device_id;
+  return {};
+}
+
+// What a list's tensors are; nothing if one of them is no dense tensor of a dtype and on a device that there
+// are kernels for, which the operator has the words for.
 std::optional<std::vector<TensorView>> views(PyObject* list) {
   const Py_ssize_t count = PyList_Size(list);
   std::vector<TensorView> found;
@@ -43,10 +50,11 @@ std::optional<std::vector<TensorView>> views(PyObject* list) {
       return {};
     }
     const std::optional<DType> dtype = dtype_of(tensor.dtype);
-    if (tensor.device.device_type != kDLCPU || !dtype) return {};
+    const std::optional<int> device = device_of(tensor.device);
+    if (!dtype || !device) return {};
     const auto dims = static_cast<size_t>(tensor.ndim);
     char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-    found.push_back({data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}});
+    found.push_back({data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device});
   }
   return found;
 }
@@ -60,9 +68,7 @@ PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
   }
   try {
     const auto weights = views(weight_list), grads = weights ? views(grad_list) : std::nullopt;
-    if (!grads) Py_RETURN_FALSE;
-    fusedstep::ops::bind_plan(plan, *weights, *grads);
-    Py_RETURN_TRUE;
+    return PyBool_FromLong(grads && fusedstep::ops::bind_plan(plan, *weights, *grads));
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
     return nullptr;

@@ -40,6 +40,7 @@ class Model {
   void step(double count, const StepOptions& options);
   void fill_grads(uint64_t seed);
 
+  const RuleCase& rule() const { return rule_; }
   std::vector<Tensor>& tensors() { return tensors_; }
   Plan& plan() { return plan_; }
   // What a two-phase step made of tensor i's norms.

@@ -156,9 +156,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     std::vector<Work> work;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
     find_shared_grads(work);
-    const double factor = grad_factor(work, max_norm);
+    const torch::Tensor factor = grad_factor(work, max_norm);
     for (const Work& group : work) {
-      Derived::launch(*group.options, group.plan, factor);
+      Derived::launch(*group.options, group.plan, take_factor(group, factor));
       raise_versions(group.weights);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) raise_versions(group.grads);
     }
@@ -207,8 +207,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
       plan = std::make_unique<detail::Plan>(weights, states, steps);
     }
     static const auto bind =
-        detail::find_op<bool(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
-    bind.call(plan->handle(), weights, grads);
+        detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
+    if (bind.call(plan->handle(), weights, grads) < 0) {  // the weights are on another device now
+      plan = std::make_unique<detail::Plan>(weights, states, steps);
+      TORCH_CHECK(bind.call(plan->handle(), weights, grads) >= 0,
+                  "the weights of a group must be on one device");
+    }
     work.push_back({&options, plan->handle(), std::move(weights), std::move(grads)});
   }
 
@@ -236,14 +240,41 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return max_norm;
   }
 
-  // What clips the norm of all gradients.
-  static double grad_factor(const std::vector<Work>& work, double max_norm) {
-    if (!std::isfinite(max_norm)) return 1;
-    std::vector<int64_t> plans;
-    for (const Work& group : work) plans.push_back(group.plan);
-    static const auto op = detail::find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
-    const double norm = op.call(plans);
-    return norm > max_norm ? max_norm / norm : 1;
+  // What clips the norm of all gradients, where the weights are; undefined: nothing does.
+  static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm) {
+    if (!std::isfinite(max_norm)) return {};
+    static const auto add_norm2 =
+        detail::find_op<void(int64_t, at::Tensor)>("fusedstep::plan_add_grad_norm2");
+    static const auto norm_of = detail::find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
+    std::vector<int64_t> on_cpu;
+    torch::Tensor norm2;
+    for (const Work& group : work) {
+      const torch::Tensor& weight = group.weights[0];
+      if (weight.is_cpu()) {
+        on_cpu.push_back(group.plan);
+      } else if (norm2.defined() && norm2.device() == weight.device()) {
+        add_norm2.call(group.plan, norm2);
+      } else {
+        torch::Tensor sum = torch::zeros({}, weight.options().dtype(torch::kFloat64));
+        add_norm2.call(group.plan, sum);
+        norm2 = norm2.defined() ? sum + norm2.to(sum.device()) : sum;
+      }
+    }
+    torch::Tensor norm = norm2.defined() ? norm2.sqrt() : torch::zeros({}, torch::kFloat64);
+    if (!on_cpu.empty()) norm = torch::hypot(norm, torch::full_like(norm, norm_of.call(on_cpu)));
+    return torch::where(norm > max_norm, max_norm / norm, torch::ones_like(norm));
+  }
+
+  // The factor as a number for a step on the CPU; another finds it on its device.
+  static double take_factor(const Work& group, const torch::Tensor& factor) {
+    if (!factor.defined()) return 1;
+    const torch::Device device = group.weights[0].device();
+    if (device.is_cpu()) return factor.item<double>();
+    static const auto inputs =
+        detail::find_op<void(int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
+                             std::optional<at::Tensor>)>("fusedstep::plan_device_inputs");
+    inputs.call(group.plan, std::nullopt, factor.to(device), std::nullopt);
+    return 1;
   }
 
   State& state_of(const torch::Tensor& weight) {

@@ -26,7 +26,7 @@ struct Adagrad {
   static constexpr int kStates = 1;
 
   template <class T>
-  static Scalars<T> prepare(const Hyper& h, double step) {
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
     return {T(h.weight_decay), T(h.eps), T(-h.lr / (1 + (step - 1) * h.lr_decay))};
   }
 

@@ -32,7 +32,7 @@ struct Adam {
   static constexpr int kStates = kFlags & kAdamAmsgrad ? 3 : 2;
 
   template <class T>
-  static Scalars<T> prepare(const Hyper& h, double step) {
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
     const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
     return {T(1 - h.beta1),
             T(h.beta2),

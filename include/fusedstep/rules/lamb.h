@@ -40,7 +40,7 @@ struct Lamb {
   static constexpr int kStates = 2;
 
   template <class T>
-  static Scalars<T> prepare(const Hyper& h, double step) {
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
     const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
     return {T(h.beta1),
             T(1 - h.beta1),
@@ -69,7 +69,7 @@ struct Lamb {
   }
 
   // Between the phases, once a tensor, from the squares of the two norms.
-  static double trust_ratio(const Hyper& h, double weight_norm2, double update_norm2) {
+  FUSEDSTEP_FN static double trust_ratio(const Hyper& h, double weight_norm2, double update_norm2) {
     if (!h.adapt || weight_norm2 == 0 || update_norm2 == 0) return 1;
     const double weight_norm = std::min(std::sqrt(weight_norm2), h.max_weight_norm);
     return std::max(std::min(weight_norm / std::sqrt(update_norm2), h.max_ratio), h.min_ratio);  // keeps NaN

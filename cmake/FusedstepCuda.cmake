@@ -1,0 +1,62 @@
+# fusedstep_cuda_library(<target>): the CUDA backend as a library of its own, where nvcc is. Each rule of the list is
+# compiled by itself.
+
+set(FUSEDSTEP_WITH_CUDA AUTO CACHE STRING "The CUDA backend: AUTO (where nvcc and a torch for CUDA are), ON or OFF")
+set(FUSEDSTEP_CUDA_ARCHITECTURES "80-real;90-real;100-real;120" CACHE STRING
+    "GPU architectures to compile for; the last also as PTX, which newer ones compile")
+
+function(fusedstep_has_cuda OUT)
+  set(${OUT} OFF PARENT_SCOPE)
+  if(FUSEDSTEP_WITH_CUDA STREQUAL "OFF" OR FUSEDSTEP_SANITIZE)
+    return()
+  endif()
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER AND TARGET torch::lib_torch_cuda)
+    set(${OUT} ON PARENT_SCOPE)
+  elseif(FUSEDSTEP_WITH_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "FUSEDSTEP_WITH_CUDA is ON, but there is no nvcc, or torch is built without CUDA")
+  else()
+    message(STATUS "nvcc or a torch for CUDA was not found: fusedstep is built for the CPU only")
+  endif()
+endfunction()
+
+# IEEE arithmetic as on the CPU: nothing is contracted, approximated or flushed to zero.
+set(fusedstep_nvcc_options -O3 -std=c++20 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false
+                           --expt-relaxed-constexpr -Xcompiler=-fvisibility=hidden)
+
+function(fusedstep_cuda_objects NAME SOURCE)
+  add_library(${NAME} OBJECT ${SOURCE})
+  target_compile_options(${NAME} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${fusedstep_nvcc_options}>)
+  target_compile_definitions(${NAME} PRIVATE ${ARGN})
+  target_include_directories(${NAME} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/include")
+  set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON
+                                           CUDA_ARCHITECTURES "${FUSEDSTEP_CUDA_ARCHITECTURES}")
+endfunction()
+
+# fusedstep_rules(<out>): the names in the list of rules.
+function(fusedstep_rules OUT)
+  set(list "${PROJECT_SOURCE_DIR}/include/fusedstep/rules/list.h")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${list}")
+  file(READ "${list}" text)
+  string(REGEX MATCHALL "X\\([A-Za-z0-9]+\\)" entries "${text}")
+  string(REGEX REPLACE "X\\(([A-Za-z0-9]+)\\)" "\\1" names "${entries}")
+  set(${OUT} ${names} PARENT_SCOPE)
+endfunction()
+
+function(fusedstep_cuda_library TARGET)
+  set(kernels "${PROJECT_SOURCE_DIR}/cuda_kernels")
+  fusedstep_cuda_objects(fusedstep_cuda_gradients "${kernels}/gradients.cu")
+  set(objects $<TARGET_OBJECTS:fusedstep_cuda_gradients>)
+  foreach(rule ${FUSEDSTEP_RULES})
+    fusedstep_cuda_objects(fusedstep_cuda_${rule} "${kernels}/instantiate.cu" FUSEDSTEP_RULE=${rule})
+    list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_${rule}>)
+  endforeach()
+
+  # torch's own CUDA runtime is shared: there is one current device in a process.
+  add_library(${TARGET} SHARED ${objects} src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
+  target_compile_definitions(${TARGET} PRIVATE USE_CUDA)  # for torch's stable interface to show that to CUDA
+  target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart)
+  target_link_options(${TARGET} PRIVATE LINKER:-z,defs)
+  set_target_properties(${TARGET} PROPERTIES CUDA_RUNTIME_LIBRARY Shared INSTALL_RPATH "$ORIGIN")
+endfunction()

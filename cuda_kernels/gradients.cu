@@ -1,0 +1,59 @@
+// Sums of squares of gradients, whatever the rule.
+#include "cuda_kernels/reduce.cuh"
+
+namespace fusedstep::cuda {
+namespace {
+
+template <class Stored>
+struct Square {
+  const Stored* grad;
+
+  template <int N, class Add>
+  __device__ __forceinline__ void operator()(Width<N>, const Place<kFirstState>& at, const Add& add) const {
+    ComputeOf<Stored> x[N];
+    load(grad + at.offset[kGrad], x);
+#pragma unroll
+    for (int j = 0; j < N; ++j) add(0, j, static_cast<double>(x[j]));
+  }
+};
+
+template <Access kAccess, class Stored>
+__global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Launch launch) {
+  __shared__ SegmentSums<1> sums;
+  const NumberedChunk numbered = launch.chunks[blockIdx.x];
+  const auto* grad = static_cast<const Stored*>(launch.grads[numbered.chunk.tensor].data);
+  const Segments<kAccess, kFirstState> segments(launch.tensors[numbered.chunk.tensor].layout, numbered.chunk);
+  sum_squares<kSegmentWidth<kAccess>>(segments, sums, launch.partials + 2 * numbered.number,
+                                      Square<Stored>{grad});
+}
+
+template <class Stored>
+void launch_sum(Access access, const Launch& launch) {
+  const auto kernel = access == kInWords ? sum_kernel<kInWords, Stored> : sum_kernel<kByElement, Stored>;
+  launch_blocks(kernel, launch.chunk_count, launch.stream, launch);
+}
+
+__global__ void __launch_bounds__(kThreads) add_kernel(const double* partials, int64_t count, double* sum) {
+  const double total = sum_partials(partials, count, 2);
+  if (threadIdx.x == 0) *sum += total;
+}
+
+}  // namespace
+
+void sum_grad_chunks(Format format, Access access, const Launch& launch) {
+  switch (format) {
+#define FUSEDSTEP_CASE(name, Weight, State) \
+  case Format::k##name:                     \
+    return launch_sum<Weight>(access, launch);
+    FUSEDSTEP_FORMATS(FUSEDSTEP_CASE)
+#undef FUSEDSTEP_CASE
+    case Format::kCount:
+      return;
+  }
+}
+
+void add_chunks(const double* partials, int64_t count, double* sum, Stream stream) {
+  launch_blocks(add_kernel, 1, stream, partials, count, sum);
+}
+
+}  // namespace fusedstep::cuda

@@ -1,0 +1,81 @@
+// Compiled once for each rule of the list, which FUSEDSTEP_RULE names: every combination of its flags, for
+// every format.
+#include <array>
+#include <utility>
+
+#include "cuda_kernels/reduce.cuh"
+
+namespace fusedstep::cuda {
+namespace {
+
+template <template <unsigned> class Rule>
+inline constexpr bool kTwoPhase = requires {
+  &Rule<0>::trust_ratio;
+};
+
+template <Access kAccess, class Rule, bool kIsTwoPhase, class Weight, class State>
+constexpr PassKernels kernels_of() {
+  if constexpr (kIsTwoPhase) {
+    return {nullptr, launch_accumulate<kAccess, Rule, Weight, State>,
+            launch_apply<kAccess, true, Rule, Weight, State>,
+            launch_apply<kAccess, false, Rule, Weight, State>};
+  } else {
+    return {launch_update<kAccess, Rule, Weight, State>, nullptr, nullptr, nullptr};
+  }
+}
+
+template <class Rule, bool kIsTwoPhase>
+constexpr RuleKernels formats_of() {
+#define FUSEDSTEP_KERNELS(name, Weight, State)               \
+  {kernels_of<kInWords, Rule, kIsTwoPhase, Weight, State>(), \
+   kernels_of<kByElement, Rule, kIsTwoPhase, Weight, State>()},
+  return {{FUSEDSTEP_FORMATS(FUSEDSTEP_KERNELS)}};
+#undef FUSEDSTEP_KERNELS
+}
+
+template <template <unsigned> class Rule>
+__global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
+  using R = Rule<0>;  // scalars do not depend on the flags
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= launch.tensor_count || left_out(launch.found_inf)) return;
+  typename R::Hyper hyper;
+  memcpy(&hyper, &launch.hyper, sizeof hyper);
+  if (launch.lr != nullptr) hyper.lr = static_cast<double>(*launch.lr);
+  const float count = *launch.counts[i] + 1;
+  *launch.counts[i] = count;
+  if (launch.tensors[i].as_double) {
+    const auto scalars = R::template prepare<double>(hyper, static_cast<double>(count));
+    memcpy(&launch.scalars[i], &scalars, sizeof scalars);
+  } else {
+    const auto scalars = R::template prepare<float>(hyper, static_cast<double>(count));
+    memcpy(&launch.scalars[i], &scalars, sizeof scalars);
+  }
+}
+
+template <template <unsigned> class Rule>
+void launch_prepare(const PrepareLaunch& launch) {
+  const int64_t blocks = (launch.tensor_count + kThreads - 1) / kThreads;
+  launch_blocks(prepare_kernel<Rule>, blocks, launch.stream, launch);
+}
+
+template <template <unsigned> class Rule, unsigned... kFlags>
+const RuleTable& make_table(std::integer_sequence<unsigned, kFlags...>) {
+  static constexpr RuleKernels of_flags[] = {formats_of<Rule<kFlags>, kTwoPhase<Rule>>()...};
+  if constexpr (kTwoPhase<Rule>) {
+    static constexpr RuleTable table{of_flags, launch_prepare<Rule>, launch_ratio<Rule>};
+    return table;
+  } else {
+    static constexpr RuleTable table{of_flags, launch_prepare<Rule>, nullptr};
+    return table;
+  }
+}
+
+}  // namespace
+
+template <>
+const RuleTable& table_of<rules::FUSEDSTEP_RULE>() {
+  constexpr unsigned kCombinations = rules::FUSEDSTEP_RULE<0>::kFlagCombinations;
+  return make_table<rules::FUSEDSTEP_RULE>(std::make_integer_sequence<unsigned, kCombinations>{});
+}
+
+}  // namespace fusedstep::cuda

@@ -1,0 +1,121 @@
+// The border between the kernels, compiled by nvcc, and the host code that launches them: PODs, and tables of
+// functions that launch.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "fusedstep/grad_use.h"
+#include "fusedstep/rules/list.h"
+#include "src/operands.h"
+#include "src/walk.h"
+
+struct CUstream_st;
+
+namespace fusedstep::cuda {
+
+using Stream = CUstream_st*;
+
+// Bytes that a rule's hyper-parameters have, or its scalars for a step.
+constexpr size_t kHyperBytes = 128, kScalarsBytes = 128;
+
+struct alignas(16) Hyper {
+  std::byte bytes[kHyperBytes];
+};
+struct alignas(16) Scalars {
+  std::byte bytes[kScalarsBytes];
+};
+
+// One tensor as a kernel sees it; where its gradient is, which moves, is in a list of its own.
+struct TensorTask {
+  void* data[kMaxOperands];
+  BlockLayout layout;  // without sizes: all operands share one dense order
+  int64_t first_chunk, last_chunk;
+  bool as_double;  // the maths
+};
+
+// How a pass goes over its tensors: in words of several elements, where all operands form one flat range and
+// are aligned to kWordBytes; or element by element.
+enum Access : int { kInWords, kByElement, kAccesses };
+constexpr int kWordBytes = 16;
+
+struct Grad {
+  void* data;
+  bool own;  // may be written
+};
+
+// A chunk by its number among those of the plan.
+struct NumberedChunk {
+  Chunk chunk;
+  int64_t number;
+};
+
+// What all kernels of a step get. Pointers are to the device's memory.
+struct Launch {
+  const TensorTask* tensors;
+  const Grad* grads;
+  const NumberedChunk* chunks;
+  int64_t chunk_count;
+  const Scalars* scalars_of_tensor;  // null: `scalars` are those of all
+  Scalars scalars;
+  double sign;                // minus one to maximize
+  double grad_factor;         // what gradients are multiplied by
+  const double* more_factor;  // and by this; null: by no more
+  const float* found_inf;     // null, or whether the step is to be left out
+  GradUse use;
+  bool stores;       // whether gradients hold the update between two phases
+  double* partials;  // [chunks][2]: sums of squares of weight and update
+  double* ratios;    // [tensors]
+  Stream stream;
+};
+
+// The trust ratios of tensors from what their chunks have added up.
+struct RatioLaunch {
+  const TensorTask* tensors;
+  int64_t tensor_count;
+  Hyper hyper;
+  const double* partials;
+  double* ratios;
+  Stream stream;
+};
+
+// The scalars of each tensor from its step count, which is raised by one.
+struct PrepareLaunch {
+  const TensorTask* tensors;
+  int64_t tensor_count;
+  float* const* counts;
+  Hyper hyper;
+  const float* lr;         // null: that of `hyper`
+  const float* found_inf;  // as in Launch
+  Scalars* scalars;
+  Stream stream;
+};
+
+// An elementwise rule has `update`, a two-phase rule `accumulate` and one `apply` or the other, as
+// Launch::stores says.
+struct PassKernels {
+  void (*update)(const Launch&);
+  void (*accumulate)(const Launch&);
+  void (*apply_stored)(const Launch&);
+  void (*apply_recomputed)(const Launch&);
+};
+
+struct RuleKernels {
+  PassKernels of[static_cast<int>(Format::kCount)][kAccesses];
+};
+
+// What there is once a rule whatever its flags and format. `ratio` is null for an elementwise rule.
+struct RuleTable {
+  const RuleKernels* of_flags;
+  void (*prepare)(const PrepareLaunch&);
+  void (*ratio)(const RatioLaunch&);
+};
+
+// Each rule's table is compiled by itself.
+template <template <unsigned> class Rule>
+const RuleTable& table_of();
+
+// Sums of squares of gradients: of every chunk into its first partial, and of chunks [0, count) onto *sum.
+void sum_grad_chunks(Format format, Access access, const Launch& launch);
+void add_chunks(const double* partials, int64_t count, double* sum, Stream stream);
+
+}  // namespace fusedstep::cuda

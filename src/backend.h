@@ -1,0 +1,42 @@
+// Who takes the steps of tensors that are not on the CPU: a library of its own, which makes itself known when
+// it is loaded.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "fusedstep/isa.h"
+#include "src/step.h"
+
+namespace fusedstep {
+
+// What a step finds on the device when it runs there, instead of being told: null where it is told.
+struct DeviceInputs {
+  const float* lr = nullptr;            // in place of the rule's
+  const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
+  const float* found_inf = nullptr;     // not zero: the step is left out
+};
+
+// A plan's counterpart on its device. Work is queued on the device's current stream; nothing waits for it.
+class DevicePlan {
+ public:
+  virtual ~DevicePlan() = default;
+
+  // run_step() with step counts that the host knows, this step included,
+  virtual void step(Plan& plan, const BoundRule& rule, std::span<const double> counts,
+                    const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // or with counts on the device, which are raised by one there.
+  virtual void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
+                            const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // Adds grad_norm2() to a number on the device.
+  virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
+};
+
+using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
+
+// Plans of CUDA tensors are made by `factory` from now on.
+FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
+// Throws std::runtime_error if there is no such library in the process.
+std::unique_ptr<DevicePlan> new_device_plan(int device);
+
+}  // namespace fusedstep

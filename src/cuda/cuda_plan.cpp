@@ -1,0 +1,351 @@
+// Steps on a CUDA device: the tables that kernels read, and the launches of a step.
+#include <cuda_runtime_api.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+#include "cuda_kernels/kernel_table.h"
+#include "src/backend.h"
+#include "src/cuda/memory.h"
+
+namespace fusedstep::cuda {
+namespace {
+
+const RuleTable& table(rules::RuleId id) {
+  switch (id) {
+#define FUSEDSTEP_CASE(Rule)   \
+  case rules::RuleId::k##Rule: \
+    return table_of<rules::Rule>();
+    FUSEDSTEP_RULES(FUSEDSTEP_CASE)
+#undef FUSEDSTEP_CASE
+  }
+  throw std::logic_error("no such rule");
+}
+
+cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("torch has no current stream on cuda:" + std::to_string(device));
+  }
+  return static_cast<cudaStream_t>(stream);
+}
+
+Hyper hyper_of(const BoundRule& rule) {
+  static_assert(sizeof(Hyper) == BoundRule::kHyperBytes);
+  Hyper hyper{};
+  std::memcpy(hyper.bytes, rule.hyper, sizeof rule.hyper);
+  return hyper;
+}
+
+Scalars scalars_of(const ScalarsBlock& block) {
+  static_assert(sizeof(Scalars) == BoundRule::kScalarsBytes);
+  Scalars scalars{};
+  std::memcpy(scalars.bytes, block.bytes, sizeof block.bytes);
+  return scalars;
+}
+
+// Tensors that one launch of a pass takes.
+struct Class {
+  Format format;
+  Access access;
+  bool can_store;  // the update between two phases
+
+  auto operator<=>(const Class&) const = default;
+};
+
+// Chunks [first, last) of the device's list are of tensors of one class.
+struct Group {
+  Class of;
+  int64_t first, last;
+};
+
+// The lists in device memory, one behind another.
+class Layouter {
+ public:
+  template <class T>
+  size_t place(size_t count) {
+    constexpr size_t kAlignment = 256;
+    const size_t offset = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_ = offset + count * sizeof(T);
+    return offset;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_ = 0;
+};
+
+struct Tables {
+  TensorTask* tensors;
+  int64_t* dims;
+  Grad* grads;
+  NumberedChunk* chunks;
+  double *partials, *ratios;
+  Scalars* scalars;
+  float** counts;
+};
+
+class CudaPlan final : public DevicePlan {
+ public:
+  explicit CudaPlan(int device) : device_(device) {}
+
+  void step(Plan& plan, const BoundRule& rule, std::span<const double> counts, const StepOptions& options,
+            const DeviceInputs& inputs) override {
+    const DeviceGuard guard(device_);
+    const cudaStream_t stream = current_stream(device_);
+    if (is_capturing(stream)) {
+      throw std::runtime_error(
+          "a step can be captured in a graph only with its count on the device: capturable=True");
+    }
+    if (inputs.lr != nullptr) throw std::runtime_error("lr on the device needs the step count there");
+    refresh(plan, options, stream);
+    Launch launch = launch_of(options, inputs, stream);
+    const fusedstep::Scalars scalars = prepare_scalars(plan, rule, counts);
+    if (scalars.blocks.size() == 1) {
+      launch.scalars = scalars_of(scalars.blocks[0]);
+    } else {
+      std::vector<Scalars> of_tensor;
+      for (const uint32_t block : scalars.of_tensor) of_tensor.push_back(scalars_of(scalars.blocks[block]));
+      upload(tables_.scalars, of_tensor, stream);
+      launch.scalars_of_tensor = tables_.scalars;
+    }
+    run(plan, rule, launch);
+  }
+
+  void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
+                    const StepOptions& options, const DeviceInputs& inputs) override {
+    const DeviceGuard guard(device_);
+    const cudaStream_t stream = current_stream(device_);
+    refresh(plan, options, stream);
+    if (!std::ranges::equal(counts, counts_)) {
+      refuse_if_capturing(stream);
+      counts_.assign(counts.begin(), counts.end());
+      upload(tables_.counts, counts_, stream);
+    }
+    PrepareLaunch prepare{};
+    prepare.tensors = tables_.tensors;
+    prepare.tensor_count = static_cast<int64_t>(plan.tensors());
+    prepare.counts = tables_.counts;
+    prepare.hyper = hyper_of(rule);
+    prepare.lr = inputs.lr;
+    prepare.found_inf = inputs.found_inf;
+    prepare.scalars = tables_.scalars;
+    prepare.stream = stream;
+    table(rule.id).prepare(prepare);
+    Launch launch = launch_of(options, inputs, stream);
+    launch.scalars_of_tensor = tables_.scalars;
+    run(plan, rule, launch);
+  }
+
+  void add_grad_norm2(Plan& plan, double* sum) override {
+    const DeviceGuard guard(device_);
+    const cudaStream_t stream = current_stream(device_);
+    refresh(plan, {}, stream);
+    Launch launch = launch_of({}, {}, stream);
+    for (const Group& group : groups_) {
+      select(launch, group);
+      sum_grad_chunks(group.of.format, group.of.access, launch);
+    }
+    add_chunks(tables_.partials, static_cast<int64_t>(plan.chunks().size()), sum, stream);
+    check(cudaGetLastError(), "summing gradients");
+  }
+
+ private:
+  // Brings what the device knows up to date with what was bound.
+  void refresh(Plan& plan, const StepOptions& options, cudaStream_t stream) {
+    plan.refresh(std::numeric_limits<int64_t>::max());
+    if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
+      Plan* const alone[] = {&plan};
+      Plan::find_shared_grads(alone);
+    }
+    const bool capturing = is_capturing(stream);
+    captured_ = captured_ || capturing;
+    const bool moved = plan.operands_version() != operands_version_;
+    if (moved) {
+      refuse_if_capturing(stream);
+      describe_tensors(plan, stream);
+      operands_version_ = plan.operands_version();
+    }
+    // A graph has to find what it was captured with, whatever steps there have been since.
+    if (!moved && !capturing && plan.grads_version() == grads_version_) return;
+    describe_grads(plan, stream, moved || capturing);
+    grads_version_ = plan.grads_version();
+  }
+
+  void refuse_if_capturing(cudaStream_t stream) const {
+    if (is_capturing(stream)) {
+      throw std::runtime_error(
+          "the step to be captured has other weights or states than those before: take a step of this kind "
+          "before the capture");
+    }
+  }
+
+  void describe_tensors(const Plan& plan, cudaStream_t stream) {
+    const size_t tensors = plan.tensors(), chunks = plan.chunks().size();
+    size_t dims = 0;
+    for (size_t i = 0; i < tensors; ++i) {
+      if (const BlockLayout* layout = plan.task(i).layout) dims += layout->dims * (1 + plan.task(i).operands);
+    }
+    allocate(tensors, chunks, dims);
+
+    std::vector<TensorTask> tasks(tensors);
+    std::vector<int64_t> all_dims;
+    all_dims.reserve(dims);
+    for (size_t i = 0; i < tensors; ++i) {
+      const cpu::TensorTask& known = plan.task(i);
+      std::copy_n(known.data, kMaxOperands, tasks[i].data);
+      tasks[i].as_double = plan.format(i) == Format::kDouble;
+      if (known.layout == nullptr) continue;
+      const auto copied = [&](const int64_t* from, int64_t count) {
+        all_dims.insert(all_dims.end(), from, from + count);
+        return tables_.dims + all_dims.size() - count;
+      };
+      tasks[i].layout = *known.layout;
+      tasks[i].layout.sizes = copied(known.layout->sizes, known.layout->dims);
+      tasks[i].layout.strides = copied(known.layout->strides, known.layout->dims * known.operands);
+    }
+    for (size_t c = 0; c < chunks; ++c) {
+      TensorTask& task = tasks[plan.chunks()[c].tensor];
+      if (task.last_chunk == 0) task.first_chunk = static_cast<int64_t>(c);
+      task.last_chunk = static_cast<int64_t>(c) + 1;
+    }
+    upload(tables_.dims, all_dims, stream);
+    upload(tables_.tensors, tasks, stream);
+    counts_.clear();
+  }
+
+  void describe_grads(const Plan& plan, cudaStream_t stream, bool with_chunks) {
+    std::vector<Grad> grads(plan.tensors());
+    std::vector<Class> classes(plan.tensors());
+    for (size_t i = 0; i < plan.tensors(); ++i) {
+      const cpu::TensorTask& task = plan.task(i);
+      grads[i] = {task.data[kGrad], plan.grad_is_own(i)};
+      const auto aligned = [](const void* data) {
+        return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
+      };
+      const bool in_words =
+          task.layout == nullptr && std::all_of(task.data, task.data + task.operands, aligned);
+      classes[i] = {plan.format(i), in_words ? kInWords : kByElement, plan.grad_can_store(i)};
+    }
+    upload(tables_.grads, grads, stream);
+    if (!with_chunks && classes == classes_) return;
+    classes_ = std::move(classes);
+
+    std::vector<NumberedChunk> chunks;
+    for (const Chunk& chunk : plan.chunks()) chunks.push_back({chunk, static_cast<int64_t>(chunks.size())});
+    const auto of = [&](const NumberedChunk& chunk) { return classes_[chunk.chunk.tensor]; };
+    std::ranges::stable_sort(chunks, {}, of);
+    groups_.clear();
+    for (size_t c = 0; c < chunks.size(); ++c) {
+      const auto position = static_cast<int64_t>(c);
+      if (groups_.empty() || groups_.back().of != of(chunks[c]))
+        groups_.push_back({of(chunks[c]), position, 0});
+      groups_.back().last = position + 1;
+    }
+    upload(tables_.chunks, chunks, stream);
+  }
+
+  void allocate(size_t tensors, size_t chunks, size_t dims) {
+    Layouter layouter;
+    const size_t at_tensors = layouter.place<TensorTask>(tensors), at_dims = layouter.place<int64_t>(dims),
+                 at_grads = layouter.place<Grad>(tensors), at_chunks = layouter.place<NumberedChunk>(chunks),
+                 at_partials = layouter.place<double>(2 * chunks),
+                 at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
+                 at_counts = layouter.place<float*>(tensors);
+    if (layouter.bytes() > bytes_) {
+      // Freeing waits for kernels that read it. Graphs may read it again.
+      if (captured_) kept_.push_back(std::move(memory_));
+      memory_ = new_device_bytes(layouter.bytes());
+      bytes_ = layouter.bytes();
+    }
+    std::byte* const base = memory_.get();
+    tables_.tensors = reinterpret_cast<TensorTask*>(base + at_tensors);
+    tables_.dims = reinterpret_cast<int64_t*>(base + at_dims);
+    tables_.grads = reinterpret_cast<Grad*>(base + at_grads);
+    tables_.chunks = reinterpret_cast<NumberedChunk*>(base + at_chunks);
+    tables_.partials = reinterpret_cast<double*>(base + at_partials);
+    tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
+    tables_.scalars = reinterpret_cast<Scalars*>(base + at_scalars);
+    tables_.counts = reinterpret_cast<float**>(base + at_counts);
+  }
+
+  template <class T>
+  void upload(T* to, const std::vector<T>& from, cudaStream_t stream) {
+    if (from.empty()) return;
+    uploads_.copy(reinterpret_cast<std::byte*>(to), from.data(), from.size() * sizeof(T), stream);
+  }
+
+  Launch launch_of(const StepOptions& options, const DeviceInputs& inputs, cudaStream_t stream) const {
+    const bool as_it_is = options.grad_factor == 1 && inputs.grad_factor == nullptr;
+    Launch launch{};
+    launch.tensors = tables_.tensors;
+    launch.grads = tables_.grads;
+    launch.sign = options.maximize ? -1 : 1;
+    launch.grad_factor = options.grad_factor;
+    launch.more_factor = inputs.grad_factor;
+    launch.found_inf = inputs.found_inf;
+    launch.use = options.grads == GradUse::kScale && as_it_is ? GradUse::kLeave : options.grads;
+    launch.partials = tables_.partials;
+    launch.ratios = tables_.ratios;
+    launch.stream = stream;
+    return launch;
+  }
+
+  void select(Launch& launch, const Group& group) const {
+    launch.chunks = tables_.chunks + group.first;
+    launch.chunk_count = group.last - group.first;
+    launch.stores = group.of.can_store && (launch.use == GradUse::kScratch || launch.use == GradUse::kClear);
+  }
+
+  void run(Plan& plan, const BoundRule& rule, Launch launch) {
+    const RuleTable& rules = table(rule.id);
+    const auto for_groups = [&](auto pass) {
+      for (const Group& group : groups_) {
+        select(launch, group);
+        pass(rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access]);
+      }
+    };
+    if (rules.ratio == nullptr) {
+      for_groups([&](const PassKernels& kernels) { kernels.update(launch); });
+    } else if (!groups_.empty()) {
+      for_groups([&](const PassKernels& kernels) { kernels.accumulate(launch); });
+      RatioLaunch ratio{};
+      ratio.tensors = tables_.tensors;
+      ratio.tensor_count = static_cast<int64_t>(plan.tensors());
+      ratio.hyper = hyper_of(rule);
+      ratio.partials = tables_.partials;
+      ratio.ratios = tables_.ratios;
+      ratio.stream = launch.stream;
+      rules.ratio(ratio);
+      for_groups([&](const PassKernels& kernels) {
+        (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
+      });
+    }
+    check(cudaGetLastError(), "launching a step, or in a kernel before it");
+    plan.ran_on = "cuda";
+  }
+
+  int device_;
+  uint64_t operands_version_ = 0, grads_version_ = 0;  // of what the device knows
+  DeviceBytes memory_;
+  size_t bytes_ = 0;
+  Tables tables_{};
+  std::vector<Class> classes_;
+  std::vector<Group> groups_;
+  std::vector<float*> counts_;
+  Uploads uploads_;
+  bool captured_ = false;
+  std::vector<DeviceBytes> kept_;  // for graphs captured with them
+};
+
+[[maybe_unused]] const bool registered = [] {
+  register_cuda([](int device) -> std::unique_ptr<DevicePlan> { return std::make_unique<CudaPlan>(device); });
+  return true;
+}();
+
+}  // namespace
+}  // namespace fusedstep::cuda

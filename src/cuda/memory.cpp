@@ -1,0 +1,95 @@
+#include "src/cuda/memory.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace fusedstep::cuda {
+namespace {
+
+// Lets a thread allocate while a stream of it is being captured.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
+}  // namespace
+
+void check(cudaError_t error, const char* doing) {
+  if (error == cudaSuccess) return;
+  throw std::runtime_error(std::string("CUDA error while ") + doing + ": " + cudaGetErrorString(error));
+}
+
+DeviceGuard::DeviceGuard(int device) {
+  check(cudaGetDevice(&before_), "asking for the current device");
+  if (device != before_) check(cudaSetDevice(device), "choosing the weights' device");
+}
+
+DeviceGuard::~DeviceGuard() { cudaSetDevice(before_); }
+
+void FreeDevice::operator()(std::byte* memory) const {
+  const RelaxedCapture relaxed;
+  cudaFree(memory);
+}
+
+void FreePinned::operator()(std::byte* memory) const {
+  const RelaxedCapture relaxed;
+  cudaFreeHost(memory);
+}
+
+DeviceBytes new_device_bytes(size_t bytes) {
+  const RelaxedCapture relaxed;
+  void* memory = nullptr;
+  check(cudaMalloc(&memory, bytes), "allocating a plan's tables");
+  return DeviceBytes(static_cast<std::byte*>(memory));
+}
+
+PinnedBytes new_pinned_bytes(size_t bytes) {
+  const RelaxedCapture relaxed;
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), "allocating pinned memory");
+  return PinnedBytes(static_cast<std::byte*>(memory));
+}
+
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(stream, &status), "asking whether a graph is being captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+Uploads::~Uploads() {
+  for (const Slot& slot : slots_) {
+    if (slot.copied != nullptr) cudaEventDestroy(slot.copied);
+  }
+}
+
+void Uploads::copy(std::byte* to, const void* from, size_t bytes, cudaStream_t stream) {
+  const auto copy_from = [&](std::byte* pinned) {
+    std::memcpy(pinned, from, bytes);
+    check(cudaMemcpyAsync(to, pinned, bytes, cudaMemcpyHostToDevice, stream), "copying a plan's tables");
+  };
+  if (is_capturing(stream)) {
+    captured_.push_back(new_pinned_bytes(bytes));
+    return copy_from(captured_.back().get());
+  }
+  Slot& slot = slots_[next_++ % slots_.size()];
+  if (slot.copied == nullptr) {
+    check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "making an event");
+  } else {
+    check(cudaEventSynchronize(slot.copied), "waiting for an earlier copy");
+  }
+  if (slot.bytes < bytes) {
+    slot.memory = new_pinned_bytes(bytes);
+    slot.bytes = bytes;
+  }
+  copy_from(slot.memory.get());
+  check(cudaEventRecord(slot.copied, stream), "recording an event");
+}
+
+}  // namespace fusedstep::cuda

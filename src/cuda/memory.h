@@ -1,0 +1,64 @@
+// Memory of the device and of the host that copies to it, as a plan needs it.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <array>
+#include <cstddef>
+#include <memory>
+#include <vector>
+
+namespace fusedstep::cuda {
+
+// Throws std::runtime_error with the words of the CUDA runtime unless `error` is cudaSuccess.
+void check(cudaError_t error, const char* doing);
+
+// Makes a device the current one for as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// Bytes on the current device, or pinned ones of the host. Allocated while a graph is captured, too.
+struct FreeDevice {
+  void operator()(std::byte* memory) const;
+};
+struct FreePinned {
+  void operator()(std::byte* memory) const;
+};
+using DeviceBytes = std::unique_ptr<std::byte[], FreeDevice>;
+using PinnedBytes = std::unique_ptr<std::byte[], FreePinned>;
+DeviceBytes new_device_bytes(size_t bytes);
+PinnedBytes new_pinned_bytes(size_t bytes);
+
+bool is_capturing(cudaStream_t stream);
+
+// Copies to the device without waiting: what is to be copied lies in one of a few pinned places, which is
+// taken again when its copy is known to be over. What is copied while a graph is captured stays where it is,
+// for the graph to copy again.
+class Uploads {
+ public:
+  Uploads() = default;
+  Uploads(const Uploads&) = delete;
+  Uploads& operator=(const Uploads&) = delete;
+  ~Uploads();
+
+  void copy(std::byte* to, const void* from, size_t bytes, cudaStream_t stream);
+
+ private:
+  struct Slot {
+    PinnedBytes memory;
+    size_t bytes = 0;
+    cudaEvent_t copied = nullptr;
+  };
+  std::array<Slot, 4> slots_;
+  size_t next_ = 0;
+  std::vector<PinnedBytes> captured_;
+};
+
+}  // namespace fusedstep::cuda

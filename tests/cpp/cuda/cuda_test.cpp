@@ -1,0 +1,190 @@
+// The CUDA backend beside the CPU's: the same bits for every rule, format and layout. On the host, by the
+// emulator; tests/test_cuda.py has the GPU's.
+#include <gtest/gtest.h>
+
+#include "src/backend.h"
+#include "tests/cpp/layouts.h"
+#include "tests/cpp/model.h"
+
+namespace fusedstep::test {
+namespace {
+
+// Around words, segments, parts and chunks, and more of these than are summed in one group.
+const Sizes kSizes = {0, 1, 3, 16, 127, 129, 1000, 4097, 33000};
+
+void step_cpu(Model& model, const std::vector<double>& counts, const StepOptions& options) {
+  for (size_t i = 0; i < model.tensors().size(); ++i) model.plan().bind(i, model.tensors()[i].operands());
+  run_step(model.plan(), model.rule().bound, counts, options);
+}
+
+class CudaTest : public testing::TestWithParam<Case> {
+ protected:
+  void step_cuda(Model& model, const std::vector<double>& counts, const StepOptions& options,
+                 const DeviceInputs& inputs = {}) {
+    bind(model);
+    device_->step(model.plan(), model.rule().bound, counts, options, inputs);
+  }
+  void bind(Model& model) {
+    for (size_t i = 0; i < model.tensors().size(); ++i) model.plan().bind(i, model.tensors()[i].operands());
+  }
+  DevicePlan& device() { return *device_; }
+  void forget_device() { device_ = new_device_plan(0); }
+
+  static void expect_same(Model& actual, Model& expected) {
+    for (size_t t = 0; t < expected.tensors().size(); ++t) {
+      const Tensor &ours = actual.tensors()[t], &theirs = expected.tensors()[t];
+      SCOPED_TRACE(testing::Message() << "tensor " << t);
+      ASSERT_TRUE(ours.fill_untouched());
+      ASSERT_EQ(ours.weight.first_difference(theirs.weight), -1);
+      ASSERT_EQ(ours.grad.first_difference(theirs.grad), -1);
+      for (size_t k = 0; k < ours.states.size(); ++k) {
+        ASSERT_EQ(ours.states[k].first_difference(theirs.states[k]), -1) << "state " << k;
+      }
+    }
+  }
+
+  // Dense tensors, of which some begin where no word does, and one of each layout.
+  std::vector<Tensor> all_tensors() const {
+    std::vector<Tensor> tensors = dense_tensors(GetParam(), kSizes);
+    for (const int64_t margin : {1, 2, 4}) tensors.push_back(displaced(margin));
+    for (const LayoutCase& layout : layout_cases()) {
+      tensors.emplace_back(GetParam(), layout.sizes, layout.forms, /*seed=*/tensors.size());
+    }
+    return tensors;
+  }
+  // For what does not depend on the layout: one of each way to go over tensors.
+  std::vector<Tensor> few_tensors() const {
+    std::vector<Tensor> tensors = dense_tensors(GetParam(), {0, 17000});
+    tensors.push_back(displaced(1));
+    tensors.emplace_back(GetParam(), Sizes{30, 50}, Forms::all(slice({30, 99}, {0, 1}, {1, 2})), /*seed=*/3);
+    return tensors;
+  }
+
+ private:
+  Tensor displaced(int64_t margin) const {
+    return Tensor(GetParam(), {5000}, Forms::all(dense({5000})), static_cast<uint64_t>(margin), margin);
+  }
+
+  std::unique_ptr<DevicePlan> device_ = new_device_plan(0);
+};
+
+TEST_P(CudaTest, SameBitsAsOnTheCpu) {
+  for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+    SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
+    forget_device();
+    Model actual(GetParam(), all_tensors()), expected(GetParam(), all_tensors());
+    for (uint64_t step = 1; step < 3; ++step) {
+      const std::vector<double> counts(actual.tensors().size(), static_cast<double>(step));
+      const StepOptions options{.threads = 2, .grad_factor = 0.75, .maximize = step == 2, .grads = grads};
+      for (Model* model : {&actual, &expected}) model->fill_grads(step);
+      step_cuda(actual, counts, options);
+      step_cpu(expected, counts, options);
+      expect_same(actual, expected);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_P(CudaTest, StepCountsOfTheirOwn) {
+  const std::vector<Tensor> start = dense_tensors(GetParam(), {50, 5000, 50});
+  Model actual(GetParam(), start), expected(GetParam(), start);
+  std::vector<double> counts = {3, 1, 3};
+  for (Model* model : {&actual, &expected}) model->fill_grads(1);
+  step_cuda(actual, counts, {});
+  step_cpu(expected, counts, {});
+  expect_same(actual, expected);
+}
+
+TEST_P(CudaTest, CountsOnTheDeviceAreRaisedThere) {
+  const std::vector<Tensor> start = dense_tensors(GetParam(), {50, 5000, 50});
+  Model actual(GetParam(), start), expected(GetParam(), start);
+  std::vector<float> counts = {2, 0, 2};
+  std::vector<float*> places;
+  for (float& count : counts) places.push_back(&count);
+  for (const double raised : {0.0, 1.0}) {
+    for (Model* model : {&actual, &expected}) model->fill_grads(static_cast<uint64_t>(raised));
+    bind(actual);
+    device().step_counted(actual.plan(), actual.rule().bound, places, {}, {});
+    step_cpu(expected, {3 + raised, 1 + raised, 3 + raised}, {});
+    expect_same(actual, expected);
+  }
+  EXPECT_EQ(counts, (std::vector<float>{4, 2, 4}));
+}
+
+// Nothing changes, but for gradients that are to be zero.
+TEST_P(CudaTest, AStepCanBeLeftOut) {
+  for (const GradUse grads : {GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+    Model actual(GetParam(), few_tensors()), expected(GetParam(), few_tensors());
+    for (Model* model : {&actual, &expected}) model->fill_grads(1);
+    std::vector<float> counts(actual.tensors().size(), 5);
+    std::vector<float*> places;
+    for (float& count : counts) places.push_back(&count);
+    const float found_inf = 1;
+    bind(actual);
+    device().step_counted(actual.plan(), actual.rule().bound, places, {.grad_factor = 0.5, .grads = grads},
+                          {.found_inf = &found_inf});
+    for (size_t t = 0; grads == GradUse::kClear && t < expected.tensors().size(); ++t) {
+      if (!actual.plan().grad_is_own(t)) continue;
+      Operand& grad = expected.tensors()[t].grad;
+      for (int64_t i = 0; i < grad.elements(); ++i) grad.set(i, 0);
+    }
+    expect_same(actual, expected);
+    EXPECT_EQ(counts, std::vector<float>(counts.size(), 5));
+    forget_device();
+  }
+}
+
+TEST_P(CudaTest, AFactorOnTheDeviceIsOneOfTheHosts) {
+  Model actual(GetParam(), few_tensors()), expected(GetParam(), few_tensors());
+  for (Model* model : {&actual, &expected}) model->fill_grads(1);
+  const std::vector<double> counts(actual.tensors().size(), 1);
+  const double factor = 0.3;
+  step_cuda(actual, counts, {.grad_factor = 0.5, .grads = GradUse::kScale}, {.grad_factor = &factor});
+  step_cpu(expected, counts, {.grad_factor = 0.5 * 0.3, .grads = GradUse::kScale});
+  expect_same(actual, expected);
+}
+
+TEST_P(CudaTest, NormOfGradients) {
+  Sizes sizes(70, 300);  // more chunks than a group has
+  sizes.push_back(40000);
+  std::vector<Tensor> tensors = few_tensors();
+  for (Tensor& tensor : dense_tensors(GetParam(), sizes)) tensors.push_back(tensor);
+  Model model(GetParam(), tensors);
+  model.fill_grads(3);
+  bind(model);
+  double norm2 = 0.25;
+  device().add_grad_norm2(model.plan(), &norm2);
+  EXPECT_EQ(norm2, 0.25 + grad_norm2(model.plan(), 2));
+}
+
+// A graph of chunks that is cut anew, a gradient that is no longer aligned, weights elsewhere.
+TEST_P(CudaTest, FollowsWhatMoves) {
+  const std::vector<Tensor> start = dense_tensors(GetParam(), {500, 20000});
+  Model actual(GetParam(), start), expected(GetParam(), start);
+  const auto compare = [&](uint64_t step) {
+    for (Model* model : {&actual, &expected}) model->fill_grads(step);
+    const std::vector<double> counts(2, static_cast<double>(step));
+    step_cuda(actual, counts, {.grads = GradUse::kScratch});
+    step_cpu(expected, counts, {.grads = GradUse::kScratch});
+    expect_same(actual, expected);
+  };
+  compare(1);
+  for (Model* model : {&actual, &expected}) {
+    model->tensors()[0].grad = Operand(GetParam().dtype, {500}, dense({500}), /*margin=*/1);
+  }
+  compare(2);
+  for (Model* model : {&actual, &expected}) {
+    for (Tensor& tensor : model->tensors()) tensor.weight = Operand(tensor.weight);
+  }
+  compare(3);
+  for (Model* model : {&actual, &expected}) {
+    model->tensors()[1] = Tensor(GetParam(), {300, 90}, Forms::all(dense({300, 90}, {1, 0})), /*seed=*/9);
+  }
+  compare(4);
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, CudaTest, testing::ValuesIn(all_cases()),
+                         [](const auto& info) { return name(info.param); });
+
+}  // namespace
+}  // namespace fusedstep::test

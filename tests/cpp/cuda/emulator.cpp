@@ -1,0 +1,178 @@
+#include "tests/cpp/cuda/emulator.h"
+
+#include <cuda_runtime_api.h>
+#include <setjmp.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <ucontext.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+namespace fusedstep::emulator {
+
+Index thread_index, block_index;
+
+namespace {
+
+constexpr size_t kStackBytes = 64 << 10;
+constexpr int kWarp = 32;
+
+// A thread of the block. It lives on from block to block: what makes a context is slow, what jumps between
+// stacks is not.
+struct Fiber {
+  ucontext_t first{};
+  jmp_buf place;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
+  bool started = false, ended = true;
+  int64_t block_waits = 0, warp_waits = 0;  // how often it has waited
+  double shown = 0;                         // to the other threads of its warp
+};
+
+std::vector<std::unique_ptr<Fiber>> fibers;
+jmp_buf scheduler;
+const std::function<void()>* body_to_run = nullptr;
+bool in_fiber = false;
+
+Fiber& self() { return *fibers[thread_index.x]; }
+
+void leave() {
+  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
+}
+
+void enter() {
+  for (;;) {
+    (*body_to_run)();
+    self().ended = true;
+    leave();
+  }
+}
+
+void resume(int thread) {
+  thread_index.x = static_cast<unsigned>(thread);
+  in_fiber = true;
+  if (_setjmp(scheduler) == 0) {
+    if (self().started) _longjmp(self().place, 1);
+    self().started = true;
+    setcontext(&self().first);
+  }
+  in_fiber = false;
+}
+
+// Lets the others go on until `arrived` holds for all threads of [first, last) that have not ended.
+template <class Arrived>
+void wait(size_t first, size_t last, Arrived arrived) {
+  if (!in_fiber) std::abort();  // the first thread of the block did not wait
+  const auto all = [&] {
+    for (size_t t = first; t < last; ++t) {
+      if (!fibers[t]->ended && !arrived(*fibers[t])) return false;
+    }
+    return true;
+  };
+  while (!all()) leave();
+}
+
+void wait_for_warp() {
+  const int64_t waits = ++self().warp_waits;
+  const size_t first = thread_index.x / kWarp * kWarp;
+  wait(first, first + kWarp, [=](const Fiber& other) { return other.warp_waits >= waits; });
+}
+
+void run_block(int threads) {
+  for (int t = static_cast<int>(fibers.size()); t < threads; ++t) {
+    fibers.push_back(std::make_unique<Fiber>());
+    getcontext(&fibers[t]->first);
+    fibers[t]->first.uc_stack.ss_sp = fibers[t]->stack.get();
+    fibers[t]->first.uc_stack.ss_size = kStackBytes;
+    makecontext(&fibers[t]->first, enter, 0);
+  }
+  for (const auto& fiber : fibers) {
+    fiber->ended = false;
+    fiber->block_waits = fiber->warp_waits = 0;
+  }
+  resume(0);
+  if (fibers[0]->ended) {  // nothing to wait for: the others need no stack of their own
+    for (int t = 1; t < threads; ++t) {
+      thread_index.x = static_cast<unsigned>(t);
+      (*body_to_run)();
+    }
+    return;
+  }
+  for (bool running = true; running;) {
+    running = false;
+    for (int t = 0; t < threads; ++t) {
+      if (fibers[t]->ended) continue;
+      running = true;
+      resume(t);
+    }
+  }
+}
+
+}  // namespace
+
+void wait_for_block() {
+  const int64_t waits = ++self().block_waits;
+  wait(0, fibers.size(), [=](const Fiber& other) { return other.block_waits >= waits; });
+}
+
+double value_of_neighbour(double value, int distance, int width) {
+  const auto thread = static_cast<int>(thread_index.x);
+  self().shown = value;
+  wait_for_warp();
+  const double shown = thread % width + distance < width ? fibers[thread + distance]->shown : value;
+  wait_for_warp();
+  return shown;
+}
+
+void run(int64_t blocks, int threads, const std::function<void()>& body) {
+  body_to_run = &body;
+  for (int64_t block = 0; block < blocks; ++block) {
+    block_index.x = static_cast<unsigned>(block);
+    run_block(threads);
+  }
+}
+
+}  // namespace fusedstep::emulator
+
+// What of CUDA's runtime, and of torch, a plan calls: the host's memory is the device's, and work is done
+// when it is asked for.
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+cudaError_t cudaMalloc(void** memory, size_t bytes) {
+  *memory = std::malloc(bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaFree(void* memory) {
+  std::free(memory);
+  return cudaSuccess;
+}
+cudaError_t cudaHostAlloc(void** memory, size_t bytes, unsigned) { return cudaMalloc(memory, bytes); }
+cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = reinterpret_cast<cudaEvent_t>(event);
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t) { return cudaSuccess; }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return cudaSuccess; }
+const char* cudaGetErrorString(cudaError_t) { return ""; }
+
+AOTITorchError aoti_torch_get_current_cuda_stream(int32_t, void** stream) {
+  *stream = nullptr;
+  return AOTI_TORCH_SUCCESS;
+}

@@ -1,0 +1,49 @@
+// Runs the kernels of cuda_kernels/ on the host, for machines without a GPU to test them: included before
+// everything else when these are compiled as C++. The threads of a block are fibers that take turns; blocks
+// run one after the other.
+#pragma once
+#include <cstdint>
+#include <functional>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __shared__ static
+#define __grid_constant__
+#define __launch_bounds__(...)
+
+namespace fusedstep::emulator {
+
+struct Index {
+  unsigned x;
+};
+extern Index thread_index, block_index;
+
+// Runs `body` in each thread of each block.
+void run(int64_t blocks, int threads, const std::function<void()>& body);
+// Waits until all threads of the block that have not ended are here.
+void wait_for_block();
+double value_of_neighbour(double value, int distance, int width);
+
+}  // namespace fusedstep::emulator
+
+#define threadIdx (::fusedstep::emulator::thread_index)
+#define blockIdx (::fusedstep::emulator::block_index)
+
+inline void __syncthreads() { fusedstep::emulator::wait_for_block(); }
+
+inline double __shfl_down_sync(unsigned, double value, int distance, int width) {
+  return fusedstep::emulator::value_of_neighbour(value, distance, width);
+}
+
+#include "cuda_kernels/launch.cuh"
+
+namespace fusedstep::cuda {
+
+template <class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream, const Arguments&... arguments) {
+  emulator::run(blocks, kThreads, [&] { kernel(arguments...); });
+}
+
+}  // namespace fusedstep::cuda
