@@ -57,7 +57,7 @@ def test_params_that_torch_refuses(case, name):
 
 NOT_FUSED = (
     "`fused=True` requires all the params to be floating point Tensors of supported devices: "
-    r"\['cpu'\] but torch.{} and {}"
+    r"\['cpu', 'cuda'\] but torch.{} and {}"
 )
 UNSUPPORTED = {
     "integer": (lambda: torch.zeros(3, dtype=torch.int64), NOT_FUSED.format("int64", "cpu")),

@@ -1,4 +1,4 @@
-"""Finds the native library, loads it, and names its operators."""
+"""Finds the native libraries, loads them, and names their operators."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from fusedstep.optim._base import FusedOptimizer
 
-#: Devices that have native kernels, and the dtypes they update.
-DEVICES = ("cpu",)
+#: Devices that there are native kernels for, and the dtypes they update.
+DEVICES = ("cpu", "cuda")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 _HOW_TO_BUILD = (
@@ -47,8 +47,26 @@ def _load() -> str | None:
     return None
 
 
-#: Why the native kernels cannot be used; None when they can.
+#: Why no native kernels can be used; None when those of the CPU can.
 missing: str | None = _load()
+
+
+@functools.cache
+def missing_on(device: str) -> str | None:
+    """Why the native kernels of a kind of device cannot be used; None when they can."""
+    if missing or device == "cpu":
+        return missing
+    path = library_path().with_name("libfusedstep_cuda.so")
+    if not path.is_file():
+        return (
+            f"fusedstep's CUDA library was not found at {path}. Build the package where nvcc is, "
+            "with a torch for CUDA: `pip install .`, or `./run.sh build` in the source tree."
+        )
+    try:
+        torch.ops.load_library(path)
+    except OSError as error:
+        return f"fusedstep's CUDA library could not be loaded ({error.__cause__ or error})."
+    return None
 
 
 def _load_bind() -> Callable[[int, list[Tensor], list[Tensor]], bool] | None:
@@ -70,9 +88,9 @@ bind_lists = _load_bind()
 
 
 @functools.cache
-def warn_missing() -> None:
-    """Says once in a process that optimizers run without native kernels."""
-    warnings.warn(f"{missing} Until then the slower fused=False is used.", stacklevel=2)
+def warn_missing(device: str) -> None:
+    """Says once in a process that optimizers of weights there run without native kernels."""
+    warnings.warn(f"{missing_on(device)} Until then the slower fused=False is used.", stacklevel=2)
 
 
 def isa() -> str:

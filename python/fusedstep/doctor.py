@@ -141,9 +141,12 @@ def check_onednn() -> Finding:
 def check_cuda() -> Finding:
     if not torch.backends.cuda.is_built():
         return Finding("CUDA", "torch is built without it")
-    if _ops.library_path().with_name("libfusedstep_cuda.so").is_file():
-        return Finding("CUDA", "library present")
-    return Finding("CUDA", "not built: CUDA weights use fused=False")
+    if not torch.cuda.is_available():
+        return Finding("CUDA", "no device that torch can use")
+    devices = count(torch.cuda.device_count(), "device")
+    if missing := _ops.missing_on("cuda"):
+        return Finding("CUDA", f"{devices}, no native kernels: fused=False is used", missing)
+    return Finding("CUDA", f"{devices}, native kernels loaded")
 
 
 CHECKS: tuple[Callable[[], Finding], ...] = (

@@ -6,15 +6,13 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import chain, cycle, repeat
-from operator import is_not
+from itertools import chain, cycle
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.nn.utils import get_total_norm
 from torch.optim.optimizer import (
     Optimizer,
     ParamsT,
@@ -22,7 +20,9 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import _ops
-from fusedstep.optim import _dtensor
+from fusedstep.optim import _dtensor, _factors
+from fusedstep.optim._factors import Factors, is_one
+from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 
 #: Every optimizer by a name that a compiled graph knows it by.
@@ -32,8 +32,12 @@ _names = map(str, itertools.count())
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class _Work(NamedTuple):
-    """A group that has gradients."""
+#: The index of a group, and that of the device among those its weights are on.
+_Place = tuple[int, int]
+
+
+class Work(NamedTuple):
+    """A group that has gradients, or what of it is on one device."""
 
     group: dict[str, Any]
     weights: list[Tensor]
@@ -140,8 +144,9 @@ class FusedOptimizer(Optimizer):
         except RuntimeError:
             self.param_groups.pop()
             raise
-        if _ops.missing and _wants_native(group):
-            _ops.warn_missing()
+        for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
+            if _wants_native(group) and _ops.missing_on(kind):
+                _ops.warn_missing(kind)
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -261,14 +266,14 @@ class FusedOptimizer(Optimizer):
 
     def _obstacle(self, weights: list[Tensor]) -> str | None:
         """Why the native kernels cannot update these weights; None if they can."""
-        if _ops.missing:
-            return f"`fused=True` needs native kernels. {_ops.missing}"
         for p in weights:
             if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
                 return (
                     "`fused=True` requires all the params to be floating point Tensors of "
                     f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
                 )
+            if missing := _ops.missing_on(p.device.type):
+                return f"`fused=True` needs native kernels. {missing}"
             if type(_dtensor.local(p)) not in (Tensor, Parameter) or p.layout is not torch.strided:
                 return (
                     "`fused=True` requires all the params to be dense Tensors but one is a "
@@ -281,19 +286,25 @@ class FusedOptimizer(Optimizer):
         return None
 
     def _forget_plans(self) -> None:
-        self._plans: dict[int, Plan] = {}  # by the group's index
+        self._plans: dict[_Place, Plan] = {}
         self._seen: Snapshot | None = None  # of the state that the plans were made for
 
     def _plan(
-        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Plan | None:
-        """The native plan of a group; None where the imperative twin updates it."""
+        """The native plan of a group's weights; None where the imperative twin updates them."""
         names = self._state_names(group)
-        plan = self._plans.get(index)
-        if plan and names == plan.names and same(weights, plan.weights) and _wants_native(group):
+        plan = self._plans.get(place)
+        if (
+            plan
+            and names == plan.names
+            and same(weights, plan.weights)
+            and _wants_native(group)
+            and not (plan.is_on_device and plan.counts_on_host and self._may_be_left_out())
+        ):
             return plan
 
-        self._plans.pop(index, None)
+        self._plans.pop(place, None)
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self._sparse_error(group)):
             raise RuntimeError(error)
@@ -305,10 +316,26 @@ class FusedOptimizer(Optimizer):
             )
         if not native:
             return None
+        self._count_together(weights)
         plan = Plan(weights, [self.state[p] for p in weights], names, sparse)
-        self._plans[index] = plan
+        self._plans[place] = plan
         self._seen = None
         return plan
+
+    def _may_be_left_out(self) -> bool:
+        """Whether it is a number on a device that tells if a step is left out."""
+        found_inf = getattr(self, "found_inf", None)
+        return found_inf is not None and not found_inf.is_cpu
+
+    def _count_together(self, weights: list[Tensor]) -> None:
+        """Moves the step counts of weights on a device there if the host cannot keep all."""
+        steps = [self.state[p]["step"] for p in weights]
+        if weights[0].is_cpu or not (
+            self._may_be_left_out() or any(not step.is_cpu for step in steps)
+        ):
+            return
+        for p, step in zip(weights, steps, strict=True):
+            self.state[p]["step"] = step.to(p.device)
 
     # The step
 
@@ -387,93 +414,98 @@ class FusedOptimizer(Optimizer):
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
         own_max_norm = self._max_grad_norm()
         work = self._bind_groups()
-        factor, clip, norm = self._scaler_factor(), 1.0, None
-        if factor is None:
-            untreated = [pair for group in work for pair in group.pairs()]
-            factor, norm = 1.0, math.inf
+        factors = _factors.of_step(self, work, max_norm, own_max_norm)
+        if factors is None:
+            factors = Factors()
+            untreated = [pair for item in work for pair in item.pairs()]
         else:
-            if max_norm is not None or own_max_norm < math.inf:
-                left = norm = _grad_norm(work) * factor
-                if max_norm is not None and not (part := max_norm / (norm + 1e-6)) >= 1:
-                    factor, left = factor * part, left * part
-                if left > own_max_norm:
-                    clip = own_max_norm / left
-            untreated = self._update_groups(work, factor, clip, zero_grad)
+            untreated = self._update_groups(work, factors, zero_grad)
         if zero_grad == "none":
-            for group in work:
-                for weight in group.weights:
+            for item in work:
+                for weight in item.weights:
                     weight.grad = None
         else:
-            _treat_grads(untreated, 0.0 if zero_grad else factor)
-        return None if max_norm is None else torch.tensor(norm, dtype=torch.float64)
+            treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
+        return None if max_norm is None else torch.as_tensor(factors.norm, dtype=torch.float64)
 
-    def _bind_groups(self) -> list[_Work]:
+    def _bind_groups(self) -> list[Work]:
         """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
         if self._seen is None or not self._seen.is_of(self.state):
             self._forget_plans()
         work = []
         for index, group in enumerate(self.param_groups):
-            weights, grads = _with_gradients(group["params"])
+            weights, grads = with_gradients(group["params"])
+            whole = self._plans.get((index, 0))
             if not weights:
                 continue
-            plan = self._plan(index, group, weights, grads)
-            sparse = self._sparse_error(group) is None
-            if plan and not plan.bind(weights, grads, sparse):
-                del self._plans[index]
-                plan = self._plan(index, group, weights, grads)
-                if plan:
-                    plan.bind(weights, grads, sparse)
-            work.append(_Work(group, weights, grads, plan))
+            if whole and same(weights, whole.weights):
+                work.append(self._bind((index, 0), group, weights, grads))
+                continue
+            for part, pair in enumerate(by_device(weights, grads)):
+                work.append(self._bind((index, part), group, *pair))
         if self._plans and self._seen is None:
             self._seen = Snapshot(self.state)
         return work
 
-    def _scaler_factor(self) -> float | None:
-        """What a GradScaler has gradients multiplied by; None if it has the step left out."""
-        found_inf, scale = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        if found_inf is not None and found_inf.item():
-            return None
-        return 1.0 if scale is None else 1.0 / scale.item()
+    def _bind(
+        self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Work:
+        plan = self._plan(place, group, weights, grads)
+        sparse = self._sparse_error(group) is None
+        if plan and not plan.bind(weights, grads, sparse):
+            del self._plans[place]
+            plan = self._plan(place, group, weights, grads)
+            if plan:
+                plan.bind(weights, grads, sparse)
+        return Work(group, weights, grads, plan)
 
     def _update_groups(
-        self, work: list[_Work], factor: float, clip: float, zero_grad: bool | Literal["none"]
+        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Steps with gradients multiplied by factor and clip, of which ``.grad`` gets the factor.
+        """Steps all groups.
 
         Returns the weights and gradients of which no step has scaled or zeroed the gradient.
         """
-        uses = [self._grad_use(group, factor, clip, zero_grad) for group, *_ in work]
-        untreated = _shared_grads(work) if any(uses) else []
+        uses = [self._grad_use(item.group, factors, zero_grad) for item in work]
+        untreated = shared_grads(work) if any(uses) else []
         for item, use in zip(work, uses, strict=True):
             group, weights, grads, plan = item
             if plan:
-                operator = getattr(torch.ops.fusedstep, f"{self._operator}_").default
-                operator(plan.handle, *self._options(group), factor * clip, use)
+                self._native_step(group, plan, factors, use)
                 increment_version(weights)
                 if use:
                     increment_version(grads)
-                elif factor != 1:
+                elif not is_one(factors.grad):
                     untreated.extend(item.pairs())
             else:
-                scaled = torch._foreach_mul(grads, factor * clip) if factor * clip != 1 else grads
+                factor = factors.on_host
+                scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
                 for weight, grad in zip(weights, scaled, strict=True):
                     self._imperative_step(group, weight, grad)
                 untreated.extend(item.pairs())
         return untreated
 
+    def _native_step(
+        self, group: dict[str, Any], plan: Plan, factors: Factors, use: GradUse
+    ) -> None:
+        lr = None
+        if plan.is_on_device:
+            lr = plan.set_device_inputs(group["lr"], factors)
+        options = self._options(group, None if lr is None else 0.0)
+        operator = getattr(torch.ops.fusedstep, f"{self._operator}_").default
+        operator(plan.handle, *options, factors.on_host, use)
+
     def _grad_use(
-        self,
-        group: dict[str, Any],
-        factor: float,
-        clip: float,
-        zero_grad: bool | Literal["none"],
+        self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> GradUse:
         if zero_grad is True:
             return GradUse.CLEAR
         if self._uses_grads(group):
             return GradUse.SCRATCH
         # The kernel would leave the gradient as it took it: clipped too.
-        return GradUse.LEAVE if factor == 1 or clip != 1 or zero_grad else GradUse.SCALE
+        if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
+            return GradUse.LEAVE
+        return GradUse.SCALE
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]
@@ -526,50 +558,3 @@ def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
     """A step count of zero, on the host unless a device graph counts the steps."""
     device = weight.device if group.get("capturable") else "cpu"
     return torch.zeros((), dtype=torch.float32, device=device)
-
-
-def _with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    grads = [p.grad for p in params]
-    if all(map(is_not, grads, repeat(None))):
-        return params, grads
-    weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
-    return weights, [grad for grad in grads if grad is not None]
-
-
-def _grad_norm(work: list[_Work]) -> float:
-    """The 2-norm of all gradients of a step."""
-    native = [item.plan.handle for item in work if item.plan and not item.plan.is_distributed]
-    others = [
-        grad.coalesce().values() if grad.is_sparse else grad
-        for item in work
-        if not item.plan or item.plan.is_distributed
-        for grad in item.grads
-    ]
-    norm = torch.ops.fusedstep.plans_grad_norm(native) if native else 0.0
-    return math.hypot(norm, _dtensor.whole(get_total_norm(others)).item()) if others else norm
-
-
-def _shared_grads(work: list[_Work]) -> list[tuple[Tensor, Tensor]]:
-    """Weights and gradients of native groups whose memory the step will not write: it is shared."""
-    native = [item for item in work if item.plan]
-    if not native:
-        return []
-    found = torch.ops.fusedstep.plans_shared_grads([item.plan.handle for item in native])
-    places = zip(found[::2], found[1::2], strict=True)
-    return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
-
-
-def _treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float) -> None:
-    """Multiplies gradients, or zeroes them: in place, and memory that several share once."""
-    if factor == 1:
-        return
-    treated = set()
-    for weight, grad in pairs:
-        place = id(grad) if grad.is_sparse else grad.data_ptr()
-        if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
-            weight.grad = grad * factor if factor else torch.zeros_like(grad)
-        elif factor == 0:
-            grad.zero_()
-        elif place not in treated:
-            grad.mul_(factor)
-            treated.add(place)

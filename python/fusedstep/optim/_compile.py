@@ -77,6 +77,9 @@ def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
     others = [value for name, value in group.items() if name not in ("params", "lr")]
     if any(map(torch.is_tensor, tree_leaves(others))):  # the graph may write them
         return False
+    # On a CUDA device the operator would make its tables anew at every step.
+    if not all(p.is_cpu for p in weights):
+        return False
     if owner._obstacle(weights) or any(map(is_dtensor, weights)) or _is_edited_in_graph(group):
         return False
     owner._create_states(group, weights)

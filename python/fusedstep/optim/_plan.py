@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fusedstep import _ops
 from fusedstep.optim._dtensor import is_dtensor, local, local_gradient
+from fusedstep.optim._factors import Factors
 
 
 class GradUse(IntEnum):
@@ -30,7 +31,16 @@ class GradUse(IntEnum):
 class Plan:
     """Addresses, layouts and chunks of a list of weights; frees the native part when it dies."""
 
-    __slots__ = ("__weakref__", "had_sparse", "handle", "is_distributed", "names", "weights")
+    __slots__ = (
+        "__weakref__",
+        "counts_on_host",
+        "device",
+        "had_sparse",
+        "handle",
+        "is_distributed",
+        "names",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -41,13 +51,35 @@ class Plan:
     ) -> None:
         self.names = names
         self.weights = list(weights)
+        self.device = weights[0].device
         self.is_distributed = any(map(is_dtensor, weights))
         self.had_sparse = had_sparse  # at the last step: a gradient
         slots = [local(state[name]) for name in names for state in states]
         steps = [state["step"] for state in states]
+        self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps)
         weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether steps run on an accelerator, after the call that asks for them."""
+        return self.device.type != "cpu"
+
+    def set_device_inputs(self, lr: float | Tensor, factors: Factors) -> Tensor | None:
+        """Says what the next step finds on the device; returns the learning rate if it is there."""
+        there = None
+        if isinstance(lr, Tensor) and not lr.is_cpu and not self.counts_on_host:
+            there = lr.to(self.device, torch.float32)
+        factor, found_inf = factors.on_device, factors.found_inf
+        if not (there is None and factor is None and found_inf is None):
+            torch.ops.fusedstep.plan_device_inputs(
+                self.handle,
+                there,
+                None if factor is None else factor.to(self.device),
+                None if found_inf is None else found_inf.to(self.device),
+            )
+        return there
 
     def bind(self, weights: list[Tensor], grads: list[Tensor], sparse: bool) -> bool:
         """Checks the operands of a step and notes where they are.
@@ -62,12 +94,15 @@ class Plan:
         direct = None if self.had_sparse else _ops.bind_lists
         if direct and direct(self.handle, weights, grads):
             return True
-        bind = torch.ops.fusedstep.plan_bind_sparse if sparse else torch.ops.fusedstep.plan_bind
         try:
-            self.had_sparse = bind.default(self.handle, weights, grads)
+            if not sparse:
+                return torch.ops.fusedstep.plan_bind.default(self.handle, weights, grads)
+            bind = torch.ops.fusedstep.plan_bind_sparse.default
+            sparse_grads = bind(self.handle, weights, grads)
         except NotImplementedError:  # the dispatcher's
             return False
-        return True
+        self.had_sparse = sparse_grads > 0
+        return sparse_grads >= 0
 
 
 class Snapshot:

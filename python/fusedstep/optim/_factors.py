@@ -1,0 +1,138 @@
+"""What a step multiplies its gradients by: a GradScaler's scale, and what clips their norm."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from fusedstep.optim import _dtensor
+
+if TYPE_CHECKING:
+    from fusedstep.optim._base import FusedOptimizer, Work
+
+#: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
+_EPSILON = 1e-6
+
+
+class Factors(NamedTuple):
+    """Numbers where the host knows them, otherwise 0-dimensional float64 tensors on a device."""
+
+    grad: float | Tensor = 1.0
+    """What ``.grad`` is multiplied by."""
+    clip: float | Tensor = 1.0
+    """What the gradients of the step are multiplied by besides."""
+    norm: float | Tensor = math.inf
+    """That of ``.grad`` times the scale, if it was asked for."""
+    found_inf: Tensor | None = None
+    """Not zero if the step is to be left out: on the device, where the host does not know."""
+
+    @property
+    def on_device(self) -> Tensor | None:
+        """The product, where it is not known to the host."""
+        product = self.grad * self.clip
+        return product if isinstance(product, Tensor) else None
+
+    @property
+    def on_host(self) -> float:
+        """The product, or one where it is on a device."""
+        return 1.0 if self.on_device is not None else self.grad * self.clip
+
+    @property
+    def of_others(self) -> float | Tensor:
+        """What those gradients are to be multiplied by that the step does not multiply."""
+        if self.found_inf is None:
+            return self.grad
+        return torch.where(self.found_inf != 0, 1.0, self.grad)
+
+
+def is_one(factor: float | Tensor) -> bool:
+    """Whether a factor is known to be one."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+def of_step(
+    optimizer: FusedOptimizer, work: list[Work], max_norm: float | None, own_max_norm: float
+) -> Factors | None:
+    """The factors of a step; None if it is to be left out."""
+    found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
+    asks_norm = max_norm is not None or own_max_norm < math.inf
+    if all(item.plan and item.plan.is_on_device for item in work) and work:
+        if found_inf is None and scale is None and not asks_norm:
+            return Factors()
+        return _on_device(work, found_inf, scale, max_norm, own_max_norm)
+    if found_inf is not None and found_inf.item():
+        return None
+    factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
+    if asks_norm:
+        left = norm = _grad_norm(work) * factor
+        if max_norm is not None and not (part := max_norm / (norm + _EPSILON)) >= 1:
+            factor, left = factor * part, left * part
+        if left > own_max_norm:
+            clip = own_max_norm / left
+    return Factors(factor, clip, norm)
+
+
+def _on_device(
+    work: list[Work],
+    found_inf: Tensor | None,
+    scale: Tensor | None,
+    max_norm: float | None,
+    own_max_norm: float,
+) -> Factors:
+    """The same without waiting for a device."""
+    device = work[0].plan.device
+    factor: float | Tensor = 1.0
+    clip: float | Tensor = 1.0
+    norm: float | Tensor = math.inf
+    if scale is not None:
+        factor = scale.to(device, torch.float64).reciprocal()
+    if max_norm is not None or own_max_norm < math.inf:
+        left = norm = _device_norm2(work, device).sqrt() * factor
+        if max_norm is not None:
+            part = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+            factor, left = part * factor, left * part
+        if own_max_norm < math.inf:
+            clip = torch.where(left > own_max_norm, own_max_norm / left, 1.0)
+    if found_inf is not None:
+        found_inf = found_inf.to(device)
+        if isinstance(norm, Tensor):
+            norm = torch.where(found_inf != 0, math.inf, norm)
+    return Factors(factor, clip, norm, found_inf)
+
+
+def _device_norm2(work: Iterable[Work], device: torch.device) -> Tensor:
+    """The square of the 2-norm of all gradients, added up device by device."""
+    sums: dict[torch.device, Tensor] = {}
+    for item in work:
+        there = item.plan.device
+        if there not in sums:
+            sums[there] = torch.zeros((), dtype=torch.float64, device=there)
+        torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[there])
+    first, *others = (norm2.to(device) for norm2 in sums.values())
+    for norm2 in others:
+        first = first + norm2
+    return first
+
+
+def _grad_norm(work: list[Work]) -> float:
+    """The 2-norm of all gradients of a step."""
+    on_cpu, on_device, others = [], [], []
+    for item in work:
+        if not item.plan or item.plan.is_distributed:
+            others += [g.coalesce().values() if g.is_sparse else g for g in item.grads]
+        else:
+            (on_device if item.plan.is_on_device else on_cpu).append(item)
+    norms = []
+    if on_cpu:
+        handles = [item.plan.handle for item in on_cpu]
+        norms.append(torch.ops.fusedstep.plans_grad_norm(handles))
+    if on_device:
+        norms.append(_device_norm2(on_device, torch.device("cpu")).sqrt().item())
+    if others:
+        norms.append(_dtensor.whole(get_total_norm(others)).item())
+    return math.hypot(*norms) if len(norms) > 1 else sum(norms)

@@ -1,0 +1,66 @@
+"""The gradients of a step: which there are, and what becomes of those that no kernel writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from operator import is_not
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._factors import is_one
+
+if TYPE_CHECKING:
+    from fusedstep.optim._base import Work
+
+
+def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that have a gradient, with these."""
+    grads = [p.grad for p in params]
+    if all(map(is_not, grads, repeat(None))):
+        return params, grads
+    weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+    return weights, [grad for grad in grads if grad is not None]
+
+
+def by_device(
+    weights: list[Tensor], grads: list[Tensor]
+) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """The same, those of each device by themselves."""
+    devices = list(dict.fromkeys(p.device for p in weights))
+    if len(devices) == 1:
+        return [(weights, grads)]
+    parts = {device: ([], []) for device in devices}
+    for weight, grad in zip(weights, grads, strict=True):
+        parts[weight.device][0].append(weight)
+        parts[weight.device][1].append(grad)
+    return parts.values()
+
+
+def shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
+    """Weights and gradients of native groups whose memory the step will not write: it is shared."""
+    native = [item for item in work if item.plan]
+    if not native:
+        return []
+    found = torch.ops.fusedstep.plans_shared_grads([item.plan.handle for item in native])
+    places = zip(found[::2], found[1::2], strict=True)
+    return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
+
+
+def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> None:
+    """Multiplies gradients, or zeroes them: in place, and memory that several share once."""
+    if is_one(factor):
+        return
+    clears = not isinstance(factor, Tensor) and factor == 0
+    treated = set()
+    for weight, grad in pairs:
+        place = id(grad) if grad.is_sparse else grad.data_ptr()
+        if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
+            weight.grad = torch.zeros_like(grad) if clears else grad * factor
+        elif clears:
+            grad.zero_()
+        elif place not in treated:
+            grad.mul_(factor)
+            treated.add(place)
