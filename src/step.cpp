@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <map>
 
@@ -86,15 +87,32 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
   return sum;
 }
 
-void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
-              const std::vector<const cpu::RuleKernels*>& kernels, const StepOptions& options) {
+// A rule's kernels for a plan's tensors.
+class RuleOfFormats {
+ public:
+  RuleOfFormats(const Plan& plan, const BoundRule& rule) : plan_(plan) {
+    for (size_t format = 0; format < found_.size(); ++format) {
+      found_[format] = kernels().find(rule.id, rule.flags, static_cast<Format>(format));
+    }
+  }
+  const cpu::RuleKernels& operator[](uint32_t tensor) const {
+    return *found_[static_cast<size_t>(plan_.format(tensor))];
+  }
+
+ private:
+  const Plan& plan_;
+  std::array<const cpu::RuleKernels*, static_cast<size_t>(Format::kCount)> found_{};
+};
+
+void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfFormats& kernels,
+              const StepOptions& options) {
   const Treatments treatments(plan, options);
   const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
   const auto stores = [&](uint32_t tensor) { return scratch && plan.grad_can_store(tensor); };
   run_chunks(
       plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
-        return kernels[tensor]->phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
+        return kernels[tensor].phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
       [&](uint32_t tensor) { return treatments.first(tensor); },
       [&](int64_t chunk, double(&lanes)[2][kLanes]) {
@@ -112,7 +130,7 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave,
   run_chunks(
       plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
-        return kernels[tensor]->phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
+        return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
       [&](uint32_t tensor) { return treatments.last(tensor); }, [](int64_t, auto&) {});
 }
@@ -149,9 +167,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
   for (size_t i = 0; i < plan.tensors(); ++i) {
     plan.task(i).scalars = scalars.blocks[scalars.of_tensor[i]].bytes;
   }
-  std::vector<const cpu::RuleKernels*> kernels_of(plan.tensors());
-  for (size_t i = 0; i < plan.tensors(); ++i)
-    kernels_of[i] = kernels().find(rule.id, rule.flags, plan.format(i));
+  const RuleOfFormats kernels_of(plan, rule);
 
   if (rule.trust_ratio) {
     for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, options);
@@ -160,7 +176,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
   const Treatments treatments(plan, options);
   run_chunks(
       plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
-      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor]->phase[cpu::kUpdate]; },
+      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor].phase[cpu::kUpdate]; },
       [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
 }
 

@@ -1,10 +1,13 @@
-"""The two ways to bind a plan: tensors read directly, and the operator."""
+"""The two ways to look at a step's tensors: directly, and through operators and Python."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cases import CASES, DTYPES
 from fusedstep import _ops
+from fusedstep.optim._plan import Snapshot, same
 from stepping import (
     as_parameters,
     assert_same_contents,
@@ -15,7 +18,7 @@ from stepping import (
 
 SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3), (2, 1, 3, 1, 2, 4))
 
-needs_binding = pytest.mark.skipif(_ops.bind_lists is None, reason="built without Python's headers")
+needs_binding = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
 
 
 @pytest.fixture
@@ -23,11 +26,12 @@ def calls(monkeypatch):
     """What the direct way has answered."""
     answers = []
 
-    def bind_lists(plan, weights, grads, direct=_ops.bind_lists):
+    def plan_bind(plan, weights, grads, direct=_ops.bind.plan_bind):
         answers.append(direct(plan, weights, grads))
         return answers[-1]
 
-    monkeypatch.setattr(_ops, "bind_lists", bind_lists)
+    others = {"same": _ops.bind.same, "is_state": _ops.bind.is_state}
+    monkeypatch.setattr(_ops, "bind", SimpleNamespace(plan_bind=plan_bind, **others))
     return answers
 
 
@@ -44,7 +48,7 @@ def test_both_ways_give_the_same_bits(case, dtype, calls, monkeypatch):
 
     directly = run()
     assert calls == [True] * 3
-    monkeypatch.setattr(_ops, "bind_lists", None)
+    monkeypatch.setattr(_ops, "bind", None)
     assert_same_contents(run(), directly)
 
 
@@ -71,7 +75,7 @@ def test_errors_are_the_same(gradient, monkeypatch):
     states = torch.ops.fusedstep.new_states([weight], 1)
     plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
     texts = []
-    for bind in (_ops.bind_lists, torch.ops.fusedstep.plan_bind):
+    for bind in (_ops.bind.plan_bind, torch.ops.fusedstep.plan_bind):
         try:
             texts.append(bind(plan, [weight], [gradient()]))
         except (RuntimeError, NotImplementedError) as error:
@@ -86,9 +90,68 @@ def test_errors_are_the_same(gradient, monkeypatch):
 @pytest.mark.parametrize("arguments", [(), (1, [], ()), ("plan", [], []), (1, None, [])], ids=str)
 def test_other_arguments_are_refused(arguments):
     with pytest.raises(TypeError):
-        _ops.bind_lists(*arguments)
+        _ops.bind.plan_bind(*arguments)
 
 
 @needs_binding
 def test_what_is_no_tensor_is_left_to_the_operator():
-    assert _ops.bind_lists(1, [1.0], [2.0]) is False
+    assert _ops.bind.plan_bind(1, [1.0], [2.0]) is False
+
+
+EITHER = pytest.mark.parametrize("directly", [pytest.param(True, marks=needs_binding), False])
+
+
+@EITHER
+def test_lists_of_the_same_objects(directly, monkeypatch):
+    if not directly:
+        monkeypatch.setattr(_ops, "bind", None)
+    first, second = [1.5], [1.5]
+    assert same([], [])
+    assert same([first, second], [first, second])
+    assert not same([first, second], [first, first])
+    assert not same([first], [first, second])
+    assert not same([first, second], [first])
+
+
+def replace_value(state):
+    state["b"]["x"] = [3]
+
+
+def add_value(state):
+    state["b"]["z"] = [3]
+
+
+def drop_value(state):
+    del state["b"]["y"]
+
+
+def swap_values(state):
+    of_b = state["b"]
+    of_b["x"], of_b["y"] = of_b["y"], of_b["x"]
+
+
+def drop_tensor(state):
+    del state["b"]
+
+
+def add_tensor(state):
+    state["c"] = {"x": [3]}
+
+
+def clear(state):
+    state.clear()
+
+
+@EITHER
+@pytest.mark.parametrize(
+    "change",
+    [replace_value, add_value, drop_value, swap_values, drop_tensor, add_tensor, clear],
+)
+def test_a_snapshot_is_of_one_state(change, directly, monkeypatch):
+    if not directly:
+        monkeypatch.setattr(_ops, "bind", None)
+    state = {"a": {"x": [1]}, "b": {"x": [1], "y": [2]}}
+    snapshot = Snapshot(state)
+    assert snapshot.is_of(state)
+    change(state)
+    assert not snapshot.is_of(state)

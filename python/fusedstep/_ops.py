@@ -6,12 +6,11 @@ import functools
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 if TYPE_CHECKING:
     from fusedstep.optim._base import FusedOptimizer
@@ -69,22 +68,22 @@ def missing_on(device: str) -> str | None:
     return None
 
 
-def _load_bind() -> Callable[[int, list[Tensor], list[Tensor]], bool] | None:
-    """The fast way to bind a plan; None if it was not built, or this torch has no table for it."""
+def _load_bind() -> ModuleType | None:
+    """What looks at lists of tensors fast; None if not built, or this torch has no table for it."""
     path = library_path().parent / "_bind.abi3.so"
     if missing or not path.is_file():
         return None
     spec = importlib.util.spec_from_file_location("fusedstep._bind", path)
     try:
-        module = importlib.util.module_from_spec(spec)
+        return importlib.util.module_from_spec(spec)
     except (ImportError, AttributeError):
         return None
-    return module.plan_bind
 
 
-#: ``bind_lists(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns True;
-#: or returns False, and the operator has to. None if there is no such thing.
-bind_lists = _load_bind()
+#: ``bind.plan_bind(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns
+#: True; or returns False, and the operator has to. ``bind.same(a, b)`` and ``bind.is_state(state,
+#: values)`` compare objects. None if there is no such module.
+bind = _load_bind()
 
 
 @functools.cache

@@ -59,7 +59,7 @@ def check_library() -> Finding:
 
 
 def check_binding() -> Finding:
-    if _ops.bind_lists:
+    if _ops.bind:
         return Finding("binding", "tensors are read directly")
     advice = "install Python's headers (Debian: python3-dev) and build again"
     return Finding("binding", "through an operator", None if _ops.missing else advice)

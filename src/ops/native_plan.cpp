@@ -40,6 +40,15 @@ DType dtype_of(const Tensor& tensor, const char* what) {
 
 float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
 
+// Looked at again only where the memory is another: at every step of thousands of tensors.
+const TensorView& state_view(NativePlan& native, size_t i) {
+  TensorView& known = native.state_views[i];
+  if (const Tensor& state = native.states[i]; known.data == nullptr || known.data != state.data_ptr()) {
+    known = view(state, "state");
+  }
+  return known;
+}
+
 // A number that a step reads on the plan's device; null if there is none.
 template <class T>
 const T* number(const std::optional<Tensor>& tensor) {
@@ -152,9 +161,10 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
             std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
   const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
   if (std::ranges::any_of(weights, moved)) return false;
+  native.state_views.resize(native.states.size());
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = view(native.states[k * count + i], "state");
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = state_view(native, k * count + i);
     if (!rows.empty()) operands.rows = rows[i];
     plan.bind(i, operands);
   }
@@ -174,8 +184,9 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
   const bool host_counts = native.steps[0].is_cpu();
   check(!(host_counts && native.found_inf), "the count of a step that may be left out must be on its device");
   for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
-    native.counts[i] = *step_count(native.steps[i]) + 1.0;
-    *step_count(native.steps[i]) = static_cast<float>(native.counts[i]);
+    float* const count = step_count(native.steps[i]);
+    native.counts[i] = *count + 1.0;
+    *count = static_cast<float>(native.counts[i]);
   }
   const StepOptions options{.threads = num_threads(),
                             .grad_factor = grads.factor,

@@ -40,6 +40,7 @@ struct NativePlan {
   Tensors parts;  // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
+  std::vector<TensorView> state_views;  // of `states`, as they were last found
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from enum import IntEnum
 from itertools import chain
 from operator import is_
@@ -91,8 +91,7 @@ class Plan:
             grads = list(map(local_gradient, weights, grads))
             weights = list(map(local, weights))
         # The direct way gives up at a sparse gradient, which takes it half a millisecond.
-        direct = None if self.had_sparse else _ops.bind_lists
-        if direct and direct(self.handle, weights, grads):
+        if _ops.bind and not self.had_sparse and _ops.bind.plan_bind(self.handle, weights, grads):
             return True
         try:
             if not sparse:
@@ -108,21 +107,23 @@ class Plan:
 class Snapshot:
     """Which tensors an optimizer's state consisted of: a plan is good for these and no others."""
 
-    __slots__ = ("states", "values", "views")
+    __slots__ = ("values",)
 
     def __init__(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        self.states = list(state.values())
-        self.views = [tensors.values() for tensors in self.states]
-        self.values = list(self._flat())
+        self.values = list(_values(state))
 
     def is_of(self, state: dict[Tensor, dict[str, Any]]) -> bool:
-        return same(state.values(), self.states) and all(map(is_, self._flat(), self.values))
-
-    def _flat(self) -> Iterable[Any]:
-        # The end mark tells views that have grown or shrunk.
-        return chain(chain.from_iterable(self.views), (None,))
+        if _ops.bind:
+            return _ops.bind.is_state(state, self.values)
+        return same(list(_values(state)), self.values)
 
 
-def same(a: Collection[Any], b: Collection[Any]) -> bool:
-    """Whether two collections hold the very same objects; in C, for it runs at every step."""
+def _values(state: dict[Tensor, dict[str, Any]]) -> Iterable[Any]:
+    return chain.from_iterable(tensors.values() for tensors in state.values())
+
+
+def same(a: list[Any], b: list[Any]) -> bool:
+    """Whether two lists hold the very same objects; in C, for it runs at every step."""
+    if _ops.bind:
+        return _ops.bind.same(a, b)
     return len(a) == len(b) and all(map(is_, a, b))
