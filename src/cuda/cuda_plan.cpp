@@ -276,7 +276,8 @@ class CudaPlan final : public DevicePlan {
   template <class T>
   void upload(T* to, const std::vector<T>& from, cudaStream_t stream) {
     if (from.empty()) return;
-    uploads_.copy(reinterpret_cast<std::byte*>(to), from.data(), from.size() * sizeof(T), stream);
+    const void* const data = static_cast<const void*>(from.data());
+    uploads_.copy(reinterpret_cast<std::byte*>(to), data, from.size() * sizeof(T), stream);
   }
 
   Launch launch_of(const StepOptions& options, const DeviceInputs& inputs, cudaStream_t stream) const {

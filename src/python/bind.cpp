@@ -97,7 +97,8 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
     if (PyDict_Check(of_tensor) == 0) Py_RETURN_FALSE;
     Py_ssize_t at_name = 0;
     for (PyObject *name = nullptr, *value = nullptr; PyDict_Next(of_tensor, &at_name, &name, &value) != 0;) {
-      if (known == count || PyList_GetItem(values, known++) != value) Py_RETURN_FALSE;
+      if (known == count || PyList_GetItem(values, known) != value) Py_RETURN_FALSE;
+      ++known;
     }
   }
   return PyBool_FromLong(known == count);

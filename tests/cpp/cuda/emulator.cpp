@@ -1,10 +1,10 @@
 #include "tests/cpp/cuda/emulator.h"
 
 #include <cuda_runtime_api.h>
-#include <setjmp.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <ucontext.h>
 
+#include <csetjmp>
 #include <cstdlib>
 #include <cstring>
 #include <memory>

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 
+// NOLINTBEGIN(bugprone-reserved-identifier): the words of CUDA
 #define __global__
 #define __device__
 #define __host__
@@ -12,6 +13,7 @@
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
+// NOLINTEND(bugprone-reserved-identifier)
 
 namespace fusedstep::emulator {
 
@@ -31,11 +33,13 @@ double value_of_neighbour(double value, int distance, int width);
 #define threadIdx (::fusedstep::emulator::thread_index)
 #define blockIdx (::fusedstep::emulator::block_index)
 
+// NOLINTBEGIN(bugprone-reserved-identifier)
 inline void __syncthreads() { fusedstep::emulator::wait_for_block(); }
 
 inline double __shfl_down_sync(unsigned, double value, int distance, int width) {
   return fusedstep::emulator::value_of_neighbour(value, distance, width);
 }
+// NOLINTEND(bugprone-reserved-identifier)
 
 #include "cuda_kernels/launch.cuh"
 
