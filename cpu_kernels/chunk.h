@@ -6,52 +6,9 @@
 #include <cstring>
 
 #include "cpu_kernels/elementwise.h"
+#include "cpu_kernels/tiles.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
-
-using Tile = char[kTileElements * sizeof(double)];
-
-// Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
-// checks of constant arguments fold away with the reference to torch that they would bring.
-__attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64_t from_stride, uint32_t* to,
-                                                     int64_t to_stride) {
-  at::vec::transpose_mxn<float, 16, 16>(reinterpret_cast<const float*>(from), from_stride,
-                                        reinterpret_cast<float*>(to), to_stride);
-}
-
-// Copies a block between a strided array and a tile in which its rows lie one behind another. The inner loop
-// runs along the side that is contiguous in the array.
-template <class Word, bool kGather>
-void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t row_stride,
-                int64_t column_stride) {
-  const auto copy = [](Word& outside, Word& inside) {
-    (kGather ? inside : outside) = kGather ? outside : inside;
-  };
-  if (column_stride == 1) {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c) copy(array[r * row_stride + c], tile[r * columns + c]);
-    }
-  } else if (row_stride == 1) {
-    int64_t c = 0;
-    if constexpr (sizeof(Word) == 4) {
-      for (; rows == 16 && c + 16 <= columns; c += 16) {
-        if constexpr (kGather) {
-          transpose_16x16(array + c * column_stride, column_stride, tile + c, columns);
-        } else {
-          transpose_16x16(tile + c, columns, array + c * column_stride, column_stride);
-        }
-      }
-    }
-    for (; c < columns; ++c) {
-      for (int64_t r = 0; r < rows; ++r) copy(array[c * column_stride + r], tile[r * columns + c]);
-    }
-  } else {
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t c = 0; c < columns; ++c)
-        copy(array[r * row_stride + c * column_stride], tile[r * columns + c]);
-    }
-  }
-}
 
 template <bool kGather>
 void copy_operand(const TensorTask& task, int operand, const Block& block, char* tile) {
@@ -144,13 +101,36 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   }
 }
 
+// Blocks of short rows that fill a tile: in place in those operands in which a block is one run.
+inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
+  const TensorTask& task = work.task;
+  const BlockLayout& layout = *task.layout;
+  alignas(64) Tile tiles[kMaxOperands];
+  for (; begin < end; ++begin) {
+    const Block block = locate(layout, task.operands, begin);
+    void* operand[kMaxOperands];
+    for (int k = 0; k < task.operands; ++k) {
+      const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
+      const bool in_place = strides[1] == 1 && (strides[0] == block.columns || block.rows == 1);
+      operand[k] =
+          in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * task.element_size[k] : tiles[k];
+      if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
+    }
+    work.run(operand, block.rows * block.columns);
+    for (int k = 0; k < task.operands; ++k) {
+      if (operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
+    }
+  }
+}
+
 // Small blocks: as many as fill a tile of every operand are worked on together.
 inline void run_packed(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
+  const int64_t blocks = task.layout->blocks_per_pack();
+  if (blocks == 1) return run_blocks(work, begin, end);
   alignas(64) Tile tiles[kMaxOperands];
   void* operand[kMaxOperands];
   for (int k = 0; k < task.operands; ++k) operand[k] = tiles[k];
-  const int64_t blocks = task.layout->blocks_per_pack();
   while (begin < end) {
     const int64_t last = std::min(begin + blocks, end);
     int64_t packed = 0;
