@@ -8,8 +8,9 @@ function(fusedstep_isa NAME CAPABILITY)
   # Kernels are optimised in every configuration: without inlining, vector code would leak through weak functions.
   # Contraction is off so that every instruction set rounds alike; what is to be fused says mul_add. The rounding mode
   # is the caller's: where it is not to nearest, -(a * b) is not (-a) * b.
-  # GCC 12 warns of variables left undefined on purpose inside its own intrinsics.
-  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized)
+  # GCC 12 warns of variables left undefined on purpose inside its own intrinsics, and notes at every register passed to a
+  # function that older versions passed it otherwise: all of them inline.
+  target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi)
   # Under a sanitizer, what runs is what was built for this machine, and -O3 takes the compiler minutes: -O1.
   set(level -O3)
   if(FUSEDSTEP_SANITIZE)
