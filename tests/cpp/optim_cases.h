@@ -50,6 +50,15 @@ struct AdagradRow {
   }
 };
 
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow>;
+
+// The class's name, without its namespace.
+template <class Row>
+std::string name_of() {
+  const std::string name = c10::demangle(typeid(typename Row::Optimizer).name());
+  return name.substr(name.rfind(':') + 1);
+}
+
 inline Tensors make_weights(torch::Dtype dtype = torch::kFloat32) {
   Tensors weights;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{17, 5}, {33}, {}, {2, 3, 4, 5}, {1000}}) {

@@ -27,11 +27,9 @@ class OptimTest : public testing::Test {
 struct RowName {
   template <class Row>
   static std::string GetName(int) {
-    const std::string name = c10::demangle(typeid(typename Row::Optimizer).name());
-    return name.substr(name.rfind(':') + 1);
+    return name_of<Row>();
   }
 };
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow>;
 TYPED_TEST_SUITE(OptimTest, Rows, RowName);
 
 // ---- Against torch, and against the formula -------------------------------------------------------------
