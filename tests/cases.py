@@ -90,7 +90,7 @@ class Case:
     def stores_update_in_grad(self, dtype: torch.dtype) -> bool:
         """Whether a fused step leaves its update in a dense gradient of this dtype."""
         return (
-            self.optimizer is optim.Lamb
+            not self.elementwise
             and not self.modes.get("keep_grad", False)
             and dtype not in LOW_PRECISION
         )

@@ -25,50 +25,67 @@ MODES = {
     "foreach": {"foreach": True},
 }
 
-#: Without the hooks around it, which torch puts around the step of each class.
-_step_of_adam = inspect.unwrap(torch.optim.Adam.step)
 
-#: Options of ours that torch's class does not have.
-OWN_OPTIONS = {"keep_grad", "state_dtype"}
+def _options(function: Callable) -> dict[str, Any]:
+    """The options that it takes, with their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
 
 
-class ByFormula(torch.optim.AdamW):
-    """What torch's class would be for an optimizer that torch has not.
+class ByFormula:
+    """What torch's class would be for an optimizer that torch has not: `ours`, by its `formula`.
 
-    Constructor, checks, texts and housekeeping are AdamW's; the weight is the reference formula's.
+    Constructor, checks, texts and housekeeping are those of the class that comes after this one in
+    the bases of a subclass: torch's nearest in options and states. The formula gives defaults,
+    weights and states; it may have options and states that the base has not.
     """
 
+    ours: type[torch.optim.Optimizer]
     formula: Callable
 
-    def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0, **options):
-        self.own = {name: options.pop(name) for name in OWN_OPTIONS & options.keys()}
-        super().__init__(params, lr, betas, eps, weight_decay, **options)
+    def __init__(self, params, **given):
+        options = _options(self.ours) | _options(self.formula) | given
+        own = {k: options.pop(k) for k in _options(self.ours).keys() - self.options_of_base()}
+        super().__init__(params, **options)
+        for stored in (self.defaults, *self.param_groups):
+            for name, value in own.items():
+                stored.setdefault(name, value)
+
+    @classmethod
+    def options_of_base(cls) -> set[str]:
+        return set(_options(super().__init__))
 
     @_use_grad_for_differentiable
     def step(self, closure=None):
         before = {
-            p: (p.detach().clone(), {k: v.clone() for k, v in self._moments(p)})
+            p: (p.detach().clone(), self._states(p))
             for group in self.param_groups
             for p in group["params"]
         }
-        loss = _step_of_adam(self, closure)
-        names = inspect.signature(self.formula).parameters.keys() - {"weight", "grad"}
+        # Without the hooks around it, which torch puts around the step of each class.
+        loss = inspect.unwrap(super().step)(self, closure)
         with torch.no_grad():
             for group in self.param_groups:
-                options = {name: _plain(group[name]) for name in names & group.keys()}
+                names = _options(self.formula).keys() & group.keys()
+                options = {name: _plain(group[name]) for name in names}
                 for p in group["params"]:
                     if p.grad is not None:
-                        weight, state = before[p]
-                        count = self.state[p]["step"]
-                        count = count if group["differentiable"] else count.item()
-                        weight, gradient, state = _in_double(weight, p.grad, state)
-                        weight, _ = self.formula(weight, gradient, state, count, **options)
-                        p.copy_(torch.view_as_complex(weight) if p.is_complex() else weight)
+                        self._update(p, *before[p], group["differentiable"], options)
         return loss
 
-    def _moments(self, param):
+    def _states(self, param):
         state = self.state.get(param, {})
-        return [(name, value) for name, value in state.items() if name.startswith("exp_avg")]
+        return {k: v.clone() for k, v in state.items() if k != "step" and torch.is_tensor(v)}
+
+    def _update(self, param, weight, state, differentiable, options):
+        count = self.state[param]["step"]
+        count = count if differentiable else count.item()
+        weight, gradient, state = _in_double(weight, param.grad, state)
+        weight, new_state = self.formula(weight, gradient, state, count, **options)
+        stored = self.state[param]
+        pairs = [(stored.setdefault(k, torch.empty_like(param)), v) for k, v in new_state.items()]
+        for old, new in ((param, weight), *pairs):
+            old.copy_(torch.view_as_complex(new) if old.is_complex() else new)
 
 
 def _plain(option):
@@ -84,14 +101,36 @@ def _in_double(weight, gradient, state):
     return double(weight), double(gradient), {k: double(v) for k, v in state.items()}
 
 
-class Lamb(ByFormula):
-    formula = staticmethod(lamb)
+class Lamb(ByFormula, torch.optim.Adam):
+    ours, formula = optim.Lamb, staticmethod(lamb)
 
 
-_WITHOUT_NAMESAKE = {optim.Lamb: Lamb}
+_BY_FORMULA = {each.ours: each for each in ByFormula.__subclasses__()}
+
+
+def _peer_of(case):
+    peer = case.namesake or _BY_FORMULA.get(case.optimizer)
+    assert peer, f"tests/peers.py has no ByFormula for {case.optimizer.__name__}"
+    return peer
+
 
 #: torch's class for each of ours.
-PEERS = {case.optimizer: case.namesake or _WITHOUT_NAMESAKE[case.optimizer] for case in PLAIN}
+PEERS = {case.optimizer: _peer_of(case) for case in PLAIN}
+ALL = tuple(PEERS)
+NAMESAKES = tuple(cls for cls in ALL if not issubclass(PEERS[cls], ByFormula))
+
+#: Options of ours that torch's classes do not have.
+OWN_OPTIONS = {
+    name
+    for cls, peer in PEERS.items()
+    for name in _options(cls).keys()
+    - (_options(peer) if cls in NAMESAKES else peer.options_of_base())
+}
+
+
+def having(option: str) -> tuple[type, ...]:
+    """Those of our classes that have this option."""
+    return tuple(cls for cls in ALL if option in _options(cls))
 
 
 class Difference(NamedTuple):
@@ -191,6 +230,7 @@ def of(*classes: type) -> Callable:
 
 
 def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> None:
+    """`what`: the experiment's name, our class and the mode."""
     experiment, cls, mode = what
     rows = [
         each.row
@@ -199,8 +239,19 @@ def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) 
     ]
     assert len(rows) <= 1, rows
     if is_same(ours, torchs) != (not rows):
-        problem = f"listed as {rows[0]!r}, but the same" if rows else "not listed"
-        pytest.fail(f"{problem}\nours:\n{ours}\ntorch's:\n{torchs}")
+        problem = (
+            f"listed as {rows[0]!r}, but the same"
+            if rows
+            else "another outcome, but not in DIFFERENCES, the list of this file"
+        )
+        peer = name_of_peer(cls)
+        pytest.fail(f"{problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{torchs}")
+
+
+def name_of_peer(cls: type) -> str:
+    if cls in NAMESAKES:
+        return f"torch.optim.{cls.__name__}"
+    return f"ByFormula({PEERS[cls].formula.__name__}) in tests/peers.py"
 
 
 def check_is_told(difference: Difference, experiments: set[str], repository: Path) -> None:

@@ -193,6 +193,7 @@ class Bounds:
             "sum": self._largest_gradient**2,
         }
         for name in self._case.states:
+            assert name in shares, f"Bounds.check in tests/stepping.py does not know {name!r}"
             magnitude = expected_state[name].detach().double().abs() + shares[name] + self._tiny
             bound = self._units(tolerance.state) * magnitude
             assert_within(state[name], expected_state[name], bound, f"{what}: {name}")

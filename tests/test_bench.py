@@ -329,7 +329,7 @@ def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     command = [sys.executable, BENCH / "run.py", "--quick", "--budget", "1", "--output", folder]
     run = subprocess.run(
-        [*command, "(adam|lamb)/(1K|4K)$"], capture_output=True, text=True, timeout=300
+        [*command, "^(adam|lamb)/(1K|4K)$"], capture_output=True, text=True, timeout=300
     )
     assert run.returncode == 0, run.stderr
     return run.stdout, folder

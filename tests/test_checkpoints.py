@@ -11,10 +11,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedstep import optim
-from peers import PEERS, Difference, laws, of, said, without_own
+from peers import ALL, NAMESAKES, Difference, laws, of, said, without_own
 from stepping import as_parameters, contents, make_weights, train
 
-NAMESAKES = tuple(cls for cls in PEERS if hasattr(torch.optim, cls.__name__))
 SHAPES = ((5, 4), (7,), ())
 
 
@@ -281,7 +280,6 @@ def copies(build):
     return found
 
 
-ALL = tuple(PEERS)
 DIFFERENCES = [
     Difference(
         "after `load_state_dict`", "a_loaded_dictionary_afterwards", ALL, ("default", "fused")

@@ -12,11 +12,9 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import optim
-from peers import MODES, PEERS, Difference, laws, of, said
+from peers import ALL, MODES, NAMESAKES, Difference, laws, of, said
 from stepping import as_parameters, contents, make_gradients, make_weights, train
 
-ALL = tuple(PEERS)
-NAMESAKES = tuple(cls for cls in ALL if hasattr(torch.optim, cls.__name__))
 ADAMS = (optim.Adam, optim.AdamW)
 SHAPES = ((5, 4), (7,), ())
 
@@ -372,7 +370,7 @@ DIFFERENCES = [
     Difference(
         "tensors made in inference mode",
         "states_made_in_inference_mode",
-        (*ADAMS, optim.Lamb),
+        tuple(cls for cls in ALL if not cls([torch.ones(1)]).state),  # others have them by then
         ("default", "fused"),
     ),
     Difference("a weight cast to another", "weights_cast_between_steps", ADAMS, tuple(MODES)),

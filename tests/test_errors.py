@@ -10,16 +10,12 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
+from peers import PEERS
 from stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 NAN = float("nan")
-
-
-def namesake_of(case):
-    """torch's optimizer with the same checks: LAMB shares Adam's options."""
-    return case.namesake or torch.optim.Adam
 
 
 def error_of(build):
@@ -51,7 +47,7 @@ def test_betas_of_several_elements(case, index):
 @pytest.mark.parametrize("name", BAD_PARAMS)
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_params_that_torch_refuses(case, name):
-    expected = error_of(lambda: namesake_of(case)(BAD_PARAMS[name]()))
+    expected = error_of(lambda: PEERS[case.optimizer](BAD_PARAMS[name]()))
     assert error_of(lambda: case.optimizer(BAD_PARAMS[name]())) == expected
 
 

@@ -5,11 +5,9 @@ from collections import defaultdict
 import torch
 
 from fusedstep import optim
-from peers import MODES, OWN_OPTIONS, PEERS, Difference, laws, of, said
+from peers import ALL, MODES, NAMESAKES, OWN_OPTIONS, Difference, having, laws, of, said
 from stepping import as_parameters, contents, make_weights, train
 
-ALL = tuple(PEERS)
-NAMESAKES = tuple(cls for cls in ALL if hasattr(torch.optim, cls.__name__))
 ADAMS = (optim.Adam, optim.AdamW)
 SHAPES = ((5, 4), (7,), ())
 
@@ -239,7 +237,7 @@ DIFFERENCES = [
     Difference(
         "a tensor `lr` with `foreach=True`",
         "a_tensor_lr_in_a_foreach_group",
-        (*ADAMS, optim.Lamb),
+        having("capturable"),
         ("default", "unfused", "foreach"),
     ),
     Difference(

@@ -1,6 +1,7 @@
 """Law: on every input of torch's optimizer database ours does what torch's class does.
 
-The database is what torch tests its optimizers with. LAMB's inputs are written here in its form.
+The database is what torch tests its optimizers with. An optimizer that torch has not is given its
+rows of tests/cases.py in that form.
 """
 
 import copy
@@ -13,21 +14,21 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch.testing._internal.common_optimizers import (
-    ErrorOptimizerInput,
     OptimizerErrorEnum,
     OptimizerInput,
     optim_db,
-    optim_error_inputs_func_adam,
 )
 
-from cases import PLAIN, Tolerance
-from fusedstep import optim
+from cases import CASES, PLAIN, Tolerance
 from peers import (
+    ALL,
     MODES,
+    NAMESAKES,
     PEERS,
     Difference,
     check_is_told,
     check_same_unless_listed,
+    having,
     outcome_of,
 )
 from stepping import Bounds, contents, make_gradients, make_weights
@@ -37,52 +38,47 @@ STEPS = 7
 ALL_MODES = MODES | {"differentiable": {"differentiable": True}}
 
 
-def lamb_inputs(device):
-    options = [
-        ({}, "default"),
-        ({"lr": 0.01}, "non-default lr"),
-        ({"lr": torch.tensor(0.001)}, "Tensor lr"),
-        ({"betas": (0.8, 0.95), "eps": 1e-6}, "non-default betas and eps"),
-        ({"betas": (torch.tensor(0.8), torch.tensor(0.95))}, "Tensor betas"),
-        ({"weight_decay": 0.1}, "nonzero weight_decay"),
-        ({"weight_decay": 0.1, "maximize": True}, "maximize"),
-        ({"weight_decay": 0.1, "keep_grad": True}, "keep_grad"),
-        ({"capturable": True}, "capturable"),
-    ]
-    return [OptimizerInput(params=None, kwargs=kwargs, desc=desc) for kwargs, desc in options]
-
-
-def lamb_error_inputs(device, dtype):
-    def error(text, **kwargs):
-        return ErrorOptimizerInput(
-            OptimizerInput(params=None, kwargs=kwargs, desc=text),
-            error_type=ValueError,
-            error_regex=re.escape(text),
-        )
-
-    # Its options are Adam's, and so is what is wrong with them.
-    return [
-        *optim_error_inputs_func_adam(device, dtype),
-        error("Invalid learning rate: -1.0", lr=-1.0),
-        error("Invalid epsilon value: -1e-08", eps=-1e-8),
-        error("Invalid beta parameter at index 1: 1.0", betas=(0.9, 1.0)),
-    ]
-
-
 class Entry(NamedTuple):
     cls: type
     inputs: Callable
     error_inputs: Callable
 
 
-DATABASE = [
-    *(
-        Entry(getattr(optim, info.name), info.optim_inputs_func, info.optim_error_inputs_func)
-        for info in optim_db
-        if info.name in optim.__all__
-    ),
-    Entry(optim.Lamb, lamb_inputs, lamb_error_inputs),
-]
+INFOS = {info.name: info for info in optim_db}
+
+
+def entry_of_namesake(cls):
+    info = INFOS[cls.__name__]
+    return Entry(cls, info.optim_inputs_func, info.optim_error_inputs_func)
+
+
+def entry_of_others(cls):
+    """Inputs in torch's form, and its rows; the errors of the class that its peer is made of."""
+    names = inspect.signature(cls).parameters.keys()
+    (plain,) = (case for case in PLAIN if case.optimizer is cls)
+    options = {
+        "default": {},
+        "Tensor lr": {"lr": torch.tensor(0.001)},
+        "Tensor betas": {"betas": (torch.tensor(0.8), torch.tensor(0.95))},
+        "capturable": {"capturable": True},
+    }
+    options = {desc: kwargs for desc, kwargs in options.items() if kwargs.keys() <= names}
+    for case in CASES:
+        if case.optimizer is cls and case.reference is plain.reference:
+            options[case.name] = case.options | case.modes
+    (*_, base) = PEERS[cls].__bases__
+
+    def inputs(device):
+        return [OptimizerInput(None, kwargs, desc=desc) for desc, kwargs in options.items()]
+
+    def error_inputs(device, dtype):
+        given = INFOS[base.__name__].optim_error_inputs_func(device, dtype)
+        return [each for each in given if each.optimizer_error_input.kwargs.keys() <= names]
+
+    return Entry(cls, inputs, error_inputs)
+
+
+DATABASE = [entry_of_namesake(cls) if cls in NAMESAKES else entry_of_others(cls) for cls in ALL]
 
 # What torch has no input for. Each is built, and steps twice, in each mode.
 OPTIONS = [
@@ -129,9 +125,6 @@ OPTIONS = [
     {"no such option": 1},
 ]
 
-ALL = tuple(PEERS)
-ADAMS = (optim.Adam, optim.AdamW)
-MOMENTS = (*ADAMS, optim.Lamb)
 FOREACH = "`differentiable` with `foreach=True`"
 CAPTURABLE = [
     "capturable",
@@ -143,7 +136,7 @@ CAPTURABLE = [
 ]
 DIFFERENCES = [
     *(
-        Difference("`capturable=True` on a CPU weight", what, MOMENTS, ("default",))
+        Difference("`capturable=True` on a CPU weight", what, having("capturable"), ("default",))
         for what in CAPTURABLE
     ),
     Difference(
@@ -152,7 +145,12 @@ DIFFERENCES = [
         ALL,
         ("fused",),
     ),
-    Difference("`fused=True` with a number for a flag", str({"amsgrad": 1}), ADAMS, ("fused",)),
+    Difference(
+        "`fused=True` with a number for a flag",
+        str({"amsgrad": 1}),
+        having("amsgrad"),
+        ("fused",),
+    ),
     Difference("`fused=True` with a number for a flag", str({"maximize": 1}), ALL, ("fused",)),
     Difference(FOREACH, str({"differentiable": True}), ALL, ("foreach",)),
     Difference(
@@ -162,10 +160,6 @@ DIFFERENCES = [
         ("default", "unfused", "foreach", "differentiable"),
     ),
 ]
-
-
-def test_every_class_has_its_inputs():
-    assert {entry.cls for entry in DATABASE} == set(PEERS)
 
 
 def entry_of(cls):
@@ -296,12 +290,11 @@ def two_steps(cls, kwargs):
     return contents(optimizer)
 
 
-LAMB_OPTIONS = inspect.signature(optim.Lamb).parameters.keys()
 OPTION_SUBJECTS = [
     pytest.param(cls, options, id=f"{cls.__name__}-{options}")
-    for cls in PEERS
+    for cls in ALL
     for options in OPTIONS
-    if cls is not optim.Lamb or options.keys() <= LAMB_OPTIONS
+    if cls in NAMESAKES or options.keys() <= inspect.signature(cls).parameters.keys()
 ]
 
 

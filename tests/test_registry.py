@@ -2,6 +2,7 @@
 
 import inspect
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,9 @@ NAMES = sorted(name for name in optim.__all__ if isinstance(getattr(optim, name)
 
 
 def rows_of(name):
-    return [case for case in CASES if case.optimizer is getattr(optim, name)]
+    rows = [case for case in CASES if case.optimizer is getattr(optim, name)]
+    assert rows, f"tests/cases.py has no row for {name}"
+    return rows
 
 
 def rule_of(name) -> str:
@@ -31,7 +34,7 @@ def test_every_class_is_exported():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_row(name):
-    assert rows_of(name), f"tests/cases.py has no row for {name}"
+    assert rows_of(name)
     assert issubclass(getattr(optim, name), torch.optim.Optimizer)
 
 
@@ -61,9 +64,14 @@ def test_has_its_pieces(name, piece, repository):
     assert (repository / path).is_file(), f"{path} is missing"
 
 
+@pytest.mark.parametrize(
+    "page", ["CHANGELOG.md", "README.md", "docs/README.md", "docs/differences.md"]
+)
 @pytest.mark.parametrize("name", NAMES)
-def test_is_in_the_changelog(name, repository):
-    assert name in (repository / "CHANGELOG.md").read_text()
+def test_is_named_in_the_pages(name, page, repository):
+    """LAMB is written in capitals there."""
+    text = (repository / page).read_text()
+    assert re.search(rf"\b{name}\b", text, re.IGNORECASE), f"{page} does not name {name}"
 
 
 @pytest.mark.parametrize("name", NAMES)

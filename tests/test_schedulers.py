@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
-from peers import MODES, PEERS, Build, is_same, outcome_of
+from peers import MODES, PEERS, Build, is_same, name_of_peer, outcome_of
 from stepping import as_parameters, contents, make_weights, train
 
 SHAPES = ((33, 31), (7,))
@@ -101,7 +101,7 @@ def test_steps_as_with_torch(cls, name, mode, tensor):
         )
         for each in (cls, PEERS[cls])
     )
-    assert is_same(ours, torchs), f"ours:\n{ours}\ntorch's:\n{torchs}"
+    assert is_same(ours, torchs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{torchs}"
     assert torchs.error is None
 
 
@@ -117,4 +117,4 @@ def test_a_scheduler_before_the_first_step_is_warned_of(cls, mode):
 
     ours, torchs = (outcome_of(scheduler_first, Build(each, mode)) for each in (cls, PEERS[cls]))
     assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in str(torchs)
-    assert is_same(ours, torchs), f"ours:\n{ours}\ntorch's:\n{torchs}"
+    assert is_same(ours, torchs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{torchs}"

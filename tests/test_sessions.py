@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from cases import PLAIN
+
 COUNTER = r"""
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -96,7 +98,9 @@ def sessions(tmp_path_factory, subprocess_environment):
     return json.loads(result.stdout)
 
 
-NAMES = ("lamb", "adam", "adamw", "adagrad")
+NAMES = [case.name for case in PLAIN]
+ELEMENTWISE = [case.name for case in PLAIN if case.elementwise]
+TWO_PHASE = [case.name for case in PLAIN if not case.elementwise]
 
 
 def test_the_counter_counts(sessions):
@@ -107,17 +111,18 @@ def test_the_counter_counts(sessions):
 
 
 @pytest.mark.parametrize("situation", ["2000 small", "one large", "large and small"])
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "lamb"])
+@pytest.mark.parametrize("name", ELEMENTWISE)
 def test_one_session_for_all_tensors(sessions, name, situation):
     assert sessions[name][situation][0] == 1
 
 
-def test_lamb_has_two_sessions_a_wave(sessions):
+@pytest.mark.parametrize("name", TWO_PHASE)
+def test_two_phases_have_two_sessions_a_wave(sessions, name):
     """Moments and norms, then the update, of as many tensors as the caches hold at a time."""
-    assert sessions["lamb"]["one large"][0] == 2
+    assert sessions[name]["one large"][0] == 2
     smallest_cache = 256 * 1024
     waves = math.ceil(2000 * 100 * 4 * 4 / smallest_cache)
-    assert 2 <= sessions["lamb"]["2000 small"][0] <= 2 * waves
+    assert 2 <= sessions[name]["2000 small"][0] <= 2 * waves
 
 
 @pytest.mark.parametrize("name", NAMES)
