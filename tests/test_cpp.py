@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
-from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+from stepping import as_parameters, assert_same_bits, make_gradients, make_weights, train
 
 SHAPES = ((33, 31), (7,), ())
 STEPS = 4
@@ -59,10 +59,6 @@ def test_steps_to_the_same_bits(answers, name):
         pytest.fail(answers[name], pytrace=False)
     params = as_parameters(make_weights(SHAPES, torch.float32))
     optimizer = case.build(params) if options is None else case.optimizer(params, fused=True)
-    for step in range(1, STEPS + 1):
-        gradients = make_gradients(SHAPES, torch.float32, step)
-        for param, gradient in zip(params, gradients, strict=True):
-            param.grad = gradient
-        optimizer.step()
+    train(optimizer, params, range(1, STEPS + 1))
     for index, (theirs, param) in enumerate(zip(answers[name], params, strict=True)):
         assert_same_bits(theirs, param, f"weight {index} in C++")
