@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 NAME = "fusedstep_bench_kernels"
 
@@ -45,3 +47,39 @@ class Kernels:
         command = [self._command, *options]
         done = subprocess.run(command, env=self._env, capture_output=True, text=True, check=True)
         return done.stdout
+
+
+def kernels_alone(
+    folder: Path,
+    env: dict[str, str],
+    facts: dict[str, Any],
+    rows: list[dict[str, Any]],
+    note: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """The kernels alone, for each row that was measured and that there is such a benchmark for."""
+    if not (folder / NAME).is_file():
+        return note("built without Google Benchmark: the kernels alone are not timed")
+    if all(row["precision"] != "float32" for row in rows):
+        return note("the kernels alone are timed in float32 only")
+    try:
+        yield from _kernels_alone(Kernels(folder, env), facts, rows)
+    except subprocess.CalledProcessError as failure:
+        note(f"the kernels alone were not timed: {failure}")
+    return None
+
+
+def _kernels_alone(
+    kernels: Kernels, facts: dict[str, Any], rows: Iterable[dict[str, Any]]
+) -> Iterator[dict[str, Any]]:
+    found = {
+        name: row
+        for row in rows
+        if row["plain"]
+        and row["precision"] == "float32"
+        and "ms" in row.get("results", {}).get("fused", {})
+        and (name := kernels.find(row["class"], row["shapes"], facts["isa"], facts["threads"]))
+    }
+    for name, row in found.items():
+        milliseconds = kernels.milliseconds(name, estimate=row["results"]["fused"]["ms"])
+        place = {key: row[key] for key in ("optimizer", "shapes")}
+        yield place | {"name": name, "ms": milliseconds}

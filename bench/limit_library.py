@@ -1,9 +1,9 @@
 """The limit: a step's reads and writes without its maths, through limit/limit.h.
 
 A step cannot be faster than the best of these loops. The best is looked for over how memory is laid
-out (huge pages, where in a page the arrays start) and how it is gone over (threads, prefetch; for a
-two-phase rule also waves of tensors, keeping or computing the update again, the second pass
-backwards).
+out (huge pages, where in a page the arrays start) and how it is gone over (threads, prefetch,
+direction; for a two-phase rule also waves of tensors, and whether the update is kept or computed
+again).
 """
 
 from __future__ import annotations
@@ -22,9 +22,15 @@ NAME = "libfusedstep_limit.so"
 LINE = 64
 """Each tensor starts at a multiple of this many bytes in each stream."""
 
+STORE, RECOMPUTE, TWICE = range(3)
+"""What a two-phase step does with the update between its passes: limit.h has the words."""
+
 
 class _Streams(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("states", "element_size", "two_phase")]
+    _fields_ = [
+        (name, ctypes.c_int32)
+        for name in ("states", "weight_size", "grad_size", "state_size", "two_phase")
+    ]
 
 
 class _Memory(ctypes.Structure):
@@ -33,26 +39,48 @@ class _Memory(ctypes.Structure):
 
 class _Walk(ctypes.Structure):
     _fields_ = [
-        ("threads", ctypes.c_int32),
-        ("prefetch", ctypes.c_int32),
+        *((n, ctypes.c_int32) for n in ("threads", "prefetch", "alternate", "way", "backward")),
         ("wave_elements", ctypes.c_int64),
-        ("store", ctypes.c_int32),
-        ("backward", ctypes.c_int32),
     ]
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What a step goes over: weight, gradient and some states, elementwise or in two phases."""
+    """What a step goes over: weight, gradient and some states, elementwise or in two phases.
+
+    Sizes are the bytes by which a stream gets on with each element: of a weight of which every
+    second column is updated, twice its element's, since whole lines are moved.
+    """
 
     states: int
-    element_size: int
+    weight_size: int
+    grad_size: int
+    state_size: int
     two_phase: bool
+
+    @classmethod
+    def of_size(cls, states: int, size: int, two_phase: bool) -> Streams:
+        """Streams of elements of one size."""
+        return cls(states, size, size, size, two_phase)
+
+    def stride(self, stream: int) -> int:
+        """How far a stream gets while the gradient's gets on by one byte."""
+        return (self.weight_size, self.grad_size, self.state_size)[min(stream, 2)] // self.grad_size
+
+    @property
+    def arrays_bytes(self) -> int:
+        """What an element of all streams takes."""
+        return self.weight_size + self.grad_size + self.states * self.state_size
 
     @property
     def bytes_per_element(self) -> int:
         """What a step must move at least: each array read, each but the gradient written."""
-        return (2 * (2 + self.states) - 1) * self.element_size
+        return 2 * self.arrays_bytes - self.grad_size
+
+    @property
+    def ways(self) -> tuple[int, ...]:
+        """An update is in float at least: a gradient of 16 bits has no room for it."""
+        return (STORE, RECOMPUTE, TWICE) if self.grad_size >= 4 else (RECOMPUTE, TWICE)
 
 
 @dataclass(frozen=True)
@@ -65,9 +93,10 @@ class Memory:
 class Walk:
     threads: int
     prefetch: int = 256
+    alternate: bool = False
+    way: int = RECOMPUTE
+    backward: bool = True
     wave_elements: int = 0
-    store: bool = True
-    backward: bool = False
 
 
 class Library:
@@ -86,6 +115,8 @@ class Library:
         library.fusedstep_limit_traffic.argtypes = [pointer, ctypes.c_int32]
         library.fusedstep_limit_data.restype = pointer
         library.fusedstep_limit_data.argtypes = [pointer, ctypes.c_int32]
+        library.fusedstep_limit_sum.restype = ctypes.c_uint16
+        library.fusedstep_limit_sum.argtypes = [pointer]
         library.fusedstep_limit_isa.restype = ctypes.c_char_p
 
     @property
@@ -110,7 +141,7 @@ class Arrays:
         threads: int,
     ) -> None:
         self._library = library
-        self._element_size = streams.element_size
+        self._streams = streams
         self._elements = np.asarray(elements, dtype=np.int64)
         self._handle = library.fusedstep_limit_new(
             ctypes.byref(_Streams(**asdict(streams))),
@@ -132,12 +163,20 @@ class Arrays:
 
     def traffic(self, walk: Walk) -> int:
         """Bytes read plus bytes written by a walk."""
-        return self._library.fusedstep_limit_traffic(self._handle, walk.store)
+        return self._library.fusedstep_limit_traffic(self._handle, walk.way)
+
+    def sum(self) -> int:
+        """The exclusive or of all words of two bytes that passes without writes have read."""
+        return self._library.fusedstep_limit_sum(self._handle)
+
+    def begins(self) -> np.ndarray:
+        """Where each tensor begins, in bytes of the gradient; at last, where the last one ends."""
+        sizes = self._elements * self._streams.grad_size
+        return np.append(0, np.cumsum(np.append(-(-sizes[:-1] // LINE) * LINE, sizes[-1])))
 
     def view(self, stream: int) -> np.ndarray:
         """The bytes of one stream (0: weight, 1: gradient, then states), gaps included."""
-        sizes = self._elements * self._element_size
-        length = int((-(-sizes[:-1] // LINE) * LINE).sum() + sizes[-1])
+        length = int(self.begins()[-1]) * self._streams.stride(stream)
         data = self._library.fusedstep_limit_data(self._handle, stream)
         return np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)), (length,))
 
@@ -162,9 +201,16 @@ class Limit:
     walk: Walk
 
 
-MEMORIES = tuple(Memory(huge, offset) for offset in (1024, 0) for huge in (True, False))
-PREFETCHES = (256, 512, 0)
-WAVES = (1 << 20, 1 << 18, 1 << 22)
+#: Offsets: apart in the page, apart in the caches' sets and in the huge page, and all alike.
+MEMORIES = (
+    Memory(True, 1024),
+    Memory(False, 1024),
+    Memory(True, 65 << 10),
+    Memory(True, 0),
+    Memory(False, 0),
+)
+PREFETCHES = (256, 512, 1024, 0)
+WAVES = tuple(1 << power for power in range(18, 24))
 
 #: Elements below which one thread is tried first, and above which the whole team only.
 ONE_THREAD, WHOLE_TEAM = 1 << 15, 1 << 23
@@ -173,43 +219,88 @@ ONE_THREAD, WHOLE_TEAM = 1 << 15, 1 << 23
 BURST = 0.01
 
 
+def powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most`."""
+    return [*(1 << power for power in range((most - 1).bit_length())), most]
+
+
 def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[list[dict]]:
-    """What can be changed about a walk, one thing after the other."""
+    """What can be changed about a walk, one thing after the other: what matters most first."""
     if sum(elements) < WHOLE_TEAM:
         powers = (1 << power for power in range((threads - 1).bit_length()))
-        yield [{"threads": count} for count in (*powers, threads)]
-    yield [{"prefetch": prefetch} for prefetch in PREFETCHES]
+        yield [{"threads": count} for count in powers_of_two(threads)]
     if streams.two_phase:
-        yield [{"store": store} for store in (True, False)]
+        yield [{"way": way} for way in streams.ways]
         if len(elements) > 1:
             yield [{"wave_elements": wave} for wave in WAVES if wave < sum(elements)]
+    yield [{"prefetch": prefetch} for prefetch in PREFETCHES]
+    yield [{"alternate": alternate} for alternate in (True, False)]
+    if streams.two_phase:
         yield [{"backward": backward} for backward in (False, True)]
 
 
-def search(
-    library: Library, streams: Streams, elements: Sequence[int], threads: int, budget: float
-) -> Limit:
-    """The best over the memories and walks that `budget` seconds allow, one at least."""
-    deadline = time.monotonic() + budget
-    best: Limit | None = None
-    first = Walk(1 if sum(elements) < ONE_THREAD else threads)
-    for memory in MEMORIES:
-        if best is not None and time.monotonic() > deadline:
-            break
-        with library.arrays(streams, elements, memory, threads) as arrays:
-            walk = best.walk if best else first
-            best = _better(best, arrays, memory, walk)
-            for axis in _axes(streams, elements, threads):
+class _Search:
+    """Remembers the best, until its time is up."""
+
+    def __init__(
+        self,
+        library: Library,
+        streams: Streams,
+        elements: Sequence[int],
+        threads: int,
+        until: float,
+    ) -> None:
+        self._library, self._streams, self._elements = library, streams, elements
+        self._threads, self._deadline = threads, until
+        self.best: Limit | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.best is not None and time.monotonic() > self._deadline
+
+    def arrays(self, memory: Memory) -> Arrays:
+        return self._library.arrays(self._streams, self._elements, memory, self._threads)
+
+    def measure(self, arrays: Arrays, memory: Memory, walk: Walk) -> None:
+        seconds = measure(arrays, walk)
+        if self.best is None or seconds < self.best.seconds:
+            self.best = Limit(seconds, memory, walk)
+
+    def over_walks(self, memory: Memory, walk: Walk) -> None:
+        """The walk, then one change after the other of the best one yet."""
+        with self.arrays(memory) as arrays:
+            self.measure(arrays, memory, walk)
+            for axis in _axes(self._streams, self._elements, self._threads):
                 for change in axis:
-                    changed = replace(best.walk, **change)
-                    if changed != walk and time.monotonic() < deadline:
-                        best = _better(best, arrays, memory, changed)
-    return best
+                    changed = replace(self.best.walk, **change)
+                    if changed != self.best.walk and not self.is_over:
+                        self.measure(arrays, memory, changed)
 
 
-def _better(best: Limit | None, arrays: Arrays, memory: Memory, walk: Walk) -> Limit:
-    seconds = measure(arrays, walk)
-    return Limit(seconds, memory, walk) if best is None or seconds < best.seconds else best
+def search(
+    library: Library,
+    streams: Streams,
+    elements: Sequence[int],
+    threads: int,
+    budget: float,
+    known: Limit | None = None,
+) -> Limit:
+    """The best over the walks and memories that `budget` seconds allow, one at least.
+
+    First the walks, from the one `known` from before if there is one; then the best walk in the
+    other memories; then the walks again in the best memory.
+    """
+    found = _Search(library, streams, elements, threads, until=time.monotonic() + budget)
+    memory = known.memory if known else MEMORIES[0]
+    first = Walk(1 if sum(elements) < ONE_THREAD else threads, way=streams.ways[0])
+    found.over_walks(memory, known.walk if known else first)
+    for other in MEMORIES:
+        if other != memory and not found.is_over:
+            with found.arrays(other) as arrays:
+                found.measure(arrays, other, found.best.walk)
+    if found.best.memory != memory and not found.is_over:
+        found.over_walks(found.best.memory, found.best.walk)
+    return found.best
 
 
 def measure(arrays: Arrays, walk: Walk) -> float:

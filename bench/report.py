@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
@@ -13,17 +14,71 @@ from rich.table import Table
 Results = dict[str, Any]
 
 
+@dataclass(frozen=True)
+class Grid:
+    """A table: the first columns are words, the others figures."""
+
+    title: str
+    header: list[str]
+    lines: list[list[str]]
+    words: int = 1
+
+    def markdown(self) -> str:
+        marks = [":--"] * self.words + ["--:"] * (len(self.header) - self.words)
+        lines = (self.header, marks, *self.lines)
+        text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+        return f"## {self.title}\n\n{text}"
+
+    def table(self, left_out: Iterable[str] = ()) -> Table:
+        """For the terminal, without some columns."""
+        table = Table(
+            title=self.title,
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        if left_out:
+            table.caption = f"Without {'; '.join(left_out)}: the terminal is too narrow."
+            table.caption_justify = "left"
+        columns = zip(self.header, *self.lines, strict=True)
+        shown = [cells for cells in columns if cells[0] not in left_out]
+        for name, *cells in shown:
+            # As wide as its longest figure or word: headers wrap, figures do not.
+            table.add_column(
+                name,
+                justify="left" if name in self.header[: self.words] else "right",
+                style="bold" if name in ("ours fused", "speed-up") else None,
+                width=max(map(len, [*name.split(" "), *cells])),
+            )
+        last = None
+        for title, *cells in zip(*(cells for _, *cells in shown), strict=True):
+            table.add_row("" if title == last else title, *cells)
+            last = title
+        return table
+
+
+def of_lists(results: Results, optimizer: str) -> list[dict[str, Any]]:
+    """The rows of an optimizer's table. Beside peers, others are measured for their plots."""
+    return [
+        row
+        for row in results["rows"]
+        if row["optimizer"] == optimizer and row.get("purpose", "list") == "list"
+    ]
+
+
 def optimizers(results: Results) -> list[str]:
     return list(dict.fromkeys(row["optimizer"] for row in results["rows"]))
 
 
 def columns(results: Results, optimizer: str) -> list[str]:
     """Implementations that have at least a word to say about an optimizer, in their order."""
-    rows = [row for row in results["rows"] if row["optimizer"] == optimizer]
+    rows = of_lists(results, optimizer)
     return [
         name
         for name in results["implementations"]
-        if any(not set(row.get("results", {}).get(name, {})) <= {"absent"} for row in rows)
+        if any(row.get("results", {}).get(name) for row in rows)
     ]
 
 
@@ -50,7 +105,7 @@ def header(results: Results, optimizer: str) -> list[str]:
 def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
     """One line a shape list and allocator, the allocators of a list together."""
     names, alone = columns(results, optimizer), kernels(results, optimizer)
-    rows = [r for r in results["rows"] if r["optimizer"] == optimizer and "skipped" not in r]
+    rows = [row for row in of_lists(results, optimizer) if "limit" in row]
     order = list(dict.fromkeys(row["shapes"] for row in rows))
     for row in sorted(rows, key=lambda row: order.index(row["shapes"])):
         cells = [_cell(row["results"].get(name, {})) for name in names]
@@ -69,9 +124,11 @@ def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
 
 
 def _cell(result: dict[str, Any]) -> str:
+    """A figure, beside peers with how many times ours it is; or what is the matter."""
     if "ms" in result:
-        return milliseconds(result["ms"])
-    return "wrong" if "wrong" in result else "–"
+        times = f" ({result['times']:.2f}×)" if "times" in result else ""
+        return milliseconds(result["ms"]) + times
+    return next(iter(result), "–")
 
 
 #: Columns that a narrow terminal does without, the first to go first.
@@ -81,52 +138,27 @@ EXPENDABLE = (
 )  # fmt: skip
 
 
+def grid(results: Results, optimizer: str) -> Grid:
+    title = f"{optimizer}: ms a step"
+    return Grid(title, header(results, optimizer), list(lines(results, optimizer)), words=2)
+
+
 def rich_tables(results: Results, width: int) -> Iterator[Table]:
     """A table for each optimizer that fits, if it can, into so many characters of width."""
     for optimizer in optimizers(results):
         left_out: list[str] = []
-        table = _rich_table(results, optimizer, left_out)
+        found = grid(results, optimizer)
         for name in EXPENDABLE:
-            if width_of(table) <= width:
+            if width_of(found.table(left_out)) <= width:
                 break
-            if name in header(results, optimizer):
+            if name in found.header:
                 left_out.append(name)
-                table = _rich_table(results, optimizer, left_out)
-        yield table
+        yield found.table(left_out)
 
 
 def width_of(table: Table) -> int:
     console = Console(width=1000)
     return console.measure(table).maximum
-
-
-def _rich_table(results: Results, optimizer: str, left_out: list[str]) -> Table:
-    table = Table(
-        title=f"{optimizer}: ms a step",
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
-    if left_out:
-        table.caption = f"Without {'; '.join(left_out)}: the terminal is too narrow."
-        table.caption_justify = "left"
-    columns_of_cells = zip(header(results, optimizer), *lines(results, optimizer), strict=True)
-    shown = [cells for cells in columns_of_cells if cells[0] not in left_out]
-    for name, *cells in shown:
-        # As wide as its longest figure or word: headers wrap, figures do not.
-        table.add_column(
-            name,
-            justify="left" if name in ("tensors", "allocator") else "right",
-            style="bold" if name in ("ours fused", "speed-up") else None,
-            width=max(map(len, [*name.split(" "), *cells])),
-        )
-    last = None
-    for title, *cells in zip(*(cells for _, *cells in shown), strict=True):
-        table.add_row("" if title == last else title, *cells)
-        last = title
-    return table
 
 
 def limit_line(results: Results) -> str:
@@ -181,20 +213,32 @@ def against_torch(results: Results) -> Iterator[str]:
             yield f"{optimizer} against torch fused, median over the lists: {', '.join(medians)}."
 
 
+#: What may be the matter with an implementation, as said behind its name.
+PROBLEMS = {
+    "wrong": "is wrong",
+    "failed": "failed",
+    "crashed": "crashed",
+    "absent": "is absent",
+    "skipped": "was skipped",
+}
+
+
 def problems(results: Results) -> Iterator[str]:
-    """Implementations that are wrong or missing somewhere, with the reason, and notes."""
+    """What is not timed, with the reason and where; and notes."""
     titles = results["implementations"]
-    absent = set()
+    places: dict[str, list[str]] = {}
     for row in results["rows"]:
         where = f"{row['optimizer']}, {row['title']}, {row['allocator']}"
         if "skipped" in row:
             yield f"Skipped: {where}: {row['skipped']}."
         for name, result in row.get("results", {}).items():
-            if "wrong" in result:
-                yield f"Not timed: {titles[name]} is wrong for {where}: {result['wrong']}."
-            elif "absent" in result:
-                absent.add(f"{titles[name]}: {result['absent']}.")
-    yield from sorted(absent)
+            for problem, reason in result.items():
+                if problem in PROBLEMS:
+                    told = f"{titles[name]} {PROBLEMS[problem]}: {reason}"
+                    places.setdefault(told, []).append(where)
+    for told, found in places.items():
+        more = f" and {len(found) - 1} more" if len(found) > 1 else ""
+        yield f"Not timed: {told} ({found[0]}{more})."
     yield from results["notes"]
 
 
@@ -209,13 +253,13 @@ def remarks(results: Results) -> Iterator[str]:
 
 def markdown(results: Results) -> str:
     parts = [f"# Optimizer steps on {results['machine']['cpu']}", subtitle(results)]
-    for optimizer in optimizers(results):
-        names = header(results, optimizer)
-        table = [names, [":--", ":--"] + ["--:"] * (len(names) - 2), *lines(results, optimizer)]
-        text = "\n".join("| " + " | ".join(cells) + " |" for cells in table)
-        parts.append(f"## {optimizer}: ms a step\n\n{text}")
+    parts += [grid(results, optimizer).markdown() for optimizer in optimizers(results)]
     parts.append(" ".join(filter(None, [limit_line(results), legend(results)])))
-    if told := [*against_torch(results), *problems(results)]:
-        parts.append("\n".join(f"- {line}" for line in told))
-    parts.append("\n\n".join(f"![{name}]({name}.png)" for name in ("time", "speedup")))
+    return document(parts, [*against_torch(results), *problems(results)], ("time", "speedup"))
+
+
+def document(parts: list[str], remarks: list[str], plots: Iterable[str]) -> str:
+    if remarks:
+        parts.append("\n".join(f"- {line}" for line in remarks))
+    parts.append("\n\n".join(f"![{name}]({name}.png)" for name in plots))
     return "\n\n".join(parts) + "\n"

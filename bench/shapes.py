@@ -1,6 +1,6 @@
 """The shape lists that steps are timed on: the one source for Python and, as a header, for C++.
 
-    shapes.py OUTPUT.h      writes the dense lists as a C++ header
+    shapes.py OUTPUT.h      writes the contiguous lists as a C++ header
 
 Shapes follow from the architectures; their numbers of tensors and elements are asserted.
 """
@@ -20,8 +20,10 @@ class ShapeList:
     name: str
     title: str
     shapes: tuple[tuple[int, ...], ...]
-    transposed: bool = False
-    """Weights lie in memory as the transposed ones do, gradients contiguously."""
+    layout: str = "contiguous"
+    """How weights lie in memory. "transposed": as the transposed ones do; "sliced": every second
+    column of wider ones; "channels-last": the dimension of channels innermost, where there are
+    four. Gradients of "channels-last" lie as the weights do, those of all others contiguously."""
 
     @property
     def elements(self) -> int:
@@ -94,13 +96,20 @@ MODELS = (
     ),
 )
 LAYOUTS = (
-    ShapeList("transposed", "[4096, 1024] transposed", ((4096, 1024),), transposed=True),
     ShapeList("contiguous", "[4096, 1024]", ((4096, 1024),)),
+    ShapeList("transposed", "[4096, 1024] transposed", ((4096, 1024),), "transposed"),
+    ShapeList("sliced", "[4096, 1024], every second column", ((4096, 1024),), "sliced"),
+    ShapeList("channels-last", "ResNet-50, channels-last", tuple(resnet50()), "channels-last"),
 )
 SIZES = tuple(
     ShapeList(size_name(1 << power), f"{size_name(1 << power)} elements", ((1 << power,),))
     for power in range(10, 27, 2)
 )
+HOST = tuple(
+    ShapeList(f"64x{count}", f"{count:,} tensors of 64", ((64,),) * count)
+    for count in (1, 10, 100, 500, 1000, 2000, 5000)
+)
+"""So small that all the time is the host's."""
 ALL = (*MODELS, *LAYOUTS, *SIZES)
 QUICK = tuple(
     shape_list
@@ -130,10 +139,10 @@ inline constexpr ShapeList kShapeLists[] = {{
 
 
 def cpp_header() -> str:
-    """The dense lists, each tensor as its number of elements."""
+    """The contiguous lists, each tensor as its number of elements."""
     arrays, lists = [], []
     for shape_list in ALL:
-        if not shape_list.transposed:
+        if shape_list.layout == "contiguous":
             name = f"kElements{len(arrays)}"
             elements = ", ".join(str(math.prod(shape)) for shape in shape_list.shapes)
             arrays.append(f"inline constexpr int64_t {name}[] = {{{elements}}};")

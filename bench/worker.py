@@ -1,22 +1,20 @@
-"""Measures rows under the allocator of this process; run.py starts it once for each allocator.
+"""Measures rows in this process: under its allocator, with the libraries that it can import.
 
     worker.py REQUEST       REQUEST: the fields of Request as JSON
 
-Writes events to stdout, one JSON object a line; run.py shows them.
+Writes events to stdout, one JSON object a line; processes.py reads them.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import math
 import os
-import re
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +26,12 @@ import fusedstep
 import implementations
 import limit_library
 import onednn_library
-import shapes
+import peer_optimizers
+import rows
 import subjects
 from implementations import Implementation, Stepper, UnavailableError
+from limit_library import Limit, Memory, Walk
+from rows import Row
 
 #: Turns that each implementation gets in a row, and the seconds of one at least. An implementation
 #: whose step takes longer than SLOW gets but one turn when the time is up.
@@ -40,48 +41,43 @@ LEAST_TURN, SLOW = 0.02, 1.0
 #: The learning rate while timing: thousands of steps keep weights near where they are.
 TIMED_LR = 1e-7
 
-#: Share of a row's time that the search for the limit may take.
-LIMIT_SHARE = 0.2
-
 
 @dataclass(frozen=True)
 class Request:
-    quick: bool
-    all_cases: bool
-    filter: str
-    dtype: str
-    seconds: float
-    libraries: str
+    until: float
+    """The end of the time for all rows, by time.monotonic(), which all processes share."""
+    filter: str = ""
+    quick: bool = False
+    all_cases: bool = False
+    precision: str = "float32"
+    peer: str | None = None
+    """Measure the rows of this peer, beside ours, instead of those of `./run.sh bench`."""
+    shapes: list[str] | None = None
+    """Names of the lists that are measured; None: all."""
+    skip: list[str] = field(default_factory=list)
+    """Rows that are not measured."""
+    skip_late: bool = False
+    """Whether to leave out a row when the time is up; else it gets the least that tells anything."""
+    limits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Memory and walk of the limit, where they are known, by row."""
+    libraries: str | None = None
+    """The folder of the native parts. None: no limit, and no oneDNN."""
+    only_ours: bool = False
 
 
 #: Seconds of each step, by implementation.
 Samples = dict[str, list[float]]
 
 
-@dataclass(frozen=True)
-class Row:
-    case: cases.Case
-    shape_list: shapes.ShapeList
+class Events:
+    """What is told: by the original stdout. What libraries print goes to stderr."""
 
-    def __str__(self) -> str:
-        return f"{self.case}/{self.shape_list}"
+    def __init__(self) -> None:
+        self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
 
-    @property
-    def weight(self) -> float:
-        """Its share of the time: models of many elements need more for the same number of steps."""
-        return 1 + self.shape_list.elements / 64e6
-
-
-def emit(event: str, **fields: Any) -> None:
-    print(json.dumps({"event": event} | fields), flush=True)
-
-
-def select(request: Request) -> list[Row]:
-    lists = shapes.QUICK if request.quick else shapes.ALL
-    plain = [case for case in cases.PLAIN if case.name != "adamw"]  # Adam but for one product
-    chosen = cases.CASES if request.all_cases else plain
-    rows = [Row(case, shape_list) for case in chosen for shape_list in lists]
-    return [row for row in rows if re.search(request.filter, str(row))]
+    def emit(self, event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event} | fields), file=self._stream, flush=True)
 
 
 def mapped_jemalloc() -> str | None:
@@ -147,91 +143,128 @@ def take_turns(contestants: list[Contestant], deadline: float) -> None:
     gc.enable()
 
 
-class RowRunner:
-    """Measures one row within some seconds."""
+class Measurement:
+    """Of one row, within some seconds."""
 
     def __init__(self, bench: Bench, row: Row, seconds: float) -> None:
         self._bench = bench
         self._row = row
         self._deadline = time.monotonic() + seconds
-        self._seconds = seconds
-        self._threads = torch.get_num_threads()
+        self._threads = row.threads or torch.get_num_threads()
         self._problems: dict[str, dict[str, str]] = {}
-        size = torch.empty((), dtype=bench.dtype).element_size()
-        states = len(row.case.states)
-        self._streams = limit_library.Streams(states, size, not row.case.elementwise)
-        self._elements = [math.prod(shape) for shape in row.shape_list.shapes]
-        self._bytes = self._streams.bytes_per_element * row.shape_list.elements
-        self._arrays_bytes = (2 + states) * row.shape_list.elements * size
+        self._arrays_bytes = row.arrays_bytes
+        self._candidates = [i for i in bench.implementations if i.exists(row)]
+        #: The search for the limit gets as much time as an implementation.
+        self._search_seconds = seconds / (len(self._candidates) + 1)
 
     def run(self) -> dict[str, Any]:
         needed, available = 2 * self._arrays_bytes, available_memory()  # foreach has temporaries
         if needed > available:
             reason = f"needs {needed >> 30} GiB of memory, {available >> 30} are available"
-            return self._description() | {"skipped": reason}
-        library, budget = self._bench.limit, LIMIT_SHARE * self._seconds
-        limit = limit_library.search(library, self._streams, self._elements, self._threads, budget)
-        check = subjects.Check(self._row.case, self._row.shape_list, self._bench.dtype)
-        candidates = [i for i in self._bench.implementations if i.exists(self._row.case)]
-        if (len(candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
-            samples, bursts = self._run_together(candidates, check, limit)
+            return {"skipped": reason}
+        before = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            return self._measure()
+        finally:
+            torch.set_num_threads(before)
+
+    def _measure(self) -> dict[str, Any]:
+        limit = self._limit_to_begin_with()
+        if (len(self._candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
+            samples, bursts = self._run_together(limit)
         else:
-            samples, bursts = self._run_apart(candidates, check), self._limit_again(limit)
-        seconds = min([limit.seconds, *bursts])
-        return self._description() | {
-            "limit": {"ms": 1e3 * seconds} | asdict(limit.memory) | asdict(limit.walk),
-            "results": self._problems | self._figures(samples, seconds),
+            samples, bursts = self._run_apart(), self._limit_again(limit)
+        if limit is None:
+            return {"results": self._problems | self._figures(samples)}
+        limit = self._never_above(limit, bursts, samples)
+        figures = self._figures(samples)
+        for name, figure in figures.items():
+            figure["share"] = limit.seconds / statistics.median(samples[name])
+        return {
+            "limit": {"ms": 1e3 * limit.seconds, "memory": asdict(limit.memory)}
+            | {"walk": asdict(limit.walk)},
+            "results": self._problems | figures,
         }
 
-    def _run_together(
-        self,
-        candidates: list[Implementation],
-        check: subjects.Check,
-        limit: limit_library.Limit,
-    ) -> tuple[Samples, list[float]]:
+    # The limit
+
+    def _limit_to_begin_with(self) -> Limit | None:
+        if self._bench.limit is None:
+            return None
+        known = self._bench.request.limits.get(str(self._row))
+        if known is None:
+            return self._search()
+        return Limit(float("inf"), Memory(**known["memory"]), Walk(**known["walk"]))
+
+    def _search(self, known: Limit | None = None) -> Limit:
+        row, library = self._row, self._bench.limit
+        return limit_library.search(
+            library, row.streams, row.elements, self._threads, self._search_seconds, known
+        )
+
+    def _limit_arrays(self, limit: Limit) -> limit_library.Arrays:
+        row = self._row
+        return self._bench.limit.arrays(row.streams, row.elements, limit.memory, self._threads)
+
+    def _limit_again(self, limit: Limit | None) -> list[float]:
+        if limit is None:
+            return []
+        with self._limit_arrays(limit) as arrays:
+            return [limit_library.measure(arrays, limit.walk) for _ in range(LEAST_ROUNDS)]
+
+    def _never_above(self, limit: Limit, bursts: list[float], samples: Samples) -> Limit:
+        """The limit; looked for once more if a step was faster than it."""
+        fastest = Limit(min([limit.seconds, *bursts]), limit.memory, limit.walk)
+        exact = [i.name for i in self._candidates if not i.slack and i.name in samples]
+        if all(fastest.seconds <= statistics.median(samples[name]) for name in exact):
+            return fastest
+        found = self._search(known=fastest)
+        return min(fastest, found, key=lambda each: each.seconds)
+
+    # The implementations
+
+    def _run_together(self, limit: Limit | None) -> tuple[Samples, list[float]]:
         """All implementations in turn, and the limit with them: medians of its bursts of runs."""
-        contestants = [c for i in candidates if (c := self._contestant(i, check)) is not None]
-        with self._bench.limit.arrays(
-            self._streams, self._elements, limit.memory, self._threads
-        ) as arrays:
+        contestants = [c for i in self._candidates if (c := self._contestant(i)) is not None]
+        if limit is None:
+            take_turns(contestants, self._deadline)
+            return {c.name: c.samples for c in contestants}, []
+        with self._limit_arrays(limit) as arrays:
             bare = Contestant("limit", lambda count: arrays.run(limit.walk, count))
             take_turns([*contestants, bare], self._deadline)
         return {c.name: c.samples for c in contestants}, bare.medians
 
-    def _run_apart(self, candidates: list[Implementation], check: subjects.Check) -> Samples:
+    def _run_apart(self) -> Samples:
         """One implementation after the other: their memory does not fit together."""
         samples: Samples = {}
-        for number, candidate in enumerate(candidates):
+        for number, candidate in enumerate(self._candidates):
             left = self._deadline - time.monotonic()
-            deadline = time.monotonic() + left / (len(candidates) - number)
-            samples |= self._run_alone(candidate, check, deadline)
+            deadline = time.monotonic() + left / (len(self._candidates) - number)
+            samples |= self._run_alone(candidate, deadline)
         return samples
 
-    def _limit_again(self, limit: limit_library.Limit) -> list[float]:
-        with self._bench.limit.arrays(
-            self._streams, self._elements, limit.memory, self._threads
-        ) as arrays:
-            return [limit_library.measure(arrays, limit.walk) for _ in range(LEAST_ROUNDS)]
-
-    def _run_alone(
-        self, candidate: Implementation, check: subjects.Check, deadline: float
-    ) -> Samples:
-        contestant = self._contestant(candidate, check)
+    def _run_alone(self, candidate: Implementation, deadline: float) -> Samples:
+        contestant = self._contestant(candidate)
         if contestant is None:
             return {}
         take_turns([contestant], deadline)
         return {contestant.name: contestant.samples}
 
-    def _contestant(
-        self, implementation: Implementation, check: subjects.Check
-    ) -> Contestant | None:
+    def _contestant(self, implementation: Implementation) -> Contestant | None:
         """A right implementation; what is the matter with another is noted."""
-        params = subjects.make(self._row.shape_list, self._bench.dtype)
+        row, dtype = self._row, self._row.precision.weight
+        params = subjects.make(row.shape_list, dtype)
+        formula = implementation.formula_of(row)
+        check = self._bench.check(formula, row, implementation.slack)
         try:
-            stepper = implementation.build(self._row.case, params)
+            stepper = implementation.build(row, params)
             wrong = check(stepper, params)
-        except (UnavailableError, RuntimeError) as reason:
+        except UnavailableError as reason:
             self._problems[implementation.name] = {"absent": str(reason)}
+            return None
+        except Exception as error:  # whatever another library raises
+            self._problems[implementation.name] = {"failed": told(error)}
             return None
         if wrong is not None:
             self._problems[implementation.name] = {"wrong": wrong}
@@ -239,20 +272,7 @@ class RowRunner:
         stepper.set_lr(TIMED_LR)
         return Contestant(implementation.name, step_timer(stepper))
 
-    def _description(self) -> dict[str, Any]:
-        shape_list = self._row.shape_list
-        return {
-            "optimizer": self._row.case.name,
-            "class": self._row.case.optimizer.__name__,
-            "plain": self._row.case in cases.PLAIN,
-            "shapes": shape_list.name,
-            "title": shape_list.title,
-            "tensors": len(shape_list.shapes),
-            "elements": shape_list.elements,
-            "bytes": self._bytes,
-        }
-
-    def _figures(self, samples: Samples, limit: float) -> dict[str, dict[str, Any]]:
+    def _figures(self, samples: Samples) -> dict[str, dict[str, Any]]:
         figures: dict[str, dict[str, Any]] = {}
         for name, seconds in samples.items():
             low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
@@ -260,27 +280,83 @@ class RowRunner:
                 "ms": 1e3 * median,
                 "ms_quartiles": [1e3 * low, 1e3 * high],
                 "samples": len(seconds),
-                "gbps": self._bytes / median / 1e9,
-                "share": limit / median,
+                "gbps": self._row.bytes / median / 1e9,
             }
             if "unfused" in samples:
                 figures[name]["speedup"] = statistics.median(samples["unfused"]) / median
         return figures
 
 
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
+def described(row: Row) -> dict[str, Any]:
+    return {
+        "name": str(row),
+        "optimizer": row.case.name,
+        "class": row.case.optimizer.__name__,
+        "plain": row.case in cases.PLAIN,
+        "shapes": row.shape_list.name,
+        "title": row.title,
+        "precision": row.precision.name,
+        "threads": row.threads,
+        "purpose": row.purpose.value,
+        "tensors": len(row.shape_list.shapes),
+        "elements": row.shape_list.elements,
+        "bytes": row.bytes,
+    }
+
+
 class Bench:
     """What all rows have in common."""
 
-    def __init__(self, request: Request) -> None:
-        libraries = Path(request.libraries)
-        self.dtype = getattr(torch, request.dtype)
-        self.limit = limit_library.Library(libraries)
+    def __init__(self, request: Request, events: Events) -> None:
+        self.request = request
+        self.limit: limit_library.Library | None = None
+        self._check: tuple[tuple, subjects.Check] | None = None
         onednn = None
-        if (libraries / onednn_library.NAME).is_file():
-            onednn = onednn_library.OneDnn(libraries)
+        if request.libraries is not None:
+            folder = Path(request.libraries)
+            self.limit = limit_library.Library(folder)
+            if (folder / onednn_library.NAME).is_file():
+                onednn = onednn_library.OneDnn(folder)
+            elif request.peer is None:
+                events.emit("note", text="built without oneDNN: its column is missing")
+        if request.only_ours:
+            self.implementations = (implementations.FUSED,)
+        elif request.peer is None:
+            self.implementations = implementations.all_implementations(onednn)
         else:
-            emit("note", text="built without oneDNN: its column is missing")
-        self.implementations = implementations.all_implementations(onednn)
+            names = dict.fromkeys((request.peer, "fused"))
+            self.implementations = tuple(peer_optimizers.PEERS[name] for name in names)
+
+    def rows(self) -> list[Row]:
+        request = self.request
+        if request.peer is None:
+            precision = rows.PRECISIONS[request.precision]
+            all_rows = rows.of_lists(
+                quick=request.quick, all_cases=request.all_cases, precision=precision
+            )
+        else:
+            peer = peer_optimizers.PEERS[request.peer]
+            all_rows = filter(peer.exists, rows.beside_peers(torch.get_num_threads()))
+        return [
+            row
+            for row in rows.matching(all_rows, request.filter)
+            if str(row) not in request.skip
+            and (request.shapes is None or row.shape_list.name in request.shapes)
+        ]
+
+    def check(self, formula: cases.Case, row: Row, slack: float) -> subjects.Check:
+        """The last one is kept: implementations of a row mostly have one formula."""
+        key = (formula.name, row.shape_list, row.precision, slack)
+        if self._check is None or self._check[0] != key:
+            check = subjects.Check(formula, row.shape_list, row.precision.weight, slack)
+            self._check = (key, check)
+        return self._check[1]
 
     def facts(self) -> dict[str, Any]:
         """What the figures depend on besides the machine."""
@@ -288,24 +364,28 @@ class Bench:
             "torch": torch.__version__,
             "threads": torch.get_num_threads(),
             "isa": None if fusedstep._ops.missing else fusedstep.isa(),
-            "limit_isa": self.limit.isa,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "limit_isa": self.limit.isa if self.limit else None,
+            "dtype": self.request.precision,
             "jemalloc": mapped_jemalloc(),
             "implementations": {i.name: i.title for i in self.implementations},
         }
 
 
 def main() -> None:
+    events = Events()
     request = Request(**json.loads(sys.argv[1]))
-    bench = Bench(request)
-    rows = select(request)
-    emit("plan", rows=[str(row) for row in rows], facts=bench.facts())
-    deadline = time.monotonic() + request.seconds
-    for number, row in enumerate(rows):
-        emit("row", name=str(row))
-        left = sum(later.weight for later in rows[number:])
-        seconds = max(0.0, deadline - time.monotonic()) * row.weight / left
-        emit("result", row=RowRunner(bench, row, seconds).run())
+    bench = Bench(request, events)
+    chosen = bench.rows()
+    events.emit("plan", rows=[described(row) for row in chosen], facts=bench.facts())
+    for number, row in enumerate(chosen):
+        events.emit("row", name=str(row))
+        left = sum(later.weight for later in chosen[number:])
+        seconds = (request.until - time.monotonic()) * row.weight / left
+        if seconds < 0 and request.skip_late:
+            found = {"skipped": "the time was up"}
+        else:
+            found = Measurement(bench, row, max(0.0, seconds)).run()
+        events.emit("result", row=described(row) | found)
         gc.collect()
 
 

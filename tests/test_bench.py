@@ -1,5 +1,6 @@
 """The benchmark measures what it says: shapes, streams of the limit, checks, output."""
 
+import contextlib
 import io
 import json
 import math
@@ -26,6 +27,7 @@ import shapes
 import subjects
 from cases import CASES, PLAIN
 from limit_library import Memory, Streams, Walk
+from rows import Row
 
 BENCH = Path(shapes.__file__).parent
 LIBRARIES = BENCH.parent / "build" / "release" / "bench"
@@ -82,7 +84,7 @@ def test_header_for_cpp_has_the_same_elements(tmp_path):
         for name, counts in re.findall(r"int64_t (\w+)\[\] = \{([\d, ]+)\};", text)
     }
     lists = dict(re.findall(r'\{"([\w-]+)", (\w+)\}', text))
-    assert lists.keys() == {s.name for s in shapes.ALL if not s.transposed}
+    assert lists.keys() == {s.name for s in shapes.ALL if s.layout == "contiguous"}
     for name, array in lists.items():
         assert arrays[array] == [math.prod(shape) for shape in NAMED[name].shapes]
 
@@ -100,9 +102,35 @@ def expected_passes(streams, walk):
     everything = [WEIGHT, GRAD, *states]
     if not streams.two_phase:
         return [(everything, [WEIGHT, *states])]
-    if walk.store:
-        return [(everything, [GRAD, *states]), ([WEIGHT, GRAD], [WEIGHT])]
-    return [(everything, states), ([WEIGHT, *states], [WEIGHT])]
+    return {
+        limit_library.STORE: [(everything, [GRAD, *states]), ([WEIGHT, GRAD], [WEIGHT])],
+        limit_library.RECOMPUTE: [(everything, states), ([WEIGHT, *states], [WEIGHT])],
+        limit_library.TWICE: [(everything, []), (everything, [WEIGHT, *states])],
+    }[walk.way]
+
+
+def places(begin, end, stride):
+    """Where a stream has what belongs to bytes [begin, end) of the gradient, once or twice.
+
+    With a stride of two, half of it is in one line, half in the next, or in what a tensor has left
+    at its end.
+    """
+    line = limit_library.LINE
+    last = begin + (end - begin) // line * line
+    whole = np.arange(begin * stride, last * stride).reshape(-1, stride, line)
+    rest = np.arange(last * stride, end * stride).reshape(stride, -1)
+    return [np.concatenate([whole[:, half].ravel(), rest[half]]) for half in range(stride)]
+
+
+def places_of(streams, stream):
+    """Of all tensors together."""
+    found, begin = [[] for _ in range(streams.stride(stream))], 0
+    for count in ELEMENTS:
+        size = count * streams.grad_size
+        for half, where in zip(found, places(begin, begin + size, len(found)), strict=True):
+            half.append(where)
+        begin += -(-size // limit_library.LINE) * limit_library.LINE
+    return [np.concatenate(half) for half in found]
 
 
 @pytest.fixture(scope="module")
@@ -110,67 +138,93 @@ def limit():
     return limit_library.Library(LIBRARIES)
 
 
-WALKS = [
-    pytest.param(Streams(states, size, two_phase), walk, id=f"{states}-{size}-{two_phase}-{number}")
-    for states, size, two_phase in (
-        (0, 4, False), (1, 4, False), (2, 4, False), (3, 2, False), (4, 8, False),
-        (1, 4, True), (2, 4, True), (2, 2, True),
-    )
-    for number, walk in enumerate((
-        Walk(threads=1, prefetch=0),
-        Walk(threads=2, prefetch=256, store=False),
-        Walk(threads=3, prefetch=512, wave_elements=20_000, backward=True),
-        Walk(threads=7, prefetch=256, wave_elements=1, store=False, backward=True),
-    ))
-]  # fmt: skip
+PATTERNS = (
+    *(Streams.of_size(states, 4, two_phase=False) for states in range(5)),
+    Streams.of_size(3, 2, two_phase=False),
+    Streams.of_size(4, 8, two_phase=False),
+    Streams.of_size(1, 4, two_phase=True),
+    Streams.of_size(2, 4, two_phase=True),
+    Streams(2, 2, 2, 4, two_phase=False),  # 16-bit weights with float32 states
+    Streams(1, 2, 2, 4, two_phase=True),
+    Streams(1, 8, 4, 4, two_phase=False),  # sliced weights
+    Streams(2, 8, 4, 4, two_phase=True),
+    Streams(2, 4, 2, 4, two_phase=True),  # both
+)
+WALKS = (
+    Walk(threads=1, prefetch=0, way=limit_library.STORE, backward=False),
+    Walk(threads=2, prefetch=256, alternate=True),
+    Walk(threads=3, prefetch=512, way=limit_library.STORE, wave_elements=20_000),
+    Walk(threads=7, prefetch=256, alternate=True, wave_elements=1),
+    Walk(threads=2, prefetch=1024, way=limit_library.TWICE, wave_elements=60_000),
+)
 
 
 @needs_limit
-@pytest.mark.parametrize(("streams", "walk"), WALKS)
+@pytest.mark.parametrize("walk", WALKS, ids=range(len(WALKS)))
+@pytest.mark.parametrize("streams", PATTERNS, ids=str)
 @pytest.mark.parametrize("memory", [Memory(True, 1024), Memory(False, 0)], ids=["huge", "small"])
 def test_walk_goes_over_its_streams_once_and_over_nothing_else(limit, streams, walk, memory):
+    where = [places_of(streams, stream) for stream in range(2 + streams.states)]
     with limit.arrays(streams, ELEMENTS, memory, threads=2) as arrays:
-        expected = [arrays.view(stream).copy() for stream in range(2 + streams.states)]
-        inside = np.zeros(len(expected[0]), dtype=bool)
-        begin = 0
-        for count in ELEMENTS:
-            inside[begin : begin + count * streams.element_size] = True
-            begin += -(-count * streams.element_size // limit_library.LINE) * limit_library.LINE
-        assert not any(stream[~inside].any() for stream in expected), "gaps are not empty"
+        expected = [arrays.view(stream).copy() for stream in range(len(where))]
+        for content, inside in zip(expected, where, strict=True):
+            gaps = np.ones(len(content), dtype=bool)
+            gaps[np.concatenate(inside)] = False
+            assert not content[gaps].any(), "gaps are not empty"
+            assert content[~gaps].any()
 
-        traffic = 0
-        for reads, writes in expected_passes(streams, walk):
-            key = np.bitwise_xor.reduce([expected[s] for s in reads if s not in writes])
-            for stream in writes:
-                expected[stream] = expected[stream] ^ key
-            traffic += (len(reads) + len(writes)) * sum(ELEMENTS) * streams.element_size
+        only_read, traffic = 0, 0
+        for _ in range(2):  # there and, if they alternate, back
+            for reads, writes in expected_passes(streams, walk):
+                key = 0
+                for stream in set(reads) - set(writes):
+                    for half in where[stream]:
+                        key = key ^ expected[stream][half]
+                for stream in writes:
+                    for half in where[stream]:
+                        expected[stream][half] ^= key
+                if not writes:
+                    only_read ^= np.bitwise_xor.reduce(key.view(np.uint16))
+                moved = sum(len(where[stream]) for stream in [*reads, *writes])
+                traffic += moved * sum(ELEMENTS) * streams.grad_size
 
-        arrays.run(walk)
+        arrays.run(walk, 2)
         for stream, content in enumerate(expected):
             np.testing.assert_array_equal(arrays.view(stream), content, f"stream {stream}")
-        assert arrays.traffic(walk) == traffic
+        assert arrays.sum() == only_read
+        assert 2 * arrays.traffic(walk) == traffic
 
 
 @needs_limit
 @pytest.mark.parametrize(
-    ("streams", "bytes_per_element"),
+    ("streams", "at_least", "in_two_passes"),
     [
-        (Streams(2, 4, False), 28),  # Adam
-        (Streams(1, 4, False), 20),  # Adagrad
-        (Streams(2, 4, True), 40),  # LAMB, in two passes
-        (Streams(2, 2, False), 14),  # Adam in bf16
-        (Streams(4, 4, False), 44),  # Adan
+        (Streams.of_size(2, 4, two_phase=False), 28, None),  # Adam
+        (Streams.of_size(1, 4, two_phase=False), 20, None),  # Adagrad
+        (Streams.of_size(2, 2, two_phase=False), 14, None),  # Adam in bf16
+        (Streams(2, 2, 2, 4, two_phase=False), 22, None),  # with float32 states
+        (Streams.of_size(4, 4, two_phase=False), 44, None),  # Adan
+        (Streams(2, 8, 4, 4, two_phase=False), 36, None),  # Adam, every second column
+        (Streams.of_size(2, 4, two_phase=True), 28, (40, 40, 44)),  # LAMB
+        (Streams(2, 2, 2, 4, two_phase=True), 22, (None, 32, 34)),
     ],
 )
-def test_bytes_of_an_element(limit, streams, bytes_per_element):
+def test_bytes_of_an_element(limit, streams, at_least, in_two_passes):
+    assert streams.bytes_per_element == at_least
     with limit.arrays(streams, [1000], Memory(), threads=1) as arrays:
-        for store in (True, False):
-            assert arrays.traffic(Walk(threads=1, store=store)) == 1000 * bytes_per_element
+        for way in streams.ways:
+            expected = in_two_passes[way] if in_two_passes else at_least
+            assert arrays.traffic(Walk(threads=1, way=way)) == 1000 * expected
+
+
+def test_no_room_for_the_update_in_gradients_of_16_bits():
+    assert limit_library.STORE in Streams.of_size(2, 4, two_phase=True).ways
+    assert limit_library.STORE not in Streams(2, 2, 2, 4, two_phase=True).ways
 
 
 @needs_limit
 def test_memory_is_the_same_every_time(limit):
-    streams = Streams(2, 4, False)
+    streams = Streams(2, 4, 4, 8, two_phase=False)
     with (
         limit.arrays(streams, ELEMENTS, Memory(True, 1024), threads=2) as one,
         limit.arrays(streams, ELEMENTS, Memory(False, 0), threads=1) as other,
@@ -180,19 +234,56 @@ def test_memory_is_the_same_every_time(limit):
 
 
 @needs_limit
-def test_streams_start_apart_in_their_pages(limit):
-    with limit.arrays(Streams(2, 4, False), [4096], Memory(True, 1024), threads=1) as arrays:
-        assert [arrays.view(s).ctypes.data % 4096 for s in range(4)] == [0, 1024, 2048, 3072]
-    with limit.arrays(Streams(2, 4, False), [4096], Memory(True, 0), threads=1) as arrays:
-        assert [arrays.view(s).ctypes.data % 4096 for s in range(4)] == [0, 0, 0, 0]
+@pytest.mark.parametrize(
+    ("offset", "begins"),
+    [(0, [0, 0, 0, 0]), (1024, [0, 1024, 2048, 3072]), (65 << 10, [0, 66560, 133120, 199680])],
+)
+def test_streams_start_apart(limit, offset, begins):
+    streams = Streams.of_size(2, 4, two_phase=False)
+    with limit.arrays(streams, [4096], Memory(True, offset), threads=1) as arrays:
+        assert [arrays.view(s).ctypes.data % (2 << 20) for s in range(4)] == begins
 
 
 @needs_limit
 @pytest.mark.parametrize("two_phase", [False, True])
-def test_search_finds_a_limit_without_any_time(limit, two_phase):
-    found = limit_library.search(limit, Streams(2, 4, two_phase), [1000, 50], threads=2, budget=0)
+@pytest.mark.parametrize("budget", [0, 0.1])
+def test_search_finds_a_limit(limit, two_phase, budget):
+    streams = Streams.of_size(2, 4, two_phase)
+    found = limit_library.search(limit, streams, [1000, 50], threads=2, budget=budget)
     assert found.seconds > 0
     assert found.memory in limit_library.MEMORIES
+
+
+class Recorder:
+    """A limit's library in which a walk takes as long as `cost` says."""
+
+    def __init__(self, cost):
+        self.walks, self._cost = [], cost
+
+    def arrays(self, streams, elements, memory, threads):
+        def run(walk, repetitions=1):
+            self.walks.append((memory, walk))
+            return [self._cost(memory, walk)] * repetitions
+
+        return contextlib.nullcontext(types.SimpleNamespace(run=run))
+
+
+def test_search_finds_the_best_of_each_thing():
+    best = Walk(4, 512, True, limit_library.TWICE, False, 1 << 19)
+    memory = Memory(True, 0)
+
+    def cost(tried, walk):
+        wrong = sum(getattr(walk, name) != value for name, value in vars(best).items())
+        return 1e-3 * (1 + wrong + 3 * (tried != memory))
+
+    recorder = Recorder(cost)
+    streams = Streams.of_size(2, 4, two_phase=True)
+    found = limit_library.search(recorder, streams, [1 << 18] * 8, threads=4, budget=60)
+    assert (found.memory, found.walk) == (memory, best)
+    assert {memory for memory, _ in recorder.walks} == set(limit_library.MEMORIES)
+    again = Recorder(cost)
+    limit_library.search(again, streams, [1 << 18] * 8, threads=4, budget=0, known=found)
+    assert set(again.walks) == {(memory, best)}
 
 
 @needs_limit
@@ -200,7 +291,7 @@ def test_one_openmp_runtime(subprocess_environment):
     program = (
         "import sys, pathlib, torch, limit_library\n"
         "library = limit_library.Library(pathlib.Path(sys.argv[1]))\n"
-        "library.arrays(limit_library.Streams(2, 4, False), [1 << 20], limit_library.Memory(), 2)\n"
+        "library.arrays(limit_library.Streams.of_size(2, 4, False), [1 << 20], limit_library.Memory(), 2)\n"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line})\n"
     )
     environment = subprocess_environment | {"PYTHONPATH": str(BENCH)}
@@ -212,7 +303,7 @@ def test_one_openmp_runtime(subprocess_environment):
 # ---- Checks before timing ------------------------------------------------------------------------
 
 SOME = shapes.ShapeList("some", "some", ((40, 30), (7,), (1000,)))
-TRANSPOSED = shapes.ShapeList("transposed", "transposed", ((40, 30),), transposed=True)
+TRANSPOSED = shapes.ShapeList("transposed", "transposed", ((40, 30),), "transposed")
 
 
 class WithAnotherRate:
@@ -251,16 +342,17 @@ def test_onednn_makes_the_same_step(case, name):
         for i in implementations.all_implementations(onednn_library.OneDnn(LIBRARIES))
         if i.name == "onednn"
     )
-    assert implementation.exists(case)
+    row = Row(case, shape_list)
+    assert implementation.exists(row)
     params = subjects.make(shape_list, torch.float32)
-    stepper = implementation.build(case, params)
+    stepper = implementation.build(row, params)
     assert subjects.Check(case, shape_list, torch.float32)(stepper, params) is None
 
 
 def test_onednn_is_told_to_be_absent():
     (implementation,) = (i for i in implementations.all_implementations(None) if i.name == "onednn")
     with pytest.raises(implementations.UnavailableError, match="without oneDNN"):
-        implementation.build(PLAIN[0], subjects.make(SOME, torch.float32))
+        implementation.build(Row(PLAIN[0], SOME), subjects.make(SOME, torch.float32))
 
 
 # ---- The kernels alone ---------------------------------------------------------------------------
@@ -272,7 +364,7 @@ def test_there_are_kernels_for_every_dense_list(case):
     program = kernels.Kernels(LIBRARIES, os.environ | {"OMP_NUM_THREADS": "1"})
     rule, isa = case.optimizer.__name__, fusedstep.isa()
     found = {s.name for s in shapes.ALL if program.find(rule, s.name, isa, threads=1)}
-    assert found == {s.name for s in shapes.ALL if not s.transposed}
+    assert found == {s.name for s in shapes.ALL if s.layout == "contiguous"}
     assert program.find(rule, "1K", isa, threads=2) is None
 
 
@@ -437,7 +529,7 @@ def test_what_is_wrong_or_skipped_is_shown_as_such(output):
     results["rows"] = [row, skipped | {"title": "huge", "shapes": "huge", "skipped": "no memory"}]
     text = report.markdown(results)
     assert "| wrong |" in text
-    assert "torch foreach is wrong for adam, " in text
+    assert "torch foreach is wrong: tensor 0 is 1.0e+00 off (adam, " in text
     assert f"median over the lists: 1.50× ({row['allocator']})" in text
     assert "| huge |" not in text
     assert f"Skipped: adam, huge, {row['allocator']}: no memory." in text

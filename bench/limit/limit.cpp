@@ -4,8 +4,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <bit>
+#include <atomic>
 #include <chrono>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <vector>
@@ -16,7 +17,9 @@ namespace fusedstep::limit {
 namespace {
 
 constexpr int64_t kLine = 64, kPage = 4096, kHugePage = int64_t{2} << 20;
-constexpr int64_t kChunkBytes = 64 << 10;
+
+// Chunks of the gradient: so many for each thread at least, that all have as much to do, in these bounds.
+constexpr int64_t kChunksPerThread = 16, kLeastChunk = 1 << 10, kMostChunk = 64 << 10;
 
 int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -31,11 +34,10 @@ const PassTable& best_table() {
   return base::kTable;
 }
 
-// Anonymous memory that starts at an offset in its page.
+// Anonymous memory that starts at an offset in its huge page.
 class Mapping {
  public:
-  Mapping(int64_t bytes, int64_t offset, bool huge_pages)
-      : bytes_(round_up(bytes, kPage) + kHugePage + kPage) {
+  Mapping(int64_t bytes, int64_t offset, bool huge_pages) : bytes_(round_up(bytes, kPage) + 2 * kHugePage) {
     mapped_ =
         mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (mapped_ == MAP_FAILED) throw std::bad_alloc();
@@ -56,119 +58,160 @@ class Mapping {
   unsigned char* data_;
 };
 
-// A piece of a tensor: bytes [begin, end) of every stream.
+// A piece of a tensor: bytes [begin, end) of the gradient.
 struct Chunk {
   int64_t begin, end;
 };
 
-// Zeros would do for the memory, but not for seeing what was touched.
-void fill_with_noise(unsigned char* begin, int64_t bytes, int64_t seed) {
-  auto value = static_cast<uint32_t>(2654435769u * (seed + 1));
-  for (unsigned char* at = begin; at < begin + bytes; at += 2) {
-    value = value * 1664525u + 1013904223u;
-    at[0] = static_cast<unsigned char>(value >> 24);
-    at[1] = static_cast<unsigned char>(value >> 16);
+// Chunks of tensors that go through both passes together.
+struct Wave {
+  size_t first, last;
+};
+
+// Fills bytes [begin, end) of a stream with what depends on their place alone. Zeros would do for the memory,
+// but not for seeing what was touched.
+void fill_with_noise(unsigned char* stream, int64_t begin, int64_t end, int64_t seed) {
+  for (int64_t at = begin; at < end; at += sizeof(uint64_t)) {
+    auto word = static_cast<uint64_t>(at + seed) * 0x9e3779b97f4a7c15u;
+    word = (word ^ word >> 29) * 0xbf58476d1ce4e5b9u;
+    std::memcpy(stream + at, &word, std::min<int64_t>(sizeof(word), end - at));
   }
 }
 
-// One pass over chunks [first, last): each thread takes one run of neighbours of about equal size, always the
-// same for the same number of threads.
+// One pass over chunks: each thread takes one run of neighbours of about equal size, always the same for the
+// same number of threads. Returns the exclusive or of what `work` returns.
 template <class Work>
-void session(int threads, const std::vector<Chunk>& chunks, size_t first, size_t last, bool backward,
-             Work work) {
-  const int64_t begin = chunks[first].begin, bytes = chunks[last - 1].end - begin;
+uint16_t session(int threads, const std::vector<Chunk>& chunks, const Wave& wave, bool backward, Work work) {
+  const int64_t begin = chunks[wave.first].begin, bytes = chunks[wave.last - 1].end - begin;
+  std::atomic<uint16_t> sum = 0;
   const auto run = [&](int thread, int team) {
     const auto boundary = [&](int part) {
       const int64_t at = begin + bytes * part / team;
       const auto found =
-          std::lower_bound(chunks.begin() + first, chunks.begin() + last, at,
+          std::lower_bound(chunks.begin() + wave.first, chunks.begin() + wave.last, at,
                            [](const Chunk& chunk, int64_t value) { return chunk.begin < value; });
       return static_cast<size_t>(found - chunks.begin());
     };
-    const size_t from = boundary(thread), to = thread + 1 == team ? last : boundary(thread + 1);
+    const size_t from = boundary(thread), to = thread + 1 == team ? wave.last : boundary(thread + 1);
+    uint16_t own = 0;
     if (backward) {
-      for (size_t i = to; i > from; --i) work(chunks[i - 1]);
+      for (size_t i = to; i > from; --i) own ^= work(chunks[i - 1]);
     } else {
-      for (size_t i = from; i < to; ++i) work(chunks[i]);
+      for (size_t i = from; i < to; ++i) own ^= work(chunks[i]);
     }
+    sum ^= own;
   };
-  if (threads == 1) return run(0, 1);
+  if (threads == 1) {
+    run(0, 1);
+  } else {
 #pragma omp parallel num_threads(threads)
-  run(omp_get_thread_num(), omp_get_num_threads());
+    run(omp_get_thread_num(), omp_get_num_threads());
+  }
+  return sum;
 }
 
-// The arrays of a step over a list of tensors, and the walks over them.
+struct TwoPasses {
+  PassId first, second;
+};
+constexpr TwoPasses kWays[] = {
+    {kAccumulateStore, kApplyStored}, {kAccumulate, kApplyRecompute}, {kRead, kUpdate}};
+
+// The arrays of a step over a list of tensors, and the walks over them. Places are counted in bytes of the
+// gradient.
 class Step {
  public:
   Step(const fusedstep_limit_streams& streams, const fusedstep_limit_memory& memory, int64_t tensors,
        const int64_t* elements, int threads)
-      : streams_(streams), passes_(best_table().pass[streams.states]) {
+      : streams_(streams),
+        strides_{streams.weight_size / streams.grad_size, streams.state_size / streams.grad_size},
+        passes_(best_table().pass[index_of(strides_)][streams.states]) {
+    for (int64_t tensor = 0; tensor < tensors; ++tensor) bytes_ += elements[tensor] * streams_.grad_size;
+    const int64_t chunk_bytes =
+        std::clamp(round_up(bytes_ / (kChunksPerThread * threads), kLine), kLeastChunk, kMostChunk);
     int64_t end = 0;
     for (int64_t tensor = 0; tensor < tensors; ++tensor) {
       const int64_t begin = round_up(end, kLine);
-      end = begin + elements[tensor] * streams_.element_size;
-      for (int64_t at = begin; at < end; at += kChunkBytes)
-        chunks_.push_back({at, std::min(at + kChunkBytes, end)});
+      end = begin + elements[tensor] * streams_.grad_size;
+      for (int64_t at = begin; at < end; at += chunk_bytes)
+        chunks_.push_back({at, std::min(at + chunk_bytes, end)});
       last_chunks_.push_back(chunks_.size());
-      bytes_ += end - begin;
     }
     const int count = kFirstState + streams_.states;
     for (int i = 0; i < count; ++i) {
-      mappings_.push_back(std::make_unique<Mapping>(end, i * memory.offset % kPage, memory.huge_pages != 0));
+      mappings_.push_back(std::make_unique<Mapping>(end * stride_of(strides_, i),
+                                                    i * memory.offset % kHugePage, memory.huge_pages != 0));
       data_[i] = mappings_.back()->data();
     }
-    const auto fill = [&](const Chunk& chunk) {
-      for (int i = 0; i < count; ++i)
-        fill_with_noise(data_[i] + chunk.begin, chunk.end - chunk.begin, chunk.begin + i);
-    };
-    session(threads, chunks_, 0, chunks_.size(), false, fill);
+    session(threads, chunks_, {0, chunks_.size()}, false, [&](const Chunk& chunk) {
+      for (int i = 0; i < count; ++i) {
+        const int64_t stride = stride_of(strides_, i);
+        fill_with_noise(data_[i], chunk.begin * stride, chunk.end * stride, i + 1);
+      }
+      return uint16_t{0};
+    });
   }
 
-  void walk(const fusedstep_limit_walk& how) const {
-    if (streams_.two_phase == 0) return pass(kUpdate, how, 0, chunks_.size(), false);
-    size_t first = 0;
-    for (size_t tensor = 0; tensor < last_chunks_.size();) {
-      tensor = wave_end(tensor, first, how.wave_elements);
-      const size_t last = last_chunks_[tensor - 1];
-      pass(how.store != 0 ? kAccumulateStore : kAccumulate, how, first, last, false);
-      pass(how.store != 0 ? kApplyStored : kApplyRecompute, how, first, last, how.backward != 0);
-      first = last;
+  void walk(const fusedstep_limit_walk& how) {
+    const bool turned = how.alternate != 0 && walks_++ % 2 != 0;
+    if (streams_.two_phase == 0) return pass(kUpdate, how, {0, chunks_.size()}, turned);
+    const TwoPasses& passes = kWays[how.way];
+    const std::vector<Wave>& waves = waves_of(how.wave_elements);
+    for (size_t i = 0; i < waves.size(); ++i) {
+      const Wave& wave = waves[turned ? waves.size() - 1 - i : i];
+      pass(passes.first, how, wave, turned);
+      pass(passes.second, how, wave, turned != (how.backward != 0));
     }
   }
 
-  int64_t traffic(bool store) const {
+  int64_t traffic(int way) const {
     const auto of = [&](PassId pass) {
       const Streams streams = streams_of(pass, streams_.states);
-      return bytes_ * (std::popcount(streams.reads) + std::popcount(streams.writes));
+      int64_t strides = 0;
+      for (int i = 0; i < kMaxStreams; ++i) {
+        strides += ((streams.reads >> i & 1) + (streams.writes >> i & 1)) * stride_of(strides_, i);
+      }
+      return bytes_ * strides;
     };
-    if (streams_.two_phase == 0) return of(kUpdate);
-    return store ? of(kAccumulateStore) + of(kApplyStored) : of(kAccumulate) + of(kApplyRecompute);
+    return streams_.two_phase == 0 ? of(kUpdate) : of(kWays[way].first) + of(kWays[way].second);
   }
 
   unsigned char* data(int stream) const { return data_[stream]; }
+  uint16_t sum() const { return sum_; }
 
  private:
-  void pass(PassId id, const fusedstep_limit_walk& how, size_t first, size_t last, bool backward) const {
-    const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.element_size;
-    session(how.threads, chunks_, first, last, backward,
-            [&](const Chunk& chunk) { passes_[id](data_, chunk.begin, chunk.end, ahead); });
+  void pass(PassId id, const fusedstep_limit_walk& how, const Wave& wave, bool backward) {
+    const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.grad_size;
+    sum_ ^= session(how.threads, chunks_, wave, backward,
+                    [&](const Chunk& chunk) { return passes_[id](data_, chunk.begin, chunk.end, ahead); });
   }
 
-  // One past the last tensor of the wave that begins with `tensor`, whose chunks begin at `first`.
-  size_t wave_end(size_t tensor, size_t first, int64_t wave_elements) const {
-    if (wave_elements == 0) return last_chunks_.size();
-    const int64_t limit = chunks_[first].begin + wave_elements * streams_.element_size;
-    do {
-      ++tensor;
-    } while (tensor < last_chunks_.size() && chunks_[last_chunks_[tensor] - 1].end <= limit);
-    return tensor;
+  // Whole tensors, as many as have `wave_elements` together; all of them for 0. Those of the last call are
+  // kept.
+  const std::vector<Wave>& waves_of(int64_t wave_elements) {
+    if (!waves_.empty() && wave_elements == wave_elements_) return waves_;
+    wave_elements_ = wave_elements;
+    waves_.clear();
+    for (size_t tensor = 0, first = 0; tensor < last_chunks_.size(); first = waves_.back().last) {
+      const int64_t most = chunks_[first].begin + wave_elements * streams_.grad_size;
+      do {
+        ++tensor;
+      } while (tensor < last_chunks_.size() &&
+               (wave_elements == 0 || chunks_[last_chunks_[tensor] - 1].end <= most));
+      waves_.push_back({first, last_chunks_[tensor - 1]});
+    }
+    return waves_;
   }
 
   fusedstep_limit_streams streams_;
+  Strides strides_;
   const Pass* passes_;
-  int64_t bytes_ = 0;  // of one stream, without the gaps between tensors
+  int64_t bytes_ = 0;  // of the gradient, without the gaps between tensors
   std::vector<Chunk> chunks_;
   std::vector<size_t> last_chunks_;  // one past the last chunk of each tensor
+  int64_t wave_elements_ = 0;
+  std::vector<Wave> waves_;
+  uint64_t walks_ = 0;
+  uint16_t sum_ = 0;
   std::vector<std::unique_ptr<Mapping>> mappings_;
   unsigned char* data_[kMaxStreams] = {};
 };
@@ -200,10 +243,12 @@ void fusedstep_limit_run(fusedstep_limit* limit, const fusedstep_limit_walk* wal
   }
 }
 
-int64_t fusedstep_limit_traffic(const fusedstep_limit* limit, int32_t store) {
-  return limit->step.traffic(store != 0);
+int64_t fusedstep_limit_traffic(const fusedstep_limit* limit, int32_t way) {
+  return limit->step.traffic(way);
 }
 
 void* fusedstep_limit_data(const fusedstep_limit* limit, int32_t stream) { return limit->step.data(stream); }
+
+uint16_t fusedstep_limit_sum(const fusedstep_limit* limit) { return limit->step.sum(); }
 
 const char* fusedstep_limit_isa() { return fusedstep::limit::best_table().isa; }

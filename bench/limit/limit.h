@@ -9,12 +9,13 @@
 extern "C" {
 #endif
 
-// What a step goes over: weight, gradient and `states` arrays of each tensor.
+// What a step goes over: weight, gradient and `states` arrays of each tensor. Sizes are the bytes by which a
+// stream gets on with each element: even, those of weight and state as large as the gradient's or twice that.
 struct fusedstep_limit_streams {
-  int32_t states;        // up to 4
-  int32_t element_size;  // bytes, even
+  int32_t states;  // up to 4
+  int32_t weight_size, grad_size, state_size;
   int32_t
-      two_phase;  // 0: elementwise, one pass; 1: moments and norms in a first pass, the update in a second
+      two_phase;  // 0: elementwise, one pass; 1: norms in a first pass, the update of the weight in a second
 };
 
 // Where the arrays lie.
@@ -23,13 +24,21 @@ struct fusedstep_limit_memory {
   int32_t offset;  // bytes by which the start of each stream in its page is apart from the one before; of 64
 };
 
-// How they are gone over.
+// What a two-phase step does with the update between its passes.
+enum fusedstep_limit_way {
+  FUSEDSTEP_LIMIT_STORE,      // keeps it in the gradient's memory
+  FUSEDSTEP_LIMIT_RECOMPUTE,  // computes it again from states that the first pass has written
+  FUSEDSTEP_LIMIT_TWICE       // computes all again: the first pass only reads
+};
+
+// How the arrays are gone over.
 struct fusedstep_limit_walk {
   int32_t threads;
   int32_t prefetch;       // elements ahead; 0: none
+  int32_t alternate;      // every other walk goes from the end to the beginning
+  int32_t way;            // two-phase: enum fusedstep_limit_way
+  int32_t backward;       // two-phase: each thread takes its part of a wave the other way in the second pass
   int64_t wave_elements;  // two-phase: whole tensors that go through both passes together; 0: all
-  int32_t store;          // two-phase: keep the update in the gradient's memory, or compute it again
-  int32_t backward;       // two-phase: each thread takes its part of a wave backwards in the second pass
 };
 
 struct fusedstep_limit;
@@ -47,11 +56,14 @@ FUSEDSTEP_LIMIT_API void fusedstep_limit_run(struct fusedstep_limit* limit,
                                              const struct fusedstep_limit_walk* walk, int64_t repetitions,
                                              double* seconds);
 
-// Bytes read plus bytes written by one walk that keeps the update, or does not.
-FUSEDSTEP_LIMIT_API int64_t fusedstep_limit_traffic(const struct fusedstep_limit* limit, int32_t store);
+// Bytes read plus bytes written by one walk in a way.
+FUSEDSTEP_LIMIT_API int64_t fusedstep_limit_traffic(const struct fusedstep_limit* limit, int32_t way);
 
 // The memory of one stream: the tensors one after the other, each at a multiple of 64 bytes.
 FUSEDSTEP_LIMIT_API void* fusedstep_limit_data(const struct fusedstep_limit* limit, int32_t stream);
+
+// The exclusive or, in words of two bytes, of all that passes without writes have read.
+FUSEDSTEP_LIMIT_API uint16_t fusedstep_limit_sum(const struct fusedstep_limit* limit);
 
 // The instruction set of the loops: "avx512", "avx2" or "base".
 FUSEDSTEP_LIMIT_API const char* fusedstep_limit_isa(void);

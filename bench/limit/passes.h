@@ -9,9 +9,10 @@ enum Stream : int { kWeight, kGrad, kFirstState };
 constexpr int kMaxStates = 4;
 constexpr int kMaxStreams = kFirstState + kMaxStates;
 
-// An elementwise step is one pass; a two-phase step is one of two pairs, as its update is kept in the
-// gradient's memory between them or computed again.
-enum PassId : int { kUpdate, kAccumulateStore, kApplyStored, kAccumulate, kApplyRecompute, kPasses };
+// An elementwise step is one pass. A two-phase step is two, in one of three ways: the update is kept in the
+// gradient's memory between them (store, stored); or computed again from moments that the first has written;
+// or the first only reads, and the second does all.
+enum PassId : int { kUpdate, kAccumulateStore, kApplyStored, kAccumulate, kApplyRecompute, kRead, kPasses };
 
 // Bit i stands for stream i.
 struct Streams {
@@ -31,19 +32,35 @@ constexpr Streams streams_of(PassId pass, int states) {
       return {weight | grad, weight};
     case kAccumulate:
       return {all, moments};
-    default:
+    case kApplyRecompute:
       return {weight | moments, weight};
+    default:
+      return {all, 0};
   }
 }
 
-// Goes over bytes [begin, end) of the streams; `begin` is a multiple of a cache line, `end` of two bytes.
-// Every stream that is written becomes its exclusive or with all those that are only read: so no load can be
-// left out, and what was touched can be read off. Prefetches `ahead` bytes ahead unless that is 0.
-using Pass = void (*)(unsigned char* const* data, int64_t begin, int64_t end, int64_t ahead);
+// How far a stream gets while the gradient's gets on by one byte: one or two. Two are states of a wider type
+// than the gradient's, and a weight of which every second element is updated: its lines are moved whole.
+struct Strides {
+  int weight, state;
+};
+constexpr int kStrideCombinations = 4;
+constexpr int index_of(Strides strides) { return (strides.weight - 1) + 2 * (strides.state - 1); }
+constexpr Strides strides_at(int index) { return {index % 2 + 1, index / 2 + 1}; }
+constexpr int stride_of(Strides strides, int stream) {
+  return stream == kWeight ? strides.weight : stream == kGrad ? 1 : strides.state;
+}
+
+// Goes over bytes [begin, end) of the gradient and what belongs to them in the other streams; `begin` is a
+// multiple of a cache line, `end` of two bytes. Each word that is written becomes its exclusive or with all
+// those at its place in streams that are only read: so no load can be left out, and what was touched can be
+// read off. A pass that writes nothing returns the exclusive or of all it has read, in words of two bytes.
+// Prefetches `ahead` bytes of the gradient ahead unless that is 0.
+using Pass = uint16_t (*)(unsigned char* const* data, int64_t begin, int64_t end, int64_t ahead);
 
 struct PassTable {
   const char* isa;
-  Pass pass[kMaxStates + 1][kPasses];
+  Pass pass[kStrideCombinations][kMaxStates + 1][kPasses];
 };
 
 namespace base {
