@@ -18,6 +18,9 @@ Usage:
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
   ./run.sh bench [FILTER]        the benchmark, all sizes
+  ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs
+  ./run.sh bench compare REF [FILTER]
+                                 this tree against another commit
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table
   ./run.sh mnist [OPTION...]     the convergence check
@@ -78,6 +81,8 @@ bench() {
   build release --target fusedstep_python bench/all
   case "${1:-}" in
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
+    peers) install_peers && "$python" "$root/bench/peers.py" "${@:2}" ;;
+    compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
   esac
 }

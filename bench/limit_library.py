@@ -227,7 +227,6 @@ def powers_of_two(most: int) -> list[int]:
 def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[list[dict]]:
     """What can be changed about a walk, one thing after the other: what matters most first."""
     if sum(elements) < WHOLE_TEAM:
-        powers = (1 << power for power in range((threads - 1).bit_length()))
         yield [{"threads": count} for count in powers_of_two(threads)]
     if streams.two_phase:
         yield [{"way": way} for way in streams.ways]
@@ -248,10 +247,10 @@ class _Search:
         streams: Streams,
         elements: Sequence[int],
         threads: int,
-        until: float,
+        end: float,
     ) -> None:
         self._library, self._streams, self._elements = library, streams, elements
-        self._threads, self._deadline = threads, until
+        self._threads, self._deadline = threads, end
         self.best: Limit | None = None
 
     @property
@@ -290,7 +289,7 @@ def search(
     First the walks, from the one `known` from before if there is one; then the best walk in the
     other memories; then the walks again in the best memory.
     """
-    found = _Search(library, streams, elements, threads, until=time.monotonic() + budget)
+    found = _Search(library, streams, elements, threads, end=time.monotonic() + budget)
     memory = known.memory if known else MEMORIES[0]
     first = Walk(1 if sum(elements) < ONE_THREAD else threads, way=streams.ways[0])
     found.over_walks(memory, known.walk if known else first)

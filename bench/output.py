@@ -54,9 +54,11 @@ class Collected:
         }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: argparse.ArgumentParser, seconds: float | None = None) -> None:
     parser.add_argument("filter", nargs="?", default="", metavar="FILTER", type=_pattern)
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all steps")
+    parser.add_argument(
+        "--budget", type=float, metavar="SECONDS", default=seconds, help="time for all steps"
+    )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="instead of one in bench/results/MACHINE"
     )

@@ -11,6 +11,7 @@ from torch.nn import Parameter
 
 from implementations import (
     COMPILED,
+    FLOAT_CORRECTION,
     FOR_LOOP,
     FOREACH,
     FUSED,
@@ -26,11 +27,13 @@ from rows import BFLOAT16, FLOAT32, MIXED, Purpose, Row
 
 ADAM = ("lr", "betas", "eps", "weight_decay")
 
-#: What rounding states to 8 bits may do to a weight, of its largest move.
-SLACK = 0.5
+#: What rounding states to 8 bits may do to a weight in the steps of the check, of its largest move.
+EIGHT_BITS = 1.0
 
-#: pytorch_optimizer's LAMB: no correction for bias, and the norm of the weight clamped.
+#: pytorch_optimizer's LAMB: no correction for bias, the norm of the weight clamped, and eps added
+#: to the norm of the update.
 WITHOUT_BIAS_CORRECTION = "lamb-cybertron"
+EPS_IN_NORM = 1e-2
 
 
 def _said(row: Row, *names: str) -> dict[str, Any]:
@@ -72,7 +75,7 @@ def _timm(row: Row, params: list[Parameter]) -> Stepper:
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
     options = dict(case_named(WITHOUT_BIAS_CORRECTION).options)
     del options["variant"]
-    return OfTorch(_optimizer("pytorch_optimizer.Lamb")(params, **options))
+    return OfTorch(_optimizer("pytorch_optimizer.Lamb")(params, adam_debias=True, **options))
 
 
 def _is_adamw(row: Row) -> bool:
@@ -95,19 +98,25 @@ PEERS = {
         FOREACH,
         COMPILED,
         TORCH_FUSED,
-        Implementation("deepspeed", "DeepSpeed", _deepspeed_has, _deepspeed),
+        Implementation(
+            "deepspeed", "DeepSpeed", _deepspeed_has, _deepspeed, slack=FLOAT_CORRECTION
+        ),
         Implementation("timm", "timm", _is_lamb, _timm),
         Implementation(
             "pytorch_optimizer", "pytorch_optimizer", _is_lamb, _pytorch_optimizer,
-            formula=WITHOUT_BIAS_CORRECTION,
+            formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM,
         ),
         Implementation(
-            "torchao_8bit", "torchao 8-bit", _is_adamw, _adamw("torchao.optim.AdamW8bit"), slack=SLACK
+            "torchao_8bit", "torchao 8-bit", _is_adamw, _adamw("torchao.optim.AdamW8bit"),
+            slack=EIGHT_BITS,
         ),
-        Implementation("torchao", "torchao", _is_adamw, _adamw("torchao.optim._AdamW")),
+        Implementation(
+            "torchao", "torchao", _is_adamw, _adamw("torchao.optim._AdamW"),
+            slack=FLOAT_CORRECTION,
+        ),
         Implementation(
             "bitsandbytes_8bit", "bitsandbytes 8-bit", _is_adamw,
-            _adamw("bitsandbytes.optim.AdamW8bit"), slack=SLACK,
+            _adamw("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS,
         ),
         Implementation(
             "bitsandbytes", "bitsandbytes", _is_adamw_with_fp32_states,

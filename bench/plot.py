@@ -11,21 +11,30 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import columns, kernels, optimizers, subtitle
+from report import PROBLEMS, columns, kernels, of_lists, optimizers, subtitle
 from shapes import SIZES, size_name
 
 COLOURS = {
     "unfused": "#8c8c8c",
     "for_loop": "#c5b0d5",
     "foreach": "#9467bd",
+    "compiled": "#17becf",
     "torch_fused": "#1f77b4",
     "onednn": "#2ca02c",
+    "deepspeed": "#bcbd22",
+    "timm": "#8c564b",
+    "pytorch_optimizer": "#c49c94",
+    "torchao_8bit": "#e377c2",
+    "torchao": "#f7b6d2",
+    "bitsandbytes_8bit": "#ff7f0e",
+    "bitsandbytes": "#ffbb00",
     "fused_keep_grad": "#ffbb78",
     "fused": "#d62728",
 }
@@ -37,11 +46,8 @@ _SIZE_NAMES = {size.name for size in SIZES}
 
 
 def _rows(results: dict[str, Any], optimizer: str, allocator: str) -> list[dict[str, Any]]:
-    return [
-        row
-        for row in results["rows"]
-        if (row["optimizer"], row["allocator"]) == (optimizer, allocator) and "limit" in row
-    ]
+    rows = of_lists(results, optimizer)
+    return [row for row in rows if row["allocator"] == allocator and "limit" in row]
 
 
 def _allocators(results: dict[str, Any]) -> list[str]:
@@ -69,7 +75,7 @@ def plot_time(results: dict[str, Any], path: Path) -> None:
         [handles[title] for title in titles],
         titles,
         loc="outside lower center",
-        ncols=len(titles),
+        ncols=min(len(titles), 5 * len(allocators)),
         frameon=False,
     )
     figure.suptitle(subtitle(results), fontsize=9)
@@ -88,9 +94,9 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
             result = row["results"].get(name, {})
             if "ms" in result:
                 bars.append((middle, result["ms"]))
-            elif "wrong" in result:
+            elif problem := next((word for word in result if word in PROBLEMS), None):
                 limit = row["limit"]["ms"]
-                axis.text(middle, 1.2 * limit, "wrong", rotation=90, ha="center", fontsize=8)
+                axis.text(middle, 1.2 * limit, problem, rotation=90, ha="center", fontsize=8)
         if bars:
             title = results["implementations"][name]
             axis.bar(*zip(*bars, strict=True), width, label=title, color=COLOURS.get(name))
@@ -102,13 +108,18 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
                 ends = (place - 0.46, place + 0.46)
                 axis.hlines(level, *ends, "black", LINES[name], lw=1.2, label=name)
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(_plain)
-    axis.yaxis.set_minor_formatter(_two_or_five)
+    plain_ticks(axis)
     axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=15, ha="right")
     axis.set_ylabel("ms a step")
     axis.set_title(f"{optimizer}, {allocator}", fontsize=10)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
+
+
+def plain_ticks(axis: Axes) -> None:
+    """Of a logarithmic axis: numbers as one writes them."""
+    axis.yaxis.set_major_formatter(_plain)
+    axis.yaxis.set_minor_formatter(_two_or_five)
 
 
 def _plain(value: float, _: int) -> str:
@@ -144,8 +155,7 @@ def plot_speedup(results: dict[str, Any], path: Path) -> None:
     sizes = [size.elements for size in SIZES if size.elements in measured]
     axis.set_xticks(sizes, [size_name(size) for size in sizes])
     axis.set_yscale("log")
-    axis.yaxis.set_major_formatter(_plain)
-    axis.yaxis.set_minor_formatter(_two_or_five)
+    plain_ticks(axis)
     axis.set_xlabel("elements of one tensor")
     axis.set_ylabel("speed-up, fused over unfused, ×")
     axis.grid(alpha=0.3, which="both")
@@ -160,13 +170,13 @@ def plot(results: dict[str, Any], folder: Path) -> None:
     plot_speedup(results, folder / "speedup.png")
 
 
-def main() -> None:
+def main(draw: Callable[[dict[str, Any], Path], None], usage: str) -> None:
     if len(sys.argv) not in (2, 3):
-        sys.exit(__doc__)
+        sys.exit(usage)
     source = Path(sys.argv[1])
     results = json.loads(source.read_text(encoding="utf-8"))
-    plot(results, Path(sys.argv[2]) if len(sys.argv) == 3 else source.parent)
+    draw(results, Path(sys.argv[2]) if len(sys.argv) == 3 else source.parent)
 
 
 if __name__ == "__main__":
-    main()
+    main(plot, __doc__)

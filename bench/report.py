@@ -105,10 +105,10 @@ def header(results: Results, optimizer: str) -> list[str]:
 def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
     """One line a shape list and allocator, the allocators of a list together."""
     names, alone = columns(results, optimizer), kernels(results, optimizer)
-    rows = [row for row in of_lists(results, optimizer) if "limit" in row]
+    rows = [row for row in of_lists(results, optimizer) if "results" in row]
     order = list(dict.fromkeys(row["shapes"] for row in rows))
     for row in sorted(rows, key=lambda row: order.index(row["shapes"])):
-        cells = [_cell(row["results"].get(name, {})) for name in names]
+        cells = [cell(row["results"].get(name, {})) for name in names]
         if alone:
             cells.append(milliseconds(alone[row["shapes"]]) if row["shapes"] in alone else "–")
         ours = row["results"].get("fused", {})
@@ -116,14 +116,14 @@ def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
             row["title"],
             row["allocator"],
             *cells,
-            milliseconds(row["limit"]["ms"]),
+            milliseconds(row["limit"]["ms"]) if "limit" in row else "–",
             f"{ours['speedup']:.1f}×" if "speedup" in ours else "",
             f"{ours['gbps']:.1f}" if "gbps" in ours else "",
             f"{ours['share']:.2f}" if "share" in ours else "",
         ]
 
 
-def _cell(result: dict[str, Any]) -> str:
+def cell(result: dict[str, Any]) -> str:
     """A figure, beside peers with how many times ours it is; or what is the matter."""
     if "ms" in result:
         times = f" ({result['times']:.2f}×)" if "times" in result else ""
@@ -165,7 +165,8 @@ def limit_line(results: Results) -> str:
     """What the limit's loops reach on this machine, in and out of the caches."""
     rates = [
         (row["bytes"] / row["limit"]["ms"] / 1e6, row["title"])
-        for row in results["rows"]
+        for optimizer in optimizers(results)
+        for row in of_lists(results, optimizer)
         if "limit" in row and row["elements"] >= 1 << 16
     ]
     if not rates:
@@ -207,7 +208,8 @@ def against_torch(results: Results) -> Iterator[str]:
         for row in results["rows"]:
             ours, torch = (row.get("results", {}).get(n, {}) for n in ("fused", "torch_fused"))
             if row["optimizer"] == optimizer and "ms" in ours and "ms" in torch:
-                ratios.setdefault(row["allocator"], []).append(torch["ms"] / ours["ms"])
+                times = torch.get("times", torch["ms"] / ours["ms"])
+                ratios.setdefault(row["allocator"], []).append(times)
         medians = [f"{statistics.median(found):.2f}× ({name})" for name, found in ratios.items()]
         if medians:
             yield f"{optimizer} against torch fused, median over the lists: {', '.join(medians)}."

@@ -65,8 +65,8 @@ def _fill(tensor: Tensor, seed: int) -> Tensor:
 class Check:
     """Compares an implementation's first steps with the row's reference in double precision.
 
-    A sample of a shape list's tensors is compared: no tensor's update depends on another. `slack`
-    is for states of 8 bits: the share of the largest move by which a weight may be off.
+    A sample of a shape list's tensors is compared: no tensor's update depends on another. A weight
+    may be off by `slack` of the largest move besides.
     """
 
     def __init__(

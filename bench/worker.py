@@ -52,12 +52,14 @@ class Request:
     precision: str = "float32"
     peer: str | None = None
     """Measure the rows of this peer, beside ours, instead of those of `./run.sh bench`."""
+    absent: str | None = None
+    """Why the peer's library is not there."""
     shapes: list[str] | None = None
     """Names of the lists that are measured; None: all."""
     skip: list[str] = field(default_factory=list)
     """Rows that are not measured."""
     skip_late: bool = False
-    """Whether to leave out a row when the time is up; else it gets the least that tells anything."""
+    """Whether a row is left out when the time is up, or gets the least that tells anything."""
     limits: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Memory and walk of the limit, where they are known, by row."""
     libraries: str | None = None
@@ -216,8 +218,7 @@ class Measurement:
     def _never_above(self, limit: Limit, bursts: list[float], samples: Samples) -> Limit:
         """The limit; looked for once more if a step was faster than it."""
         fastest = Limit(min([limit.seconds, *bursts]), limit.memory, limit.walk)
-        exact = [i.name for i in self._candidates if not i.slack and i.name in samples]
-        if all(fastest.seconds <= statistics.median(samples[name]) for name in exact):
+        if all(fastest.seconds <= statistics.median(seconds) for seconds in samples.values()):
             return fastest
         found = self._search(known=fastest)
         return min(fastest, found, key=lambda each: each.seconds)
@@ -381,7 +382,9 @@ def main() -> None:
         events.emit("row", name=str(row))
         left = sum(later.weight for later in chosen[number:])
         seconds = (request.until - time.monotonic()) * row.weight / left
-        if seconds < 0 and request.skip_late:
+        if request.absent is not None:
+            found = {"results": {request.peer: {"absent": request.absent}}}
+        elif seconds < 0 and request.skip_late:
             found = {"skipped": "the time was up"}
         else:
             found = Measurement(bench, row, max(0.0, seconds)).run()

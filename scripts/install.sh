@@ -149,6 +149,13 @@ need_python_packages() {
     "$python" -m pip install -c "$root/scripts/constraints.txt" "${missing[@]}"
 }
 
+# What the benchmark compares with: one that cannot be had does not stop the others.
+install_peers() {
+  local missing
+  mapfile -t missing < <(missing_python_packages "$python" peers)
+  "$python" "$root/bench/peer_packages.py" "${missing[@]}"
+}
+
 # Debian's and Ubuntu's older releases come with an older CMake.
 prepare_cmake() {
   at_least 3.25 "$(cmake --version | sed -n '1s/.* //p')" && return

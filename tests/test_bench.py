@@ -291,7 +291,8 @@ def test_one_openmp_runtime(subprocess_environment):
     program = (
         "import sys, pathlib, torch, limit_library\n"
         "library = limit_library.Library(pathlib.Path(sys.argv[1]))\n"
-        "library.arrays(limit_library.Streams.of_size(2, 4, False), [1 << 20], limit_library.Memory(), 2)\n"
+        "streams = limit_library.Streams.of_size(2, 4, False)\n"
+        "library.arrays(streams, [1 << 20], limit_library.Memory(), 2)\n"
         "print({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line})\n"
     )
     environment = subprocess_environment | {"PYTHONPATH": str(BENCH)}

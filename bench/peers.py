@@ -1,0 +1,260 @@
+#!/usr/bin/env python3
+"""Time whole optimizer steps beside other libraries' and the limit of the machine.
+
+Each peer has a process of its own, in which ours and the limit are measured with it: what is
+compared was measured together. Rows are named as "adam/gpt2", "adamw/gpt2/mixed" or
+"adam/gpt2/4-threads"; FILTER is a regular expression that selects some.
+Results go into a folder as results.json, README.md (the tables) and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+import output
+import peer_packages
+import peers_plot
+import peers_report
+from environment import ALLOCATORS, ROOT, environments
+from kernels import kernels_alone
+from machine import Others
+from processes import WorkerError, check_allocator, events, progress_over, show
+
+SECONDS = 1500
+
+#: How long after its time a process may still be measuring what it has begun: a first step may be
+#: compiled.
+PATIENCE = 60
+
+#: The lists for which allocators are compared.
+BOTH_ALLOCATORS = ["matrix", "resnet50", "gpt2", "small"]
+
+
+@dataclass(frozen=True)
+class Process:
+    peer: str
+    """As in peer_optimizers.py."""
+    package: str | None = None
+    allocates: bool = False
+    """Whether a step makes temporaries: then its time depends on the allocator."""
+    share: float = 1
+    """Of the time."""
+
+
+OURS = Process("fused", share=5)
+"""Also looks for the limit of each row: the others begin with what was best here."""
+
+PROCESSES = (
+    OURS,
+    Process("torch_fused", share=2),
+    Process("unfused", allocates=True, share=1.5),
+    Process("for_loop", allocates=True),
+    Process("foreach", allocates=True),
+    Process("compiled"),
+    Process("deepspeed", "deepspeed", share=2),
+    Process("timm", "timm", allocates=True),
+    Process("pytorch_optimizer", "pytorch_optimizer", allocates=True),
+    Process("torchao_8bit", "torchao"),
+    Process("torchao", "torchao"),
+    Process("bitsandbytes_8bit", "bitsandbytes"),
+    Process("bitsandbytes", "bitsandbytes"),
+)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [process.peer for process in PROCESSES]
+    parser.add_argument(
+        "--peer", choices=names, action="append", dest="peers", help="one of them, or several"
+    )
+    parser.add_argument("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
+    output.add_arguments(parser, seconds=SECONDS)
+    return parser.parse_args()
+
+
+@dataclass
+class Run:
+    """What the processes of a run have in common."""
+
+    request: dict[str, Any]
+    logs: Path
+    note: Callable[[str], None]
+    facts: dict[str, Any] = field(default_factory=dict)
+    limits: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The best way of each row's limit that was found yet."""
+
+    def measure(
+        self,
+        process: Process,
+        allocator: str,
+        env: dict[str, str],
+        until: float,
+        tell: Callable[[str], None],
+    ) -> list[dict[str, Any]]:
+        """The rows of a peer. Where it crashes, the next row has a process of its own."""
+        request = self.request | {"peer": process.peer, "limits": self.limits, "until": until}
+        if allocator != "glibc":
+            request["shapes"] = BOTH_ALLOCATORS
+        if process.package is not None:
+            try:
+                env = peer_packages.environment(process.package, env)
+            except peer_packages.AbsentError as reason:
+                request["absent"] = str(reason)
+        log = self.logs / f"{process.peer}-{allocator}.log"
+        rows: list[dict[str, Any]] = []
+        while True:
+            planned, begun = {}, None
+            request["skip"] = [row["name"] for row in rows]
+            patience = max(0.0, until - time.monotonic()) + PATIENCE
+            try:
+                for event in events(request, env, log, patience):
+                    match event["event"]:
+                        case "plan":
+                            check_allocator(event["facts"], allocator)
+                            self._take_facts(event["facts"])
+                            planned = {row["name"]: row for row in event["rows"]}
+                        case "row":
+                            begun = event["name"]
+                            tell(begun)
+                        case "result":
+                            rows.append(event["row"])
+                            begun = None
+                        case "note":
+                            self.note(event["text"])
+            except WorkerError as failure:
+                if begun is None:
+                    self.note(f"{process.peer}, {allocator}: {failure}")
+                    return rows
+                crashed = {process.peer: {"crashed": str(failure)}}
+                rows.append(planned[begun] | {"results": crashed})
+            else:
+                return rows
+
+    def _take_facts(self, facts: dict[str, Any]) -> None:
+        titles = self.facts.get("implementations", {}) | facts["implementations"]
+        self.facts |= facts | {"implementations": titles}
+
+    def remember_limits(self, rows: list[dict[str, Any]]) -> None:
+        for row in rows:
+            if "limit" in row:
+                self.limits[row["name"]] = {key: row["limit"][key] for key in ("memory", "walk")}
+
+
+def chosen(arguments: argparse.Namespace) -> list[tuple[Process, str]]:
+    """Each process with its allocator; ours first."""
+    wanted = [p for p in PROCESSES if p == OURS or p.peer in (arguments.peers or [p.peer])]
+    allocators = arguments.allocators or list(ALLOCATORS)
+    pairs = [(process, "glibc") for process in wanted]
+    pairs += [(process, "jemalloc") for process in wanted if process.allocates]
+    return [pair for pair in pairs if pair[1] in allocators or pair[0] == OURS]
+
+
+def merged(parts: list[tuple[str, str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+    """The rows of all processes, those of one name and allocator in one.
+
+    `parts` are the peer, the allocator and the rows of each process. A peer's `times` is what its
+    step takes of ours in the same process. Ours and the limit are medians over the processes.
+    """
+    together: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
+    for peer, allocator, rows in parts:
+        for row in rows:
+            together.setdefault((row["name"], allocator), []).append((peer, row))
+    return [_merged_row(allocator, found) for (_, allocator), found in together.items()]
+
+
+def _merged_row(allocator: str, found: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    row = {"allocator": allocator} | found[-1][1]
+    measured = [each for _, each in found if "limit" in each]
+    if all("skipped" in each for _, each in found):
+        return row
+    row.pop("skipped", None)
+    row["results"] = {}
+    for peer, each in found:
+        result = {"skipped": each["skipped"]} if "skipped" in each else each["results"][peer]
+        ours = each.get("results", {}).get("fused", {})
+        if "ms" in result and "ms" in ours and peer != "fused":
+            result = result | {"times": result["ms"] / ours["ms"]}
+        row["results"][peer] = result
+    ours = [each["results"]["fused"] for each in measured if "ms" in each["results"]["fused"]]
+    if ours:
+        medians = {
+            key: statistics.median(each[key] for each in ours) for key in ("ms", "gbps", "share")
+        }
+        row["results"]["fused"] = medians | {"processes": len(ours)}
+        unfused = row["results"].get("unfused", {})
+        if "times" in unfused:
+            row["results"]["fused"]["speedup"] = unfused["times"]
+    if measured:
+        row["limit"] = {"ms": statistics.median(each["limit"]["ms"] for each in measured)}
+    return row
+
+
+def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Collected, list]:
+    collected, others = output.Collected(), Others()
+    envs, collected.notes = environments(list(ALLOCATORS))
+    pairs = [pair for pair in chosen(arguments) if pair[1] in envs]
+    logs = ROOT / "build" / "logs" / "peers"
+    logs.mkdir(parents=True, exist_ok=True)
+    libraries = str(arguments.libraries.resolve())
+    request = {"filter": arguments.filter, "libraries": libraries, "skip_late": True}
+    run = Run(request, logs, collected.note)
+    end = time.monotonic() + arguments.budget
+    parts = []
+    with progress_over(console) as progress:
+        task = progress.add_task("starting", total=len(pairs))
+        for number, (process, allocator) in enumerate(pairs):
+            left = sum(later.share for later, _ in pairs[number:])
+            now = time.monotonic()
+            until = now + max(0.0, end - now) * process.share / left
+
+            def tell(row: str, peer: str = process.peer, allocator: str = allocator) -> None:
+                show(progress, task, f"{peer}, {allocator}: {row}")
+
+            rows = run.measure(process, allocator, envs[allocator], until, tell)
+            parts.append((process.peer, allocator, rows))
+            run.remember_limits(rows)
+            progress.advance(task)
+        collected.facts, collected.rows = run.facts, merged(parts)
+        for each in kernels_alone(
+            arguments.libraries, envs["glibc"], run.facts, collected.rows, collected.note
+        ):
+            show(progress, task, f"kernels alone: {each['optimizer']}/{each['shapes']}")
+            collected.kernels.append(each)
+        progress.update(task, description="done")
+    order = [process.peer for process in PROCESSES[1:]] + ["fused"]
+    titles = collected.facts.get("implementations", {})
+    collected.facts["implementations"] = {n: titles[n] for n in order if n in titles}
+    collected.note_disturbance(others.share())
+    return collected, parts
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    output.check_libraries(arguments.libraries)
+    collected, parts = collect(arguments, Console(stderr=True))
+    if not collected.rows:
+        sys.exit("\n".join([f"nothing was measured for {arguments.filter!r}", *collected.notes]))
+    results = collected.results() | {
+        "processes": [
+            {"peer": peer, "allocator": allocator, "rows": rows} for peer, allocator, rows in parts
+        ]
+    }
+    folder = output.results_folder(arguments.output, collected.machine.slug, "peers")
+    output.write(folder, results, peers_report.markdown(results))
+    peers_plot.plot(results, folder)
+    output.show(peers_report.tables(results), peers_report.remarks(results), folder)
+
+
+if __name__ == "__main__":
+    main()
