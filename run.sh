@@ -81,7 +81,7 @@ bench() {
   build release --target fusedstep_python bench/all
   case "${1:-}" in
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
-    peers) install_peers && "$python" "$root/bench/peers.py" "${@:2}" ;;
+    peers) install_peers && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
     compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
   esac

@@ -20,14 +20,16 @@ def _launcher() -> ModuleType:
     return module
 
 
-def environments(wanted: list[str]) -> tuple[dict[str, dict[str, str]], list[str]]:
+def environments(
+    wanted: list[str], tree: Path = ROOT
+) -> tuple[dict[str, dict[str, str]], list[str]]:
     """The environment of each wanted allocator that there is, and what to say of the others.
 
-    Pins this process, and so those it starts.
+    The library is that of a tree. Pins this process, and so those it starts.
     """
     launcher = _launcher()
     common = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")}
-    common["PYTHONPATH"] = os.pathsep.join(str(ROOT / name) for name in ("python", "tests"))
+    common["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("python", "tests"))
     launcher.threads_and_pinning(common)
     found, notes = {}, []
     for allocator in wanted:

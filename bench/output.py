@@ -54,8 +54,12 @@ class Collected:
         }
 
 
+def filter_argument(parser: argparse.ArgumentParser, told: str | None = None) -> None:
+    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", type=_pattern, help=told)
+
+
 def add_arguments(parser: argparse.ArgumentParser, seconds: float | None = None) -> None:
-    parser.add_argument("filter", nargs="?", default="", metavar="FILTER", type=_pattern)
+    filter_argument(parser)
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", default=seconds, help="time for all steps"
     )
