@@ -79,6 +79,16 @@ def parse_arguments() -> argparse.Namespace:
         "--peer", choices=names, action="append", dest="peers", help="one of them, or several"
     )
     parser.add_argument("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
+    parser.add_argument(
+        "--all-rows", action="store_true", help="also those for which no time is left, shortly"
+    )
+    parser.add_argument(
+        "--packages",
+        type=Path,
+        metavar="DIR",
+        default=peer_packages.FOLDER,
+        help="where peer_packages.py has put the libraries",
+    )
     output.add_arguments(parser, seconds=SECONDS)
     return parser.parse_args()
 
@@ -88,6 +98,7 @@ class Run:
     """What the processes of a run have in common."""
 
     request: dict[str, Any]
+    packages: Path
     logs: Path
     note: Callable[[str], None]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +119,7 @@ class Run:
             request["shapes"] = BOTH_ALLOCATORS
         if process.package is not None:
             try:
-                env = peer_packages.environment(process.package, env)
+                env = peer_packages.environment(process.package, env, self.packages)
             except peer_packages.AbsentError as reason:
                 request["absent"] = str(reason)
         log = self.logs / f"{process.peer}-{allocator}.log"
@@ -207,8 +218,12 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
     logs = ROOT / "build" / "logs" / "peers"
     logs.mkdir(parents=True, exist_ok=True)
     libraries = str(arguments.libraries.resolve())
-    request = {"filter": arguments.filter, "libraries": libraries, "skip_late": True}
-    run = Run(request, logs, collected.note)
+    request = {
+        "filter": arguments.filter,
+        "libraries": libraries,
+        "skip_late": not arguments.all_rows,
+    }
+    run = Run(request, arguments.packages, logs, collected.note)
     end = time.monotonic() + arguments.budget
     parts = []
     with progress_over(console) as progress:

@@ -37,7 +37,7 @@ def make(shape_list: ShapeList, dtype: torch.dtype) -> list[Parameter]:
 
 def _empty(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
     if layout == "transposed":
-        return torch.empty(shape[::-1], dtype=dtype).t()
+        return torch.empty(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape))))
     if layout == "sliced":
         return torch.empty((*shape[:-1], 2 * shape[-1]), dtype=dtype)[..., ::2]
     if layout == "channels-last" and len(shape) == 4:

@@ -1,6 +1,5 @@
 """The benchmark measures what it says: shapes, streams of the limit, checks, output."""
 
-import contextlib
 import io
 import json
 import math
@@ -9,9 +8,7 @@ import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -19,29 +16,14 @@ from rich.console import Console
 import fusedstep
 import implementations
 import kernels
-import limit_library
 import machine
 import onednn_library
 import report
 import shapes
 import subjects
+from benchmark import BENCH, LIBRARIES, needs_kernels, needs_limit, needs_onednn
 from cases import CASES, PLAIN
-from limit_library import Memory, Streams, Walk
 from rows import Row
-
-BENCH = Path(shapes.__file__).parent
-LIBRARIES = BENCH.parent / "build" / "release" / "bench"
-
-needs_limit = pytest.mark.skipif(
-    not (LIBRARIES / limit_library.NAME).is_file(), reason="the limit is not built"
-)
-needs_kernels = pytest.mark.skipif(
-    not (LIBRARIES / kernels.NAME).is_file(), reason="built without Google Benchmark"
-)
-needs_onednn = pytest.mark.skipif(
-    not (LIBRARIES / onednn_library.NAME).is_file(), reason="built without oneDNN"
-)
-
 
 # ---- Shapes --------------------------------------------------------------------------------------
 
@@ -89,218 +71,6 @@ def test_header_for_cpp_has_the_same_elements(tmp_path):
         assert arrays[array] == [math.prod(shape) for shape in NAMED[name].shapes]
 
 
-# ---- The limit -----------------------------------------------------------------------------------
-
-# Around a cache line, around a chunk of 64 KiB, and not of either.
-ELEMENTS = (1, 2, 15, 16, 17, 33, 16_384, 16_385, 50_001)
-WEIGHT, GRAD = 0, 1
-
-
-def expected_passes(streams, walk):
-    """The streams that each pass reads and those that it writes."""
-    states = list(range(2, 2 + streams.states))
-    everything = [WEIGHT, GRAD, *states]
-    if not streams.two_phase:
-        return [(everything, [WEIGHT, *states])]
-    return {
-        limit_library.STORE: [(everything, [GRAD, *states]), ([WEIGHT, GRAD], [WEIGHT])],
-        limit_library.RECOMPUTE: [(everything, states), ([WEIGHT, *states], [WEIGHT])],
-        limit_library.TWICE: [(everything, []), (everything, [WEIGHT, *states])],
-    }[walk.way]
-
-
-def places(begin, end, stride):
-    """Where a stream has what belongs to bytes [begin, end) of the gradient, once or twice.
-
-    With a stride of two, half of it is in one line, half in the next, or in what a tensor has left
-    at its end.
-    """
-    line = limit_library.LINE
-    last = begin + (end - begin) // line * line
-    whole = np.arange(begin * stride, last * stride).reshape(-1, stride, line)
-    rest = np.arange(last * stride, end * stride).reshape(stride, -1)
-    return [np.concatenate([whole[:, half].ravel(), rest[half]]) for half in range(stride)]
-
-
-def places_of(streams, stream):
-    """Of all tensors together."""
-    found, begin = [[] for _ in range(streams.stride(stream))], 0
-    for count in ELEMENTS:
-        size = count * streams.grad_size
-        for half, where in zip(found, places(begin, begin + size, len(found)), strict=True):
-            half.append(where)
-        begin += -(-size // limit_library.LINE) * limit_library.LINE
-    return [np.concatenate(half) for half in found]
-
-
-@pytest.fixture(scope="module")
-def limit():
-    return limit_library.Library(LIBRARIES)
-
-
-PATTERNS = (
-    *(Streams.of_size(states, 4, two_phase=False) for states in range(5)),
-    Streams.of_size(3, 2, two_phase=False),
-    Streams.of_size(4, 8, two_phase=False),
-    Streams.of_size(1, 4, two_phase=True),
-    Streams.of_size(2, 4, two_phase=True),
-    Streams(2, 2, 2, 4, two_phase=False),  # 16-bit weights with float32 states
-    Streams(1, 2, 2, 4, two_phase=True),
-    Streams(1, 8, 4, 4, two_phase=False),  # sliced weights
-    Streams(2, 8, 4, 4, two_phase=True),
-    Streams(2, 4, 2, 4, two_phase=True),  # both
-)
-WALKS = (
-    Walk(threads=1, prefetch=0, way=limit_library.STORE, backward=False),
-    Walk(threads=2, prefetch=256, alternate=True),
-    Walk(threads=3, prefetch=512, way=limit_library.STORE, wave_elements=20_000),
-    Walk(threads=7, prefetch=256, alternate=True, wave_elements=1),
-    Walk(threads=2, prefetch=1024, way=limit_library.TWICE, wave_elements=60_000),
-)
-
-
-@needs_limit
-@pytest.mark.parametrize("walk", WALKS, ids=range(len(WALKS)))
-@pytest.mark.parametrize("streams", PATTERNS, ids=str)
-@pytest.mark.parametrize("memory", [Memory(True, 1024), Memory(False, 0)], ids=["huge", "small"])
-def test_walk_goes_over_its_streams_once_and_over_nothing_else(limit, streams, walk, memory):
-    where = [places_of(streams, stream) for stream in range(2 + streams.states)]
-    with limit.arrays(streams, ELEMENTS, memory, threads=2) as arrays:
-        expected = [arrays.view(stream).copy() for stream in range(len(where))]
-        for content, inside in zip(expected, where, strict=True):
-            gaps = np.ones(len(content), dtype=bool)
-            gaps[np.concatenate(inside)] = False
-            assert not content[gaps].any(), "gaps are not empty"
-            assert content[~gaps].any()
-
-        only_read, traffic = 0, 0
-        for _ in range(2):  # there and, if they alternate, back
-            for reads, writes in expected_passes(streams, walk):
-                key = 0
-                for stream in set(reads) - set(writes):
-                    for half in where[stream]:
-                        key = key ^ expected[stream][half]
-                for stream in writes:
-                    for half in where[stream]:
-                        expected[stream][half] ^= key
-                if not writes:
-                    only_read ^= np.bitwise_xor.reduce(key.view(np.uint16))
-                moved = sum(len(where[stream]) for stream in [*reads, *writes])
-                traffic += moved * sum(ELEMENTS) * streams.grad_size
-
-        arrays.run(walk, 2)
-        for stream, content in enumerate(expected):
-            np.testing.assert_array_equal(arrays.view(stream), content, f"stream {stream}")
-        assert arrays.sum() == only_read
-        assert 2 * arrays.traffic(walk) == traffic
-
-
-@needs_limit
-@pytest.mark.parametrize(
-    ("streams", "at_least", "in_two_passes"),
-    [
-        (Streams.of_size(2, 4, two_phase=False), 28, None),  # Adam
-        (Streams.of_size(1, 4, two_phase=False), 20, None),  # Adagrad
-        (Streams.of_size(2, 2, two_phase=False), 14, None),  # Adam in bf16
-        (Streams(2, 2, 2, 4, two_phase=False), 22, None),  # with float32 states
-        (Streams.of_size(4, 4, two_phase=False), 44, None),  # Adan
-        (Streams(2, 8, 4, 4, two_phase=False), 36, None),  # Adam, every second column
-        (Streams.of_size(2, 4, two_phase=True), 28, (40, 40, 44)),  # LAMB
-        (Streams(2, 2, 2, 4, two_phase=True), 22, (None, 32, 34)),
-    ],
-)
-def test_bytes_of_an_element(limit, streams, at_least, in_two_passes):
-    assert streams.bytes_per_element == at_least
-    with limit.arrays(streams, [1000], Memory(), threads=1) as arrays:
-        for way in streams.ways:
-            expected = in_two_passes[way] if in_two_passes else at_least
-            assert arrays.traffic(Walk(threads=1, way=way)) == 1000 * expected
-
-
-def test_no_room_for_the_update_in_gradients_of_16_bits():
-    assert limit_library.STORE in Streams.of_size(2, 4, two_phase=True).ways
-    assert limit_library.STORE not in Streams(2, 2, 2, 4, two_phase=True).ways
-
-
-@needs_limit
-def test_memory_is_the_same_every_time(limit):
-    streams = Streams(2, 4, 4, 8, two_phase=False)
-    with (
-        limit.arrays(streams, ELEMENTS, Memory(True, 1024), threads=2) as one,
-        limit.arrays(streams, ELEMENTS, Memory(False, 0), threads=1) as other,
-    ):
-        for stream in range(4):
-            np.testing.assert_array_equal(one.view(stream), other.view(stream))
-
-
-@needs_limit
-@pytest.mark.parametrize(
-    ("offset", "begins"),
-    [(0, [0, 0, 0, 0]), (1024, [0, 1024, 2048, 3072]), (65 << 10, [0, 66560, 133120, 199680])],
-)
-def test_streams_start_apart(limit, offset, begins):
-    streams = Streams.of_size(2, 4, two_phase=False)
-    with limit.arrays(streams, [4096], Memory(True, offset), threads=1) as arrays:
-        assert [arrays.view(s).ctypes.data % (2 << 20) for s in range(4)] == begins
-
-
-@needs_limit
-@pytest.mark.parametrize("two_phase", [False, True])
-@pytest.mark.parametrize("budget", [0, 0.1])
-def test_search_finds_a_limit(limit, two_phase, budget):
-    streams = Streams.of_size(2, 4, two_phase)
-    found = limit_library.search(limit, streams, [1000, 50], threads=2, budget=budget)
-    assert found.seconds > 0
-    assert found.memory in limit_library.MEMORIES
-
-
-class Recorder:
-    """A limit's library in which a walk takes as long as `cost` says."""
-
-    def __init__(self, cost):
-        self.walks, self._cost = [], cost
-
-    def arrays(self, streams, elements, memory, threads):
-        def run(walk, repetitions=1):
-            self.walks.append((memory, walk))
-            return [self._cost(memory, walk)] * repetitions
-
-        return contextlib.nullcontext(types.SimpleNamespace(run=run))
-
-
-def test_search_finds_the_best_of_each_thing():
-    best = Walk(4, 512, True, limit_library.TWICE, False, 1 << 19)
-    memory = Memory(True, 0)
-
-    def cost(tried, walk):
-        wrong = sum(getattr(walk, name) != value for name, value in vars(best).items())
-        return 1e-3 * (1 + wrong + 3 * (tried != memory))
-
-    recorder = Recorder(cost)
-    streams = Streams.of_size(2, 4, two_phase=True)
-    found = limit_library.search(recorder, streams, [1 << 18] * 8, threads=4, budget=60)
-    assert (found.memory, found.walk) == (memory, best)
-    assert {memory for memory, _ in recorder.walks} == set(limit_library.MEMORIES)
-    again = Recorder(cost)
-    limit_library.search(again, streams, [1 << 18] * 8, threads=4, budget=0, known=found)
-    assert set(again.walks) == {(memory, best)}
-
-
-@needs_limit
-def test_one_openmp_runtime(subprocess_environment):
-    program = (
-        "import sys, pathlib, torch, limit_library\n"
-        "library = limit_library.Library(pathlib.Path(sys.argv[1]))\n"
-        "streams = limit_library.Streams.of_size(2, 4, False)\n"
-        "library.arrays(streams, [1 << 20], limit_library.Memory(), 2)\n"
-        "print({line.split()[-1] for line in open('/proc/self/maps') if 'omp' in line})\n"
-    )
-    environment = subprocess_environment | {"PYTHONPATH": str(BENCH)}
-    command = [sys.executable, "-c", program, str(LIBRARIES)]
-    output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert len(eval(output.stdout)) == 1, output.stdout
-
-
 # ---- Checks before timing ------------------------------------------------------------------------
 
 SOME = shapes.ShapeList("some", "some", ((40, 30), (7,), (1000,)))
@@ -324,11 +94,24 @@ def test_check_accepts_a_right_step_and_no_other(case, shape_list):
     assert "off" in check(WithAnotherRate(case.build(params, fused=False)), params)
 
 
-def test_subjects_lie_as_their_list_says():
-    (param,) = subjects.make(TRANSPOSED, torch.float32)
-    assert param.shape == (40, 30)
-    assert param.stride() == (1, 40)
-    assert param.grad.stride() == (30, 1)
+@pytest.mark.parametrize(
+    ("layout", "weight", "grad"),
+    [
+        ("contiguous", (60, 12, 4, 1), (60, 12, 4, 1)),
+        ("transposed", (1, 2, 10, 30), (60, 12, 4, 1)),
+        ("sliced", (120, 24, 8, 2), (60, 12, 4, 1)),
+        ("channels-last", (60, 1, 20, 5), (60, 1, 20, 5)),
+    ],
+)
+def test_subjects_lie_as_their_list_says(layout, weight, grad):
+    shape_list = shapes.ShapeList("one", "one", ((2, 5, 3, 4),), layout)
+    (param,) = subjects.make(shape_list, torch.float32)
+    assert param.shape == (2, 5, 3, 4)
+    assert param.stride() == weight
+    assert param.grad.stride() == grad
+    (other,) = subjects.make(shapes.ShapeList("one", "one", ((2, 5, 3, 4),)), torch.float32)
+    torch.testing.assert_close(param, other, rtol=0, atol=0)
+    torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
 
 
 @needs_onednn

@@ -1,0 +1,22 @@
+"""Where the benchmark and its native parts are, and what its tests need of them."""
+
+from pathlib import Path
+
+import pytest
+
+import kernels
+import limit_library
+import onednn_library
+
+BENCH = Path(limit_library.__file__).parent
+LIBRARIES = BENCH.parent / "build" / "release" / "bench"
+
+needs_limit = pytest.mark.skipif(
+    not (LIBRARIES / limit_library.NAME).is_file(), reason="the limit is not built"
+)
+needs_kernels = pytest.mark.skipif(
+    not (LIBRARIES / kernels.NAME).is_file(), reason="built without Google Benchmark"
+)
+needs_onednn = pytest.mark.skipif(
+    not (LIBRARIES / onednn_library.NAME).is_file(), reason="built without oneDNN"
+)
