@@ -2,12 +2,14 @@
 # Builds and runs the benchmark on a machine without network: ./run.sh wants to install what is missing, this makes do
 # with what is there and what was carried along.
 #
-#   bench/offline.sh [--budget SECONDS] [FILTER]
+#   bench/offline.sh [--peers] [--budget SECONDS] [FILTER]
 #
+#   --peers      beside other libraries' optimizers, instead of the kernels and all allocators
 #   --budget     time for measuring whole steps (default 240); building and the rest come on top
 #   PYTHON       a Python with torch, numpy, rich and matplotlib (default python3)
 #   PACKAGES     a folder of carried packages, unpacked into build/packages and not installed: Debian's libjemalloc2,
-#                libbenchmark1 with libbenchmark-dev, libgtest-dev; the wheels of onednn-cpu-gomp and onednn-devel-cpu-gomp
+#                libbenchmark1 with libbenchmark-dev, libgtest-dev; the wheels of onednn-cpu-gomp and onednn-devel-cpu-gomp;
+#                in its folder peers what peer_wheels.sh has collected
 #   OUT          where results go (default build/offline)
 set -euo pipefail
 
@@ -16,12 +18,13 @@ python=$(command -v "${PYTHON:-python3}")
 packages=$root/build/packages
 build=$root/build/release
 out=${OUT:-$root/build/offline}
-budget=240 filter=''
+budget=240 filter='' peers=no
 
 while (($#)); do
   case "$1" in
     --budget) budget=$2 && shift 2 ;;
-    -*) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 2 ;;
+    --peers) peers=yes && shift ;;
+    -*) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" && exit 2 ;;
     *) filter=$1 && shift ;;
   esac
 done
@@ -53,6 +56,16 @@ use_unpacked() {
   export CMAKE_PREFIX_PATH=$packages/usr:$packages/usr/local${CMAKE_PREFIX_PATH:+:$CMAKE_PREFIX_PATH}
 }
 
+measure_peers() {
+  local missing
+  stamp "installing peers"
+  mapfile -t missing < <("$python" "$root/scripts/missing_packages.py" peers)
+  "$python" "$root/bench/peer_packages.py" --find-links "${PACKAGES:-$out}/peers" "${missing[@]}"
+  stamp "whole steps beside peers"
+  "$python" "$root/bench/run_peers.py" --budget "$budget" --output "$out" "$filter" | tee "$out/tables.txt"
+  stamp "done: $out"
+}
+
 has_googletest() { echo '#include <gtest/gtest.h>' | c++ -x c++ -E -isystem "$packages/usr/include" - &>/dev/null; }
 
 main() {
@@ -64,7 +77,7 @@ main() {
 
   stamp "building"
   local tests=OFF
-  ! has_googletest || tests=ON
+  [[ $peers == yes ]] || ! has_googletest || tests=ON
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" \
     -DFUSEDSTEP_CUDA_ARCHITECTURES=native -DFUSEDSTEP_IN_PLACE=ON -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
   cmake --build "$build" >>"$out/build.log" || { tail -n 40 "$out/build.log" && exit 1; }
@@ -74,6 +87,10 @@ main() {
     ctest --test-dir "$build" --output-on-failure -j "$(nproc)" | tail -n 20
   fi
 
+  if [[ $peers == yes ]]; then
+    measure_peers
+    return
+  fi
   stamp "whole steps"
   "$python" "$root/bench/run.py" --full --budget "$budget" --output "$out" "$filter" | tee "$out/tables.txt"
 

@@ -37,6 +37,6 @@ lint() {
     check ruff-format "$python" -m ruff format --check
   fi
   check clang-tidy tidy
-  ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/offline.sh
+  ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/offline.sh bench/peer_wheels.sh
   ((${#failed[@]} == 0)) || die "lint: ${failed[*]}"
 }
