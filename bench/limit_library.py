@@ -9,6 +9,7 @@ again).
 from __future__ import annotations
 
 import ctypes
+import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -198,7 +199,8 @@ class Limit:
 
     seconds: float
     memory: Memory
-    walk: Walk
+    walks: tuple[Walk, ...]
+    """The best one and its nearest rival, which may have been disturbed."""
 
 
 #: Offsets: apart in the page, apart in the caches' sets and in the huge page, and all alike.
@@ -215,8 +217,11 @@ WAVES = tuple(1 << power for power in range(18, 24))
 #: Elements below which one thread is tried first, and above which the whole team only.
 ONE_THREAD, WHOLE_TEAM = 1 << 15, 1 << 23
 
-#: Seconds that a walk is repeated for.
-BURST = 0.01
+#: Seconds that a walk is repeated for, in how many bursts: one may be disturbed.
+BURST, BURSTS = 0.005, 2
+
+#: Walks that a limit has.
+FINALISTS = 2
 
 
 def powers_of_two(most: int) -> list[int]:
@@ -239,7 +244,7 @@ def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[l
 
 
 class _Search:
-    """Remembers the best, until its time is up."""
+    """Remembers what was tried, until its time is up."""
 
     def __init__(
         self,
@@ -251,28 +256,40 @@ class _Search:
     ) -> None:
         self._library, self._streams, self._elements = library, streams, elements
         self._threads, self._deadline = threads, end
-        self.best: Limit | None = None
+        self._seconds: dict[tuple[Memory, Walk], float] = {}
 
     @property
     def is_over(self) -> bool:
-        return self.best is not None and time.monotonic() > self._deadline
+        return bool(self._seconds) and time.monotonic() > self._deadline
+
+    @property
+    def best(self) -> tuple[Memory, Walk]:
+        return min(self._seconds, key=self._seconds.__getitem__)
+
+    def limit(self) -> Limit:
+        memory, walk = self.best
+        ranked = sorted(self._seconds, key=self._seconds.__getitem__)
+        walks = [walk for place, walk in ranked if place == memory]
+        return Limit(self._seconds[memory, walk], memory, tuple(walks[:FINALISTS]))
 
     def arrays(self, memory: Memory) -> Arrays:
         return self._library.arrays(self._streams, self._elements, memory, self._threads)
 
     def measure(self, arrays: Arrays, memory: Memory, walk: Walk) -> None:
-        seconds = measure(arrays, walk)
-        if self.best is None or seconds < self.best.seconds:
-            self.best = Limit(seconds, memory, walk)
+        before = self._seconds.get((memory, walk), math.inf)
+        self._seconds[memory, walk] = min(before, measure(arrays, walk))
 
-    def over_walks(self, memory: Memory, walk: Walk) -> None:
-        """The walk, then one change after the other of the best one yet."""
+    def over_walks(self, memory: Memory, walks: Sequence[Walk]) -> None:
+        """The walks, then one change after the other of the best one yet."""
         with self.arrays(memory) as arrays:
-            self.measure(arrays, memory, walk)
+            for walk in walks:
+                if not self.is_over:
+                    self.measure(arrays, memory, walk)
             for axis in _axes(self._streams, self._elements, self._threads):
                 for change in axis:
-                    changed = replace(self.best.walk, **change)
-                    if changed != self.best.walk and not self.is_over:
+                    _, best = self.best
+                    changed = replace(best, **change)
+                    if changed != best and not self.is_over:
                         self.measure(arrays, memory, changed)
 
 
@@ -286,24 +303,25 @@ def search(
 ) -> Limit:
     """The best over the walks and memories that `budget` seconds allow, one at least.
 
-    First the walks, from the one `known` from before if there is one; then the best walk in the
-    other memories; then the walks again in the best memory.
+    First the walks, from those that are `known` from before if there are any; then the best walk in
+    the other memories; then the walks again in the best memory.
     """
     found = _Search(library, streams, elements, threads, end=time.monotonic() + budget)
     memory = known.memory if known else MEMORIES[0]
     first = Walk(1 if sum(elements) < ONE_THREAD else threads, way=streams.ways[0])
-    found.over_walks(memory, known.walk if known else first)
+    found.over_walks(memory, known.walks if known else [first])
     for other in MEMORIES:
         if other != memory and not found.is_over:
             with found.arrays(other) as arrays:
-                found.measure(arrays, other, found.best.walk)
-    if found.best.memory != memory and not found.is_over:
-        found.over_walks(found.best.memory, found.best.walk)
-    return found.best
+                found.measure(arrays, other, found.best[1])
+    best, walk = found.best
+    if best != memory and not found.is_over:
+        found.over_walks(best, [walk])
+    return found.limit()
 
 
 def measure(arrays: Arrays, walk: Walk) -> float:
-    """Median seconds of a walk, warm."""
+    """Seconds of a walk, warm: the smaller median of two bursts."""
     first = min(arrays.run(walk, 2))
-    repetitions = min(max(3, int(BURST / max(first, 1e-9))), 5000)
-    return statistics.median(arrays.run(walk, repetitions))
+    repetitions = min(max(2, int(BURST / max(first, 1e-9))), 5000)
+    return min(statistics.median(arrays.run(walk, repetitions)) for _ in range(BURSTS))

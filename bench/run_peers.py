@@ -159,7 +159,7 @@ class Run:
     def remember_limits(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if "limit" in row:
-                self.limits[row["name"]] = {key: row["limit"][key] for key in ("memory", "walk")}
+                self.limits[row["name"]] = {key: row["limit"][key] for key in ("memory", "walks")}
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Process, str]]:

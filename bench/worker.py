@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -174,18 +176,17 @@ class Measurement:
     def _measure(self) -> dict[str, Any]:
         limit = self._limit_to_begin_with()
         if (len(self._candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
-            samples, bursts = self._run_together(limit)
+            samples, limit = self._run_together(limit)
         else:
-            samples, bursts = self._run_apart(), self._limit_again(limit)
+            samples, limit = self._run_apart(), self._limit_again(limit)
         if limit is None:
             return {"results": self._problems | self._figures(samples)}
-        limit = self._never_above(limit, bursts, samples)
+        limit = self._never_above(limit, samples)
         figures = self._figures(samples)
         for name, figure in figures.items():
             figure["share"] = limit.seconds / statistics.median(samples[name])
         return {
-            "limit": {"ms": 1e3 * limit.seconds, "memory": asdict(limit.memory)}
-            | {"walk": asdict(limit.walk)},
+            "limit": asdict(limit) | {"ms": 1e3 * limit.seconds},
             "results": self._problems | figures,
         }
 
@@ -197,7 +198,8 @@ class Measurement:
         known = self._bench.request.limits.get(str(self._row))
         if known is None:
             return self._search()
-        return Limit(float("inf"), Memory(**known["memory"]), Walk(**known["walk"]))
+        walks = tuple(Walk(**walk) for walk in known["walks"])
+        return Limit(math.inf, Memory(**known["memory"]), walks)
 
     def _search(self, known: Limit | None = None) -> Limit:
         row, library = self._row, self._bench.limit
@@ -209,32 +211,36 @@ class Measurement:
         row = self._row
         return self._bench.limit.arrays(row.streams, row.elements, limit.memory, self._threads)
 
-    def _limit_again(self, limit: Limit | None) -> list[float]:
+    def _limit_again(self, limit: Limit | None) -> Limit | None:
         if limit is None:
-            return []
+            return None
         with self._limit_arrays(limit) as arrays:
-            return [limit_library.measure(arrays, limit.walk) for _ in range(LEAST_ROUNDS)]
+            bursts = {
+                walk: [limit_library.measure(arrays, walk) for _ in range(LEAST_ROUNDS)]
+                for walk in limit.walks
+            }
+        return confirmed(limit, bursts)
 
-    def _never_above(self, limit: Limit, bursts: list[float], samples: Samples) -> Limit:
+    def _never_above(self, limit: Limit, samples: Samples) -> Limit:
         """The limit; looked for once more if a step was faster than it."""
-        fastest = Limit(min([limit.seconds, *bursts]), limit.memory, limit.walk)
-        if all(fastest.seconds <= statistics.median(seconds) for seconds in samples.values()):
-            return fastest
-        found = self._search(known=fastest)
-        return min(fastest, found, key=lambda each: each.seconds)
+        if all(limit.seconds <= statistics.median(seconds) for seconds in samples.values()):
+            return limit
+        found = self._search(known=limit)
+        return min(limit, found, key=lambda each: each.seconds)
 
     # The implementations
 
-    def _run_together(self, limit: Limit | None) -> tuple[Samples, list[float]]:
-        """All implementations in turn, and the limit with them: medians of its bursts of runs."""
+    def _run_together(self, limit: Limit | None) -> tuple[Samples, Limit | None]:
+        """All implementations in turn, and the limit with them."""
         contestants = [c for i in self._candidates if (c := self._contestant(i)) is not None]
+        samples = {contestant.name: contestant.samples for contestant in contestants}
         if limit is None:
             take_turns(contestants, self._deadline)
-            return {c.name: c.samples for c in contestants}, []
+            return samples, None
         with self._limit_arrays(limit) as arrays:
-            bare = Contestant("limit", lambda count: arrays.run(limit.walk, count))
-            take_turns([*contestants, bare], self._deadline)
-        return {c.name: c.samples for c in contestants}, bare.medians
+            bare = {walk: Contestant("limit", partial(arrays.run, walk)) for walk in limit.walks}
+            take_turns([*contestants, *bare.values()], self._deadline)
+        return samples, confirmed(limit, {walk: each.medians for walk, each in bare.items()})
 
     def _run_apart(self) -> Samples:
         """One implementation after the other: their memory does not fit together."""
@@ -286,6 +292,13 @@ class Measurement:
             if "unfused" in samples:
                 figures[name]["speedup"] = statistics.median(samples["unfused"]) / median
         return figures
+
+
+def confirmed(limit: Limit, bursts: dict[Walk, list[float]]) -> Limit:
+    """The limit by medians of more bursts of its walks: the smallest counts."""
+    best = {walk: min(medians) for walk, medians in bursts.items()}
+    walks = sorted(best, key=best.__getitem__)
+    return Limit(min(limit.seconds, best[walks[0]]), limit.memory, tuple(walks))
 
 
 def told(error: BaseException) -> str:

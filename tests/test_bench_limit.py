@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import limit_library
+import worker
 from benchmark import BENCH, LIBRARIES, needs_limit
 from limit_library import Memory, Streams, Walk
 
@@ -200,11 +201,19 @@ def test_search_finds_the_best_of_each_thing():
     recorder = Recorder(cost)
     streams = Streams.of_size(2, 4, two_phase=True)
     found = limit_library.search(recorder, streams, [1 << 18] * 8, threads=4, budget=60)
-    assert (found.memory, found.walk) == (memory, best)
+    assert (found.memory, found.walks[0]) == (memory, best)
+    assert len(set(found.walks)) == limit_library.FINALISTS
     assert {memory for memory, _ in recorder.walks} == set(limit_library.MEMORIES)
     again = Recorder(cost)
     limit_library.search(again, streams, [1 << 18] * 8, threads=4, budget=0, known=found)
     assert set(again.walks) == {(memory, best)}
+
+
+def test_disturbed_limit_is_confirmed_by_its_rivals():
+    slow, fast = Walk(threads=1), Walk(threads=2)
+    limit = limit_library.Limit(3.0, Memory(), (slow, fast))
+    found = worker.confirmed(limit, {slow: [4.0, 3.5], fast: [9.0, 2.0]})
+    assert found == limit_library.Limit(2.0, Memory(), (fast, slow))
 
 
 @needs_limit
