@@ -18,7 +18,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import PROBLEMS, columns, kernels, of_lists, optimizers, subtitle
+from report import columns, kernels, of_lists, optimizers, subtitle
 from shapes import SIZES, size_name
 
 COLOURS = {
@@ -42,6 +42,9 @@ STYLES = {"glibc": "--", "jemalloc": "-"}
 LINES = {"kernels alone": "dotted", "limit": "solid"}
 MARKERS = "osD^v"
 
+#: What stands in place of a bar.
+AMISS = ("wrong", "failed", "crashed")
+
 _SIZE_NAMES = {size.name for size in SIZES}
 
 
@@ -51,7 +54,8 @@ def _rows(results: dict[str, Any], optimizer: str, allocator: str) -> list[dict[
 
 
 def _allocators(results: dict[str, Any]) -> list[str]:
-    return list(dict.fromkeys(row["allocator"] for row in results["rows"]))
+    """Those under which anything was measured."""
+    return list(dict.fromkeys(row["allocator"] for row in results["rows"] if "limit" in row))
 
 
 def plot_time(results: dict[str, Any], path: Path) -> None:
@@ -59,7 +63,7 @@ def plot_time(results: dict[str, Any], path: Path) -> None:
 
     Single sizes have their own plot.
     """
-    names, allocators = optimizers(results), _allocators(results)
+    names, allocators = optimizers(results), _allocators(results) or ["nothing measured"]
     size = (7 * len(allocators), 3.2 * len(names) + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(names), len(allocators), squeeze=False, sharey="row")
@@ -75,7 +79,7 @@ def plot_time(results: dict[str, Any], path: Path) -> None:
         [handles[title] for title in titles],
         titles,
         loc="outside lower center",
-        ncols=min(len(titles), 5 * len(allocators)),
+        ncols=min(len(titles), 4 * len(allocators)),
         frameon=False,
     )
     figure.suptitle(subtitle(results), fontsize=9)
@@ -94,7 +98,7 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
             result = row["results"].get(name, {})
             if "ms" in result:
                 bars.append((middle, result["ms"]))
-            elif problem := next((word for word in result if word in PROBLEMS), None):
+            elif problem := next((word for word in result if word in AMISS), None):
                 limit = row["limit"]["ms"]
                 axis.text(middle, 1.2 * limit, problem, rotation=90, ha="center", fontsize=8)
         if bars:

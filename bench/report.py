@@ -229,15 +229,19 @@ def problems(results: Results) -> Iterator[str]:
     """What is not timed, with the reason and where; and notes."""
     titles = results["implementations"]
     places: dict[str, list[str]] = {}
+    skipped: dict[str, list[str]] = {}
     for row in results["rows"]:
-        where = f"{row['optimizer']}, {row['title']}, {row['allocator']}"
+        threads = f" on {row['threads']} threads" if row.get("threads") else ""
+        where = f"{row['optimizer']}, {row['title']}{threads}, {row['allocator']}"
         if "skipped" in row:
-            yield f"Skipped: {where}: {row['skipped']}."
+            skipped.setdefault(row["skipped"], []).append(where)
         for name, result in row.get("results", {}).items():
             for problem, reason in result.items():
                 if problem in PROBLEMS:
                     told = f"{titles[name]} {PROBLEMS[problem]}: {reason}"
                     places.setdefault(told, []).append(where)
+    for reason, found in skipped.items():
+        yield f"Skipped: {'; '.join(found)}: {reason}."
     for told, found in places.items():
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         yield f"Not timed: {told} ({found[0]}{more})."

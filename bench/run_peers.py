@@ -133,7 +133,7 @@ class Run:
                     match event["event"]:
                         case "plan":
                             check_allocator(event["facts"], allocator)
-                            self._take_facts(event["facts"])
+                            self.facts = event["facts"]
                             planned = {row["name"]: row for row in event["rows"]}
                         case "row":
                             begun = event["name"]
@@ -151,10 +151,6 @@ class Run:
                 rows.append(planned[begun] | {"results": crashed})
             else:
                 return rows
-
-    def _take_facts(self, facts: dict[str, Any]) -> None:
-        titles = self.facts.get("implementations", {}) | facts["implementations"]
-        self.facts |= facts | {"implementations": titles}
 
     def remember_limits(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
@@ -230,8 +226,11 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
         task = progress.add_task("starting", total=len(pairs))
         for number, (process, allocator) in enumerate(pairs):
             left = sum(later.share for later, _ in pairs[number:])
-            now = time.monotonic()
-            until = now + max(0.0, end - now) * process.share / left
+            seconds = end - time.monotonic()
+            until = time.monotonic() + seconds * process.share / left
+            if seconds < 0 and not arguments.all_rows:
+                collected.note(f"{process.peer}, {allocator}: not measured, the time was up")
+                continue
 
             def tell(row: str, peer: str = process.peer, allocator: str = allocator) -> None:
                 show(progress, task, f"{peer}, {allocator}: {row}")
@@ -247,9 +246,6 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
             show(progress, task, f"kernels alone: {each['optimizer']}/{each['shapes']}")
             collected.kernels.append(each)
         progress.update(task, description="done")
-    order = [process.peer for process in PROCESSES[1:]] + ["fused"]
-    titles = collected.facts.get("implementations", {})
-    collected.facts["implementations"] = {n: titles[n] for n in order if n in titles}
     collected.note_disturbance(others.share())
     return collected, parts
 

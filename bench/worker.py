@@ -340,12 +340,15 @@ class Bench:
             elif request.peer is None:
                 events.emit("note", text="built without oneDNN: its column is missing")
         if request.only_ours:
-            self.implementations = (implementations.FUSED,)
+            known = (implementations.FUSED,)
         elif request.peer is None:
-            self.implementations = implementations.all_implementations(onednn)
+            known = implementations.all_implementations(onednn)
         else:
-            names = dict.fromkeys((request.peer, "fused"))
-            self.implementations = tuple(peer_optimizers.PEERS[name] for name in names)
+            known = tuple(peer_optimizers.PEERS.values())
+        self.titles = {i.name: i.title for i in known}
+        self.implementations = [
+            i for i in known if request.peer is None or i.name in (request.peer, "fused")
+        ]
 
     def rows(self) -> list[Row]:
         request = self.request
@@ -381,7 +384,7 @@ class Bench:
             "limit_isa": self.limit.isa if self.limit else None,
             "dtype": self.request.precision,
             "jemalloc": mapped_jemalloc(),
-            "implementations": {i.name: i.title for i in self.implementations},
+            "implementations": self.titles,
         }
 
 
