@@ -40,6 +40,9 @@ from rows import Row
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 LEAST_TURN, SLOW = 0.02, 1.0
 
+#: Walks that there is time for where the limit is looked for once more.
+LEAST_SEARCH = 30
+
 #: The learning rate while timing: thousands of steps keep weights near where they are.
 TIMED_LR = 1e-7
 
@@ -197,14 +200,14 @@ class Measurement:
             return None
         known = self._bench.request.limits.get(str(self._row))
         if known is None:
-            return self._search()
+            return self._search(self._search_seconds)
         walks = tuple(Walk(**walk) for walk in known["walks"])
         return Limit(math.inf, Memory(**known["memory"]), walks)
 
-    def _search(self, known: Limit | None = None) -> Limit:
+    def _search(self, seconds: float, known: Limit | None = None) -> Limit:
         row, library = self._row, self._bench.limit
         return limit_library.search(
-            library, row.streams, row.elements, self._threads, self._search_seconds, known
+            library, row.streams, row.elements, self._threads, seconds, known
         )
 
     def _limit_arrays(self, limit: Limit) -> limit_library.Arrays:
@@ -225,7 +228,7 @@ class Measurement:
         """The limit; looked for once more if a step was faster than it."""
         if all(limit.seconds <= statistics.median(seconds) for seconds in samples.values()):
             return limit
-        found = self._search(known=limit)
+        found = self._search(max(self._search_seconds, LEAST_SEARCH * limit.seconds), limit)
         return min(limit, found, key=lambda each: each.seconds)
 
     # The implementations

@@ -216,6 +216,16 @@ def test_disturbed_limit_is_confirmed_by_its_rivals():
     assert found == limit_library.Limit(2.0, Memory(), (fast, slow))
 
 
+@pytest.mark.parametrize(("step", "seconds"), [(2.0, 1.0), (3.5, 3.0)])
+def test_limit_above_a_step_is_looked_for_again(monkeypatch, step, seconds):
+    limit, better = (limit_library.Limit(each, Memory(), (Walk(1),)) for each in (3.0, 1.0))
+    measurement = object.__new__(worker.Measurement)
+    monkeypatch.setattr(measurement, "_search_seconds", 0.0, raising=False)
+    monkeypatch.setattr(measurement, "_search", lambda seconds, known: better)
+    found = measurement._never_above(limit, {"fused": [step, step], "unfused": [9.0]})
+    assert found.seconds == seconds
+
+
 @needs_limit
 def test_one_openmp_runtime(subprocess_environment):
     program = (
