@@ -133,9 +133,10 @@ def _run(*command: str) -> str:
 
 
 def _build(tree: Path) -> None:
-    """The library alone: the harness is the working tree's for both."""
+    """The library for the CPU alone: the harness is the working tree's for both."""
     folder = str(tree / "build" / "release")
-    _run("cmake", "-S", str(tree), "-B", folder, "--preset", "release", *_kept_options())
+    options = ["-DFUSEDSTEP_WITH_CUDA=OFF", *_kept_options()]
+    _run("cmake", "-S", str(tree), "-B", folder, "--preset", "release", *options)
     _run("cmake", "--build", folder, "--target", "fusedstep_python")
 
 

@@ -76,10 +76,15 @@ main() {
   fi
 
   stamp "building"
-  local tests=OFF
-  [[ $peers == yes ]] || ! has_googletest || tests=ON
+  local tests=OFF cuda=AUTO
+  if [[ $peers == yes ]]; then
+    cuda=OFF  # the peers step on the CPU
+  elif has_googletest; then
+    tests=ON
+  fi
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" \
-    -DFUSEDSTEP_CUDA_ARCHITECTURES=native -DFUSEDSTEP_IN_PLACE=ON -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
+    -DFUSEDSTEP_WITH_CUDA=$cuda -DFUSEDSTEP_CUDA_ARCHITECTURES=native -DFUSEDSTEP_IN_PLACE=ON \
+    -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
   cmake --build "$build" >>"$out/build.log" || { tail -n 40 "$out/build.log" && exit 1; }
 
   if [[ $tests == ON ]]; then
