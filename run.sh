@@ -21,6 +21,7 @@ Usage:
   ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit
+  ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table
   ./run.sh mnist [OPTION...]     the convergence check
@@ -81,6 +82,7 @@ bench() {
   build release --target fusedstep_python bench/all
   case "${1:-}" in
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
+    cuda) PYTHONPATH=$root/tests "$python" "$root/bench/cuda.py" "${@:2}" ;;
     peers) install_peers && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
     compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
