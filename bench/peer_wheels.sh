@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Collects what the peers of the benchmark need on a machine without network, which has torch and what torch needs:
+# Collects what the peers of the benchmark need on a machine without network, which has torch, numpy and matplotlib:
 #
 #   bench/peer_wheels.sh FOLDER [PYTHON_VERSION]      PYTHON_VERSION: the other machine's, as 3.12 (default: that of python3)
 #
