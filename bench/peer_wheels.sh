@@ -9,10 +9,11 @@ set -euo pipefail
 folder=${1:?usage: bench/peer_wheels.sh FOLDER [PYTHON_VERSION]}
 version=${2:-$(python3 -c 'import sys; print("%d.%d" % sys.version_info[:2])')}
 
-pure=(pytorch_optimizer bitsandbytes hjson)
-binary=(torchao pydantic pydantic_core annotated-types typing-inspection typing_extensions einops msgpack ninja packaging
-  psutil py-cpuinfo tqdm timm torchvision==0.26.0 pyyaml safetensors huggingface_hub hf-xet httpx2 httpcore2 h11 anyio idna
-  click filelock fsspec truststore)
+names=(bitsandbytes pytorch_optimizer timm torchao
+  einops hjson msgpack ninja packaging psutil py-cpuinfo pydantic pydantic_core annotated-types typing-inspection
+  typing_extensions tqdm                                                   # for DeepSpeed
+  torchvision==0.26.0 pyyaml safetensors huggingface_hub hf-xet httpx2 httpcore2 h11 anyio idna click filelock fsspec
+  truststore)                                                              # for timm, beside torch 2.11
 
 platforms=()
 for glibc in 2_39 2_35 2_34 2_31 2_28 2_27 2_24 2_17 2_12 2_5; do
@@ -25,7 +26,7 @@ mkdir -p "$folder"
 # What compiles at its first use is built here without a compiler.
 DS_BUILD_OPS=0 python3 -m pip wheel -q --no-deps -w "$folder" deepspeed
 python3 -m pip download -q --no-deps --only-binary=:all: --implementation cp --python-version "$version" \
-  "${platforms[@]}" -d "$folder" "${pure[@]}" "${binary[@]}"
+  "${platforms[@]}" -d "$folder" "${names[@]}"
 
 # Kernels for GPUs are most of bitsandbytes, and of no use to a step on the CPU.
 python3 - "$folder" <<'END_OF_PROGRAM'

@@ -43,7 +43,7 @@ LINES = {"kernels alone": "dotted", "limit": "solid"}
 MARKERS = "osD^v"
 
 #: What stands in place of a bar.
-AMISS = ("wrong", "failed", "crashed")
+AMISS = ("wrong", "failed", "crashed", "late")
 
 _SIZE_NAMES = {size.name for size in SIZES}
 

@@ -30,6 +30,10 @@ class WorkerError(Exception):
     """A process did not come to its end, or not as it should."""
 
 
+class LateError(WorkerError):
+    """A process was ended, as it had not come to its end long after its time."""
+
+
 def events(
     request: Request,
     env: dict[str, str],
@@ -60,13 +64,13 @@ def events(
             timer.cancel()
             if stderr is not None:
                 stderr.close()
+    if process.returncode != 0 and is_late:
+        raise LateError("had not come to its end long after its time")
     if process.returncode != 0:
-        raise WorkerError(_ending(process.returncode, is_late, log))
+        raise WorkerError(_ending(process.returncode, log))
 
 
-def _ending(status: int, is_late: bool, log: Path | None) -> str:
-    if is_late:
-        return "had not come to its end long after its time"
+def _ending(status: int, log: Path | None) -> str:
     if status < 0:
         return f"ended by {signal.Signals(-status).name}"
     lines = log.read_text(encoding="utf-8", errors="replace").split("\n") if log else []

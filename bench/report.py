@@ -220,6 +220,7 @@ PROBLEMS = {
     "wrong": "is wrong",
     "failed": "failed",
     "crashed": "crashed",
+    "late": "took too long",
     "absent": "is absent",
     "skipped": "was skipped",
 }

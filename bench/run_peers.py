@@ -27,7 +27,7 @@ import peers_report
 from environment import ALLOCATORS, ROOT, environments
 from kernels import kernels_alone
 from machine import Others
-from processes import WorkerError, check_allocator, events, progress_over, show
+from processes import LateError, WorkerError, check_allocator, events, progress_over, show
 
 SECONDS = 1500
 
@@ -147,8 +147,9 @@ class Run:
                 if begun is None:
                     self.note(f"{process.peer}, {allocator}: {failure}")
                     return rows
-                crashed = {process.peer: {"crashed": str(failure)}}
-                rows.append(planned[begun] | {"results": crashed})
+                problem = "late" if isinstance(failure, LateError) else "crashed"
+                results = {process.peer: {problem: str(failure)}}
+                rows.append(planned[begun] | {"results": results})
             else:
                 return rows
 

@@ -22,7 +22,7 @@ import shapes
 import subjects
 from benchmark import BENCH, needs_limit
 from cases import PLAIN
-from processes import WorkerError
+from processes import LateError, WorkerError
 from rows import BFLOAT16, FLOAT32, MIXED, Purpose, Row
 
 CASES = {case.name: case for case in PLAIN}
@@ -326,7 +326,7 @@ def test_plots_of_a_run_can_be_drawn_again(run, tmp_path):
 
 
 def test_process_that_does_not_end_is_ended():
-    with pytest.raises(WorkerError, match="long after its time"):
+    with pytest.raises(LateError, match="long after its time"):
         list(processes.events({"until": 0}, dict(os.environ), most_seconds=0.01))
 
 
