@@ -142,8 +142,9 @@ def check_cuda() -> Finding:
     if not torch.backends.cuda.is_built():
         return Finding("CUDA", "torch is built without it")
     if not torch.cuda.is_available():
-        built = _ops.library_path().with_name("libfusedstep_cuda.so").is_file()
-        return Finding("CUDA", f"no device for torch, library {'present' if built else 'not built'}")
+        is_built = _ops.library_path().with_name("libfusedstep_cuda.so").is_file()
+        state = "present" if is_built else "not built"
+        return Finding("CUDA", f"no device that torch can use; library {state}")
     devices = count(torch.cuda.device_count(), "device")
     if missing := _ops.missing_on("cuda"):
         return Finding("CUDA", f"{devices}, no native kernels: fused=False is used", missing)
