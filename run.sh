@@ -82,7 +82,7 @@ bench() {
   build release --target fusedstep_python bench/all
   case "${1:-}" in
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
-    cuda) PYTHONPATH=$root/tests "$python" "$root/bench/cuda.py" "${@:2}" ;;
+    cuda) PYTHONPATH=$root/tests:$root/python "$python" "$root/bench/cuda.py" "${@:2}" ;;
     peers) install_peers && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
     compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
