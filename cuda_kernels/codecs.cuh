@@ -42,11 +42,11 @@ template <int kBytes>
 struct Word;
 template <>
 struct Word<2> {
-  using Type = uint16_t;
+  using Type = unsigned short;
 };
 template <>
 struct Word<4> {
-  using Type = uint32_t;
+  using Type = unsigned;
 };
 template <>
 struct Word<8> {
@@ -57,14 +57,18 @@ struct Word<16> {
   using Type = uint4;
 };
 
+// Whether a step needs it again. What it doesn't goes first when the cache needs room.
+enum Reuse : bool { kOnce, kAgain };
+
 // N elements that lie side by side, aligned to the accesses made for them.
-template <int N, class Stored>
+template <Reuse kReuse = kOnce, int N, class Stored>
 __device__ __forceinline__ void load(const Stored* from, ComputeOf<Stored> (&x)[N]) {
   constexpr int kWords = (N * sizeof(Stored) + kWordBytes - 1) / kWordBytes, kPer = N / kWords;
   using Type = typename Word<kPer * sizeof(Stored)>::Type;
 #pragma unroll
   for (int w = 0; w < kWords; ++w) {
-    const Type word = *reinterpret_cast<const Type*>(from + w * kPer);
+    const Type* at = reinterpret_cast<const Type*>(from + w * kPer);
+    const Type word = kReuse == kOnce ? __ldcs(at) : *at;
     Stored stored[kPer];
     memcpy(stored, &word, sizeof word);
 #pragma unroll
@@ -72,7 +76,7 @@ __device__ __forceinline__ void load(const Stored* from, ComputeOf<Stored> (&x)[
   }
 }
 
-template <int N, class Stored>
+template <Reuse kReuse = kOnce, int N, class Stored>
 __device__ __forceinline__ void store(Stored* to, const ComputeOf<Stored> (&x)[N]) {
   constexpr int kWords = (N * sizeof(Stored) + kWordBytes - 1) / kWordBytes, kPer = N / kWords;
   using Type = typename Word<kPer * sizeof(Stored)>::Type;
@@ -83,7 +87,12 @@ __device__ __forceinline__ void store(Stored* to, const ComputeOf<Stored> (&x)[N
     for (int j = 0; j < kPer; ++j) stored[j] = Codec<Stored>::encode(x[w * kPer + j]);
     Type word;
     memcpy(&word, stored, sizeof word);
-    *reinterpret_cast<Type*>(to + w * kPer) = word;
+    Type* at = reinterpret_cast<Type*>(to + w * kPer);
+    if constexpr (kReuse == kOnce) {
+      __stcs(at, word);
+    } else {
+      *at = word;
+    }
   }
 }
 

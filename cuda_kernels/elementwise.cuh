@@ -51,10 +51,10 @@ struct Operands {
     factor = static_cast<T>(launch.sign * (scales ? 1.0 : whole));
   }
 
-  template <int N>
+  template <Reuse kReuseOfWeight, int N>
   __device__ __forceinline__ Read<N> load_all(const At& at) const {
     Read<N> read;
-    load(weight + at.offset[kWeight], read.weight);
+    load<kReuseOfWeight>(weight + at.offset[kWeight], read.weight);
     load(grad + at.offset[kGrad], read.grad);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) load(state[k] + at.offset[kFirstState + k], read.state[k]);
@@ -96,33 +96,33 @@ struct Operands {
   }
 };
 
-// The body of a pass over the gradients of a step that is left out.
-template <class Operands>
-struct Clear : Operands {
+// What is left of a last pass in a step that is left out: the clearing of gradients.
+template <class Body>
+struct Clear : Body {
   struct Nothing {};
-  using Operands::Operands;
+  using Body::Body;
   template <int N>
-  __device__ Nothing load(Width<N>, const typename Operands::At&) const {
+  __device__ Nothing load(Width<N>, const typename Body::At&) const {
     return {};
   }
   template <int N>
-  __device__ void finish(Width<N>, const typename Operands::At& at, const Nothing&) const {
+  __device__ void finish(Width<N>, const typename Body::At& at, const Nothing&) const {
     this->template clear_grad<N>(at);
   }
 };
 
 template <class Operands>
 struct Update : Operands {
-  using Base = Operands;
   using Operands::Operands;
   using At = typename Operands::At;
   using T = typename Operands::T;
+  static constexpr int kReads = Operands::kOperands;
   template <int N>
   using Read = typename Operands::template Read<N>;
 
   template <int N>
   __device__ __forceinline__ Read<N> load(Width<N>, const At& at) const {
-    return this->template load_all<N>(at);
+    return this->template load_all<kOnce, N>(at);
   }
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
@@ -134,29 +134,43 @@ struct Update : Operands {
   }
 };
 
+// Blocks of threads that a multiprocessor is to hold, by the registers that the values of one access need and
+// the maths on top of them: while some wait for memory, others work. Element by element, to find the elements
+// needs registers as well.
+template <Access kAccess, class Body>
+constexpr int resident_blocks() {
+  if (kAccess == kByElement) return 2;
+  constexpr int kRegisters = 65536 / kThreads, kGrain = 8, kWords = sizeof(typename Body::T) / sizeof(float);
+  constexpr int kNeeded = Body::kOperands * Body::kWidth * kWords + (kWords == 1 ? 16 : 48);
+  return kRegisters / ((kNeeded + kGrain - 1) / kGrain * kGrain);
+}
+template <Access kAccess, class Body>
+constexpr int kResident = resident_blocks<kAccess, Body>();
+
 // The last pass of a step: that of `Body`, or no more than the clearing of gradients.
 template <Access kAccess, class Body>
-__device__ __forceinline__ void run_last_pass(const Launch& launch) {
-  const Chunk chunk = launch.chunks[blockIdx.x / kParts].chunk;
-  const int part = static_cast<int>(blockIdx.x % kParts);
+__global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
+    last_pass(const __grid_constant__ Launch launch) {
+  constexpr int kOf = kParts<kAccess, Body>;
+  const Chunk chunk = launch.chunks[blockIdx.x / kOf].chunk;
+  const int part = static_cast<int>(blockIdx.x % kOf);
   const BlockLayout& layout = launch.tensors[chunk.tensor].layout;
   const Body body(launch, chunk);
   if (!left_out(launch.found_inf)) {
     for_part<kAccess>(body, layout, chunk, part);
   } else if (body.clears) {
-    for_part<kAccess>(Clear<typename Body::Base>(launch, chunk), layout, chunk, part);
+    for_part<kAccess>(Clear<Body>(launch, chunk), layout, chunk, part);
   }
 }
 
-template <Access kAccess, class Rule, class Weight, class State>
-__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ Launch launch) {
-  run_last_pass<kAccess, Update<Operands<Rule, Weight, State>>>(launch);
+template <Access kAccess, class Body>
+void launch_last_pass(const Launch& launch) {
+  launch_blocks(last_pass<kAccess, Body>, launch.chunk_count * kParts<kAccess, Body>, launch.stream, launch);
 }
 
 template <Access kAccess, class Rule, class Weight, class State>
 void launch_update(const Launch& launch) {
-  launch_blocks(update_kernel<kAccess, Rule, Weight, State>, launch.chunk_count * kParts, launch.stream,
-                launch);
+  launch_last_pass<kAccess, Update<Operands<Rule, Weight, State>>>(launch);
 }
 
 }  // namespace fusedstep::cuda

@@ -6,25 +6,23 @@ namespace {
 
 template <class Stored>
 struct Square {
+  static constexpr int kOperands = kFirstState;
   const Stored* grad;
 
   template <int N, class Add>
-  __device__ __forceinline__ void operator()(Width<N>, const Place<kFirstState>& at, const Add& add) const {
+  __device__ __forceinline__ void operator()(Width<N>, const Place<kOperands>& at, const Add& add) const {
     ComputeOf<Stored> x[N];
-    load(grad + at.offset[kGrad], x);
+    load<kAgain>(grad + at.offset[kGrad], x);
 #pragma unroll
-    for (int j = 0; j < N; ++j) add(0, j, static_cast<double>(x[j]));
+    for (int j = 0; j < N; ++j) add(0, j, x[j]);
   }
 };
 
 template <Access kAccess, class Stored>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Launch launch) {
-  __shared__ SegmentSums<1> sums;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const auto* grad = static_cast<const Stored*>(launch.grads[numbered.chunk.tensor].data);
-  const Segments<kAccess, kFirstState> segments(launch.tensors[numbered.chunk.tensor].layout, numbered.chunk);
-  sum_squares<kSegmentWidth<kAccess>>(segments, sums, launch.partials + 2 * numbered.number,
-                                      Square<Stored>{grad});
+  sum_chunk<kAccess, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{grad});
 }
 
 template <class Stored>
@@ -34,8 +32,8 @@ void launch_sum(Access access, const Launch& launch) {
 }
 
 __global__ void __launch_bounds__(kThreads) add_kernel(const double* partials, int64_t count, double* sum) {
-  const double total = sum_partials(partials, count, 2);
-  if (threadIdx.x == 0) *sum += total;
+  const Sums<1> total = sum_partials<1>(partials, count);
+  if (threadIdx.x == 0) *sum += total.of[0];
 }
 
 }  // namespace

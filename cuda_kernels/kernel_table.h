@@ -49,6 +49,9 @@ struct NumberedChunk {
   int64_t number;
 };
 
+// Sums that each chunk has a place for.
+constexpr int kPartials = 2;
+
 // What all kernels of a step get. Pointers are to the device's memory.
 struct Launch {
   const TensorTask* tensors;
@@ -63,7 +66,7 @@ struct Launch {
   const float* found_inf;     // null, or whether the step is to be left out
   GradUse use;
   bool stores;       // whether gradients hold the update between two phases
-  double* partials;  // [chunks][2]: sums of squares of weight and update
+  double* partials;  // [chunks][kPartials]: sums of squares of weight and update
   double* ratios;    // [tensors]
   Stream stream;
 };

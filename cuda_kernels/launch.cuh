@@ -6,7 +6,7 @@
 
 namespace fusedstep::cuda {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 
 #if defined(__CUDACC__)
 template <class... Parameters, class... Arguments>

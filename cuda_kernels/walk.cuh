@@ -8,9 +8,14 @@
 
 namespace fusedstep::cuda {
 
-// The blocks of threads that share a chunk in a pass without sums, and the elements of each at most.
-constexpr int kParts = 4;
-constexpr int64_t kPartElements = kChunkElements / kParts;
+// The words that a thread asks for of each stream before it waits, in a pass that reads `streams` of them.
+constexpr int batch_of(int streams) { return streams > 2 ? 1 : 2; }
+
+// The blocks of threads that share a chunk in a pass without sums: small ones, so that all of the GPU is at
+// work to the end.
+template <Access kAccess, class Body>
+constexpr int kParts = kChunkElements /
+                       (kThreads * (kAccess == kInWords ? Body::kWidth * batch_of(Body::kReads) : 4));
 
 // The number of elements that are worked on together.
 template <int N>
@@ -30,7 +35,7 @@ struct Place {
 };
 
 // The segments of a chunk, in the order of src/reduction.h.
-template <Access kAccess, int kOperands>
+template <int kOperands>
 class Segments {
  public:
   __device__ Segments(const BlockLayout& layout, const Chunk& chunk) : layout_(layout), chunk_(chunk) {
@@ -97,7 +102,7 @@ class Segments {
   }
 
  private:
-  __device__ bool is_flat() const { return kAccess == kInWords || layout_.sizes == nullptr; }
+  __device__ bool is_flat() const { return layout_.sizes == nullptr; }
 
   // Returns the number of elements of the span.
   __device__ int64_t enter(Segment& segment, int64_t span) const {
@@ -128,7 +133,8 @@ __device__ __forceinline__ void for_part(const Body& body, const BlockLayout& la
                                          int part) {
   const int thread = static_cast<int>(threadIdx.x);
   if constexpr (kAccess == kInWords) {
-    constexpr int kWidth = Body::kWidth, kBatch = kPartElements / (kThreads * kWidth);
+    constexpr int kWidth = Body::kWidth, kBatch = batch_of(Body::kReads);
+    constexpr int64_t kPartElements = kThreads * kWidth * kBatch;
     using Read = decltype(body.load(Width<kWidth>(), Body::At::flat(0)));
     const int64_t begin = chunk.begin + part * kPartElements, last = begin + kPartElements;
     const int64_t end = last < chunk.end ? last : chunk.end;
@@ -148,8 +154,9 @@ __device__ __forceinline__ void for_part(const Body& body, const BlockLayout& la
       body.finish(Width<1>(), at, body.load(Width<1>(), at));
     }
   } else {
-    const Segments<kByElement, Body::kOperands> segments(layout, chunk);
-    const int64_t first = segments.count() * part / kParts, last = segments.count() * (part + 1) / kParts;
+    const Segments<Body::kOperands> segments(layout, chunk);
+    constexpr int kOf = kParts<kAccess, Body>;
+    const int64_t first = segments.count() * part / kOf, last = segments.count() * (part + 1) / kOf;
     for (int64_t s = first + thread / kLanes; s < last; s += kThreads / kLanes) {
       const auto segment = segments[s];
       for (int64_t i = segment.first + thread % kLanes; i < segment.last; i += kLanes) {

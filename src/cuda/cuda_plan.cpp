@@ -253,7 +253,7 @@ class CudaPlan final : public DevicePlan {
     Layouter layouter;
     const size_t at_tensors = layouter.place<TensorTask>(tensors), at_dims = layouter.place<int64_t>(dims),
                  at_grads = layouter.place<Grad>(tensors), at_chunks = layouter.place<NumberedChunk>(chunks),
-                 at_partials = layouter.place<double>(2 * chunks),
+                 at_partials = layouter.place<double>(kPartials * chunks),
                  at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
                  at_counts = layouter.place<float*>(tensors);
     if (layouter.bytes() > bytes_) {

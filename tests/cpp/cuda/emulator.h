@@ -39,6 +39,15 @@ inline void __syncthreads() { fusedstep::emulator::wait_for_block(); }
 inline double __shfl_down_sync(unsigned, double value, int distance, int width) {
   return fusedstep::emulator::value_of_neighbour(value, distance, width);
 }
+
+template <class Word>
+Word __ldcs(const Word* from) {
+  return *from;
+}
+template <class Word>
+void __stcs(Word* to, Word word) {
+  *to = word;
+}
 // NOLINTEND(bugprone-reserved-identifier)
 
 #include "cuda_kernels/launch.cuh"
