@@ -30,8 +30,7 @@ def calls(monkeypatch):
         answers.append(direct(plan, weights, grads))
         return answers[-1]
 
-    others = {"same": _ops.bind.same, "is_state": _ops.bind.is_state}
-    monkeypatch.setattr(_ops, "bind", SimpleNamespace(plan_bind=plan_bind, **others))
+    monkeypatch.setattr(_ops, "bind", SimpleNamespace(**vars(_ops.bind) | {"plan_bind": plan_bind}))
     return answers
 
 

@@ -102,7 +102,13 @@ def test_the_binding_fits_every_python_and_every_torch():
     symbols = output("nm", "--dynamic", "--undefined-only", path).split()
     assert "PyList_GetItem" in symbols
     # What the limited API's own macros call.
-    limited = {"_PyArg_ParseTuple_SizeT", "_Py_Dealloc", "_Py_FalseStruct", "_Py_TrueStruct"}
+    limited = {
+        "_PyArg_ParseTuple_SizeT",
+        "_Py_Dealloc",
+        "_Py_FalseStruct",
+        "_Py_NoneStruct",
+        "_Py_TrueStruct",
+    }
     assert {name for name in symbols if name.startswith("_Py")} <= limited
     assert not [name for name in symbols if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
 

@@ -8,7 +8,7 @@ import os
 import warnings
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -81,9 +81,26 @@ def _load_bind() -> ModuleType | None:
 
 
 #: ``bind.plan_bind(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns
-#: True; or returns False, and the operator has to. ``bind.same(a, b)`` and ``bind.is_state(state,
-#: values)`` compare objects. None if there is no such module.
+#: True; or returns False, and the operator has to. ``bind.step`` and ``bind.plans_shared_grads`` do
+#: what operators do, ``bind.same(a, b)`` and ``bind.is_state(state, values)`` compare objects. None
+#: if there is no such module.
 bind = _load_bind()
+
+
+def take_step(
+    optimizer: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
+) -> None:
+    """Updates what was bound to a plan, by the operator that the optimizer has for it."""
+    if bind:
+        bind.step(optimizer, plan, options, grad_factor, grads)
+    else:
+        operator = getattr(torch.ops.fusedstep, f"{optimizer}_").default
+        operator(plan, *options, grad_factor, grads)
+
+
+def plans_shared_grads(plans: list[int]) -> list[int]:
+    """The gradients that no step over the plans writes: pairs of a plan's and a tensor's index."""
+    return (bind or torch.ops.fusedstep).plans_shared_grads(plans)
 
 
 @functools.cache

@@ -5,7 +5,7 @@
 #include <string>
 
 #include "fusedstep/isa.h"
-#include "src/ops/bind_plan.h"
+#include "src/ops/direct.h"
 #include "src/ops/native_plan.h"
 
 namespace fusedstep::ops {
@@ -53,21 +53,6 @@ class Plans {
   std::vector<std::shared_ptr<NativePlan>> held_;
   std::vector<Plan*> plans_;
 };
-
-// The gradients that a step over these plans will not write, as they share memory: pairs of the plan's and
-// the tensor's index.
-std::vector<int64_t> plans_shared_grads(const std::vector<int64_t>& handles) {
-  const Plans plans(handles);
-  Plan::find_shared_grads(plans.all());
-  std::vector<int64_t> found;
-  for (size_t p = 0; p < handles.size(); ++p) {
-    const Plan& plan = *plans.all()[p];
-    for (size_t i = 0; i < plan.tensors(); ++i) {
-      if (!plan.grad_is_own(i)) found.insert(found.end(), {static_cast<int64_t>(p), static_cast<int64_t>(i)});
-    }
-  }
-  return found;
-}
 
 // The norm of all gradients of these plans on the CPU, summed in double in a fixed order.
 double plans_grad_norm(const std::vector<int64_t>& handles) {
@@ -131,7 +116,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
-  m.impl("plans_shared_grads", TORCH_BOX(&plans_shared_grads));
+  m.impl("plans_shared_grads", TORCH_BOX(&shared_grads));
   m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));
@@ -140,6 +125,19 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 }
 
 }  // namespace
+
+std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles) {
+  const Plans plans(handles);
+  Plan::find_shared_grads(plans.all());
+  std::vector<int64_t> found;
+  for (size_t p = 0; p < handles.size(); ++p) {
+    const Plan& plan = *plans.all()[p];
+    for (size_t i = 0; i < plan.tensors(); ++i) {
+      if (!plan.grad_is_own(i)) found.insert(found.end(), {static_cast<int64_t>(p), static_cast<int64_t>(i)});
+    }
+  }
+  return found;
+}
 
 bool bind_plan(int64_t handle, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows) {

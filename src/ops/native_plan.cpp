@@ -15,6 +15,13 @@ struct Registry {
   int64_t next = 1;
 };
 
+using NamedSteps = std::vector<std::pair<std::string, StepFunction>>;
+
+NamedSteps& named_steps() {
+  static NamedSteps instance;
+  return instance;
+}
+
 Registry& registry() {
   static Registry instance;
   return instance;
@@ -127,6 +134,18 @@ void drop_plan(int64_t handle) {
     dropped = std::move(found->second);
     all.plans.erase(found);
   }
+}
+
+bool add_step(const char* optimizer, StepFunction step) {
+  named_steps().emplace_back(optimizer, step);
+  return true;
+}
+
+StepFunction find_step(std::string_view optimizer) {
+  for (const auto& [name, step] : named_steps()) {
+    if (name == optimizer) return step;
+  }
+  return nullptr;
 }
 
 void check(bool condition, const std::string& text) {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "src/backend.h"
+#include "src/ops/direct.h"
 #include "src/step.h"
 
 namespace fusedstep::ops {
@@ -80,19 +81,34 @@ struct StepOperators<kRule> {
   static void over_plan(int64_t plan, Options... options, bool maximize, double grad_factor, int64_t grads) {
     take_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
   }
+  static void over_numbers(int64_t plan, std::span<const double> options, double grad_factor, int64_t grads) {
+    check(options.size() == kNumbers, "an option is missing, or there is one too many");
+    take_step(*find_plan(plan), rule_of(options.data()),
+              {options[sizeof...(Options)] != 0, grad_factor, grads});
+  }
   static void over_lists(const Tensors& weights, const Tensors& grads, const Tensors& states,
                          const Tensors& steps, const Tensor& options) {
-    const double* values = numbers(options, sizeof...(Options) + 1);
-    const BoundRule rule = [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-      return kRule(static_cast<Options>(values[kIndex])...);
-    }
-    (std::index_sequence_for<Options...>{});
+    const double* values = numbers(options, kNumbers);
+    const BoundRule rule = rule_of(values);
     const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps);
     check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
           "weights must all be on one device");
     take_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
   }
+
+ private:
+  static constexpr size_t kNumbers = sizeof...(Options) + 1;  // the last: whether to maximize
+
+  static BoundRule rule_of(const double* values) {
+    return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
+      return kRule(static_cast<Options>(values[kIndex])...);
+    }
+    (std::index_sequence_for<Options...>{});
+  }
 };
+
+// Makes a step known to find_step; returns true.
+bool add_step(const char* optimizer, StepFunction step);
 
 // On tensors that have shapes and no memory, by which a compiler looks at an operator.
 void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
@@ -101,23 +117,25 @@ void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& st
 // Registers, for a function `BoundRule name(...)` whose arguments have the schema `options`, two operators:
 // name_ over a plan, and name_step over lists, which torch.compile can follow: all that it reads or writes is
 // among its arguments. Its `options` are those of name_ from the first to maximize, as numbers in a tensor: a
-// number by itself would be a constant of the compiled graph.
-#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                   \
-  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                   \
-    m.def(#name "_(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()");   \
-    m.def(#name                                                                                   \
-          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, " \
-          "Tensor options) -> ()");                                                               \
-  }                                                                                               \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                            \
-    m.impl(#name "_", TORCH_BOX(&StepOperators<&name>::over_plan));                               \
-  }                                                                                               \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                  \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                          \
-  }                                                                                               \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                 \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                          \
-  }                                                                                               \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); }
+// number by itself would be a constant of the compiled graph. Besides, the first for those who call no
+// operator.
+#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                     \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                     \
+    m.def(#name "_(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()");     \
+    m.def(#name                                                                                     \
+          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "   \
+          "Tensor options) -> ()");                                                                 \
+  }                                                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                              \
+    m.impl(#name "_", TORCH_BOX(&StepOperators<&name>::over_plan));                                 \
+  }                                                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                    \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                            \
+  }                                                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                   \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                            \
+  }                                                                                                 \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); } \
+  [[maybe_unused]] const bool name##_is_known = add_step(#name, &StepOperators<&name>::over_numbers);
 
 }  // namespace fusedstep::ops

@@ -3,7 +3,7 @@
 #include <optional>
 #include <vector>
 
-#include "src/ops/bind_plan.h"
+#include "src/ops/direct.h"
 #include "src/ops/native_plan.h"
 
 namespace fusedstep::ops {

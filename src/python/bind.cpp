@@ -1,18 +1,21 @@
-// fusedstep._bind: what a step does for each of its tensors before the first kernel.
+// fusedstep._bind: a step from Python, past torch's dispatcher.
 //
 // torch's operators take a list of 2,000 tensors apart in a millisecond, more than their update takes.
 // Through DLPack's exchange table it is a tenth of that: addresses, sizes and strides are read where torch
-// keeps them, and no tensor is copied, counted or wrapped.
+// keeps them, and no tensor is copied, counted or wrapped. An operator with a dozen options costs more than
+// a step of a small tensor; a function of C does not.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <ATen/dlpack.h>
 
+#include <array>
 #include <exception>
 #include <optional>
+#include <string>
 #include <vector>
 
-#include "src/ops/bind_plan.h"
+#include "src/ops/direct.h"
 
 namespace {
 
@@ -75,6 +78,68 @@ PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
   }
 }
 
+// step(optimizer, plan, options, grad_factor, grads): a step over a plan, as its operator takes it.
+PyObject* step(PyObject* /*module*/, PyObject* arguments) {
+  const char* optimizer = nullptr;
+  long long plan = 0, grads = 0;
+  PyObject* options = nullptr;
+  double grad_factor = 1;
+  if (!PyArg_ParseTuple(arguments, "sLO!dL", &optimizer, &plan, &PyTuple_Type, &options, &grad_factor,
+                        &grads)) {
+    return nullptr;
+  }
+  const fusedstep::ops::StepFunction take = fusedstep::ops::find_step(optimizer);
+  if (take == nullptr) {
+    PyErr_Format(PyExc_RuntimeError, "there is no optimizer \"%s\"", optimizer);
+    return nullptr;
+  }
+  std::array<double, 32> values{};
+  const auto count = static_cast<size_t>(PyTuple_Size(options));
+  if (count > values.size()) {
+    PyErr_SetString(PyExc_RuntimeError, "there are too many options");
+    return nullptr;
+  }
+  for (size_t i = 0; i < count; ++i) {
+    values[i] = PyFloat_AsDouble(PyTuple_GetItem(options, static_cast<Py_ssize_t>(i)));
+    if (values[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  }
+  std::optional<std::string> error;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    take(plan, {values.data(), count}, grad_factor, grads);
+  } catch (const std::exception& thrown) {
+    error = thrown.what();
+  }
+  Py_END_ALLOW_THREADS;
+  if (error) {
+    PyErr_SetString(PyExc_RuntimeError, error->c_str());
+    return nullptr;
+  }
+  Py_RETURN_NONE;
+}
+
+// plans_shared_grads(plans) -> list: what the operator of that name returns.
+PyObject* plans_shared_grads(PyObject* /*module*/, PyObject* arguments) {
+  PyObject* plan_list = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &plan_list)) return nullptr;
+  std::vector<int64_t> plans(PyList_Size(plan_list)), found;
+  for (size_t i = 0; i < plans.size(); ++i) {
+    plans[i] = PyLong_AsLongLong(PyList_GetItem(plan_list, static_cast<Py_ssize_t>(i)));
+    if (plans[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  }
+  try {
+    found = fusedstep::ops::shared_grads(plans);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
+  PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
+  for (size_t i = 0; list != nullptr && i < found.size(); ++i) {
+    PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
+  }
+  return list;
+}
+
 // same(a, b) -> bool: whether two lists hold the very same objects.
 PyObject* same(PyObject* /*module*/, PyObject* arguments) {
   PyObject *a = nullptr, *b = nullptr;
@@ -105,6 +170,8 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
 }
 
 PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
+                         {"step", step, METH_VARARGS, nullptr},
+                         {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},
                          {"same", same, METH_VARARGS, nullptr},
                          {"is_state", is_state, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};

@@ -21,8 +21,9 @@ from torch.optim.optimizer import (
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
-from fusedstep.optim._factors import Factors, is_one
+from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
+from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 
 #: Every optimizer by a name that a compiled graph knows it by.
@@ -339,6 +340,8 @@ class FusedOptimizer(Optimizer):
 
     # The step
 
+    profile_hook_step = staticmethod(with_hooks)
+
     def step(
         self,
         closure: Callable[[], float] | None = None,
@@ -387,7 +390,8 @@ class FusedOptimizer(Optimizer):
 
                 if _compile.trace_update(self):
                     return loss
-            norm = self._update(max_norm, zero_grad)
+            update = self._update_outside_graphs if is_compiling() else self._update
+            norm = update(max_norm, zero_grad)
             return loss if max_norm is None else norm
 
     @property
@@ -411,12 +415,17 @@ class FusedOptimizer(Optimizer):
                 p.grad = None
 
     @torch._disable_dynamo
+    def _update_outside_graphs(
+        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+    ) -> Tensor | None:
+        return self._update(max_norm, zero_grad)
+
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
         own_max_norm = self._max_grad_norm()
         work = self._bind_groups()
         factors = _factors.of_step(self, work, max_norm, own_max_norm)
         if factors is None:
-            factors = Factors()
+            factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
         else:
             untreated = self._update_groups(work, factors, zero_grad)
@@ -475,7 +484,7 @@ class FusedOptimizer(Optimizer):
                 increment_version(weights)
                 if use:
                     increment_version(grads)
-                elif not is_one(factors.grad):
+                elif factors is not PLAIN and not is_one(factors.grad):
                     untreated.extend(item.pairs())
             else:
                 factor = factors.on_host
@@ -492,8 +501,8 @@ class FusedOptimizer(Optimizer):
         if plan.is_on_device:
             lr = plan.set_device_inputs(group["lr"], factors)
         options = self._options(group, None if lr is None else 0.0)
-        operator = getattr(torch.ops.fusedstep, f"{self._operator}_").default
-        operator(plan.handle, *options, factors.on_host, use)
+        factor = 1.0 if factors is PLAIN else factors.on_host
+        _ops.take_step(self._operator, plan.handle, options, factor, use)
 
     def _grad_use(
         self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
@@ -502,6 +511,8 @@ class FusedOptimizer(Optimizer):
             return GradUse.CLEAR
         if self._uses_grads(group):
             return GradUse.SCRATCH
+        if factors is PLAIN:
+            return GradUse.LEAVE
         # The kernel would leave the gradient as it took it: clipped too.
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
             return GradUse.LEAVE

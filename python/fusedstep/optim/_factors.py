@@ -50,6 +50,10 @@ class Factors(NamedTuple):
         return torch.where(self.found_inf != 0, 1.0, self.grad)
 
 
+#: Those of a step without a scaler and a norm, which is most steps.
+PLAIN = Factors()
+
+
 def is_one(factor: float | Tensor) -> bool:
     """Whether a factor is known to be one."""
     return not isinstance(factor, Tensor) and factor == 1
@@ -61,9 +65,9 @@ def of_step(
     """The factors of a step; None if it is to be left out."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     asks_norm = max_norm is not None or own_max_norm < math.inf
+    if found_inf is None and scale is None and not asks_norm:
+        return PLAIN
     if all(item.plan and item.plan.is_on_device for item in work) and work:
-        if found_inf is None and scale is None and not asks_norm:
-            return Factors()
         return _on_device(work, found_inf, scale, max_norm, own_max_norm)
     if found_inf is not None and found_inf.item():
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fusedstep import _ops
 from fusedstep.optim._factors import is_one
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
     native = [item for item in work if item.plan]
     if not native:
         return []
-    found = torch.ops.fusedstep.plans_shared_grads([item.plan.handle for item in native])
+    found = _ops.plans_shared_grads([item.plan.handle for item in native])
     places = zip(found[::2], found[1::2], strict=True)
     return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
 

@@ -1,0 +1,44 @@
+"""What surrounds a step: hooks, the profiler, and torch.compile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch.autograd import _profiler_enabled
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile makes a graph of this code, or looks for code to make graphs of."""
+    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+
+
+def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What torch makes of an optimizer's ``step``: it calls hooks, and tells the profiler.
+
+    That costs more than a small step, and so is left to those steps that need it.
+    """
+    torchs = Optimizer.profile_hook_step(func)
+
+    @functools.wraps(func)
+    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or _global_optimizer_pre_hooks
+            or _global_optimizer_post_hooks
+            or is_compiling()
+            or _profiler_enabled()
+        ):
+            return torchs(self, *args, **kwargs)
+        return func(self, *args, **kwargs)
+
+    return step
