@@ -125,7 +125,8 @@ class Adan(FusedOptimizer):
         differentiable: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        check_at_least_zero("Max grad norm", max_grad_norm)
+        if not max_grad_norm >= 0.0:
+            raise ValueError(f"Invalid Max grad norm: {max_grad_norm}")
         check_lr(lr)
         check_eps(eps)
         check_state_dtype(state_dtype)
