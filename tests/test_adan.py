@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep import _ops, optim
 from foreign import count_in_the_group, dressed
+from fusedstep import _ops, optim
 from reference.adan import adan
 from stepping import (
     CHUNK,
@@ -63,7 +63,7 @@ def single_tensor_kernel(weight, grad, state, step, *, lr, betas=(0.98, 0.92, 0.
     It takes a variance about the mean difference for the square, corrects no bias of it, and
     updates elements by fours only.
     """
-    beta1, beta2, beta3 = betas
+    beta1, beta2, _ = betas
     _, new = adan(weight, grad, state, step, betas=betas)
     square = new["exp_avg_sq"] - new["exp_avg_diff"] ** 2 / beta2
     update = new["exp_avg"] / (1 - beta1**step)
@@ -367,7 +367,7 @@ def test_refuses_the_states_of_another_optimizer():
 
 
 def test_refuses_another_formula_of_timm():
-    params, other, _ = from_elsewhere("timm")
+    _, other, _ = from_elsewhere("timm")
     other.param_groups[0]["caution"] = True
     with pytest.raises(ValueError, match="caution=True has no counterpart in Adan"):
         fusedstep.convert(other)

@@ -468,9 +468,7 @@ class FusedOptimizer(Optimizer):
             if not weights:
                 continue
             launches = self._launches(index, group, weights, grads)
-            work += [
-                self._bind((index, part), group, *pair) for part, pair in enumerate(launches)
-            ]
+            work += [self._bind((index, part), group, *pair) for part, pair in enumerate(launches)]
         if self._plans and self._seen is None:
             self._seen = Snapshot(self.state)
         return work
