@@ -155,7 +155,7 @@ class Adan(FusedOptimizer):
             count = group.pop("step", None)
             for p in group["params"] if count is not None else ():
                 if p in state["state"]:
-                    state["state"][p].setdefault("step", count)
+                    state["state"][p].setdefault("step", float(count))
         super().__setstate__(state)
 
     @torch.no_grad()
