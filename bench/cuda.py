@@ -49,6 +49,7 @@ def selected(pattern: str) -> list[Row]:
     gpt2 = next(each for each in lists if each.name == "gpt2")
     found += [Row(named["adamw"], gpt2, precision) for precision in (rows.BFLOAT16, rows.MIXED)]
     found += [Row(named["adagrad"], gpt2, rows.BFLOAT16)]
+    found += [Row(named["adam"], each) for each in shapes.LAYOUTS]
     return rows.matching(found, pattern)
 
 
@@ -147,14 +148,6 @@ def time_steps(step: Callable[[], object], seconds: float = SECONDS) -> float:
     return statistics.median(times)
 
 
-def on_cuda(params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    there = []
-    for param in params:
-        there.append(torch.nn.Parameter(param.detach().cuda()))
-        there[-1].grad = param.grad.cuda()
-    return there
-
-
 class Stepper:
     """An optimizer, or the graph that its step was captured in."""
 
@@ -186,7 +179,7 @@ def measure(row: Row, limit: Limit) -> dict[str, Any]:
     for name, implementation in IMPLEMENTATIONS.items():
         if not implementation.exists(row):
             continue
-        params = on_cuda(subjects.make(row.shape_list, row.precision.weight))
+        params = subjects.make(row.shape_list, row.precision.weight, "cuda")
         stepper = Stepper(implementation.build(row, params), implementation.in_graph)
         try:
             wrong = check(stepper, params)
@@ -273,15 +266,14 @@ def main() -> None:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
     device = torch.cuda.get_device_name()
     collected.facts = {"torch": torch.__version__, "device": device}
+    folder = output.results_folder(arguments.output, "-".join(device.lower().split()))
     for row in track(chosen, "timing steps", console=Console(stderr=True)):
         print(row, file=sys.stderr)
         collected.rows.append(measure(row, limit))
         gc.collect()
         torch.cuda.empty_cache()
-    slug = "-".join(device.lower().split())
-    folder = output.results_folder(arguments.output, slug)
-    results = collected.results()
-    output.write(folder, results, markdown(results))
+        results = collected.results()
+        output.write(folder, results, markdown(results))
     table = Table(*HEADER, box=box.SIMPLE_HEAD, caption=LEGEND, caption_justify="left")
     for cells in lines(results):
         table.add_row(*cells)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -25,13 +26,14 @@ NORM_ELEMENTS = 1024
 _NOISE = torch.randn((1 << 20) + 4096, generator=torch.Generator().manual_seed(0))
 
 
-def make(shape_list: ShapeList, dtype: torch.dtype) -> list[Parameter]:
+def make(shape_list: ShapeList, dtype: torch.dtype, device: str = "cpu") -> list[Parameter]:
     """Weights of a shape list with gradients, the same every time."""
     params = []
-    for index, shape in enumerate(shape_list.shapes):
-        params.append(Parameter(_fill_weight(_empty(shape, shape_list.layout, dtype), index)))
-        of_grad = "channels-last" if shape_list.layout == "channels-last" else "contiguous"
-        params[-1].grad = _fill_gradient(_empty(shape, of_grad, dtype), index, step=1)
+    with torch.device(device):
+        for index, shape in enumerate(shape_list.shapes):
+            params.append(Parameter(_fill_weight(_empty(shape, shape_list.layout, dtype), index)))
+            of_grad = "channels-last" if shape_list.layout == "channels-last" else "contiguous"
+            params[-1].grad = _fill_gradient(_empty(shape, of_grad, dtype), index, step=1)
     return params
 
 
@@ -45,6 +47,11 @@ def _empty(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
+@functools.cache
+def _noise(device: torch.device) -> Tensor:
+    return _NOISE.to(device)
+
+
 def _fill_weight(tensor: Tensor, index: int) -> Tensor:
     return _fill(tensor, index)
 
@@ -56,7 +63,7 @@ def _fill_gradient(tensor: Tensor, index: int, step: int) -> Tensor:
 def _fill(tensor: Tensor, seed: int) -> Tensor:
     """Normal values, other ones for another seed, in the order of the tensor's elements."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
-    noise = _NOISE[seed * 61 % 4096 :][: 1 << 20]
+    noise = _noise(tensor.device)[seed * 61 % 4096 :][: 1 << 20]
     for part in flat.split(len(noise)):
         part.copy_(noise[: len(part)])
     return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
