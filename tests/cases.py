@@ -13,6 +13,7 @@ import torch
 from fusedstep import optim
 from reference.adagrad import adagrad
 from reference.adam import adam, adamw
+from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
 
@@ -109,6 +110,7 @@ class Case:
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENTS_AND_MAX = (*MOMENTS, "max_exp_avg_sq")
+MOMENTS_AND_DIFFERENCES = (*MOMENTS, "exp_avg_diff", "neg_pre_grad")
 
 
 def _lamb(name, modes=None, **options):
@@ -145,6 +147,11 @@ def _adagrad(name, **options):
     return Case(name, optim.Adagrad, options, adagrad, ("sum",), torch.optim.Adagrad, True)
 
 
+def _adan(name, modes=None, **options):
+    options = {"lr": 1e-2} | options
+    return Case(name, optim.Adan, options, adan, MOMENTS_AND_DIFFERENCES, None, True, modes or {})
+
+
 CASES = (
     _lamb("lamb"),
     _lamb("lamb-decay", weight_decay=0.02),
@@ -170,6 +177,11 @@ CASES = (
     _adam("adam-maximize", maximize=True),
     _adamw("adamw"),
     _adamw("adamw-amsgrad-maximize", amsgrad=True, maximize=True, weight_decay=0.1),
+    _adan("adan"),
+    _adan("adan-decoupled", weight_decay=0.02, betas=(0.8, 0.7, 0.95), eps=1e-6),
+    _adan("adan-decoupled-no_prox", weight_decay=0.05, no_prox=True),
+    _adan("adan-maximize", maximize=True),
+    _adan("adan-one_by_one", modes={"foreach": False}),
     _adagrad("adagrad"),
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),

@@ -16,6 +16,7 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from cases import PLAIN
 from fusedstep import optim
+from reference.adan import adan
 from reference.lamb import lamb
 
 MODES = {
@@ -62,8 +63,7 @@ class ByFormula:
             for group in self.param_groups
             for p in group["params"]
         }
-        # Without the hooks around it, which torch puts around the step of each class.
-        loss = inspect.unwrap(super().step)(self, closure)
+        loss = self._step_of_base(closure)
         with torch.no_grad():
             for group in self.param_groups:
                 names = _options(self.formula).keys() & group.keys()
@@ -72,6 +72,10 @@ class ByFormula:
                     if p.grad is not None:
                         self._update(p, *before[p], group["differentiable"], options)
         return loss
+
+    def _step_of_base(self, closure):
+        """Without the hooks around it, which torch puts around the step of each class."""
+        return inspect.unwrap(super().step)(self, closure)
 
     def _states(self, param):
         state = self.state.get(param, {})
@@ -105,6 +109,33 @@ class Lamb(ByFormula, torch.optim.Adam):
     ours, formula = optim.Lamb, staticmethod(lamb)
 
 
+class Adan(ByFormula, torch.optim.Adam):
+    """Its base sees the first two of three betas, and no `foreach`: that chooses something else."""
+
+    ours, formula = optim.Adan, staticmethod(adan)
+
+    def __init__(self, params, **given):
+        options = _options(self.ours) | given
+        betas, foreach = options["betas"], options["foreach"]
+        super().__init__(params, **(given | {"betas": betas[:2], "foreach": None}))
+        if not 0.0 <= betas[2] < 1.0:
+            raise ValueError(f"Invalid beta parameter at index 2: {betas[2]}")
+        for stored in (self.defaults, *self.param_groups):
+            stored["foreach"] = foreach
+            if len(stored["betas"]) == 2:
+                stored["betas"] = (*stored["betas"], betas[2])
+
+    def _step_of_base(self, closure):
+        groups = [dict(group) for group in self.param_groups]
+        for group in self.param_groups:
+            group |= {"betas": group["betas"][:2], "foreach": None}
+        try:
+            return super()._step_of_base(closure)
+        finally:
+            for group, before in zip(self.param_groups, groups, strict=True):
+                group.update(betas=before["betas"], foreach=before["foreach"])
+
+
 _BY_FORMULA = {each.ours: each for each in ByFormula.__subclasses__()}
 
 
@@ -126,6 +157,16 @@ OWN_OPTIONS = {
     for name in _options(cls).keys()
     - (_options(peer) if cls in NAMESAKES else peer.options_of_base())
 }
+
+
+#: Those of our classes to which `foreach=True` means torch operations, as it does to torch's.
+WITH_FOREACH = tuple(cls for cls in ALL if _options(cls)["foreach"] is None)
+
+
+def fitted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """Options for a class that has more than two betas: the second is the others too."""
+    betas, more = options.get("betas", ()), len(_options(cls).get("betas", ())) - 2
+    return options | {"betas": (*betas, *betas[-1:] * more)} if len(betas) == 2 else options
 
 
 def having(option: str) -> tuple[type, ...]:
@@ -232,6 +273,8 @@ def of(*classes: type) -> Callable:
 def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> None:
     """`what`: the experiment's name, our class and the mode."""
     experiment, cls, mode = what
+    if _options(cls)["fused"] is True and mode in ("default", "foreach"):
+        mode = "fused"
     rows = [
         each.row
         for each in differences

@@ -185,11 +185,15 @@ class Bounds:
         bound = self._units(tolerance.weight) * self._largest_weight
         bound += self._units(tolerance.update) * self._largest_move
         assert_within(weight, expected_weight, bound, f"{what}: weight")
-        beta1, beta2 = self._case.options.get("betas", (0.9, 0.999))
+        betas = self._case.options.get("betas", (0.9, 0.999))
+        # What is squared: the gradient, or Adan's, two gradients and part of a third.
+        squared = (3 if "exp_avg_diff" in self._case.states else 1) * self._largest_gradient
         shares = {
-            "exp_avg": (1 - beta1) * self._largest_gradient,
-            "exp_avg_sq": (1 - beta2) * self._largest_gradient**2,
-            "max_exp_avg_sq": (1 - beta2) * self._largest_gradient**2,
+            "exp_avg": (1 - betas[0]) * self._largest_gradient,
+            "exp_avg_sq": (1 - betas[-1]) * squared**2,
+            "max_exp_avg_sq": (1 - betas[-1]) * squared**2,
+            "exp_avg_diff": (1 - betas[1]) * 2 * self._largest_gradient,
+            "neg_pre_grad": self._largest_gradient,
             "sum": self._largest_gradient**2,
         }
         for name in self._case.states:

@@ -5,7 +5,18 @@ from collections import defaultdict
 import torch
 
 from fusedstep import optim
-from peers import ALL, MODES, NAMESAKES, OWN_OPTIONS, Difference, having, laws, of, said
+from peers import (
+    ALL,
+    MODES,
+    NAMESAKES,
+    OWN_OPTIONS,
+    WITH_FOREACH,
+    Difference,
+    having,
+    laws,
+    of,
+    said,
+)
 from stepping import as_parameters, contents, make_weights, train
 
 ADAMS = (optim.Adam, optim.AdamW)
@@ -232,12 +243,15 @@ def an_accumulator_of_one_group(build):
 
 DIFFERENCES = [
     Difference(
-        "options that exclude each other", "a_tensor_lr_in_a_foreach_group", ALL, ("fused",)
+        "options that exclude each other",
+        "a_tensor_lr_in_a_foreach_group",
+        WITH_FOREACH,
+        ("fused",),
     ),
     Difference(
         "a tensor `lr` with `foreach=True`",
         "a_tensor_lr_in_a_foreach_group",
-        having("capturable"),
+        tuple(cls for cls in having("capturable") if cls in WITH_FOREACH),
         ("default", "unfused", "foreach"),
     ),
     Difference(

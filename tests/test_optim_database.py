@@ -25,9 +25,11 @@ from peers import (
     MODES,
     NAMESAKES,
     PEERS,
+    WITH_FOREACH,
     Difference,
     check_is_told,
     check_same_unless_listed,
+    fitted,
     having,
     outcome_of,
 )
@@ -35,7 +37,7 @@ from stepping import Bounds, contents, make_gradients, make_weights
 
 SHAPES = ((), (7,), (33, 31), (0,))
 STEPS = 7
-ALL_MODES = MODES | {"differentiable": {"differentiable": True}}
+ALL_MODES = MODES | {"differentiable": {"differentiable": True, "fused": None}}
 
 
 class Entry(NamedTuple):
@@ -69,11 +71,16 @@ def entry_of_others(cls):
     (*_, base) = PEERS[cls].__bases__
 
     def inputs(device):
-        return [OptimizerInput(None, kwargs, desc=desc) for desc, kwargs in options.items()]
+        return [
+            OptimizerInput(None, fitted(cls, kwargs), desc=desc) for desc, kwargs in options.items()
+        ]
 
     def error_inputs(device, dtype):
         given = INFOS[base.__name__].optim_error_inputs_func(device, dtype)
-        return [each for each in given if each.optimizer_error_input.kwargs.keys() <= names]
+        for each in given:
+            each.optimizer_error_input.kwargs = fitted(cls, each.optimizer_error_input.kwargs)
+        compared = names if cls in WITH_FOREACH else names - {"foreach"}
+        return [each for each in given if each.optimizer_error_input.kwargs.keys() <= compared]
 
     return Entry(cls, inputs, error_inputs)
 
@@ -152,11 +159,11 @@ DIFFERENCES = [
         ("fused",),
     ),
     Difference("`fused=True` with a number for a flag", str({"maximize": 1}), ALL, ("fused",)),
-    Difference(FOREACH, str({"differentiable": True}), ALL, ("foreach",)),
+    Difference(FOREACH, str({"differentiable": True}), WITH_FOREACH, ("foreach",)),
     Difference(
         FOREACH,
         str({"differentiable": True, "foreach": True}),
-        ALL,
+        WITH_FOREACH,
         ("default", "unfused", "foreach", "differentiable"),
     ),
 ]
@@ -192,7 +199,7 @@ def for_loop(cls, kwargs, mode, dtype):
         for name, value in kwargs.items()
         if name not in ("capturable", "fused")
     }
-    flags = {"foreach": False, "differentiable": mode == "differentiable"}
+    flags = {"foreach": False, "fused": False, "differentiable": mode == "differentiable"}
     return steps(PEERS[cls], numbers | flags, dtype)
 
 
@@ -301,7 +308,7 @@ OPTION_SUBJECTS = [
 @pytest.mark.parametrize("mode", ALL_MODES)
 @pytest.mark.parametrize(("cls", "options"), OPTION_SUBJECTS)
 def test_options(cls, options, mode):
-    kwargs = ALL_MODES[mode] | options
+    kwargs = ALL_MODES[mode] | fitted(cls, options)
     ours, torchs = (outcome_of(two_steps, each, kwargs) for each in (cls, PEERS[cls]))
     check_same_unless_listed(ours, torchs, (str(options), cls, mode), DIFFERENCES)
 

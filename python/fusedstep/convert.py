@@ -41,9 +41,10 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
 
     Left behind are:
 
-    - ``foreach`` and ``fused``, which choose among torch's implementations. Both become None here,
-      which takes the native kernels wherever they can update the weights; override them to have it
-      otherwise. ``differentiable`` stays, and keeps them off.
+    - ``foreach`` and ``fused``, which choose among torch's implementations. ``fused`` becomes None
+      here, which takes the native kernels wherever they can update the weights, and ``foreach``
+      what it is by default; override them to have it otherwise. ``differentiable`` stays, and
+      keeps them off.
     - Registered hooks. Register them again.
     - Learning rate schedulers: they go on changing the old optimizer. Give each the new one, with
       ``scheduler.optimizer = optimizer``.
@@ -51,7 +52,8 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
     Args:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
-            apex, or ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed
+            apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed, or
+            ``Adan`` of its authors (module ``adan``) or of timm
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
@@ -78,7 +80,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
         _carried(group, cls) | overrides | {"params": _params(group)}
         for group in optimizer.param_groups
     ]
-    converted = cls(groups, **(defaults | overrides))
+    converted = cls(groups, **(defaults | {"fused": None} | overrides))
     states = [
         _translated(group, [optimizer.state.get(p, {}) for p in group["params"]], cls)
         for group in optimizer.param_groups
@@ -93,7 +95,8 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
     (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
-    (``Lamb``), and others of this form. A step count in a group is given to each of its weights.
+    (``Lamb``, ``Adan``), of Adan's authors, and others of this form. A step count in a group is
+    given to each of its weights.
 
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
@@ -193,11 +196,13 @@ def _deepspeed_adagrad(optimizer: Optimizer) -> type[Optimizer]:
 
 #: Optimizers of other libraries with a formula of ours, by package and name.
 _RELATIVES: dict[tuple[str, str], Callable[[Optimizer], type[Optimizer]]] = {
+    ("adan", "Adan"): lambda optimizer: optim.Adan,
     ("apex", "FusedAdam"): _adam,
     ("apex", "FusedAdagrad"): _apex_adagrad,
     ("deepspeed", "FusedAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
+    ("timm", "Adan"): lambda optimizer: optim.Adan,
 }
 
 
@@ -257,6 +262,9 @@ def _translated(
             else state
             for state in states
         ]
+    if issubclass(cls, optim.Adan):
+        # Zeros that its authors' restart_opt() has made before a first gradient.
+        states = [s if "neg_pre_grad" in s or "exp_avg_diff" not in s else {} for s in states]
     counts = [group.get("step"), *(state.get("step") for state in states)]
     largest = max((float(steps) for steps in counts if steps is not None), default=None)
     return [_with_step(state, largest) for state in states]

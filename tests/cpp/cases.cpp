@@ -20,6 +20,16 @@ rules::AdamHyper hyper_of<rules::Adam>(unsigned flags) {
       .lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125, .decoupled = decoupled};
 }
 template <>
+rules::AdanHyper hyper_of<rules::Adan>(unsigned) {
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.7,
+          .beta3 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .no_prox = false};
+}
+template <>
 rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   rules::LambHyper hyper = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
   if (flags == 0) {  // bounds that some of the tensors reach

@@ -10,6 +10,7 @@
 #include "fusedstep/optim/adagrad.h"
 #include "fusedstep/optim/adam.h"
 #include "fusedstep/optim/adamw.h"
+#include "fusedstep/optim/adan.h"
 #include "fusedstep/optim/lamb.h"
 
 namespace fusedstep::optim {
@@ -40,6 +41,15 @@ struct AdamWRow {
   using State = AdamParamState;
   static Options options() { return AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
 };
+struct AdanRow {
+  using Optimizer = Adan;
+  static constexpr double kLrForXor = 0.1;
+  using Options = AdanOptions;
+  using State = AdanParamState;
+  static Options options() {
+    return AdanOptions(0.02).betas({0.8, 0.7, 0.95}).eps(1e-6).weight_decay(0.1).no_prox(true).max_grad_norm(5);
+  }
+};
 struct AdagradRow {
   using Optimizer = Adagrad;
   static constexpr double kLrForXor = 1;
@@ -50,7 +60,7 @@ struct AdagradRow {
   }
 };
 
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow>;
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow>;
 
 // The class's name, without its namespace.
 template <class Row>

@@ -34,10 +34,13 @@ inline void check_at_least_zero(double value, const char* what) {
   TORCH_CHECK(value >= 0, "Invalid ", what, ": ", value);
 }
 
+inline void check_beta(int index, double beta) {
+  TORCH_CHECK(0 <= beta && beta < 1, "Invalid beta parameter at index ", index, ": ", beta);
+}
+
 inline void check_betas(const std::tuple<double, double>& betas) {
-  const auto [beta1, beta2] = betas;
-  TORCH_CHECK(0 <= beta1 && beta1 < 1, "Invalid beta parameter at index 0: ", beta1);
-  TORCH_CHECK(0 <= beta2 && beta2 < 1, "Invalid beta parameter at index 1: ", beta2);
+  check_beta(0, std::get<0>(betas));
+  check_beta(1, std::get<1>(betas));
 }
 
 inline void check_above_zero(double value, const char* what) {
@@ -102,6 +105,15 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }
   void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
 
+  // As before a first step.
+  void zero() {
+    torch::NoGradGuard no_grad;
+    step_.zero_();
+    for (torch::Tensor& slot : slots_) {
+      if (slot.defined()) slot.zero_();
+    }
+  }
+
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", step_, /*is_buffer=*/true);
     for (size_t i = 0; i < Derived::kNames.size(); ++i) {
@@ -129,6 +141,7 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 //   static GradUse grad_use(const Options&),
 // and, where it clips the 2-norm of all gradients together for the step,
 //   static double max_grad_norm(const Options&),
+//   static double grad_norm_eps(const Options&), which is added to the norm that is divided by,
 // and, where it takes sparse gradients,
 //   static const char* sparse_error(const Options&)   null, or why it does not with these options.
 template <class Derived, class Options, class State>
@@ -138,6 +151,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
   static double max_grad_norm(const Options&) { return std::numeric_limits<double>::infinity(); }
+  static double grad_norm_eps(const Options&) { return 0; }
   static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
@@ -156,7 +170,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     std::vector<Work> work;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
     find_shared_grads(work);
-    const torch::Tensor factor = grad_factor(work, max_norm);
+    const auto& last = static_cast<const Options&>(param_groups_.back().options());
+    const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
     for (const Work& group : work) {
       Derived::launch(*group.options, group.plan, take_factor(group, factor));
       raise_versions(group.weights);
@@ -241,7 +256,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // What clips the norm of all gradients, where the weights are; undefined: nothing does.
-  static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm) {
+  static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm, double eps) {
     if (!std::isfinite(max_norm)) return {};
     static const auto add_norm2 =
         detail::find_op<void(int64_t, at::Tensor)>("fusedstep::plan_add_grad_norm2");
@@ -262,6 +277,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
     torch::Tensor norm = norm2.defined() ? norm2.sqrt() : torch::zeros({}, torch::kFloat64);
     if (!on_cpu.empty()) norm = torch::hypot(norm, torch::full_like(norm, norm_of.call(on_cpu)));
+    norm = norm + eps;
     return torch::where(norm > max_norm, max_norm / norm, torch::ones_like(norm));
   }
 

@@ -3,11 +3,13 @@
 #pragma once
 #include "fusedstep/rules/adagrad.h"
 #include "fusedstep/rules/adam.h"
+#include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
 
 #define FUSEDSTEP_RULES(X) \
   X(Adagrad)               \
   X(Adam)                  \
+  X(Adan)                  \
   X(Lamb)
 
 namespace fusedstep::rules {

@@ -3,6 +3,7 @@
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW
+from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
 
-__all__ = ["Adagrad", "Adam", "AdamW", "Lamb"]
+__all__ = ["Adagrad", "Adam", "AdamW", "Adan", "Lamb"]

@@ -32,12 +32,12 @@ _names = map(str, itertools.count())
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-#: The index of a group, and that of the device among those its weights are on.
+#: The index of a group, and that of a launch among those that update it.
 _Place = tuple[int, int]
 
 
 class Work(NamedTuple):
-    """A group that has gradients, or what of it is on one device."""
+    """A group that has gradients, or what of it is updated at one go."""
 
     group: dict[str, Any]
     weights: list[Tensor]
@@ -60,6 +60,8 @@ class FusedOptimizer(Optimizer):
     _operator: ClassVar[str]
     #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
+    #: Whether ``foreach=True`` asks for torch operations, as torch's does.
+    _foreach_is_torchs: ClassVar[bool] = True
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
@@ -103,7 +105,23 @@ class FusedOptimizer(Optimizer):
 
     def _max_grad_norm(self) -> float:
         """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
-        return math.inf
+        norms = {group.get("max_grad_norm", math.inf) for group in self._groups}
+        if len(norms) > 1:
+            raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
+        return max(norms, default=math.inf)
+
+    def _grad_norm_eps(self) -> float:
+        """What is added to the norm that is clipped to that."""
+        return 0.0
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """The weights and gradients of a group, those together that are updated at one go."""
+        whole = self._plans.get((index, 0))
+        if whole and same(weights, whole.weights):
+            return [(weights, grads)]
+        return by_device(weights, grads)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -141,11 +159,12 @@ class FusedOptimizer(Optimizer):
         group = self.param_groups[-1]
         try:
             self._is_native(group, group["params"])
-        except RuntimeError:
+            self._max_grad_norm()
+        except (RuntimeError, ValueError):
             self.param_groups.pop()
             raise
         for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
-            if _wants_native(group) and _ops.missing_on(kind):
+            if self._wants_native(group) and _ops.missing_on(kind):
                 _ops.warn_missing(kind)
 
     @torch._disable_dynamo
@@ -194,7 +213,7 @@ class FusedOptimizer(Optimizer):
                 step = self.state[p].get("step")
                 if isinstance(step, (int, float)):
                     self.state[p]["step"] = _new_step(p, group).fill_(step)
-            if _wants_native(group) and not self._obstacle(weights):
+            if self._wants_native(group) and not self._obstacle(weights):
                 self._place_states(group, weights)
 
     @torch.no_grad()
@@ -255,9 +274,20 @@ class FusedOptimizer(Optimizer):
 
     # The choice of code
 
+    def _wants_native(self, group: dict[str, Any]) -> bool:
+        """Whether the options of a group ask for native kernels, or allow them."""
+        foreach = self._foreach_is_torchs and group["foreach"]
+        if group["fused"]:
+            if group["differentiable"]:
+                raise RuntimeError("`fused` does not support `differentiable`")
+            if foreach:
+                raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+            return True
+        return group["fused"] is None and not (foreach or group["differentiable"])
+
     def _is_native(self, group: dict[str, Any], weights: list[Tensor]) -> bool:
         """Whether the native kernels update these weights; an error if they cannot but must."""
-        if not _wants_native(group):
+        if not self._wants_native(group):
             return False
         obstacle = self._obstacle(weights)
         if obstacle and group["fused"]:
@@ -299,7 +329,7 @@ class FusedOptimizer(Optimizer):
             plan
             and names == plan.names
             and same(weights, plan.weights)
-            and _wants_native(group)
+            and self._wants_native(group)
             and not (plan.is_on_device and plan.counts_on_host and self._may_be_left_out())
         ):
             return plan
@@ -435,14 +465,12 @@ class FusedOptimizer(Optimizer):
         work = []
         for index, group in enumerate(self.param_groups):
             weights, grads = with_gradients(group["params"])
-            whole = self._plans.get((index, 0))
             if not weights:
                 continue
-            if whole and same(weights, whole.weights):
-                work.append(self._bind((index, 0), group, weights, grads))
-                continue
-            for part, pair in enumerate(by_device(weights, grads)):
-                work.append(self._bind((index, part), group, *pair))
+            launches = self._launches(index, group, weights, grads)
+            work += [
+                self._bind((index, part), group, *pair) for part, pair in enumerate(launches)
+            ]
         if self._plans and self._seen is None:
             self._seen = Snapshot(self.state)
         return work
@@ -480,8 +508,7 @@ class FusedOptimizer(Optimizer):
             else:
                 factor = factors.on_host
                 scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
-                for weight, grad in zip(weights, scaled, strict=True):
-                    self._imperative_step(group, weight, grad)
+                self._imperative_steps(group, weights, scaled)
                 untreated.extend(item.pairs())
         return untreated
 
@@ -506,6 +533,13 @@ class FusedOptimizer(Optimizer):
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
             return GradUse.LEAVE
         return GradUse.SCALE
+
+    def _imperative_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """The twin of a native step."""
+        for weight, grad in zip(weights, grads, strict=True):
+            self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         state = self.state[weight]
@@ -533,17 +567,6 @@ class FusedOptimizer(Optimizer):
         weight.copy_(self._traceable(group, weight.clone(), grad, copies))
         for name, tensor in copies.items():
             state[name].copy_(tensor)
-
-
-def _wants_native(group: dict[str, Any]) -> bool:
-    """Whether the options of a group ask for native kernels, or allow them."""
-    if group["fused"]:
-        if group["differentiable"]:
-            raise RuntimeError("`fused` does not support `differentiable`")
-        if group["foreach"]:
-            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-        return True
-    return group["fused"] is None and not (group["foreach"] or group["differentiable"])
 
 
 def _check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:

@@ -33,15 +33,19 @@ def check_at_least_zero(name: str, value: float) -> None:
         raise ValueError(f"Invalid {name} value: {value}")
 
 
+def check_beta(index: int, beta: float | Tensor) -> None:
+    if isinstance(beta, Tensor) and beta.numel() != 1:
+        raise ValueError(f"Tensor betas[{index}] must be 1-element")
+    if not 0.0 <= beta < 1.0:
+        raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+
+
 def check_betas(
     betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, capturable: bool
 ) -> tuple[float | Tensor, float | Tensor]:
     """Returns the betas, one-element tensors among them as 0-dimensional ones."""
     for i in range(2):
-        if isinstance(betas[i], Tensor) and betas[i].numel() != 1:
-            raise ValueError(f"Tensor betas[{i}] must be 1-element")
-        if not 0.0 <= betas[i] < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {i}: {betas[i]}")
+        check_beta(i, betas[i])
     beta1, beta2 = betas
     if isinstance(beta1, float) and isinstance(beta2, float):
         return beta1, beta2

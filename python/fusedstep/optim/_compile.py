@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.utils._pytree import tree_leaves
 
-from fusedstep.optim._base import FusedOptimizer, _by_name, _wants_native
+from fusedstep.optim._base import FusedOptimizer, _by_name
 from fusedstep.optim._dtensor import is_dtensor
 
 
@@ -28,7 +28,7 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
     for index, group in enumerate(optimizer._groups):
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
-        if not (_wants_native(group) and _make_ready(name, index, present)):
+        if not (optimizer._wants_native(group) and _make_ready(name, index, present)):
             return False
         if present:
             work.append((index, group, weights))

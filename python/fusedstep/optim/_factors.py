@@ -64,7 +64,8 @@ def of_step(
     if all(item.plan and item.plan.is_on_device for item in work) and work:
         if found_inf is None and scale is None and not asks_norm:
             return Factors()
-        return _on_device(work, found_inf, scale, max_norm, own_max_norm)
+        eps = optimizer._grad_norm_eps()
+        return _on_device(work, found_inf, scale, max_norm, own_max_norm, eps)
     if found_inf is not None and found_inf.item():
         return None
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
@@ -72,6 +73,7 @@ def of_step(
         left = norm = _grad_norm(work) * factor
         if max_norm is not None and not (part := max_norm / (norm + _EPSILON)) >= 1:
             factor, left = factor * part, left * part
+        left += optimizer._grad_norm_eps()
         if left > own_max_norm:
             clip = own_max_norm / left
     return Factors(factor, clip, norm)
@@ -83,6 +85,7 @@ def _on_device(
     scale: Tensor | None,
     max_norm: float | None,
     own_max_norm: float,
+    own_eps: float,
 ) -> Factors:
     """The same without waiting for a device."""
     device = work[0].plan.device
@@ -96,6 +99,7 @@ def _on_device(
         if max_norm is not None:
             part = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
             factor, left = part * factor, left * part
+        left = left + own_eps
         if own_max_norm < math.inf:
             clip = torch.where(left > own_max_norm, own_max_norm / left, 1.0)
     if found_inf is not None:

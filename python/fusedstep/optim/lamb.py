@@ -230,11 +230,6 @@ class Lamb(FusedOptimizer):
         if "variant" in param_group:
             raise ValueError("variant is for all groups: give a group the options it stands for")
         super().add_param_group(param_group)
-        try:
-            self._max_grad_norm()
-        except ValueError:
-            self.param_groups.pop()
-            raise
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"
@@ -325,12 +320,6 @@ class Lamb(FusedOptimizer):
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]
-
-    def _max_grad_norm(self) -> float:
-        norms = {group["max_grad_norm"] for group in self._groups}
-        if len(norms) > 1:
-            raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
-        return max(norms, default=math.inf)
 
 
 def _debiases_moments(group: dict[str, Any]) -> bool:

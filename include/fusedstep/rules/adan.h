@@ -1,0 +1,70 @@
+#pragma once
+#include <cmath>
+
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+struct AdanHyper {
+  double lr, beta1, beta2, beta3, eps, weight_decay;
+  bool no_prox;  // the decay shrinks the weight before the step, as AdamW's; otherwise after it
+};
+
+template <class T>
+struct AdanScalars {
+  T beta1, one_minus_beta1, beta2, one_minus_beta2, beta3, one_minus_beta3, has_previous, inv_sqrt_bias3, eps,
+      neg_step_size, neg_diff_step_size, keep_before, keep_after;
+};
+
+// Adan (Xie et al., 2022, algorithm 1, whose betas are one minus these), with its authors' bias corrections.
+//
+//   d = g - previous g                 (0 at the first step)
+//   m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) d
+//   n = beta3 n + (1 - beta3) (g + beta2 d)^2
+//   p = (p - lr (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)) / (1 + lr wd)
+//
+// With no_prox the last line has (1 - lr wd) p in place of p, and no division. Both ways of decay are factors
+// of one formula, and so is the first step's missing difference: a factor of one changes no bit.
+template <unsigned kFlags>
+struct Adan {
+  using Hyper = AdanHyper;
+  template <class T>
+  using Scalars = AdanScalars<T>;
+  static constexpr unsigned kFlagCombinations = 1;
+  static constexpr int kStates = 4;
+
+  template <class T>
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
+    const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
+    const double decay = h.lr * h.weight_decay;
+    return {T(h.beta1),
+            T(1 - h.beta1),
+            T(h.beta2),
+            T(1 - h.beta2),
+            T(h.beta3),
+            T(1 - h.beta3),
+            T(step > 1 ? 1 : 0),
+            T(1 / std::sqrt(1 - std::pow(h.beta3, step))),
+            T(h.eps),
+            T(-h.lr / bias1),
+            T(-h.lr * h.beta2 / bias2),
+            T(h.no_prox ? 1 - decay : 1),
+            T(h.no_prox ? 1 : 1 / (1 + decay))};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+    V &m = state[0], &n = state[1], &v = state[2], &neg_previous = state[3];
+    const V difference = V(s.has_previous) * (g + neg_previous);
+    m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);
+    v = mul_add(V(s.one_minus_beta2), difference, V(s.beta2) * v);
+    const V ahead = mul_add(V(s.beta2), difference, g);
+    n = mul_add(V(s.one_minus_beta3) * ahead, ahead, V(s.beta3) * n);
+    const V denominator = mul_add(square_root(n), V(s.inv_sqrt_bias3), V(s.eps));
+    const V move = mul_add(V(s.neg_step_size), m, V(s.neg_diff_step_size) * v) / denominator;
+    p = V(s.keep_after) * mul_add(V(s.keep_before), p, move);
+    neg_previous = -g;
+  }
+};
+
+}  // namespace fusedstep::rules

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import (
+    as_number,
+    check_at_least_zero,
+    check_beta,
+    check_betas,
+    check_eps,
+    check_lr,
+    check_state_dtype,
+)
+
+__all__ = ["Adan"]
+
+
+class Adan(FusedOptimizer):
+    r"""Implements the Adan algorithm: Adam with Nesterov momentum, from differences of gradients.
+
+    .. math::
+        \begin{aligned}
+            d_t      &= g_t - g_{t-1} \quad (0 \text{ at the first step})                     \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) d_t                                   \\
+            n_t      &= \beta_3 n_{t-1} + (1 - \beta_3) (g_t + \beta_2 d_t)^2                 \\
+            u_t      &= \frac{m_t / (1 - \beta_1^t) + \beta_2 \, v_t / (1 - \beta_2^t)}
+                             {\sqrt{n_t} / \sqrt{1 - \beta_3^t} + \epsilon}                   \\
+            \theta_t &= (\theta_{t-1} - \gamma u_t) \, / \, (1 + \gamma \lambda)
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``no_prox``
+    the last line is :math:`\theta_t = (1 - \gamma \lambda) \theta_{t-1} - \gamma u_t`. This is
+    algorithm 1 of `Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models`_,
+    whose :math:`\beta` are :math:`1 - \beta` here, with the bias corrections of its authors' code.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg``,
+    ``exp_avg_sq``, ``exp_avg_diff`` and ``neg_pre_grad`` (:math:`m`, :math:`n`, :math:`v` and
+    :math:`-g`) have the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
+    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
+    ``fused=False``.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float | Tensor, float | Tensor, float | Tensor], optional): coefficients of
+            the running averages of the gradient, of its differences and of the square
+            (default: (0.98, 0.92, 0.99))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay, apart from the gradient (default: 0)
+        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+            together, to this for the step; ``.grad`` is not changed by it. It is one number for
+            all groups, and 0 clips nothing. ``step(max_norm=...)`` clips before it (default: 0)
+        no_prox (bool, optional): True multiplies the weight by :math:`1 - \gamma \lambda` before
+            the step, as :class:`AdamW` does, False divides it by :math:`1 + \gamma \lambda`
+            after it (default: False)
+        foreach (bool, optional): True updates the weights of a group together, False one at a
+            time: in a session or launch each, or with ``fused=False`` in operations over lists
+            or over tensors (default: True)
+        fused (bool, optional): True runs the native kernels, False the same formula
+            in plain torch operations. None takes the native kernels if they can
+            update every weight of the group and differentiable is not True (default: True)
+        maximize (bool, optional): maximize the objective instead of minimizing it
+            (default: False)
+        capturable (bool, optional): keep the step count on the weight's device, so
+            that a step without native kernels can be captured in a CUDA graph
+            (default: False)
+        differentiable (bool, optional): let autograd go through the step, which
+            then runs without native kernels (default: False)
+        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+            float16 weights; None keeps all states in the weight's dtype (default: None)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
+        RuntimeError: if ``fused=True`` meets ``differentiable``, weights that are
+            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
+            before the group is changed, for sparse gradients and weights that overlap themselves in
+            memory.
+
+    Example::
+
+        >>> optimizer = optim.Adan(model.parameters(), lr=1e-3, weight_decay=0.02)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Adan\: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models:
+        https://arxiv.org/abs/2208.06677
+    """
+
+    _operator = "adan"
+    _foreach_is_torchs = False
+    _later_options = FusedOptimizer._later_options | {
+        "max_grad_norm": 0.0,
+        "no_prox": False,
+        "foreach": True,
+        "capturable": False,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor, float | Tensor] = (0.98, 0.92, 0.99),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        no_prox: bool = False,
+        foreach: bool | None = True,
+        fused: bool | None = True,
+        *,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        check_at_least_zero("Max grad norm", max_grad_norm)
+        check_lr(lr)
+        check_eps(eps)
+        check_state_dtype(state_dtype)
+        check_at_least_zero("weight_decay", weight_decay)
+        first_two = check_betas(betas[:2], foreach=False, capturable=capturable)
+        check_beta(2, betas[2])
+        defaults = {
+            "lr": lr,
+            "betas": (*first_two, as_number(betas[2])),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "max_grad_norm": max_grad_norm,
+            "no_prox": no_prox,
+            "foreach": foreach,
+            "fused": fused,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "state_dtype": state_dtype,
+        }
+        super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for group in state.get("param_groups", ()):
+            # Its authors' Adan counts the steps of a group there.
+            count = group.pop("step", None)
+            for p in group["params"] if count is not None else ():
+                if p in state["state"]:
+                    state["state"][p].setdefault("step", count)
+        super().__setstate__(state)
+
+    @torch.no_grad()
+    def restart_opt(self) -> None:
+        """Forget all steps so far: the next one is again a first."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state.get(p, {})
+                for name in {"step", *self._state_names(group)} & state.keys():
+                    state[name].zero_()
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad"
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return "Adan does not support sparse gradients"
+
+    def _max_grad_norm(self) -> float:
+        return super()._max_grad_norm() or math.inf
+
+    def _grad_norm_eps(self) -> float:
+        return float(self._groups[-1]["eps"])
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if group["foreach"] is not False:
+            return super()._launches(index, group, weights, grads)
+        return [([weight], [grad]) for weight, grad in zip(weights, grads, strict=True)]
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        exp_avg_diff, neg_pre_grad = state["exp_avg_diff"], state["neg_pre_grad"]
+        state["step"] += 1
+        step = state["step"].item()
+
+        difference = neg_pre_grad.add_(grad).mul_(step > 1)
+        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+        exp_avg_diff.mul_(beta2).add_(difference, alpha=1 - beta2)
+        ahead = difference.mul_(beta2).add_(grad)
+        exp_avg_sq.mul_(beta3).addcmul_(ahead, ahead, value=1 - beta3)
+        neg_pre_grad.copy_(grad).neg_()
+
+        denom = exp_avg_sq.sqrt().div_((1 - beta3**step) ** 0.5).add_(group["eps"])
+        if group["no_prox"]:
+            weight.mul_(1 - lr * group["weight_decay"])
+        weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
+        weight.addcdiv_(exp_avg_diff, denom, value=-lr * beta2 / (1 - beta2**step))
+        if not group["no_prox"]:
+            weight.div_(1 + lr * group["weight_decay"])
+
+    def _imperative_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        in_lists = group["foreach"] and not (group["differentiable"] or group["capturable"])
+        if (
+            not in_lists
+            or any(p.is_complex() or self._has_wide_states(group, p) for p in weights)
+            or len(set(map(id, weights))) != len(weights)
+        ):
+            super()._imperative_steps(group, weights, grads)
+            return
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
+        self._imperative_lists(group, weights, grads, [self.state[p] for p in weights])
+
+    def _imperative_lists(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        states: list[dict[str, Tensor]],
+    ) -> None:
+        """The same by operations over lists."""
+        lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
+        exp_avgs, exp_avg_sqs, exp_avg_diffs, neg_pre_grads = (
+            [state[name] for state in states] for name in self._state_names(group)
+        )
+        for state in states:
+            state["step"] += 1
+        steps = [state["step"].item() for state in states]
+
+        torch._foreach_add_(neg_pre_grads, grads)
+        torch._foreach_mul_(neg_pre_grads, [float(step > 1) for step in steps])
+        torch._foreach_mul_(exp_avgs, beta1)
+        torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1)
+        torch._foreach_mul_(exp_avg_diffs, beta2)
+        torch._foreach_add_(exp_avg_diffs, neg_pre_grads, alpha=1 - beta2)
+        torch._foreach_mul_(neg_pre_grads, beta2)
+        torch._foreach_add_(neg_pre_grads, grads)
+        torch._foreach_mul_(exp_avg_sqs, beta3)
+        torch._foreach_addcmul_(exp_avg_sqs, neg_pre_grads, neg_pre_grads, value=1 - beta3)
+        torch._foreach_copy_(neg_pre_grads, grads)
+        torch._foreach_neg_(neg_pre_grads)
+
+        denoms = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_div_(denoms, [(1 - beta3**step) ** 0.5 for step in steps])
+        torch._foreach_add_(denoms, float(group["eps"]))
+        decay = lr * float(group["weight_decay"])
+        if group["no_prox"]:
+            torch._foreach_mul_(weights, 1 - decay)
+        step_sizes = [-lr / (1 - beta1**step) for step in steps]
+        torch._foreach_addcdiv_(weights, exp_avgs, denoms, step_sizes)
+        step_sizes = [-lr * beta2 / (1 - beta2**step) for step in steps]
+        torch._foreach_addcdiv_(weights, exp_avg_diffs, denoms, step_sizes)
+        if not group["no_prox"]:
+            torch._foreach_div_(weights, 1 + decay)
+
+    def _traceable(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        beta1, beta2, beta3 = group["betas"]
+        step = state["step"].add_(1)
+        lr = as_number(group["lr"])
+
+        difference = (step > 1) * (grad + state["neg_pre_grad"])
+        ahead = grad + beta2 * difference
+        exp_avg = beta1 * state["exp_avg"] + (1 - beta1) * grad
+        exp_avg_sq = beta3 * state["exp_avg_sq"] + (1 - beta3) * ahead * ahead
+        exp_avg_diff = beta2 * state["exp_avg_diff"] + (1 - beta2) * difference
+        new = (exp_avg, exp_avg_sq, exp_avg_diff, -grad)
+        state.update(zip(self._state_names(group), new, strict=True))
+
+        denom = exp_avg_sq.sqrt() / (1 - beta3**step).sqrt() + group["eps"]
+        update = exp_avg / (1 - beta1**step) + beta2 * exp_avg_diff / (1 - beta2**step)
+        decay = lr * group["weight_decay"]
+        if group["no_prox"]:
+            return weight * (1 - decay) - lr * update / denom
+        return (weight - lr * update / denom) / (1 + decay)
+
+    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
+        beta1, beta2, beta3 = map(float, group["betas"])
+        return beta1, beta2, beta3, group["eps"], group["weight_decay"], group["no_prox"]
