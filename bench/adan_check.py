@@ -28,7 +28,7 @@ def _steps(name: str, device: torch.device, dtype: torch.dtype) -> list[torch.Te
 
 def wrong(name: str, device: torch.device) -> str | None:
     """What is off, against the readable way of the same optimizer in double on the CPU."""
-    reference = "adam_for_loop" if name.startswith("adam") else "adan_imperative"
+    reference = "adam_for_loop" if name.startswith("adam") else "adan_for_loop"
     expected = _steps(reference, torch.device("cpu"), torch.float64)
     found = _steps(name, device, torch.float32)
     off = max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))

@@ -206,6 +206,7 @@ def main() -> None:
         sys.exit("bench: torch sees no CUDA device")
     if missing := _ops.missing_on(device.type):
         sys.exit(f"bench: {missing}")
+    gc.freeze()  # what is imported: memory is collected in each turn
     collected, effort = output.Collected(), Effort(arguments.steps, arguments.seconds)
     collected.facts = facts_of(device)
     slug = collected.machine.slug
