@@ -125,7 +125,9 @@ def subtitle(results: Results) -> str:
 
 def _memory_remarks(results: Results) -> Iterator[str]:
     rows = rows_with(results, "memory")
-    kinds = {"first": "handed out"} | ({"first_reserved": "reserved"} * _has_reserved(results))
+    kinds = {"first": "handed out"}
+    if _has_reserved(results):
+        kinds["first_reserved"] = "reserved"
     for key, told in kinds.items():
         for name in ADANS:
             found = {row["config"]: difference(row, name, key) for row in rows}
@@ -175,16 +177,16 @@ def _time_remarks(results: Results) -> Iterator[str]:
 
 
 def _problems(results: Results) -> Iterator[str]:
+    places: dict[str, list[str]] = {}
     for table in ("memory", "time"):
         for row in rows_with(results, table):
             found = row[table] if table == "memory" else row[table]["results"]
             for name, result in found.items():
-                for problem in AMISS:
-                    if problem in result:
-                        yield (
-                            f"{title(row)}, {table}, {CONTESTANTS[name].title}: {problem}: "
-                            f"{result[problem]}."
-                        )
+                for problem in AMISS.keys() & result.keys():
+                    told = f"{table} of {title(row)}: {problem}: {result[problem]}"
+                    places.setdefault(told, []).append(CONTESTANTS[name].title)
+    for told, titles in places.items():
+        yield f"Not measured: {told} ({'; '.join(titles)})."
 
 
 def remarks(results: Results) -> Iterator[str]:
