@@ -174,6 +174,11 @@ WRONG = [
 ]
 
 
+def skip_where_it_is_none(case, wrong):
+    if wrong.spoil is weights_that_share_memory and case.modes.get("foreach") is False:
+        pytest.skip("weights updated one at a time may share memory")
+
+
 def check_nothing_changed_by_error(case, wrong, warm, groups):
     shapes = ((7,), (33, 31), (4, 5), (6,), (2, 3))
     params = as_parameters(make_weights(shapes, torch.float32))
@@ -214,6 +219,7 @@ def check_nothing_changed_by_error(case, wrong, warm, groups):
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.spoil.__name__)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes_when_a_later_step_fails(case, wrong, groups):
+    skip_where_it_is_none(case, wrong)
     check_nothing_changed_by_error(case, wrong, warm=True, groups=groups)
 
 
@@ -223,6 +229,7 @@ def test_nothing_changes_when_a_later_step_fails(case, wrong, groups):
 )
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_nothing_changes_when_the_first_step_fails(case, wrong, groups):
+    skip_where_it_is_none(case, wrong)
     check_nothing_changed_by_error(case, wrong, warm=False, groups=groups)
 
 

@@ -47,7 +47,7 @@ struct AdanRow {
   using Options = AdanOptions;
   using State = AdanParamState;
   static Options options() {
-    return AdanOptions(0.02).betas({0.8, 0.7, 0.95}).eps(1e-6).weight_decay(0.1).no_prox(true).max_grad_norm(5);
+    return AdanOptions(0.02).betas({0.8, 0.7, 0.95}).eps(1e-6).weight_decay(0.1).no_prox(true);
   }
 };
 struct AdagradRow {

@@ -202,6 +202,7 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
   const auto lamb = [](const auto& options) { return refusal_of<Lamb>(options); };
   const auto torch_adam = [](const auto& options) { return refusal_of<torch::optim::Adam>(options); };
   const auto torch_adagrad = [](const auto& options) { return refusal_of<torch::optim::Adagrad>(options); };
+  const auto adan = [](const auto& options) { return refusal_of<Adan>(options); };
   const double nan = std::nan("");
   // What we say, what torch or another of our optimizers says, and the text.
   const std::array<std::string, 3> rows[] = {
@@ -231,7 +232,17 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
        "Invalid beta parameter at index 1: 1"},
       {adamw(AdamWOptions().weight_decay(-1)), lamb(LambOptions().weight_decay(-1)),
        "Invalid weight_decay value: -1"},
+      {adan(AdanOptions(-1)), lamb(LambOptions(-1)), "Invalid learning rate: -1"},
+      {adan(AdanOptions().eps(-1)), lamb(LambOptions().eps(-1)), "Invalid epsilon value: -1"},
+      {adan(AdanOptions().betas({1, 0.9, 0.9})), lamb(LambOptions().betas({1, 0.9})),
+       "Invalid beta parameter at index 0: 1"},
+      {adan(AdanOptions().betas({0.9, -0.5, 0.9})), lamb(LambOptions().betas({0.9, -0.5})),
+       "Invalid beta parameter at index 1: -0.5"},
+      {adan(AdanOptions().weight_decay(-1)), lamb(LambOptions().weight_decay(-1)),
+       "Invalid weight_decay value: -1"},
   };
+  EXPECT_EQ(adan(AdanOptions().betas({0.9, 0.9, 1})), "Invalid beta parameter at index 2: 1");
+  EXPECT_EQ(adan(AdanOptions().max_grad_norm(-1)), "Invalid Max grad norm: -1");
   for (const auto& [ours, other, text] : rows) {
     EXPECT_EQ(ours, text);
     EXPECT_EQ(other, text);
@@ -382,6 +393,45 @@ TEST(StateTest, ByTorchsNames) {
   adagrad.step();
   const auto& adagrad_state = static_cast<const AdagradParamState&>(*adagrad.state().at(key));
   EXPECT_TRUE(torch::equal(adagrad_state.sum(), torch::full({3}, 4.5f)));
+}
+
+TEST(AdanTest, ItsStatesByTheirNamesAndARestart) {
+  const Tensor weight = torch::ones({3}, torch::requires_grad());
+  Adan adan(Tensors{weight}, AdanOptions().betas({0.5, 0.5, 0.75}));
+  const auto step = [&](double gradient) {
+    weight.mutable_grad() = torch::full({3}, gradient);
+    adan.step();
+  };
+  const auto expect_states = [&](double m, double n, double v, double h) {
+    const auto& state = static_cast<const AdanParamState&>(*adan.state().at(weight.unsafeGetTensorImpl()));
+    EXPECT_EQ(state.exp_avg()[0].item<double>(), m);
+    EXPECT_EQ(state.exp_avg_sq()[0].item<double>(), n);
+    EXPECT_EQ(state.exp_avg_diff()[0].item<double>(), v);
+    EXPECT_EQ(state.neg_pre_grad()[0].item<double>(), h);
+  };
+  step(2);
+  expect_states(1, 1, 0, -2);
+  step(6);
+  expect_states(3.5, 16.75, 2, -6);  // the difference is 4, the square that of 6 + 4 / 2
+  adan.restart_opt();
+  expect_states(0, 0, 0, 0);
+  step(2);
+  expect_states(1, 1, 0, -2);
+}
+
+// Over all groups, and with eps beside the norm: a norm of 3 is clipped to 4 / (3 + 2).
+TEST(AdanTest, ClipsTheNormOfAllGroups) {
+  const Tensors weights = {torch::zeros({4}, torch::requires_grad()),
+                           torch::zeros({5}, torch::requires_grad())};
+  Adan adan({OptimizerParamGroup({weights[0]}), OptimizerParamGroup({weights[1]})},
+            AdanOptions().max_grad_norm(4).eps(2));
+  for (const Tensor& weight : weights) weight.mutable_grad() = torch::ones_like(weight);
+  adan.step();
+  for (const Tensor& weight : weights) {
+    const auto& state = static_cast<const AdanParamState&>(*adan.state().at(weight.unsafeGetTensorImpl()));
+    EXPECT_TRUE(torch::equal(state.neg_pre_grad(), torch::full_like(weight, -0.8f)));
+    EXPECT_TRUE(torch::equal(weight.grad(), torch::ones_like(weight)));
+  }
 }
 
 // An optimizer saved and loaded goes on as if nothing had happened; its options come along.

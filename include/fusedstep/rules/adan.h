@@ -21,10 +21,11 @@ struct AdanScalars {
 //   d = g - previous g                 (0 at the first step)
 //   m = beta1 m + (1 - beta1) g        v = beta2 v + (1 - beta2) d
 //   n = beta3 n + (1 - beta3) (g + beta2 d)^2
-//   p = (p - lr (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)) / (1 + lr wd)
+//   u = (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
+//   p = (p - lr u) / (1 + lr wd)       with no_prox   p = (1 - lr wd) p - lr u
 //
-// With no_prox the last line has (1 - lr wd) p in place of p, and no division. Both ways of decay are factors
-// of one formula, and so is the first step's missing difference: a factor of one changes no bit.
+// Both ways of decay are factors of one formula, and so is the first step's missing difference: a factor of
+// one changes no bit.
 template <unsigned kFlags>
 struct Adan {
   using Hyper = AdanHyper;

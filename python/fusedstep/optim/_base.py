@@ -105,7 +105,9 @@ class FusedOptimizer(Optimizer):
 
     def _max_grad_norm(self) -> float:
         """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
-        norms = {group.get("max_grad_norm", math.inf) for group in self._groups}
+        if "max_grad_norm" not in self.defaults:
+            return math.inf
+        norms = {group["max_grad_norm"] for group in self._groups}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
         return max(norms, default=math.inf)
@@ -468,9 +470,7 @@ class FusedOptimizer(Optimizer):
             if not weights:
                 continue
             launches = self._launches(index, group, weights, grads)
-            work += [
-                self._bind((index, part), group, *pair) for part, pair in enumerate(launches)
-            ]
+            work += [self._bind((index, part), group, *pair) for part, pair in enumerate(launches)]
         if self._plans and self._seen is None:
             self._seen = Snapshot(self.state)
         return work

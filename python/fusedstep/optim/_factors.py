@@ -99,8 +99,8 @@ def _on_device(
         if max_norm is not None:
             part = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
             factor, left = part * factor, left * part
-        left = left + own_eps
         if own_max_norm < math.inf:
+            left = left + own_eps
             clip = torch.where(left > own_max_norm, own_max_norm / left, 1.0)
     if found_inf is not None:
         found_inf = found_inf.to(device)

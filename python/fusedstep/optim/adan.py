@@ -125,7 +125,8 @@ class Adan(FusedOptimizer):
         differentiable: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:
-        check_at_least_zero("Max grad norm", max_grad_norm)
+        if not max_grad_norm >= 0.0:
+            raise ValueError(f"Invalid Max grad norm: {max_grad_norm}")
         check_lr(lr)
         check_eps(eps)
         check_state_dtype(state_dtype)
@@ -154,7 +155,7 @@ class Adan(FusedOptimizer):
             count = group.pop("step", None)
             for p in group["params"] if count is not None else ():
                 if p in state["state"]:
-                    state["state"][p].setdefault("step", count)
+                    state["state"][p].setdefault("step", float(count))
         super().__setstate__(state)
 
     @torch.no_grad()
