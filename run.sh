@@ -22,6 +22,8 @@ Usage:
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit
   ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
+  ./run.sh bench adan [OPTION...]
+                                 memory and time of Adan beside Adam over sizes of GPT-2
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table
   ./run.sh mnist [OPTION...]     the convergence check
@@ -82,6 +84,7 @@ bench() {
   build release --target fusedstep_python bench/all
   case "${1:-}" in
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
+    adan) PYTHONPATH=$root/tests launch "$root/bench/run_adan.py" "${@:2}" ;;
     cuda) PYTHONPATH=$root/tests:$root/python "$python" "$root/bench/cuda.py" "${@:2}" ;;
     peers) install_peers && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
     compare) "$python" "$root/bench/compare.py" "${@:2}" ;;

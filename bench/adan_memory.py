@@ -1,0 +1,115 @@
+#!/usr/bin/env python3
+"""Peak memory of a whole training step: forward, backward and the optimizer's step.
+
+    adan_memory.py CONFIG CONTESTANT      on the CPU; prints the peaks as JSON
+
+On a GPU it is what torch's allocator has handed out at most, and what it had reserved for that. A
+CPU has no such count: there it is the growth of the peak resident set of a process that does
+nothing else, with an allocator that gives back at once what is freed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from adan_contestants import CONTESTANTS
+from gpt2 import GPT2, POSITIONS, VOCABULARY, Config, make_gradients
+
+#: Compared in the memory table: Adam as published, and the fused ways.
+COMPARED = ("adam_for_loop", "adan_single", "adan_multi")
+
+Peaks = dict[str, int]
+"""Bytes: in the first step, which makes the states, and in a later one."""
+
+
+class _CudaPeak:
+    def __init__(self) -> None:
+        gc.collect()
+        self._reset()
+
+    def _reset(self) -> None:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+    def read(self, step: str) -> Peaks:
+        peaks = {
+            step: torch.cuda.max_memory_allocated(),
+            f"{step}_reserved": torch.cuda.max_memory_reserved(),
+        }
+        self._reset()
+        return peaks
+
+
+class _ResidentPeak:
+    """A later step's peak is never below the first's, so there is nothing to reset."""
+
+    def __init__(self) -> None:
+        self._before = _status("VmRSS")
+
+    def read(self, step: str) -> Peaks:
+        return {step: _status("VmHWM") - self._before}
+
+
+def _status(name: str) -> int:
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)[1]) * 1024
+
+
+def training_steps(model: GPT2, contestant: str, peak: _CudaPeak | _ResidentPeak) -> Peaks:
+    device = model.norm.weight.device
+    tokens = torch.randint(VOCABULARY, (1, POSITIONS), device=device)
+    optimizer = CONTESTANTS[contestant].build(model.parameters())
+    found: Peaks = {}
+    for step in ("first", "later"):
+        optimizer.zero_grad()
+        # The logits stay until the step is done, as in a training that logs something of them.
+        loss, logits = model(tokens)
+        loss.backward()
+        optimizer.step()
+        found |= peak.read(step)
+        del loss, logits
+    return found
+
+
+def on_cuda(model: GPT2, contestant: str) -> Peaks:
+    """A backward before it makes workspaces of libraries, which would count for the first only."""
+    try:
+        make_gradients(model)
+        model.zero_grad()
+        return training_steps(model, contestant, _CudaPeak())
+    finally:
+        model.zero_grad()
+
+
+def on_cpu(config: Config, contestant: str) -> Peaks:
+    """In a process of its own."""
+    env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
+    # A threshold that is set does not rise by itself: what is larger is given back when freed.
+    env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+    command = [sys.executable, __file__, str(config), contestant]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    if done.returncode == -signal.SIGKILL:
+        raise torch.OutOfMemoryError("the system ended the process")
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip() or f"status {done.returncode}").splitlines()[-1])
+    return json.loads(done.stdout)
+
+
+def main() -> None:
+    config, contestant = sys.argv[1:]
+    peak = _ResidentPeak()
+    model = GPT2(Config(*map(int, config.split("x"))))
+    print(json.dumps(training_steps(model, contestant, peak)))
+
+
+if __name__ == "__main__":
+    main()
