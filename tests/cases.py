@@ -3,6 +3,7 @@
 A new optimizer gets all the laws by its rows here and its function in reference/.
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -49,6 +50,11 @@ ELEMENTWISE = {
 DECOUPLED = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1.25, update=3, state=1),
     torch.float64: Tolerance(weight=1.25, update=3, state=1),
+}
+# Adan's imperative twin adds two quotients to the weight, one after the other: one rounding more.
+TWO_ADDITIONS = ELEMENTWISE | {
+    torch.float32: Tolerance(weight=1, update=3, state=1),
+    torch.float64: Tolerance(weight=1, update=3, state=1),
 }
 # The trust ratio is one factor of the whole update: its unit comes on top of the element's own. The
 # sums of torch's norms are less exact, and the reference uses them.
@@ -101,10 +107,18 @@ class Case:
         return self.options["lr"]
 
     @property
+    def betas(self) -> tuple[float, ...]:
+        """Those of the row, or else the optimizer's defaults; without any nothing is averaged."""
+        parameter = inspect.signature(self.optimizer).parameters.get("betas")
+        return self.options.get("betas", parameter.default if parameter else (0.0, 0.0))
+
+    @property
     def tolerances(self) -> dict[torch.dtype, Tolerance]:
         decoupled = self.reference is adamw or "decoupled" in self.name
         if not self.elementwise:
             return DECOUPLED_WITH_NORMS if decoupled else WITH_NORMS
+        if self.reference is adan:
+            return DECOUPLED if self.options.get("weight_decay") else TWO_ADDITIONS
         return DECOUPLED if decoupled else ELEMENTWISE
 
 

@@ -270,8 +270,8 @@ def of(*classes: type) -> Callable:
     return mark
 
 
-def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> None:
-    """`what`: the experiment's name, our class and the mode."""
+def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> bool:
+    """Returns whether it is listed. `what`: the experiment's name, our class and the mode."""
     experiment, cls, mode = what
     if _options(cls)["fused"] is True and mode in ("default", "foreach"):
         mode = "fused"
@@ -289,6 +289,7 @@ def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) 
         )
         peer = name_of_peer(cls)
         pytest.fail(f"{problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{torchs}")
+    return bool(rows)
 
 
 def name_of_peer(cls: type) -> str:

@@ -185,7 +185,9 @@ class Bounds:
         bound = self._units(tolerance.weight) * self._largest_weight
         bound += self._units(tolerance.update) * self._largest_move
         assert_within(weight, expected_weight, bound, f"{what}: weight")
-        betas = self._case.options.get("betas", (0.9, 0.999))
+        betas = self._case.betas
+        # A sum's roundings are relative to its terms, which may cancel. Neither the old state's nor
+        # the gradient's is larger than the new state's magnitude and the share below together.
         # What is squared: the gradient, or Adan's, two gradients and part of a third.
         squared = (3 if "exp_avg_diff" in self._case.states else 1) * self._largest_gradient
         shares = {

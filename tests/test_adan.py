@@ -112,9 +112,14 @@ def test_every_element_is_updated(way, count):
 
 @pytest.mark.parametrize("options", [*OPTIONS, {"max_grad_norm": 20.0}], ids=str)
 def test_all_ways_agree(options):
-    """Natively to the bit: elements know nothing of one another."""
+    """Natively to the bit where elements know nothing of one another: a norm is a sum over all.
+
+    What is updated at one go is added up by itself, so the last bit of the norm depends on it.
+    """
     found = {way: contents(after_steps(way, **options)[1]) for way in WAYS}
-    assert_same_contents(found["one by one"], found["together"])
+    if "max_grad_norm" not in options:
+        assert_same_contents(found["one by one"], found["together"])
+    assert_contents_close(found["one by one"], found["together"], rtol=1e-13, atol=1e-15)
     for way in ("lists of tensors", "imperative"):
         assert_contents_close(found[way], found["together"], rtol=1e-12, atol=1e-14)
 

@@ -43,12 +43,12 @@ def test_both_ways_give_the_same_bits(case, dtype, calls, monkeypatch):
         params[0].data = params[0].data.t().contiguous().t()
         optimizer = case.build(params)
         train(optimizer, params, [1, 2, 3])
-        return contents(optimizer)
+        return optimizer
 
     directly = run()
-    assert calls == [True] * 3
+    assert calls == [True] * 3 * len(directly._plans)
     monkeypatch.setattr(_ops, "bind", None)
-    assert_same_contents(run(), directly)
+    assert_same_contents(contents(run()), contents(directly))
 
 
 def wrong_shape():

@@ -69,17 +69,21 @@ def test_made_values_do_not_depend_on_threads(dtype):
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_reference_notices_one_wrong_element(case):
-    """An update that is missing for a single element, in the weight or in a state."""
+    """An update that is missing for a single element, in the weight or in a state.
+
+    The second, for no state is zero after it.
+    """
     (weight,) = make_weights([(40, 50)], torch.float32)
-    (gradient,) = make_gradients([(40, 50)], torch.float32, 1)
     reference = Reference(case, weight)
-    reference.step(gradient)
+    for step in (1, 2):
+        before = reference.weight.float()
+        reference.step(*make_gradients([(40, 50)], torch.float32, step))
     state = {name: value.float() for name, value in reference.state.items()}
-    state["step"] = torch.tensor(1.0)
+    state["step"] = torch.tensor(2.0)
     updated = reference.weight.float()
     reference.check(updated, state, "right")
     wrong = updated.clone()
-    wrong[7, 7] = weight[7, 7]
+    wrong[7, 7] = before[7, 7]
     with pytest.raises(pytest.fail.Exception, match="weight: 1 of 2000"):
         reference.check(wrong, state, "wrong weight")
     for name in case.states:

@@ -213,12 +213,13 @@ def bounds_of(cls, kwargs, mode, dtype):
     """Those of the reference law."""
     (case,) = (case for case in PLAIN if case.optimizer is cls)
     options = {name: _number(value) for name, value in kwargs.items()}
+    case = dataclasses.replace(case, options=options)
     tolerance = case.tolerances[dtype]
     if mode == "differentiable" and dtype == torch.float64:
         # The corrections are float32 tensors, as the step count is, and multiplied as such.
         single = torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
         tolerance = Tolerance(tolerance.weight, update=4 * single, state=single)
-    return Bounds(dataclasses.replace(case, options=options), dtype, tolerance)
+    return Bounds(case, dtype, tolerance)
 
 
 INPUTS = [
@@ -280,8 +281,8 @@ def test_error_inputs(cls, index, mode):
         outcome_of(construct, each, copy.deepcopy(given), ALL_MODES[mode])
         for each in (cls, PEERS[cls])
     )
-    check_same_unless_listed(ours, torchs, (given.desc, cls, mode), DIFFERENCES)
-    if mode == "default":
+    is_listed = check_same_unless_listed(ours, torchs, (given.desc, cls, mode), DIFFERENCES)
+    if mode == "default" and not is_listed:
         text = ours.error or "; ".join(f"UserWarning: {warning}" for warning in ours.warnings)
         assert text.startswith(expected.error_type.__name__)
         assert re.search(expected.error_regex, text)

@@ -219,7 +219,8 @@ class Adan(FusedOptimizer):
             or any(p.is_complex() or self._has_wide_states(group, p) for p in weights)
             or len(set(map(id, weights))) != len(weights)
         ):
-            super()._imperative_steps(group, weights, grads)
+            # It goes by one weight at a time, and so must the errors, which are torch's.
+            super()._imperative_steps(group | {"foreach": False}, weights, grads)
             return
         if group["maximize"]:
             grads = torch._foreach_neg(grads)
