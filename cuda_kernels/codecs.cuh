@@ -57,11 +57,12 @@ struct Word<16> {
   using Type = uint4;
 };
 
-// Whether a step needs it again. What it doesn't goes first when the cache needs room.
+// Whether a step needs memory again. What it doesn't goes first when the cache needs room: a few percent for
+// passes that touch all operands, and none, or a loss, for the others.
 enum Reuse : bool { kOnce, kAgain };
 
 // N elements that lie side by side, aligned to the accesses made for them.
-template <Reuse kReuse = kOnce, int N, class Stored>
+template <Reuse kReuse = kAgain, int N, class Stored>
 __device__ __forceinline__ void load(const Stored* from, ComputeOf<Stored> (&x)[N]) {
   constexpr int kWords = (N * sizeof(Stored) + kWordBytes - 1) / kWordBytes, kPer = N / kWords;
   using Type = typename Word<kPer * sizeof(Stored)>::Type;
@@ -76,7 +77,7 @@ __device__ __forceinline__ void load(const Stored* from, ComputeOf<Stored> (&x)[
   }
 }
 
-template <Reuse kReuse = kOnce, int N, class Stored>
+template <Reuse kReuse = kAgain, int N, class Stored>
 __device__ __forceinline__ void store(Stored* to, const ComputeOf<Stored> (&x)[N]) {
   constexpr int kWords = (N * sizeof(Stored) + kWordBytes - 1) / kWordBytes, kPer = N / kWords;
   using Type = typename Word<kPer * sizeof(Stored)>::Type;

@@ -51,23 +51,23 @@ struct Operands {
     factor = static_cast<T>(launch.sign * (scales ? 1.0 : whole));
   }
 
-  template <Reuse kReuseOfWeight, int N>
+  template <Reuse kReuse, int N>
   __device__ __forceinline__ Read<N> load_all(const At& at) const {
     Read<N> read;
-    load<kReuseOfWeight>(weight + at.offset[kWeight], read.weight);
-    load(grad + at.offset[kGrad], read.grad);
+    load<kReuse>(weight + at.offset[kWeight], read.weight);
+    load<kReuse>(grad + at.offset[kGrad], read.grad);
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) load(state[k] + at.offset[kFirstState + k], read.state[k]);
+    for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
     return read;
   }
-  template <int N>
+  template <Reuse kReuse, int N>
   __device__ __forceinline__ void store_weight(const At& at, const Read<N>& read) const {
-    store(weight + at.offset[kWeight], read.weight);
+    store<kReuse>(weight + at.offset[kWeight], read.weight);
   }
-  template <int N>
+  template <Reuse kReuse, int N>
   __device__ __forceinline__ void store_states(const At& at, const Read<N>& read) const {
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) store(state[k] + at.offset[kFirstState + k], read.state[k]);
+    for (int k = 0; k < kStates; ++k) store<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
   // The gradient in memory times the scale, as memory holds it.
   template <int N>
@@ -128,8 +128,8 @@ struct Update : Operands {
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
     if (this->scales) this->scale_grad(at, read.grad);
     this->for_each(read, [&](T& p, T g, auto& s, int) { Operands::Rule::update(this->scalars, p, g, s); });
-    this->store_weight(at, read);
-    this->store_states(at, read);
+    this->template store_weight<kOnce>(at, read);
+    this->template store_states<kOnce>(at, read);
     if (this->clears) this->template clear_grad<N>(at);
   }
 };

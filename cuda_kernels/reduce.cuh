@@ -123,13 +123,20 @@ __device__ __forceinline__ Sums<kNorms> sum_partials(const double* partials, int
   const int64_t groups = (count + kPartialsGroup - 1) / kPartialsGroup;
   Sums<kNorms> total{};
   for (int64_t round = 0; round < groups; round += kThreads) {
-    const int64_t first = (round + thread) * kPartialsGroup, end = first + kPartialsGroup;
-    const int64_t last = end < count ? end : count;
-    Sums<kNorms> group{};
-#pragma unroll 16
-    for (int64_t i = first; i < last; ++i) {
+    const int64_t first = (round + thread) * kPartialsGroup;
+    double found[kPartialsGroup][kNorms];
 #pragma unroll
-      for (int norm = 0; norm < kNorms; ++norm) group.of[norm] += partials[kPartials * i + norm];
+    for (int i = 0; i < kPartialsGroup; ++i) {
+#pragma unroll
+      for (int norm = 0; norm < kNorms; ++norm) {
+        found[i][norm] = first + i < count ? partials[kPartials * (first + i) + norm] : 0;
+      }
+    }
+    Sums<kNorms> group{};
+#pragma unroll
+    for (int i = 0; i < kPartialsGroup; ++i) {
+#pragma unroll
+      for (int norm = 0; norm < kNorms; ++norm) group.of[norm] += found[i][norm];
     }
 #pragma unroll
     for (int norm = 0; norm < kNorms; ++norm) group_sums[thread][norm] = group.of[norm];
@@ -150,6 +157,7 @@ __device__ __forceinline__ Sums<kNorms> sum_partials(const double* partials, int
 
 template <class Operands>
 struct Accumulate : Operands {
+  using At = typename Operands::At;
   using T = typename Operands::T;
 
   const bool stores;
@@ -169,10 +177,9 @@ struct Accumulate : Operands {
   };
 
   // Without storing the update, the first phase leaves nothing but the norms: the second does its maths
-  // again. Weight and update are what the second reads.
+  // again.
   template <int N, class Add>
-  __device__ __forceinline__ void operator()(Width<N>, const typename Operands::At& at,
-                                             const Add& add) const {
+  __device__ __forceinline__ void operator()(Width<N>, const At& at, const Add& add) const {
     auto read = this->template load_all<kAgain, N>(at);
     if (this->scales) this->scale_grad(at, read.grad);
     T update[N];
@@ -181,7 +188,7 @@ struct Accumulate : Operands {
       update[j] = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
     });
     if (stores) {
-      this->store_states(at, read);
+      this->template store_states<kAgain>(at, read);
       store<kAgain>(this->grad + at.offset[kGrad], update);
     }
   }
@@ -230,8 +237,8 @@ struct Apply : Operands {
       return this->template load_all<kOnce, N>(at);
     } else {
       Read<N> read;
-      cuda::load(this->weight + at.offset[kWeight], read.weight);
-      cuda::load(this->grad + at.offset[kGrad], read.grad);
+      cuda::load<kAgain>(this->weight + at.offset[kWeight], read.weight);
+      cuda::load<kAgain>(this->grad + at.offset[kGrad], read.grad);
       return read;
     }
   }
@@ -248,9 +255,9 @@ struct Apply : Operands {
         const T u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
         Operands::Rule::apply(this->scalars, ratio, p, u);
       });
-      this->store_states(at, read);
+      this->template store_states<kOnce>(at, read);
     }
-    this->store_weight(at, read);
+    this->template store_weight<kStored ? kAgain : kOnce>(at, read);
     if (this->clears) this->template clear_grad<N>(at);
   }
 

@@ -17,6 +17,6 @@ namespace fusedstep {
 constexpr int64_t kChunkElements = 16384;
 constexpr int64_t kSegmentElements = 128;
 constexpr int kLanes = 16;
-constexpr int kPartialsGroup = 64;
+constexpr int kPartialsGroup = 16;
 
 }  // namespace fusedstep

@@ -46,15 +46,17 @@ class Net(nn.Module):
         return F.log_softmax(x, dim=1)
 
 
-def to_tensors(images: np.ndarray, labels: np.ndarray) -> tuple[Tensor, Tensor]:
-    """Normalized float32 images [n, 1, 28, 28] and int64 labels [n].
+def to_tensors(
+    images: np.ndarray, labels: np.ndarray, device: str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Normalized float32 images [n, 1, 28, 28] and int64 labels [n], on a device.
 
     The whole set is one tensor, 188 MB for MNIST, and a batch one `index_select` from it: that
     takes under 1 % of a step, so there is nothing for the workers of a DataLoader to hide.
     """
     pixels = torch.from_numpy(images).unsqueeze(1).to(torch.float32)
     pixels.div_(255).sub_(MEAN).div_(STANDARD_DEVIATION)
-    return pixels, torch.from_numpy(labels).to(torch.int64)
+    return pixels.to(device), torch.from_numpy(labels).to(device, torch.int64)
 
 
 def train(
@@ -66,7 +68,7 @@ def train(
 ) -> Iterator[Tensor]:
     """Trains one epoch over the shuffled images and yields the loss of each step."""
     model.train()
-    for batch in torch.randperm(len(images)).split(batch_size):
+    for batch in torch.randperm(len(images)).to(images.device).split(batch_size):
         optimizer.zero_grad()
         output = model(images.index_select(0, batch))
         loss = F.nll_loss(output, labels.index_select(0, batch))
@@ -103,6 +105,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--lr", "learning rate of the first epoch", type=float, default=0.01, metavar="X")
     add("--gamma", "its factor from epoch to epoch", type=float, default=0.7, metavar="X")
     add("--seed", "seed of the random numbers", type=int, default=1, metavar="N")
+    add("--device", "where to train, as torch names it", default="cpu", metavar="NAME")
     add("--threads", "threads torch uses; 0: its own choice", type=_natural, default=0, metavar="N")
     add("--log-interval", "steps between two losses", type=_positive, default=10, metavar="N")
     add("--json", "file for the figures of each epoch", type=Path, metavar="FILE")
@@ -128,12 +131,12 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     try:
         folder = data.fetch(options.data)
-        train_images, train_labels = to_tensors(*idx.read_set(folder, "train"))
-        test_images, test_labels = to_tensors(*idx.read_set(folder, "t10k"))
+        train_images, train_labels = to_tensors(*idx.read_set(folder, "train"), options.device)
+        test_images, test_labels = to_tensors(*idx.read_set(folder, "t10k"), options.device)
     except (OSError, idx.IdxError, ModuleNotFoundError) as error:
         sys.exit(f"mnist: {error}")
 
-    model = Net()
+    model = Net().to(options.device)
     optimizer = optim.Lamb(model.parameters(), lr=options.lr, fused=options.fused)
     scheduler = StepLR(optimizer, step_size=1, gamma=options.gamma)
     report = {
