@@ -74,12 +74,12 @@ struct Operands {
   __device__ __forceinline__ void scale_grad(const At& at, T (&x)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = Codec<Weight>::decode(Codec<Weight>::encode(x[j] * scale));
-    store(grad + at.offset[kGrad], x);
+    store<kOnce>(grad + at.offset[kGrad], x);
   }
   template <int N>
   __device__ __forceinline__ void clear_grad(const At& at) const {
     const T zeros[N] = {};
-    store(grad + at.offset[kGrad], zeros);
+    store<kOnce>(grad + at.offset[kGrad], zeros);
   }
   // Calls run(p, g, states, j) for each element, with its numbers by reference but for the gradient.
   template <int N, class Run>

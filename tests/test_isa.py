@@ -56,6 +56,16 @@ def test_a_plan_follows_the_isa_from_step_to_step(case):
         assert _ops.plan_isa(optimizer) == isa
 
 
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_weights_without_elements_have_none(case):
+    params = as_parameters(make_weights([(3,), (0,)], torch.float32))
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = case.build([{"params": [param]} for param in params])
+    optimizer.step()
+    assert _ops.plan_isa(optimizer) == fusedstep.isa()
+
+
 def test_the_twin_has_no_isa():
     (param,) = as_parameters(make_weights([(3,)], torch.float32))
     param.grad = torch.ones_like(param)
