@@ -97,6 +97,29 @@ def test_what_is_no_tensor_is_left_to_the_operator():
     assert _ops.bind.plan_bind(1, [1.0], [2.0]) is False
 
 
+@needs_binding
+@pytest.mark.parametrize(
+    ("optimizer", "plan", "options", "text"),
+    [
+        ("no_such", 1, (), 'there is no optimizer "no_such"'),
+        ("adam", -1, (0.0,) * 8, "plan -1 does not exist"),
+        ("adam", -1, (0.0,) * 7, "an option is missing"),
+        ("adam", -1, (0.0,) * 9, "one too many"),
+        ("adam", -1, (0.0,) * 33, "too many options"),
+    ],
+)
+def test_a_step_that_cannot_be_is_refused(optimizer, plan, options, text):
+    with pytest.raises(RuntimeError, match=text):
+        _ops.bind.step(optimizer, plan, options, 1.0, 0)
+
+
+@needs_binding
+@pytest.mark.parametrize("options", [("one",) * 8, [0.0] * 8])
+def test_a_step_takes_a_tuple_of_numbers(options):
+    with pytest.raises(TypeError):
+        _ops.bind.step("adam", 1, options, 1.0, 0)
+
+
 EITHER = pytest.mark.parametrize("directly", [pytest.param(True, marks=needs_binding), False])
 
 
