@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
+from torch._C._dynamo import eval_frame
 from torch.autograd import _profiler_enabled
 from torch.optim.optimizer import (
     Optimizer,
@@ -15,10 +15,13 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+#: What torch.compile has Python call for each frame, or None. A torch that does not tell may have.
+_frame_callback = getattr(eval_frame, "get_eval_frame_callback", lambda: True)
+
 
 def is_compiling() -> bool:
     """Whether torch.compile makes a graph of this code, or looks for code to make graphs of."""
-    return torch.compiler.is_compiling() or get_eval_frame_callback() is not None
+    return torch.compiler.is_compiling() or _frame_callback() is not None
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
