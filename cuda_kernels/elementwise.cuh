@@ -51,10 +51,10 @@ struct Operands {
     factor = static_cast<T>(launch.sign * (scales ? 1.0 : whole));
   }
 
-  template <Reuse kReuse, int N>
+  template <Reuse kReuse, int N, Reuse kOfWeight = kReuse>
   __device__ __forceinline__ Read<N> load_all(const At& at) const {
     Read<N> read;
-    load<kReuse>(weight + at.offset[kWeight], read.weight);
+    load<kOfWeight>(weight + at.offset[kWeight], read.weight);
     load<kReuse>(grad + at.offset[kGrad], read.grad);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);

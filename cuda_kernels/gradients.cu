@@ -9,12 +9,22 @@ struct Square {
   static constexpr int kOperands = kFirstState;
   const Stored* grad;
 
-  template <int N, class Add>
-  __device__ __forceinline__ void operator()(Width<N>, const Place<kOperands>& at, const Add& add) const {
+  template <int N>
+  struct Read {
     ComputeOf<Stored> x[N];
-    load<kAgain>(grad + at.offset[kGrad], x);
+  };
+
+  template <int N>
+  __device__ __forceinline__ Read<N> load(Width<N>, const Place<kOperands>& at) const {
+    Read<N> read;
+    cuda::load<kAgain>(grad + at.offset[kGrad], read.x);
+    return read;
+  }
+  template <int N, class Add>
+  __device__ __forceinline__ void finish(Width<N>, const Place<kOperands>&, const Read<N>& read,
+                                         const Add& add) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) add(0, j, x[j]);
+    for (int j = 0; j < N; ++j) add(0, j, read.x[j]);
   }
 };
 
@@ -32,7 +42,7 @@ void launch_sum(Access access, const Launch& launch) {
 }
 
 __global__ void __launch_bounds__(kThreads) add_kernel(const double* partials, int64_t count, double* sum) {
-  const Sums<1> total = sum_partials<1>(partials, count);
+  const Sums<1> total = sum_partials<1, BlockTeam>(partials, count);
   if (threadIdx.x == 0) *sum += total.of[0];
 }
 

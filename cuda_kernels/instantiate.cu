@@ -3,7 +3,7 @@
 #include <array>
 #include <utility>
 
-#include "cuda_kernels/reduce.cuh"
+#include "cuda_kernels/two_phase.cuh"
 
 namespace fusedstep::cuda {
 namespace {
@@ -13,22 +13,27 @@ inline constexpr bool kTwoPhase = requires {
   &Rule<0>::trust_ratio;
 };
 
-template <Access kAccess, class Rule, bool kIsTwoPhase, class Weight, class State>
+template <Access kAccess, template <unsigned> class Rule, unsigned kFlags, class Weight, class State>
 constexpr PassKernels kernels_of() {
-  if constexpr (kIsTwoPhase) {
-    return {nullptr, launch_accumulate<kAccess, Rule, Weight, State>,
-            launch_apply<kAccess, true, Rule, Weight, State>,
-            launch_apply<kAccess, false, Rule, Weight, State>};
+  using R = Rule<kFlags>;
+  PassKernels kernels{};
+  if constexpr (!kTwoPhase<Rule>) {
+    kernels.update = launch_update<kAccess, R, Weight, State>;
+  } else if constexpr (kAccess == kInWords) {
+    kernels.two_phases = launch_two_phases<Rule, kFlags, Weight, State>;
   } else {
-    return {launch_update<kAccess, Rule, Weight, State>, nullptr, nullptr, nullptr};
+    kernels.accumulate = launch_accumulate<R, Weight, State>;
+    kernels.apply_stored = launch_apply<Updates::kStored, R, Weight, State>;
+    kernels.apply_recomputed = launch_apply<Updates::kRecomputed, R, Weight, State>;
   }
+  return kernels;
 }
 
-template <class Rule, bool kIsTwoPhase>
+template <template <unsigned> class Rule, unsigned kFlags>
 constexpr RuleKernels formats_of() {
-#define FUSEDSTEP_KERNELS(name, Weight, State)               \
-  {kernels_of<kInWords, Rule, kIsTwoPhase, Weight, State>(), \
-   kernels_of<kByElement, Rule, kIsTwoPhase, Weight, State>()},
+#define FUSEDSTEP_KERNELS(name, Weight, State)          \
+  {kernels_of<kInWords, Rule, kFlags, Weight, State>(), \
+   kernels_of<kByElement, Rule, kFlags, Weight, State>()},
   return {{FUSEDSTEP_FORMATS(FUSEDSTEP_KERNELS)}};
 #undef FUSEDSTEP_KERNELS
 }
@@ -60,7 +65,7 @@ void launch_prepare(const PrepareLaunch& launch) {
 
 template <template <unsigned> class Rule, unsigned... kFlags>
 const RuleTable& make_table(std::integer_sequence<unsigned, kFlags...>) {
-  static constexpr RuleKernels of_flags[] = {formats_of<Rule<kFlags>, kTwoPhase<Rule>>()...};
+  static constexpr RuleKernels of_flags[] = {formats_of<Rule, kFlags>()...};
   if constexpr (kTwoPhase<Rule>) {
     static constexpr RuleTable table{of_flags, launch_prepare<Rule>, launch_ratio<Rule>};
     return table;

@@ -71,6 +71,32 @@ struct Launch {
   Stream stream;
 };
 
+// How far a tensor is in a launch of both phases: chunks that have been added up, those that have been updated,
+// and whether its ratio is known. All zero between launches.
+struct TensorProgress {
+  unsigned accumulated, applied, ready;
+};
+// The chunks that are still to be drawn, and the blocks that have found none left. Zero between launches.
+struct ChunkQueue {
+  unsigned next, left;
+};
+// A chunk that waits for its ratio: the one that waits behind it, and where its updates are held.
+struct WaitingChunk {
+  int64_t next;
+  int slot;
+};
+
+// Both phases in one launch.
+struct TwoPhaseLaunch {
+  Launch pass;
+  Hyper hyper;
+  TensorProgress* progress;  // [tensors]
+  WaitingChunk* waiting;     // [chunks]
+  ChunkQueue* queue;
+  int device;
+  int slots;  // chunks whose updates a block of threads can hold; the launch finds out
+};
+
 // The trust ratios of tensors from what their chunks have added up.
 struct RatioLaunch {
   const TensorTask* tensors;
@@ -93,10 +119,11 @@ struct PrepareLaunch {
   Stream stream;
 };
 
-// An elementwise rule has `update`, a two-phase rule `accumulate` and one `apply` or the other, as
-// Launch::stores says.
+// An elementwise rule has `update`. A two-phase rule has `two_phases` for tensors that are gone over in words,
+// and for others `accumulate` and one `apply` or the other, as Launch::stores says.
 struct PassKernels {
   void (*update)(const Launch&);
+  void (*two_phases)(const TwoPhaseLaunch&);
   void (*accumulate)(const Launch&);
   void (*apply_stored)(const Launch&);
   void (*apply_recomputed)(const Launch&);

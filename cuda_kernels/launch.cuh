@@ -1,18 +1,61 @@
 // How kernels are launched: blocks of kThreads threads, on a stream.
 #pragma once
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
+#include <map>
+#include <mutex>
 
 #include "cuda_kernels/kernel_table.h"
 
 namespace fusedstep::cuda {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 256, kWarp = 32;
+
+// How much of a device a kernel may fill whose blocks keep `slots` of something in shared memory.
+struct Residents {
+  int64_t blocks;
+  int slots;
+};
 
 #if defined(__CUDACC__)
 template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream stream,
                    const Arguments&... arguments) {
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
+}
+
+// The shared memory that a block was launched with.
+__device__ __forceinline__ void* block_memory() {
+  extern __shared__ uint4 bytes[];
+  return bytes;
+}
+
+// kThreads threads, and a warp to control them.
+template <class... Parameters, class... Arguments>
+void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t memory, Stream stream,
+                       const Arguments&... arguments) {
+  kernel<<<static_cast<unsigned>(blocks), kThreads + kWarp, memory, stream>>>(arguments...);
+}
+
+// With `per_multiprocessor` blocks on each. The kernel may then be launched with that much memory.
+template <class... Parameters>
+Residents residents(int device, void (*kernel)(Parameters...), int per_multiprocessor, size_t slot_bytes) {
+  const auto ask = [&](cudaDeviceAttr attribute) {
+    int value = 0;
+    cudaDeviceGetAttribute(&value, attribute, device);
+    return value;
+  };
+  cudaFuncAttributes used{};
+  cudaFuncGetAttributes(&used, kernel);
+  const int share = ask(cudaDevAttrMaxSharedMemoryPerMultiprocessor) / per_multiprocessor -
+                    ask(cudaDevAttrReservedSharedMemoryPerBlock);
+  const int most = std::min(share, ask(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+  const int left = most - static_cast<int>(used.sharedSizeBytes);
+  const int slots = std::max(0, std::min(left / static_cast<int>(slot_bytes), 31));
+  cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                       static_cast<int>(slots * slot_bytes));
+  return {static_cast<int64_t>(ask(cudaDevAttrMultiProcessorCount)) * per_multiprocessor, slots};
 }
 #endif
 

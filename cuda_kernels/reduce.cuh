@@ -5,13 +5,12 @@
 
 namespace fusedstep::cuda {
 
-// The last two of the steps of src/reduction.h that make a chunk's sum, by threads of a warp: lane by lane in
-// `total`, of norm thread / kLanes and lane thread % kLanes.
+// The last two of the steps of src/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`, of
+// norm thread / kLanes and lane thread % kLanes.
 template <int kNorms>
 __device__ __forceinline__ void add_lanes(double total, double* partials) {
-  const int thread = static_cast<int>(threadIdx.x);
-  static_assert(kNorms * kLanes <= 32);
-  if (thread >= 32) return;
+  const int thread = static_cast<int>(threadIdx.x) % kWarp;
+  static_assert(kNorms * kLanes <= kWarp);
   for (int width = kLanes / 2; width > 0; width /= 2) {
     total += __shfl_down_sync(0xffffffffu, total, width, kLanes);
   }
@@ -22,9 +21,9 @@ template <int kNorms, int kSlots>
 struct SegmentSums {
   double of[kNorms][kSlots][kLanes];
 
-  // Adds those of the first segments in their order, for the thread's norm and lane.
+  // Adds those of the first segments in their order, for the norm and lane of a warp's thread.
   __device__ __forceinline__ void add_to(double& total, int slots) const {
-    const int thread = static_cast<int>(threadIdx.x);
+    const int thread = static_cast<int>(threadIdx.x) % kWarp;
     if (thread >= kNorms * kLanes) return;
 #pragma unroll 8
     for (int slot = 0; slot < slots; ++slot) total += of[thread / kLanes][slot][thread % kLanes];
@@ -32,12 +31,12 @@ struct SegmentSums {
 };
 
 // Sums kNorms squares over a chunk, in the order of src/reduction.h, into partials[0 ... kNorms):
-// `squares(width, place, add)` calls add(norm, j, x) for the j-th of the elements from `place` on.
+// `body.load(width, place)` reads the elements from `place` on, `body.finish(width, place, read, add)` calls
+// add(norm, j, x) for the j-th of them.
 //
 // Element by element: kLanes threads go over a segment.
-template <int kNorms, class Segments, class Squares>
-__device__ __forceinline__ void sum_segments(const Segments& segments, double* partials,
-                                             const Squares& squares) {
+template <int kNorms, class Segments, class Body>
+__device__ __forceinline__ void sum_segments(const Segments& segments, double* partials, const Body& body) {
   constexpr int kSlots = kChunkElements / kSegmentElements;
   __shared__ SegmentSums<kNorms, kSlots> sums;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
@@ -48,7 +47,9 @@ __device__ __forceinline__ void sum_segments(const Segments& segments, double* p
       if (round + slot < segments.count()) {
         const auto segment = segments[round + slot];
         for (int64_t i = segment.first + lane; i < segment.last; i += kLanes) {
-          squares(Width<1>(), segment.place(i), [&](int norm, int, double x) { sum[norm] += x * x; });
+          const auto at = segment.place(i);
+          body.finish(Width<1>(), at, body.load(Width<1>(), at),
+                      [&](int norm, int, double x) { sum[norm] += x * x; });
         }
       }
 #pragma unroll
@@ -56,80 +57,120 @@ __device__ __forceinline__ void sum_segments(const Segments& segments, double* p
     }
     __syncthreads();
     const int64_t left = segments.count() - round;
-    sums.add_to(total, left < kSlots ? static_cast<int>(left) : kSlots);
+    if (thread < kWarp) sums.add_to(total, left < kSlots ? static_cast<int>(left) : kSlots);
     __syncthreads();
   }
-  add_lanes<kNorms>(total, partials);
+  if (thread < kWarp) add_lanes<kNorms>(total, partials);
 }
 
-// In words: all threads go over the chunk side by side, and hand what they have found to those that sum it.
-template <int kNorms, class T, class Squares>
-__device__ __forceinline__ void sum_words(const Chunk& chunk, double* partials, const Squares& squares) {
-  constexpr int kWidth = kWordBytes / sizeof(T), kTile = kThreads * kWidth, kSlots = kTile / kSegmentElements;
-  using At = Place<Squares::kOperands>;
-  __shared__ SegmentSums<kNorms, kSlots> sums;
-  __shared__ T found[kNorms][kTile + kSlots * kLanes];  // padded: segments in banks of their own
-  const auto position = [](int element) { return element + element / kSegmentElements * kLanes; };
-  const int thread = static_cast<int>(threadIdx.x);
-  const int64_t count = chunk.end - chunk.begin;
-  double total = 0;
-  for (int64_t first = 0; first < count; first += kTile) {
-    const int64_t i = first + thread * kWidth;
-    T x[kNorms][kWidth] = {};
-    if (i + kWidth <= count) {
-      squares(Width<kWidth>(), At::flat(chunk.begin + i),
-              [&](int norm, int j, T value) { x[norm][j] = value; });
-    } else {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) {
-        if (i + j >= count) continue;
-        squares(Width<1>(), At::flat(chunk.begin + i + j),
-                [&](int norm, int, T value) { x[norm][j] = value; });
-      }
-    }
-#pragma unroll
-    for (int norm = 0; norm < kNorms; ++norm) {
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) found[norm][position(thread * kWidth) + j] = x[norm][j];
-    }
-    __syncthreads();
-    for (int k = thread; k < kNorms * kSlots * kLanes; k += kThreads) {
-      const int lane = k % kLanes, slot = k / kLanes % kSlots, norm = k / kLanes / kSlots;
-      const T* const of_lane = found[norm] + position(slot * kSegmentElements) + lane;
-      double sum = 0;
-#pragma unroll
-      for (int e = 0; e < kSegmentElements; e += kLanes) {
-        const double value = of_lane[e];
-        sum += value * value;
-      }
-      sums.of[norm][slot][lane] = sum;
-    }
-    __syncthreads();
-    sums.add_to(total, kSlots);  // while the other threads are at the next tile
-  }
-  add_lanes<kNorms>(total, partials);
+// In words: a warp goes over whole segments by itself. What its threads have found changes hands in a part of
+// shared memory that is the warp's own, so that no warp waits for another.
+template <int kNorms, class T>
+struct Found {
+  // Padded: norms in banks of their own.
+  T of[kThreads / kWarp][kNorms][kSegmentElements + kLanes];
+};
+
+constexpr int kChunkSegments = kChunkElements / kSegmentElements;
+__device__ __forceinline__ int segments_of(const Chunk& chunk) {
+  return static_cast<int>((chunk.end - chunk.begin + kSegmentElements - 1) / kSegmentElements);
 }
+
+// The sums of a chunk's segments; the caller waits for all warps before it adds them up.
+template <int kNorms, class T, class Body>
+__device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& found,
+                                          SegmentSums<kNorms, kChunkSegments>& sums, const Body& body) {
+  constexpr int kWidth = kWordBytes / sizeof(T), kWarps = kThreads / kWarp, kBatch = 1;
+  constexpr int kReads = kSegmentElements / (kWarp * kWidth);
+  using At = Place<Body::kOperands>;
+  using Read = decltype(body.load(Width<kWidth>(), At::flat(0)));
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, thread = static_cast<int>(threadIdx.x) % kWarp;
+  const int count = static_cast<int>(chunk.end - chunk.begin);
+  const auto element = [&](int r) { return (r * kWarp + thread) * kWidth; };
+  for (int first = warp; first * kSegmentElements < count; first += kBatch * kWarps) {
+    Read read[kBatch][kReads];
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) {
+        const int i = (first + b * kWarps) * kSegmentElements + element(r);
+        if (i + kWidth <= count) read[b][r] = body.load(Width<kWidth>(), At::flat(chunk.begin + i));
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      const int segment = first + b * kWarps;
+      if (segment * kSegmentElements >= count) break;
+      __syncwarp();
+#pragma unroll
+      for (int r = 0; r < kReads; ++r) {
+        const int i = segment * kSegmentElements + element(r);
+        T x[kNorms][kWidth] = {};
+        if (i + kWidth <= count) {
+          body.finish(Width<kWidth>(), At::flat(chunk.begin + i), read[b][r],
+                      [&](int norm, int j, T value) { x[norm][j] = value; });
+        } else {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            if (i + j >= count) continue;
+            const auto at = At::flat(chunk.begin + i + j);
+            body.finish(Width<1>(), at, body.load(Width<1>(), at),
+                        [&](int norm, int, T value) { x[norm][j] = value; });
+          }
+        }
+#pragma unroll
+        for (int norm = 0; norm < kNorms; ++norm) {
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) found.of[warp][norm][element(r) + j] = x[norm][j];
+        }
+      }
+      __syncwarp();
+      if (thread < kNorms * kLanes) {
+        const T* const of_lane = found.of[warp][thread / kLanes] + thread % kLanes;
+        double sum = 0;
+#pragma unroll
+        for (int e = 0; e < kSegmentElements; e += kLanes) {
+          const double value = of_lane[e];
+          sum += value * value;
+        }
+        sums.of[thread / kLanes][segment][thread % kLanes] = sum;
+      }
+    }
+  }
+}
+
+// What a warp takes part in, or a block of threads.
+struct WarpTeam {
+  static constexpr int kSize = kWarp;
+  static __device__ void wait() { __syncwarp(); }
+  static __device__ int thread() { return static_cast<int>(threadIdx.x) % kWarp; }
+};
+struct BlockTeam {
+  static constexpr int kSize = kThreads;
+  static __device__ void wait() { __syncthreads(); }
+  static __device__ int thread() { return static_cast<int>(threadIdx.x); }
+};
 
 template <int kNorms>
 struct Sums {
   double of[kNorms];
 };
 
-// The sums over i in [0, count) of partials[i][norm], in groups: in thread 0.
-template <int kNorms>
+// The sums over i in [0, count) of partials[i][norm], in groups: in thread 0 of the team.
+template <int kNorms, class Team>
 __device__ __forceinline__ Sums<kNorms> sum_partials(const double* partials, int64_t count) {
-  __shared__ double group_sums[kThreads][kNorms];
-  const int thread = static_cast<int>(threadIdx.x);
+  __shared__ double group_sums[Team::kSize][kNorms];
+  const int thread = Team::thread();
   const int64_t groups = (count + kPartialsGroup - 1) / kPartialsGroup;
   Sums<kNorms> total{};
-  for (int64_t round = 0; round < groups; round += kThreads) {
+  for (int64_t round = 0; round < groups; round += Team::kSize) {
     const int64_t first = (round + thread) * kPartialsGroup;
     double found[kPartialsGroup][kNorms];
 #pragma unroll
     for (int i = 0; i < kPartialsGroup; ++i) {
 #pragma unroll
       for (int norm = 0; norm < kNorms; ++norm) {
-        found[i][norm] = first + i < count ? partials[kPartials * (first + i) + norm] : 0;
+        found[i][norm] = first + i < count ? __ldcg(partials + kPartials * (first + i) + norm) : 0;
       }
     }
     Sums<kNorms> group{};
@@ -140,30 +181,36 @@ __device__ __forceinline__ Sums<kNorms> sum_partials(const double* partials, int
     }
 #pragma unroll
     for (int norm = 0; norm < kNorms; ++norm) group_sums[thread][norm] = group.of[norm];
-    __syncthreads();
+    Team::wait();
     if (thread == 0) {
       const int64_t left = groups - round;
-      const int here = left < kThreads ? static_cast<int>(left) : kThreads;
+      const int here = left < Team::kSize ? static_cast<int>(left) : Team::kSize;
 #pragma unroll 16
       for (int i = 0; i < here; ++i) {
 #pragma unroll
         for (int norm = 0; norm < kNorms; ++norm) total.of[norm] += group_sums[i][norm];
       }
     }
-    __syncthreads();
+    Team::wait();
   }
   return total;
 }
 
+// The first phase. `held` is where the chunk's updates stay in shared memory; null: they go to the gradient if
+// that stores them, or the second phase does the maths again, and the first leaves nothing but the norms.
 template <class Operands>
 struct Accumulate : Operands {
   using At = typename Operands::At;
   using T = typename Operands::T;
+  template <int N>
+  using Read = typename Operands::template Read<N>;
 
   const bool stores;
+  T* const held;
+  const int64_t begin;
 
-  __device__ Accumulate(const Launch& launch, const Chunk& chunk)
-      : Operands(launch, chunk), stores(launch.stores) {}
+  __device__ Accumulate(const Launch& launch, const Chunk& chunk, T* held_ = nullptr)
+      : Operands(launch, chunk), stores(launch.stores), held(held_), begin(chunk.begin) {}
 
   // What a rule adds its weight and update to.
   template <class Add>
@@ -176,88 +223,112 @@ struct Accumulate : Operands {
     }
   };
 
-  // Without storing the update, the first phase leaves nothing but the norms: the second does its maths
-  // again.
+  template <int N>
+  __device__ __forceinline__ Read<N> load(Width<N>, const At& at) const {
+    return this->template load_all<kOnce, N, kAgain>(at);
+  }
   template <int N, class Add>
-  __device__ __forceinline__ void operator()(Width<N>, const At& at, const Add& add) const {
-    auto read = this->template load_all<kAgain, N>(at);
+  __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read, const Add& add) const {
     if (this->scales) this->scale_grad(at, read.grad);
     T update[N];
     this->for_each(read, [&](T p, T g, auto& s, int j) {
       const Norms<Add> norms{add, j};
       update[j] = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
     });
-    if (stores) {
-      this->template store_states<kAgain>(at, read);
+    if (held != nullptr) {
+      this->template store_states<kOnce>(at, read);
+      store<kAgain>(held + (at.offset[kGrad] - begin), update);
+    } else if (stores) {
+      this->template store_states<kOnce>(at, read);
       store<kAgain>(this->grad + at.offset[kGrad], update);
     }
   }
 };
 
 // Sums over a chunk of a launch, kNorms of type T.
-template <Access kAccess, int kNorms, class T, class Squares>
+template <Access kAccess, int kNorms, class T, class Body>
 __device__ __forceinline__ void sum_chunk(const Launch& launch, const NumberedChunk& numbered,
-                                          const Squares& squares) {
+                                          const Body& body) {
   double* const partials = launch.partials + kPartials * numbered.number;
+  const Chunk& chunk = numbered.chunk;
   if constexpr (kAccess == kInWords) {
-    sum_words<kNorms, T>(numbered.chunk, partials, squares);
+    __shared__ Found<kNorms, T> found;
+    __shared__ SegmentSums<kNorms, kChunkSegments> sums;
+    sum_words(chunk, found, sums, body);
+    __syncthreads();
+    if (threadIdx.x < kWarp) {
+      double total = 0;
+      sums.add_to(total, segments_of(chunk));
+      add_lanes<kNorms>(total, partials);
+    }
   } else {
-    const BlockLayout& layout = launch.tensors[numbered.chunk.tensor].layout;
-    sum_segments<kNorms>(Segments<Squares::kOperands>(layout, numbered.chunk), partials, squares);
+    const BlockLayout& layout = launch.tensors[chunk.tensor].layout;
+    sum_segments<kNorms>(Segments<Body::kOperands>(layout, chunk), partials, body);
   }
 }
 
-template <Access kAccess, class Rule, class Weight, class State>
-__global__ void __launch_bounds__(kThreads,
-                                  kAccess == kInWords ? (sizeof(ComputeOf<Weight>) == 4 ? 5 : 3) : 2)
-    accumulate_kernel(const __grid_constant__ Launch launch) {
+template <class Rule, class Weight, class State>
+__global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const __grid_constant__ Launch launch) {
   if (left_out(launch.found_inf)) return;
   using Body = Accumulate<Operands<Rule, Weight, State>>;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const Body body(launch, numbered.chunk);
-  sum_chunk<kAccess, 2, typename Body::T>(launch, numbered, body);
+  sum_chunk<kByElement, 2, typename Body::T>(launch, numbered, body);
 }
 
-template <class Operands, bool kStored>
+// Where the second phase finds the updates of the first.
+enum class Updates { kHeld, kStored, kRecomputed };
+
+template <class Operands, Updates kUpdates>
 struct Apply : Operands {
   using At = typename Operands::At;
   using T = typename Operands::T;
-  static constexpr int kReads = kStored ? kFirstState : Operands::kOperands;
+  static constexpr int kReads = kUpdates == Updates::kHeld     ? 1
+                                : kUpdates == Updates::kStored ? kFirstState
+                                                               : Operands::kOperands;
   template <int N>
   using Read = typename Operands::template Read<N>;
 
   T ratio;
+  const T* held;  // those of the elements from `begin` on
+  int64_t begin;
 
+  __device__ Apply(const Launch& launch, const Chunk& chunk, double ratio_, const T* held_ = nullptr)
+      : Operands(launch, chunk), ratio(static_cast<T>(ratio_)), held(held_), begin(chunk.begin) {}
   __device__ Apply(const Launch& launch, const Chunk& chunk)
-      : Operands(launch, chunk), ratio(static_cast<T>(launch.ratios[chunk.tensor])) {}
+      : Apply(launch, chunk, launch.ratios[chunk.tensor]) {}
 
   template <int N>
   __device__ __forceinline__ Read<N> load(Width<N>, const At& at) const {
-    if constexpr (!kStored) {
+    if constexpr (kUpdates == Updates::kRecomputed) {
       return this->template load_all<kOnce, N>(at);
     } else {
       Read<N> read;
-      cuda::load<kAgain>(this->weight + at.offset[kWeight], read.weight);
-      cuda::load<kAgain>(this->grad + at.offset[kGrad], read.grad);
+      cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
+      if constexpr (kUpdates == Updates::kStored) {
+        cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
+      } else {
+        cuda::load<kAgain>(held + (at.offset[kGrad] - begin), read.grad);
+      }
       return read;
     }
   }
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
-    if constexpr (kStored) {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        Operands::Rule::apply(this->scalars, ratio, read.weight[j], read.grad[j]);
-      }
-    } else {
+    if constexpr (kUpdates == Updates::kRecomputed) {
       this->for_each(read, [&](T& p, T g, auto& s, int) {
         const NoNorms norms;
         const T u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
         Operands::Rule::apply(this->scalars, ratio, p, u);
       });
       this->template store_states<kOnce>(at, read);
+    } else {
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        Operands::Rule::apply(this->scalars, ratio, read.weight[j], read.grad[j]);
+      }
     }
-    this->template store_weight<kStored ? kAgain : kOnce>(at, read);
+    this->template store_weight<kOnce>(at, read);
     if (this->clears) this->template clear_grad<N>(at);
   }
 
@@ -272,21 +343,21 @@ __global__ void __launch_bounds__(kThreads) ratio_kernel(const __grid_constant__
   const TensorTask& task = launch.tensors[blockIdx.x];
   const double* partials = launch.partials + kPartials * task.first_chunk;
   const int64_t chunks = task.last_chunk - task.first_chunk;
-  const Sums<2> norms2 = sum_partials<2>(partials, chunks);
+  const Sums<2> norms2 = sum_partials<2, BlockTeam>(partials, chunks);
   if (threadIdx.x != 0) return;
   typename Rule<0>::Hyper hyper;
   memcpy(&hyper, &launch.hyper, sizeof hyper);
   launch.ratios[blockIdx.x] = Rule<0>::trust_ratio(hyper, norms2.of[0], norms2.of[1]);
 }
 
-template <Access kAccess, class Rule, class Weight, class State>
+template <class Rule, class Weight, class State>
 void launch_accumulate(const Launch& launch) {
-  launch_blocks(accumulate_kernel<kAccess, Rule, Weight, State>, launch.chunk_count, launch.stream, launch);
+  launch_blocks(accumulate_kernel<Rule, Weight, State>, launch.chunk_count, launch.stream, launch);
 }
 
-template <Access kAccess, bool kStored, class Rule, class Weight, class State>
+template <Updates kUpdates, class Rule, class Weight, class State>
 void launch_apply(const Launch& launch) {
-  launch_last_pass<kAccess, Apply<Operands<Rule, Weight, State>, kStored>>(launch);
+  launch_last_pass<kByElement, Apply<Operands<Rule, Weight, State>, kUpdates>>(launch);
 }
 
 template <template <unsigned> class Rule>

@@ -14,7 +14,7 @@
 
 namespace fusedstep {
 
-constexpr int64_t kChunkElements = 16384;
+constexpr int64_t kChunkElements = 4096;
 constexpr int64_t kSegmentElements = 128;
 constexpr int kLanes = 16;
 constexpr int kPartialsGroup = 16;

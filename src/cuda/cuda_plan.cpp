@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -87,6 +88,9 @@ struct Tables {
   double *partials, *ratios;
   Scalars* scalars;
   float** counts;
+  TensorProgress* progress;
+  WaitingChunk* waiting;
+  ChunkQueue* queue;
 };
 
 class CudaPlan final : public DevicePlan {
@@ -215,6 +219,8 @@ class CudaPlan final : public DevicePlan {
     }
     upload(tables_.dims, all_dims, stream);
     upload(tables_.tensors, tasks, stream);
+    upload(tables_.progress, std::vector<TensorProgress>(tensors), stream);
+    upload(tables_.queue, std::vector<ChunkQueue>(1), stream);
     counts_.clear();
   }
 
@@ -255,7 +261,9 @@ class CudaPlan final : public DevicePlan {
                  at_grads = layouter.place<Grad>(tensors), at_chunks = layouter.place<NumberedChunk>(chunks),
                  at_partials = layouter.place<double>(kPartials * chunks),
                  at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
-                 at_counts = layouter.place<float*>(tensors);
+                 at_counts = layouter.place<float*>(tensors),
+                 at_progress = layouter.place<TensorProgress>(tensors),
+                 at_waiting = layouter.place<WaitingChunk>(chunks), at_queue = layouter.place<ChunkQueue>(1);
     if (layouter.bytes() > bytes_) {
       // Freeing waits for kernels that read it. Graphs may read it again.
       if (captured_) kept_.push_back(std::move(memory_));
@@ -271,6 +279,9 @@ class CudaPlan final : public DevicePlan {
     tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
     tables_.scalars = reinterpret_cast<Scalars*>(base + at_scalars);
     tables_.counts = reinterpret_cast<float**>(base + at_counts);
+    tables_.progress = reinterpret_cast<TensorProgress*>(base + at_progress);
+    tables_.waiting = reinterpret_cast<WaitingChunk*>(base + at_waiting);
+    tables_.queue = reinterpret_cast<ChunkQueue*>(base + at_queue);
   }
 
   template <class T>
@@ -304,30 +315,50 @@ class CudaPlan final : public DevicePlan {
 
   void run(Plan& plan, const BoundRule& rule, Launch launch) {
     const RuleTable& rules = table(rule.id);
-    const auto for_groups = [&](auto pass) {
+    const auto for_groups = [&](auto among, auto pass) {
       for (const Group& group : groups_) {
+        if (!among(group)) continue;
         select(launch, group);
         pass(rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access]);
       }
     };
+    const auto all = [](const Group&) { return true; };
+    const auto in_words = [](const Group& group) { return group.of.access == kInWords; };
+    const auto by_element = std::not_fn(in_words);
     if (rules.ratio == nullptr) {
-      for_groups([&](const PassKernels& kernels) { kernels.update(launch); });
-    } else if (!groups_.empty()) {
-      for_groups([&](const PassKernels& kernels) { kernels.accumulate(launch); });
-      RatioLaunch ratio{};
-      ratio.tensors = tables_.tensors;
-      ratio.tensor_count = static_cast<int64_t>(plan.tensors());
-      ratio.hyper = hyper_of(rule);
-      ratio.partials = tables_.partials;
-      ratio.ratios = tables_.ratios;
-      ratio.stream = launch.stream;
-      rules.ratio(ratio);
-      for_groups([&](const PassKernels& kernels) {
-        (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
+      for_groups(all, [&](const PassKernels& kernels) { kernels.update(launch); });
+    } else {
+      TwoPhaseLaunch both{};
+      both.hyper = hyper_of(rule);
+      both.progress = tables_.progress;
+      both.waiting = tables_.waiting;
+      both.queue = tables_.queue;
+      both.device = device_;
+      for_groups(in_words, [&](const PassKernels& kernels) {
+        both.pass = launch;
+        kernels.two_phases(both);
       });
+      if (std::ranges::any_of(groups_, by_element)) {
+        for_groups(by_element, [&](const PassKernels& kernels) { kernels.accumulate(launch); });
+        rules.ratio(ratio_launch(plan, rule, launch.stream));
+        for_groups(by_element, [&](const PassKernels& kernels) {
+          (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
+        });
+      }
     }
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
     plan.ran_on = "cuda";
+  }
+
+  RatioLaunch ratio_launch(const Plan& plan, const BoundRule& rule, Stream stream) const {
+    RatioLaunch ratio{};
+    ratio.tensors = tables_.tensors;
+    ratio.tensor_count = static_cast<int64_t>(plan.tensors());
+    ratio.hyper = hyper_of(rule);
+    ratio.partials = tables_.partials;
+    ratio.ratios = tables_.ratios;
+    ratio.stream = stream;
+    return ratio;
   }
 
   int device_;

@@ -12,7 +12,7 @@
 
 namespace fusedstep::emulator {
 
-Index thread_index, block_index;
+Index thread_index, block_index, blocks_in_grid;
 
 namespace {
 
@@ -73,12 +73,6 @@ void wait(size_t first, size_t last, Arrived arrived) {
   while (!all()) leave();
 }
 
-void wait_for_warp() {
-  const int64_t waits = ++self().warp_waits;
-  const size_t first = thread_index.x / kWarp * kWarp;
-  wait(first, first + kWarp, [=](const Fiber& other) { return other.warp_waits >= waits; });
-}
-
 void run_block(int threads) {
   for (int t = static_cast<int>(fibers.size()); t < threads; ++t) {
     fibers.push_back(std::make_unique<Fiber>());
@@ -87,15 +81,16 @@ void run_block(int threads) {
     fibers[t]->first.uc_stack.ss_size = kStackBytes;
     makecontext(&fibers[t]->first, enter, 0);
   }
-  for (const auto& fiber : fibers) {
-    fiber->ended = false;
-    fiber->block_waits = fiber->warp_waits = 0;
+  for (int t = 0; t < threads; ++t) {
+    fibers[t]->ended = false;
+    fibers[t]->block_waits = fibers[t]->warp_waits = 0;
   }
   resume(0);
   if (fibers[0]->ended) {  // nothing to wait for: the others need no stack of their own
     for (int t = 1; t < threads; ++t) {
       thread_index.x = static_cast<unsigned>(t);
       (*body_to_run)();
+      fibers[t]->ended = true;
     }
     return;
   }
@@ -116,6 +111,12 @@ void wait_for_block() {
   wait(0, fibers.size(), [=](const Fiber& other) { return other.block_waits >= waits; });
 }
 
+void wait_for_warp() {
+  const int64_t waits = ++self().warp_waits;
+  const size_t first = thread_index.x / kWarp * kWarp;
+  wait(first, first + kWarp, [=](const Fiber& other) { return other.warp_waits >= waits; });
+}
+
 double value_of_neighbour(double value, int distance, int width) {
   const auto thread = static_cast<int>(thread_index.x);
   self().shown = value;
@@ -127,6 +128,7 @@ double value_of_neighbour(double value, int distance, int width) {
 
 void run(int64_t blocks, int threads, const std::function<void()>& body) {
   body_to_run = &body;
+  blocks_in_grid.x = static_cast<unsigned>(blocks);
   for (int64_t block = 0; block < blocks; ++block) {
     block_index.x = static_cast<unsigned>(block);
     run_block(threads);

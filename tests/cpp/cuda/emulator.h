@@ -2,7 +2,10 @@
 // everything else when these are compiled as C++. The threads of a block are fibers that take turns; blocks
 // run one after the other.
 #pragma once
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
+#include <cstdlib>
 #include <functional>
 
 // NOLINTBEGIN(bugprone-reserved-identifier): the words of CUDA
@@ -10,6 +13,7 @@
 #define __device__
 #define __host__
 #define __forceinline__ inline
+#define __noinline__
 #define __shared__ static
 #define __grid_constant__
 #define __launch_bounds__(...)
@@ -20,21 +24,34 @@ namespace fusedstep::emulator {
 struct Index {
   unsigned x;
 };
-extern Index thread_index, block_index;
+extern Index thread_index, block_index, blocks_in_grid;
 
 // Runs `body` in each thread of each block.
 void run(int64_t blocks, int threads, const std::function<void()>& body);
 // Waits until all threads of the block that have not ended are here.
 void wait_for_block();
+// The same for the threads of a warp.
+void wait_for_warp();
 double value_of_neighbour(double value, int distance, int width);
 
 }  // namespace fusedstep::emulator
 
 #define threadIdx (::fusedstep::emulator::thread_index)
 #define blockIdx (::fusedstep::emulator::block_index)
+#define gridDim (::fusedstep::emulator::blocks_in_grid)
 
 // NOLINTBEGIN(bugprone-reserved-identifier)
 inline void __syncthreads() { fusedstep::emulator::wait_for_block(); }
+inline void __syncwarp() { fusedstep::emulator::wait_for_warp(); }
+inline void __threadfence() {}
+[[noreturn]] inline void __nanosleep(unsigned) { std::abort(); }  // blocks do not wait for later ones
+
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+  const unsigned before = *at;
+  *at += value;
+  return before;
+}
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline double __shfl_down_sync(unsigned, double value, int distance, int width) {
   return fusedstep::emulator::value_of_neighbour(value, distance, width);
@@ -45,18 +62,42 @@ Word __ldcs(const Word* from) {
   return *from;
 }
 template <class Word>
+Word __ldcg(const Word* from) {
+  return *from;
+}
+template <class Word>
 void __stcs(Word* to, Word word) {
   *to = word;
 }
 // NOLINTEND(bugprone-reserved-identifier)
 
 #include "cuda_kernels/launch.cuh"
+#include "src/reduction.h"
 
 namespace fusedstep::cuda {
 
 template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream, const Arguments&... arguments) {
   emulator::run(blocks, kThreads, [&] { kernel(arguments...); });
+}
+
+template <class... Parameters, class... Arguments>
+void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, Stream,
+                       const Arguments&... arguments) {
+  emulator::run(blocks, kThreads + kWarp, [&] { kernel(arguments...); });
+}
+
+// Fewer places than the tests' tensors have chunks: some have to do without.
+constexpr Residents kEmulated{3, 4};
+
+inline void* block_memory() {
+  alignas(kWordBytes) static std::byte bytes[kEmulated.slots * kChunkElements * sizeof(double)];
+  return bytes;
+}
+
+template <class... Parameters>
+Residents residents(int, void (*)(Parameters...), int, size_t) {
+  return kEmulated;
 }
 
 }  // namespace fusedstep::cuda
