@@ -25,6 +25,11 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream stream,
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
 }
 
+// Asks for the line of memory that holds an address.
+__device__ __forceinline__ void fetch_to_cache(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // The shared memory that a block was launched with.
 __device__ __forceinline__ void* block_memory() {
   extern __shared__ uint4 bytes[];

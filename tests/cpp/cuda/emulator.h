@@ -90,6 +90,8 @@ void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, St
 // Fewer places than the tests' tensors have chunks: some have to do without.
 constexpr Residents kEmulated{3, 4};
 
+inline void fetch_to_cache(const void*) {}
+
 inline void* block_memory() {
   alignas(kWordBytes) static std::byte bytes[kEmulated.slots * kChunkElements * sizeof(double)];
   return bytes;
