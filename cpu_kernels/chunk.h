@@ -126,7 +126,7 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
 // Small blocks: as many as fill a tile of every operand are worked on together.
 inline void run_packed(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
-  const int64_t blocks = task.layout->blocks_per_pack();
+  const int64_t blocks = task.layout->blocks_per_tile;
   if (blocks == 1) return run_blocks(work, begin, end);
   alignas(64) Tile tiles[kMaxOperands];
   void* operand[kMaxOperands];

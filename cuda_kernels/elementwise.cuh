@@ -40,9 +40,11 @@ struct Operands {
     grad = static_cast<Weight*>(gradient.data);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(task.data[kFirstState + k]);
-    const Scalars& block =
-        launch.scalars_of_tensor != nullptr ? launch.scalars_of_tensor[chunk.tensor] : launch.scalars;
-    memcpy(&scalars, &block, sizeof scalars);
+    // Number by number: as bytes they would be read one by one.
+    using Numbers = decltype(scalars);
+    scalars = launch.scalars_of_tensor != nullptr
+                  ? *reinterpret_cast<const Numbers*>(launch.scalars_of_tensor[chunk.tensor].bytes)
+                  : *reinterpret_cast<const Numbers*>(launch.scalars.bytes);
 
     const double whole = launch.grad_factor * (launch.more_factor != nullptr ? *launch.more_factor : 1.0);
     scales = gradient.own && launch.use == GradUse::kScale;
@@ -51,39 +53,54 @@ struct Operands {
     factor = static_cast<T>(launch.sign * (scales ? 1.0 : whole));
   }
 
+  static __device__ int element_size(int operand) {
+    return operand < kFirstState ? sizeof(Weight) : sizeof(State);
+  }
+  // Makes offsets those from other elements.
+  __device__ __forceinline__ void start_at(void* const* data) {
+    weight = static_cast<Weight*>(data[kWeight]);
+    grad = static_cast<Weight*>(data[kGrad]);
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(data[kFirstState + k]);
+  }
+
   template <Reuse kReuse, int N, Reuse kOfWeight = kReuse>
   __device__ __forceinline__ Read<N> load_all(const At& at) const {
     Read<N> read;
     load<kOfWeight>(weight + at.offset[kWeight], read.weight);
     load<kReuse>(grad + at.offset[kGrad], read.grad);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
+    load_states<kReuse>(at, read);
     return read;
   }
-  template <Reuse kReuse, int N>
-  __device__ __forceinline__ void store_weight(const At& at, const Read<N>& read) const {
+  template <Reuse kReuse, class Place, int N>
+  __device__ __forceinline__ void load_states(const Place& at, Elements<kStates, T, N>& read) const {
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
+  }
+  template <Reuse kReuse, class Place, int N>
+  __device__ __forceinline__ void store_weight(const Place& at, const Elements<kStates, T, N>& read) const {
     store<kReuse>(weight + at.offset[kWeight], read.weight);
   }
-  template <Reuse kReuse, int N>
-  __device__ __forceinline__ void store_states(const At& at, const Read<N>& read) const {
+  template <Reuse kReuse, class Place, int N>
+  __device__ __forceinline__ void store_states(const Place& at, const Elements<kStates, T, N>& read) const {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) store<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
   // The gradient in memory times the scale, as memory holds it.
-  template <int N>
-  __device__ __forceinline__ void scale_grad(const At& at, T (&x)[N]) const {
+  template <class Place, int N>
+  __device__ __forceinline__ void scale_grad(const Place& at, T (&x)[N]) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) x[j] = Codec<Weight>::decode(Codec<Weight>::encode(x[j] * scale));
     store<kOnce>(grad + at.offset[kGrad], x);
   }
-  template <int N>
-  __device__ __forceinline__ void clear_grad(const At& at) const {
+  template <int N, class Place>
+  __device__ __forceinline__ void clear_grad(const Place& at) const {
     const T zeros[N] = {};
     store<kOnce>(grad + at.offset[kGrad], zeros);
   }
   // Calls run(p, g, states, j) for each element, with its numbers by reference but for the gradient.
   template <int N, class Run>
-  __device__ __forceinline__ void for_each(Read<N>& read, Run run) const {
+  __device__ __forceinline__ void for_each(Elements<kStates, T, N>& read, Run run) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       T s[kStates];
@@ -127,19 +144,33 @@ struct Update : Operands {
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
     if (this->scales) this->scale_grad(at, read.grad);
+    work(at, read);
+    if (this->clears) this->template clear_grad<N>(at);
+  }
+
+  template <class Place>
+  __device__ __forceinline__ void load_rest(const Place& at, Read<1>& read) const {
+    cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
+    this->template load_states<kOnce>(at, read);
+  }
+  template <class Place>
+  __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
+    cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
+  }
+  template <class Place, int N>
+  __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     this->for_each(read, [&](T& p, T g, auto& s, int) { Operands::Rule::update(this->scalars, p, g, s); });
     this->template store_weight<kOnce>(at, read);
     this->template store_states<kOnce>(at, read);
-    if (this->clears) this->template clear_grad<N>(at);
   }
 };
 
 // Blocks of threads that a multiprocessor is to hold, by the registers that the values of one access need and
-// the maths on top of them: while some wait for memory, others work. Element by element, to find the elements
-// needs registers as well.
+// the maths on top of them: while some wait for memory, others work. In tiles a thread has several elements,
+// and needs registers to find them as well.
 template <Access kAccess, class Body>
 constexpr int resident_blocks() {
-  if (kAccess == kByElement) return 2;
+  if (kAccess == kByElement) return kTileResident<Body>;
   constexpr int kRegisters = 65536 / kThreads, kGrain = 8, kWords = sizeof(typename Body::T) / sizeof(float);
   constexpr int kNeeded = Body::kOperands * Body::kWidth * kWords + (kWords == 1 ? 16 : 48);
   return kRegisters / ((kNeeded + kGrain - 1) / kGrain * kGrain);
@@ -152,14 +183,19 @@ template <Access kAccess, class Body>
 __global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
     last_pass(const __grid_constant__ Launch launch) {
   constexpr int kOf = kParts<kAccess, Body>;
-  const Chunk chunk = launch.chunks[blockIdx.x / kOf].chunk;
   const int part = static_cast<int>(blockIdx.x % kOf);
-  const BlockLayout& layout = launch.tensors[chunk.tensor].layout;
-  const Body body(launch, chunk);
-  if (!left_out(launch.found_inf)) {
-    for_part<kAccess>(body, layout, chunk, part);
-  } else if (body.clears) {
-    for_part<kAccess>(Clear<Body>(launch, chunk), layout, chunk, part);
+  const bool clears_only = left_out(launch.found_inf);
+  if constexpr (kAccess == kByElement) {
+    const Chunk& chunk = launch.chunks[blockIdx.x / kOf].chunk;
+    for_tiles<Body>(launch, chunk, part, clears_only);
+  } else {
+    const Chunk chunk = launch.chunks[blockIdx.x / kOf].chunk;
+    const Body body(launch, chunk);
+    if (!clears_only) {
+      for_words(body, chunk, part);
+    } else if (body.clears) {
+      for_words(Clear<Body>(launch, chunk), chunk, part);
+    }
   }
 }
 

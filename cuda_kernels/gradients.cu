@@ -7,24 +7,45 @@ namespace {
 template <class Stored>
 struct Square {
   static constexpr int kOperands = kFirstState;
-  const Stored* grad;
-
+  static constexpr bool scales = false, stores = false;
+  using T = ComputeOf<Stored>;
   template <int N>
   struct Read {
-    ComputeOf<Stored> x[N];
+    T grad[N];
   };
+
+  const Stored* grad;
 
   template <int N>
   __device__ __forceinline__ Read<N> load(Width<N>, const Place<kOperands>& at) const {
     Read<N> read;
-    cuda::load<kAgain>(grad + at.offset[kGrad], read.x);
+    cuda::load<kAgain>(grad + at.offset[kGrad], read.grad);
     return read;
   }
   template <int N, class Add>
   __device__ __forceinline__ void finish(Width<N>, const Place<kOperands>&, const Read<N>& read,
                                          const Add& add) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) add(0, j, read.x[j]);
+    for (int j = 0; j < N; ++j) add(0, j, read.grad[j]);
+  }
+
+  static __device__ int element_size(int) { return sizeof(Stored); }
+  __device__ __forceinline__ void start_at(void* const* data) {
+    grad = static_cast<const Stored*>(data[kGrad]);
+  }
+  template <class Place>
+  __device__ __forceinline__ void load_rest(const Place&, Read<1>&) const {}
+  template <class Place>
+  __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
+    cuda::load<kAgain>(grad + at.offset[kGrad], read.grad);
+  }
+  template <class Place>
+  __device__ __forceinline__ void scale_grad(const Place&, const T (&)[1]) const {}
+  template <class Place>
+  __device__ __forceinline__ void store_grad(const Place&, const Read<1>&) const {}
+  template <class Place, class Add>
+  __device__ __forceinline__ void work(const Place&, const Read<1>& read, const Add& add) const {
+    add(0, 0, read.grad[0]);
   }
 };
 

@@ -5,8 +5,8 @@
 
 namespace fusedstep::cuda {
 
-// The last two of the steps of src/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`, of
-// norm thread / kLanes and lane thread % kLanes.
+// The last two of the steps of src/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`,
+// of norm thread / kLanes and lane thread % kLanes.
 template <int kNorms>
 __device__ __forceinline__ void add_lanes(double total, double* partials) {
   const int thread = static_cast<int>(threadIdx.x) % kWarp;
@@ -34,35 +34,6 @@ struct SegmentSums {
 // `body.load(width, place)` reads the elements from `place` on, `body.finish(width, place, read, add)` calls
 // add(norm, j, x) for the j-th of them.
 //
-// Element by element: kLanes threads go over a segment.
-template <int kNorms, class Segments, class Body>
-__device__ __forceinline__ void sum_segments(const Segments& segments, double* partials, const Body& body) {
-  constexpr int kSlots = kChunkElements / kSegmentElements;
-  __shared__ SegmentSums<kNorms, kSlots> sums;
-  const int thread = static_cast<int>(threadIdx.x), lane = thread % kLanes;
-  double total = 0;
-  for (int64_t round = 0; round < segments.count(); round += kSlots) {
-    for (int slot = thread / kLanes; slot < kSlots; slot += kThreads / kLanes) {
-      double sum[kNorms] = {};
-      if (round + slot < segments.count()) {
-        const auto segment = segments[round + slot];
-        for (int64_t i = segment.first + lane; i < segment.last; i += kLanes) {
-          const auto at = segment.place(i);
-          body.finish(Width<1>(), at, body.load(Width<1>(), at),
-                      [&](int norm, int, double x) { sum[norm] += x * x; });
-        }
-      }
-#pragma unroll
-      for (int norm = 0; norm < kNorms; ++norm) sums.of[norm][slot][lane] = sum[norm];
-    }
-    __syncthreads();
-    const int64_t left = segments.count() - round;
-    if (thread < kWarp) sums.add_to(total, left < kSlots ? static_cast<int>(left) : kSlots);
-    __syncthreads();
-  }
-  if (thread < kWarp) add_lanes<kNorms>(total, partials);
-}
-
 // In words: a warp goes over whole segments by itself. What its threads have found changes hands in a part of
 // shared memory that is the warp's own, so that no warp waits for another.
 template <int kNorms, class T>
@@ -139,6 +110,51 @@ __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& 
   }
 }
 
+// In tiles: `body.work(place, read, add)` for each element, after it has been read.
+template <int kNorms, class Body>
+__device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chunk, double* partials,
+                                          const Body& body_of_tensor) {
+  // Long rows have segments of their own.
+  constexpr int kSlots = 2 * kTileElements / kSegmentElements;
+  using T = typename Body::T;
+  __shared__ typename Tiles<Body>::Memory memory;
+  __shared__ SegmentSums<kNorms, kSlots> sums;
+  __shared__ T found[kNorms][kTileElements + kLanes];  // padded: norms in banks of their own
+  Tiles<Body> tiles(launch, chunk, memory);
+  double total = 0;
+  for (int tile = 0; tiles.has(tile); ++tile) {
+    tiles.enter(tile);
+    Body body = body_of_tensor;
+    body.start_at(tiles.data());
+    typename Tiles<Body>::At at[kTileBatch];
+    find_places(tiles, at);
+    typename Body::template Read<1> read[kTileBatch];
+    read_tile(body, tiles, at, read);
+    for_batch(tiles, [&](int b, int element) {
+      body.work(at[b], read[b], [&](int norm, int, T x) { found[norm][element] = x; });
+    });
+    write_tile(body, tiles, at, read);
+    const int span = launch.tensors[chunk.tensor].layout.long_rows ? tiles.columns() : tiles.elements();
+    const int per_span = (span + kSegmentElements - 1) / static_cast<int>(kSegmentElements);
+    const int slots = tiles.elements() / span * per_span;
+    for (int k = static_cast<int>(threadIdx.x); k < kNorms * slots * kLanes; k += kThreads) {
+      const int lane = k % kLanes, norm = k / kLanes % kNorms, slot = k / kLanes / kNorms;
+      const int of_span = slot / per_span * span, first = slot % per_span * kSegmentElements + lane;
+      const T* const of_lane = found[norm] + of_span;
+      double sum = 0;
+#pragma unroll
+      for (int e = 0; e < kSegmentElements; e += kLanes) {
+        const double value = first + e < span ? of_lane[first + e] : 0;
+        sum += value * value;
+      }
+      sums.of[norm][slot][lane] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < kWarp) sums.add_to(total, slots);
+  }
+  if (threadIdx.x < kWarp) add_lanes<kNorms>(total, partials);
+}
+
 // What a warp takes part in, or a block of threads.
 struct WarpTeam {
   static constexpr int kSize = kWarp;
@@ -196,8 +212,8 @@ __device__ __forceinline__ Sums<kNorms> sum_partials(const double* partials, int
   return total;
 }
 
-// The first phase. `held` is where the chunk's updates stay in shared memory; null: they go to the gradient if
-// that stores them, or the second phase does the maths again, and the first leaves nothing but the norms.
+// The first phase. `held` is where the chunk's updates stay in shared memory; null: they go to the gradient
+// if that stores them, or the second phase does the maths again, and the first leaves nothing but the norms.
 template <class Operands>
 struct Accumulate : Operands {
   using At = typename Operands::At;
@@ -230,18 +246,46 @@ struct Accumulate : Operands {
   template <int N, class Add>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read, const Add& add) const {
     if (this->scales) this->scale_grad(at, read.grad);
+    find_update(read, add);
+    if (held != nullptr) {
+      this->template store_states<kOnce>(at, read);
+      store<kAgain>(held + (at.offset[kGrad] - begin), read.grad);
+    } else if (stores) {
+      this->template store_states<kOnce>(at, read);
+      store<kAgain>(this->grad + at.offset[kGrad], read.grad);
+    }
+  }
+
+  template <class Place>
+  __device__ __forceinline__ void load_rest(const Place& at, Read<1>& read) const {
+    cuda::load<kAgain>(this->weight + at.offset[kWeight], read.weight);
+    this->template load_states<kOnce>(at, read);
+  }
+  template <class Place>
+  __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
+    cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
+  }
+  template <class Place, class Add>
+  __device__ __forceinline__ void work(const Place& at, Read<1>& read, const Add& add) const {
+    find_update(read, add);
+    if (stores) this->template store_states<kOnce>(at, read);
+  }
+  template <class Place>
+  __device__ __forceinline__ void store_grad(const Place& at, const Read<1>& read) const {
+    store<kAgain>(this->grad + at.offset[kGrad], read.grad);
+  }
+
+ private:
+  // In the place of the gradient.
+  template <int N, class Add>
+  __device__ __forceinline__ void find_update(Elements<Operands::kStates, T, N>& read, const Add& add) const {
     T update[N];
     this->for_each(read, [&](T p, T g, auto& s, int j) {
       const Norms<Add> norms{add, j};
       update[j] = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
     });
-    if (held != nullptr) {
-      this->template store_states<kOnce>(at, read);
-      store<kAgain>(held + (at.offset[kGrad] - begin), update);
-    } else if (stores) {
-      this->template store_states<kOnce>(at, read);
-      store<kAgain>(this->grad + at.offset[kGrad], update);
-    }
+#pragma unroll
+    for (int j = 0; j < N; ++j) read.grad[j] = update[j];
   }
 };
 
@@ -262,13 +306,13 @@ __device__ __forceinline__ void sum_chunk(const Launch& launch, const NumberedCh
       add_lanes<kNorms>(total, partials);
     }
   } else {
-    const BlockLayout& layout = launch.tensors[chunk.tensor].layout;
-    sum_segments<kNorms>(Segments<Body::kOperands>(layout, chunk), partials, body);
+    sum_tiles<kNorms>(launch, chunk, partials, body);
   }
 }
 
 template <class Rule, class Weight, class State>
-__global__ void __launch_bounds__(kThreads, 2) accumulate_kernel(const __grid_constant__ Launch launch) {
+__global__ void __launch_bounds__(kThreads, kTileResident<Operands<Rule, Weight, State>>)
+    accumulate_kernel(const __grid_constant__ Launch launch) {
   if (left_out(launch.found_inf)) return;
   using Body = Accumulate<Operands<Rule, Weight, State>>;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
@@ -286,6 +330,7 @@ struct Apply : Operands {
   static constexpr int kReads = kUpdates == Updates::kHeld     ? 1
                                 : kUpdates == Updates::kStored ? kFirstState
                                                                : Operands::kOperands;
+  static constexpr bool scales = false;  // the gradient has been
   template <int N>
   using Read = typename Operands::template Read<N>;
 
@@ -315,6 +360,21 @@ struct Apply : Operands {
   }
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
+    work(at, read);
+    if (this->clears) this->template clear_grad<N>(at);
+  }
+
+  template <class Place>
+  __device__ __forceinline__ void load_rest(const Place& at, Read<1>& read) const {
+    cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
+    if constexpr (kUpdates == Updates::kRecomputed) this->template load_states<kOnce>(at, read);
+  }
+  template <class Place>
+  __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
+    cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
+  }
+  template <class Place, int N>
+  __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     if constexpr (kUpdates == Updates::kRecomputed) {
       this->for_each(read, [&](T& p, T g, auto& s, int) {
         const NoNorms norms;
@@ -329,7 +389,6 @@ struct Apply : Operands {
       }
     }
     this->template store_weight<kOnce>(at, read);
-    if (this->clears) this->template clear_grad<N>(at);
   }
 
  private:

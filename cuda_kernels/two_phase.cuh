@@ -1,12 +1,12 @@
-// Both phases of a rule with norms in one launch, for tensors that are gone over in words. A chunk's update stays
-// in shared memory until its tensor's ratio is known, if there is room; the weight, read a moment ago, is then
-// still in the cache.
+// Both phases of a rule with norms in one launch, for tensors that are gone over in words. A chunk's update
+// stays in shared memory until its tensor's ratio is known, if there is room; the weight, read a moment ago,
+// is then still in the cache.
 //
-// Blocks of threads draw chunks by number. One that has drawn a chunk works on it at once, whatever the others
-// do, and waits for them only when no chunk is left: so all get on, however many blocks run at a time.
+// Blocks of threads draw chunks by number. One that has drawn a chunk works on it at once, whatever the
+// others do, and waits for them only when no chunk is left: so all get on, however many blocks run at a time.
 //
-// In a block most threads are at a chunk, while a warp of its own controls: it adds up what the chunk before has
-// left, and decides what comes next.
+// In a block most threads are at a chunk, while a warp of its own controls: it adds up what the chunk before
+// has left, and decides what comes next.
 #pragma once
 #include "cuda_kernels/reduce.cuh"
 
@@ -154,22 +154,21 @@ class Control {
   }
 
   const TwoPhaseLaunch& launch_;
-  unsigned free_;  // slots, a bit each
+  unsigned free_;                                  // slots, a bit each
   int64_t oldest_ = kNoChunk, newest_ = kNoChunk;  // of the chunks that wait for their ratio
   bool drawn_all_ = false;
 };
 
 template <class Body>
-__device__ __forceinline__ void go_over(const Body& body, const Launch& launch, const Chunk& chunk) {
-  const BlockLayout& layout = launch.tensors[chunk.tensor].layout;
+__device__ __forceinline__ void go_over(const Body& body, const Chunk& chunk) {
 #pragma unroll 1
-  for (int part = 0; part < kParts<kInWords, Body>; ++part) for_part<kInWords>(body, layout, chunk, part);
+  for (int part = 0; part < kParts<kInWords, Body>; ++part) for_words(body, chunk, part);
 }
 
 // Not inlined, as what is rarely called, for the registers of what is not.
 template <class Operands>
 __device__ __noinline__ void apply_recomputed(const Launch& launch, const Chunk& chunk, double ratio) {
-  go_over(Apply<Operands, Updates::kRecomputed>(launch, chunk, ratio), launch, chunk);
+  go_over(Apply<Operands, Updates::kRecomputed>(launch, chunk, ratio), chunk);
 }
 
 template <class Operands>
@@ -177,9 +176,9 @@ __device__ __forceinline__ void apply_chunk(const Launch& launch, const Turn& tu
                                             const typename Operands::T* held) {
   const Chunk& chunk = turn.numbered.chunk;
   if (held != nullptr) {
-    go_over(Apply<Operands, Updates::kHeld>(launch, chunk, turn.ratio, held), launch, chunk);
+    go_over(Apply<Operands, Updates::kHeld>(launch, chunk, turn.ratio, held), chunk);
   } else if (launch.stores) {
-    go_over(Apply<Operands, Updates::kStored>(launch, chunk, turn.ratio), launch, chunk);
+    go_over(Apply<Operands, Updates::kStored>(launch, chunk, turn.ratio), chunk);
   } else {
     apply_recomputed<Operands>(launch, chunk, turn.ratio);
   }
@@ -191,7 +190,7 @@ __device__ __forceinline__ void clear_chunks(const Launch& launch) {
   for (int64_t c = blockIdx.x; c < launch.chunk_count; c += gridDim.x) {
     const Chunk chunk = launch.chunks[c].chunk;
     const Clear<Apply<Operands, Updates::kStored>> body(launch, chunk);
-    if (body.clears) go_over(body, launch, chunk);
+    if (body.clears) go_over(body, chunk);
   }
 }
 

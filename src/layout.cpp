@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <numeric>
 
 namespace fusedstep {
@@ -68,6 +69,42 @@ int other_order(const std::vector<Dim>& dims, size_t operands) {
     if (best != last) return best;
   }
   return -1;
+}
+
+// By how much offsets may differ within a block, and within the blocks of a tile.
+constexpr int64_t kMostReach = std::numeric_limits<int32_t>::max();
+
+// Makes a block small enough for that; whether it had to.
+bool keep_near(const Dim& columns, const Dim& rows, int64_t (&extent)[2]) {
+  bool cut = false;
+  for (size_t k = 0; k < columns.stride.size(); ++k) {
+    for (;;) {
+      const int64_t down = (extent[0] - 1) * std::abs(rows.stride[k]);
+      const int64_t along = (extent[1] - 1) * std::abs(columns.stride[k]);
+      if (down + along <= kMostReach) break;
+      int64_t& larger = extent[down > along ? 0 : 1];
+      larger = (larger + 1) / 2;
+      cut = true;
+    }
+  }
+  return cut;
+}
+
+// Small blocks that are worked on together, where all are of one size.
+int64_t blocks_per_tile(const std::vector<Dim>& dims, const int64_t (&extent)[2]) {
+  const Dim &columns = dims.back(), &rows = dims[dims.size() - 2];
+  const int64_t blocks = std::min(kTileElements / (extent[0] * extent[1]), kTileBlocks);
+  if (blocks <= 1 || rows.size % extent[0] != 0 || columns.size != extent[1]) return 1;
+  for (size_t k = 0; k < columns.stride.size(); ++k) {
+    int64_t reach = (columns.size - 1) * std::abs(columns.stride[k]);
+    if (dims.size() == 2) {
+      reach += (std::min(rows.size, blocks * extent[0]) - 1) * std::abs(rows.stride[k]);
+    } else {
+      for (size_t d = 0; d + 1 < dims.size(); ++d) reach += (dims[d].size - 1) * std::abs(dims[d].stride[k]);
+    }
+    if (reach > kMostReach) return 1;
+  }
+  return blocks;
 }
 
 // Whether two index tuples give the same offset, by marking every offset. Tensors too large for that are
@@ -154,8 +191,13 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
         other >= 0 ? std::min(columns, std::max(kTransposedRows, kTileElements / rows)) : columns;
     blocks_.extent[0] = std::min(rows, kTileElements / blocks_.extent[1]);
   }
-  units_ = blocks_along(rows, blocks_.extent[0]) * blocks_along(columns, blocks_.extent[1]) *
-           product(Dims(sizes_).first(sizes_.size() - 2));
+  blocks_.blocks_per_tile = 1;
+  if (!keep_near(dims.back(), dims[dims.size() - 2], blocks_.extent)) {
+    blocks_.blocks_per_tile = static_cast<int>(blocks_per_tile(dims, blocks_.extent));
+  }
+  blocks_.blocks[0] = blocks_along(rows, blocks_.extent[0]);
+  blocks_.blocks[1] = blocks_along(columns, blocks_.extent[1]);
+  units_ = blocks_.blocks[0] * blocks_.blocks[1] * product(Dims(sizes_).first(sizes_.size() - 2));
 }
 
 }  // namespace fusedstep

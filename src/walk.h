@@ -15,22 +15,19 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Elements that are packed together where blocks are small.
-constexpr int64_t kTileElements = 1024;
+// Elements that are worked on together where blocks are small, and blocks: they have 4 elements or are alone.
+constexpr int64_t kTileElements = 1024, kTileBlocks = 256;
 
-// Blocks have up to extent[0] by extent[1] elements (the last dimension is the weight's fastest).
+// Blocks have up to extent[0] by extent[1] elements (the last dimension is the weight's fastest). Within a
+// block, and within those of a tile, offsets differ by less than 2^31.
 struct BlockLayout {
   int dims;                // at least 2
   const int64_t* sizes;    // [dims]
   const int64_t* strides;  // [kMaxOperands][dims], in elements
   int64_t extent[2];       // rows, columns of a block
+  int64_t blocks[2];       // along the rows, along the columns
+  int blocks_per_tile;     // blocks that are worked on together: all of them whole if there are several
   bool long_rows;          // rows are long enough to be worked on one by one, in place
-
-  // Blocks that are worked on together where rows are not long: all of them whole if there are several.
-  FUSEDSTEP_FN int64_t blocks_per_pack() const {
-    const int64_t blocks = kTileElements / (extent[0] * extent[1]);
-    return blocks > 1 ? blocks : 1;
-  }
 };
 
 // Where a block of a tensor starts in each operand, in elements, and its size.
@@ -39,25 +36,42 @@ struct Block {
   int64_t rows, columns;
 };
 
-FUSEDSTEP_FN Block locate(const BlockLayout& layout, int operands, int64_t index) {
-  const int row_dim = layout.dims - 2, column_dim = layout.dims - 1;
-  Block block{};
-  const auto advance = [&](int dim, int64_t position) {
-    for (int k = 0; k < operands; ++k) block.offset[k] += position * layout.strides[k * layout.dims + dim];
+struct BlockSize {
+  int64_t rows, columns;
+};
+
+// The size of block `index`. Calls advance(dim, position) for where it starts.
+template <class Advance>
+FUSEDSTEP_FN BlockSize seek(const BlockLayout& layout, int64_t index, Advance advance) {
+  const int row_dim = layout.dims - 2;
+  auto number = static_cast<uint64_t>(index);
+  const auto digit = [&](int64_t base) {
+    const uint64_t rest = number / static_cast<uint64_t>(base);
+    const auto found = static_cast<int64_t>(number - rest * static_cast<uint64_t>(base));
+    number = rest;
+    return found;
   };
-  const auto cut = [&](int dim, int64_t extent) {
-    const int64_t blocks = (layout.sizes[dim] + extent - 1) / extent, start = index % blocks * extent;
-    index /= blocks;
-    advance(dim, start);
-    const int64_t left = layout.sizes[dim] - start;
+  const auto cut = [&](int which) {
+    const int64_t extent = layout.extent[which], start = digit(layout.blocks[which]) * extent;
+    advance(row_dim + which, start);
+    const int64_t left = layout.sizes[row_dim + which] - start;
     return left < extent ? left : extent;
   };
-  block.columns = cut(column_dim, layout.extent[1]);
-  block.rows = cut(row_dim, layout.extent[0]);
-  for (int dim = row_dim - 1; dim >= 0; --dim) {
-    advance(dim, index % layout.sizes[dim]);
-    index /= layout.sizes[dim];
-  }
+  const int64_t columns = cut(1), rows = cut(0);
+#if defined(__CUDA_ARCH__)
+#pragma unroll 1
+#endif
+  for (int dim = row_dim - 1; dim >= 0; --dim) advance(dim, digit(layout.sizes[dim]));
+  return {rows, columns};
+}
+
+FUSEDSTEP_FN Block locate(const BlockLayout& layout, int operands, int64_t index) {
+  Block block{};
+  const BlockSize size = seek(layout, index, [&](int dim, int64_t position) {
+    for (int k = 0; k < operands; ++k) block.offset[k] += position * layout.strides[k * layout.dims + dim];
+  });
+  block.rows = size.rows;
+  block.columns = size.columns;
   return block;
 }
 

@@ -4,10 +4,11 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdlib>
+#include <limits>
 #include <numeric>
-#include <random>
 
-#include "tests/cpp/model.h"
+#include "tests/cpp/layouts.h"
 
 namespace fusedstep::test {
 namespace {
@@ -108,65 +109,52 @@ TEST(LayoutTest, NeighboursMergeWhereEveryOperandAllows) {
   }
 }
 
+// A GPU keeps offsets within a block, and within the blocks of a tile, in 32 bits.
+TEST(LayoutTest, BlocksAreCutWhereStridesAreHuge) {
+  constexpr int64_t kHuge = int64_t{1} << 28, kMost = std::numeric_limits<int32_t>::max();
+  struct HugeCase {
+    const char* name;
+    Sizes sizes;
+    std::vector<Sizes> strides;
+  };
+  const HugeCase cases[] = {
+      {"transposed", {64, kHuge}, {{kHuge, 1}, {1, 64}}},
+      {"transposed, few rows", {9, 7 * kHuge}, {{7 * kHuge, 1}, {1, 9}}},
+      {"few columns", {kHuge, 9}, {{1, kHuge}, {9, 1}}},
+      {"small blocks", {kHuge, 2, 3}, {{6, 3, 1}, {1, 3 * kHuge, kHuge}}},
+      {"narrow rows", {kHuge, 200}, {{40 * kHuge, 1}, {200, 1}}},
+      {"far columns", {5, 300}, {{1, 8 * kHuge}, {300, 1}}},
+  };
+  for (const HugeCase& c : cases) {
+    SCOPED_TRACE(c.name);
+    const Layout layout = layout_of(c.sizes, c.strides);
+    const BlockLayout& blocks = *layout.blocks();
+    // All elements of the first tiles, and of some in the middle, from the first of each.
+    for (const int64_t first : {int64_t{0}, layout.units() / 2}) {
+      const int64_t last = std::min<int64_t>(first + blocks.blocks_per_tile, layout.units());
+      const auto operands = static_cast<int>(c.strides.size());
+      const Block start = locate(blocks, operands, first);
+      for (int64_t i = first; i < last; ++i) {
+        const Block block = locate(blocks, operands, i);
+        for (int k = 0; k < operands; ++k) {
+          const int64_t* strides = blocks.strides + (k + 1) * blocks.dims - 2;
+          const int64_t end =
+              block.offset[k] + (block.rows - 1) * strides[0] + (block.columns - 1) * strides[1];
+          ASSERT_LE(std::abs(block.offset[k] - start.offset[k]), kMost);
+          ASSERT_LE(std::abs(end - start.offset[k]), kMost);
+        }
+      }
+      EXPECT_GE(layout.elements_per_unit(), 1);
+    }
+  }
+}
+
 // ---- Every element exactly once -------------------------------------------------------------------------
 
 // Adagrad with these numbers moves every weight by one against the sign of its gradient, and adds the
 // gradient's square to the state: all of it exact in every dtype. An element visited twice, missed, or taken
 // together with another one's gradient or state shows.
 const rules::AdagradHyper kCounting{.lr = 1, .lr_decay = 0, .weight_decay = 0, .eps = 0};
-
-class RandomLayouts {
- public:
-  explicit RandomLayouts(unsigned seed) : random_(seed) {}
-
-  int below(int n) { return std::uniform_int_distribution<int>(0, n - 1)(random_); }
-
-  Sizes sizes() {
-    if (below(3) == 0) return {1 + below(60), 1 + below(300)};  // large enough for blocks of every kind
-    Sizes sizes(below(7));
-    int64_t elements = 1;
-    for (int64_t& size : sizes) {
-      size = below(8) == 0 ? 1 + below(400) : below(12);
-      if (elements * size > 20000) size = 1;
-      elements = std::max<int64_t>(elements * size, 1);
-    }
-    return sizes;
-  }
-
-  // Any order of the dimensions, any slice.
-  Form form(const Sizes& sizes) {
-    std::vector<int> order(sizes.size());
-    std::iota(order.begin(), order.end(), 0);
-    if (below(2) != 0) std::ranges::shuffle(order, random_);
-    Sizes parent = sizes, start(sizes.size(), 0), step(sizes.size(), 1);
-    for (size_t d = 0; d < sizes.size(); ++d) {
-      if (below(3) != 0) continue;
-      step[d] = 1 + below(3);
-      start[d] = below(4);
-      parent[d] = start[d] + sizes[d] * step[d] + below(4);
-    }
-    return slice(parent, start, step, order);
-  }
-
-  // The same with some dimensions expanded, for gradients.
-  Form expanded_form(const Sizes& sizes) {
-    Form form = this->form(sizes);
-    for (int64_t& stride : form.strides) {
-      if (below(5) == 0) stride = 0;
-    }
-    return form;
-  }
-
-  Forms forms(const Sizes& sizes) {
-    const Form weight = form(sizes);
-    const bool alike = below(3) == 0;
-    if (alike) return Forms::all(weight);
-    return {weight, expanded_form(sizes), {below(2) != 0 ? weight : form(sizes)}};
-  }
-
- private:
-  std::mt19937 random_;
-};
 
 void expect_every_element_once(const Case& counting, const Sizes& sizes, const Forms& forms, int threads) {
   Model model(counting, {Tensor(counting, sizes, forms, /*seed=*/0, /*margin=*/16)});

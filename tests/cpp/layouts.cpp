@@ -13,6 +13,13 @@ Form cut(int64_t parent_rows, int64_t parent_columns, int64_t row, int64_t colum
 std::vector<LayoutCase> layout_cases() {
   const Form five_dims = slice({3, 4, 6, 5, 9}, {1, 0, 1, 0, 2}, {1, 1, 1, 1, 1}, {3, 0, 4, 2, 1});
   const std::vector<int> channels_last = {0, 2, 3, 1};
+  // As a convolution's weight that was made channels-last and its gradient that was not.
+  const auto channels_last_weight = [&](const Sizes& sizes) {
+    return Forms{dense(sizes, channels_last), dense(sizes), {dense(sizes, channels_last)}};
+  };
+  const auto transposed_grad = [](const Sizes& sizes, const std::vector<int>& order) {
+    return Forms{dense(sizes), dense(sizes, order), {dense(sizes)}};
+  };
   return {
       // All operands alike.
       {"scalar", {}, Forms::all(dense({}))},
@@ -39,6 +46,21 @@ std::vector<LayoutCase> layout_cases() {
       {"gradient_transposed_many_chunks",
        {200, 211},
        {dense({200, 211}), dense({200, 211}, {1, 0}), {dense({200, 211})}}},
+      {"gradient_transposed_one_over", {17, 65}, transposed_grad({17, 65}, {1, 0})},
+      {"gradient_transposed_few_rows", {3, 400}, transposed_grad({3, 400}, {1, 0})},
+      {"gradient_transposed_few_columns", {700, 3}, transposed_grad({700, 3}, {1, 0})},
+      {"gradient_transposed_two_columns", {600, 2}, transposed_grad({600, 2}, {1, 0})},
+      {"gradient_transposed_in_small_blocks", {200, 2, 3}, transposed_grad({200, 2, 3}, {0, 2, 1})},
+      {"gradient_transposed_in_smallest_blocks", {300, 2, 2}, transposed_grad({300, 2, 2}, {0, 2, 1})},
+      {"gradient_transposed_in_four_dims", {3, 18, 2, 70}, transposed_grad({3, 18, 2, 70}, {2, 0, 3, 1})},
+      {"gradient_transposed_and_expanded",
+       {6, 20, 30},
+       {dense({6, 20, 30}), expanded({6, 20, 30}, {0}, {0, 2, 1}), {dense({6, 20, 30})}}},
+      {"gradient_transposed_and_sliced",
+       {40, 70},
+       {cut(40, 77, 0, 3), slice({41, 211}, {1, 1}, {1, 3}, {1, 0}), {dense({40, 70})}}},
+      {"first_convolution_channels_last", {8, 3, 7, 7}, channels_last_weight({8, 3, 7, 7})},
+      {"convolution_channels_last", {3, 120, 3, 3}, channels_last_weight({3, 120, 3, 3})},
       {"gradient_channels_last",
        {4, 6, 10, 9},
        {dense({4, 6, 10, 9}), dense({4, 6, 10, 9}, channels_last), {dense({4, 6, 10, 9})}}},
@@ -56,6 +78,11 @@ std::vector<LayoutCase> layout_cases() {
        {dense({7, 400}), slice({7, 801}, {0, 1}, {1, 2}), {dense({7, 400})}}},
       {"weight_sliced_states_dense", {50, 60}, {cut(50, 70, 0, 3), dense({50, 60}), {dense({50, 60})}}},
       {"states_transposed", {90, 140}, {dense({90, 140}), dense({90, 140}), {dense({90, 140}, {1, 0})}}},
+      {"four_orders",
+       {5, 6, 7, 8},
+       {dense({5, 6, 7, 8}),
+        dense({5, 6, 7, 8}, {3, 1, 0, 2}),
+        {dense({5, 6, 7, 8}, {2, 0, 3, 1}), dense({5, 6, 7, 8}, {0, 3, 2, 1})}}},
       {"every_operand_differs",
        {6, 40, 50},
        {slice({6, 45, 50}, {0, 5, 0}, {1, 1, 1}),

@@ -2,6 +2,8 @@
 // emulator; tests/test_cuda.py has the GPU's.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "src/backend.h"
 #include "tests/cpp/layouts.h"
 #include "tests/cpp/model.h"
@@ -184,6 +186,44 @@ TEST_P(CudaTest, FollowsWhatMoves) {
   compare(4);
 }
 
+class CudaLayoutTest : public CudaTest {};
+
+// A rule of each family, in each format.
+std::vector<Case> cases_of_families() {
+  std::vector<Case> found;
+  for (const Case& each : all_cases()) {
+    const auto alike = [&](const Case& other) {
+      return other.rule.two_phase == each.rule.two_phase && other.dtype == each.dtype &&
+             other.state_dtype == each.state_dtype;
+    };
+    if (std::ranges::none_of(found, alike)) found.push_back(each);
+  }
+  return found;
+}
+
+// Any order of dimensions, any slice, expanded gradients.
+TEST_P(CudaLayoutTest, SameBitsAsOnTheCpu) {
+  for (const GradUse grads : {GradUse::kScale, GradUse::kClear}) {
+    SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
+    std::vector<Tensor> tensors;
+    for (unsigned seed = 0; seed < 60; ++seed) {
+      RandomLayouts random(seed);
+      const Sizes sizes = random.sizes();
+      tensors.emplace_back(GetParam(), sizes, random.forms(sizes), seed, /*margin=*/16);
+    }
+    forget_device();
+    Model actual(GetParam(), tensors), expected(GetParam(), tensors);
+    for (Model* model : {&actual, &expected}) model->fill_grads(1);
+    const std::vector<double> counts(tensors.size(), 1);
+    step_cuda(actual, counts, {.grad_factor = 0.75, .grads = grads});
+    step_cpu(expected, counts, {.grad_factor = 0.75, .grads = grads});
+    expect_same(actual, expected);
+    if (HasFatalFailure()) return;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, CudaLayoutTest, testing::ValuesIn(cases_of_families()),
+                         [](const auto& info) { return name(info.param); });
 INSTANTIATE_TEST_SUITE_P(Rules, CudaTest, testing::ValuesIn(all_cases()),
                          [](const auto& info) { return name(info.param); });
 

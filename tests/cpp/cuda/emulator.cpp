@@ -26,14 +26,33 @@ struct Fiber {
   jmp_buf place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool started = false, ended = true;
-  int64_t block_waits = 0, warp_waits = 0;  // how often it has waited
-  double shown = 0;                         // to the other threads of its warp
+  double shown = 0;  // to the other threads of its warp
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
 jmp_buf scheduler;
 const std::function<void()>* body_to_run = nullptr;
 bool in_fiber = false;
+
+// Lets threads pass when all of them that have not ended are here.
+struct Barrier {
+  int threads = 0, arrived = 0;
+  int64_t passed = 0;
+
+  void open_for_all() {
+    if (arrived < threads) return;
+    arrived = 0;
+    ++passed;
+  }
+  void leave_out_one() {
+    --threads;
+    open_for_all();
+  }
+  void wait();
+};
+
+Barrier of_block;
+std::vector<Barrier> of_warps;
 
 Fiber& self() { return *fibers[thread_index.x]; }
 
@@ -45,6 +64,8 @@ void enter() {
   for (;;) {
     (*body_to_run)();
     self().ended = true;
+    of_block.leave_out_one();
+    of_warps[thread_index.x / kWarp].leave_out_one();
     leave();
   }
 }
@@ -60,17 +81,12 @@ void resume(int thread) {
   in_fiber = false;
 }
 
-// Lets the others go on until `arrived` holds for all threads of [first, last) that have not ended.
-template <class Arrived>
-void wait(size_t first, size_t last, Arrived arrived) {
+void Barrier::wait() {
   if (!in_fiber) std::abort();  // the first thread of the block did not wait
-  const auto all = [&] {
-    for (size_t t = first; t < last; ++t) {
-      if (!fibers[t]->ended && !arrived(*fibers[t])) return false;
-    }
-    return true;
-  };
-  while (!all()) leave();
+  const int64_t before = passed;
+  ++arrived;
+  open_for_all();
+  while (passed == before) leave();
 }
 
 void run_block(int threads) {
@@ -81,16 +97,14 @@ void run_block(int threads) {
     fibers[t]->first.uc_stack.ss_size = kStackBytes;
     makecontext(&fibers[t]->first, enter, 0);
   }
-  for (int t = 0; t < threads; ++t) {
-    fibers[t]->ended = false;
-    fibers[t]->block_waits = fibers[t]->warp_waits = 0;
-  }
+  for (const auto& fiber : fibers) fiber->ended = false;
+  of_block = {.threads = threads};
+  of_warps.assign(threads / kWarp, {.threads = kWarp});
   resume(0);
   if (fibers[0]->ended) {  // nothing to wait for: the others need no stack of their own
     for (int t = 1; t < threads; ++t) {
       thread_index.x = static_cast<unsigned>(t);
       (*body_to_run)();
-      fibers[t]->ended = true;
     }
     return;
   }
@@ -106,16 +120,9 @@ void run_block(int threads) {
 
 }  // namespace
 
-void wait_for_block() {
-  const int64_t waits = ++self().block_waits;
-  wait(0, fibers.size(), [=](const Fiber& other) { return other.block_waits >= waits; });
-}
+void wait_for_block() { of_block.wait(); }
 
-void wait_for_warp() {
-  const int64_t waits = ++self().warp_waits;
-  const size_t first = thread_index.x / kWarp * kWarp;
-  wait(first, first + kWarp, [=](const Fiber& other) { return other.warp_waits >= waits; });
-}
+void wait_for_warp() { of_warps[thread_index.x / kWarp].wait(); }
 
 double value_of_neighbour(double value, int distance, int width) {
   const auto thread = static_cast<int>(thread_index.x);
