@@ -1,6 +1,7 @@
 // A rule's operands in a kernel, and the pass of an elementwise rule: one block of threads a part of a chunk.
 #pragma once
 #include "cuda_kernels/codecs.cuh"
+#include "cuda_kernels/pack.cuh"
 #include "cuda_kernels/walk.cuh"
 
 namespace fusedstep::cuda {
@@ -98,18 +99,17 @@ struct Operands {
     const T zeros[N] = {};
     store<kOnce>(grad + at.offset[kGrad], zeros);
   }
-  // Calls run(p, g, states, j) for each element, with its numbers by reference but for the gradient.
+  // Calls run(p, g, states) with all elements, by reference but for the gradient.
   template <int N, class Run>
-  __device__ __forceinline__ void for_each(Elements<kStates, T, N>& read, Run run) const {
+  __device__ __forceinline__ void with_packs(Elements<kStates, T, N>& read, Run run) const {
+    using V = Pack<T, N>;
+    V p(read.weight), s[kStates];
 #pragma unroll
-    for (int j = 0; j < N; ++j) {
-      T s[kStates];
+    for (int k = 0; k < kStates; ++k) s[k] = V(read.state[k]);
+    run(p, V(read.grad) * V(factor), s);
+    V::each([&](int j) { read.weight[j] = p.of[j]; });
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) s[k] = read.state[k][j];
-      run(read.weight[j], read.grad[j] * factor, s, j);
-#pragma unroll
-      for (int k = 0; k < kStates; ++k) read.state[k][j] = s[k];
-    }
+    for (int k = 0; k < kStates; ++k) V::each([&](int j) { read.state[k][j] = s[k].of[j]; });
   }
 };
 
@@ -159,7 +159,7 @@ struct Update : Operands {
   }
   template <class Place, int N>
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
-    this->for_each(read, [&](T& p, T g, auto& s, int) { Operands::Rule::update(this->scalars, p, g, s); });
+    this->with_packs(read, [&](auto& p, auto g, auto& s) { Operands::Rule::update(this->scalars, p, g, s); });
     this->template store_weight<kOnce>(at, read);
     this->template store_states<kOnce>(at, read);
   }

@@ -25,6 +25,17 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream stream,
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
 }
 
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float approximate_inverse_root(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Asks for the line of memory that holds an address.
 __device__ __forceinline__ void fetch_to_cache(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));

@@ -232,10 +232,12 @@ struct Accumulate : Operands {
   template <class Add>
   struct Norms {
     const Add& add_square;
-    int j;
-    __device__ __forceinline__ void add(T p, T u) const {
-      add_square(0, j, p);
-      add_square(1, j, u);
+    template <class V>
+    __device__ __forceinline__ void add(const V& p, const V& u) const {
+      V::each([&](int j) {
+        add_square(0, j, p.of[j]);
+        add_square(1, j, u.of[j]);
+      });
     }
   };
 
@@ -279,13 +281,11 @@ struct Accumulate : Operands {
   // In the place of the gradient.
   template <int N, class Add>
   __device__ __forceinline__ void find_update(Elements<Operands::kStates, T, N>& read, const Add& add) const {
-    T update[N];
-    this->for_each(read, [&](T p, T g, auto& s, int j) {
-      const Norms<Add> norms{add, j};
-      update[j] = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
+    const Norms<Add> norms{add};
+    this->with_packs(read, [&](auto p, auto g, auto& s) {
+      const auto update = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
+      update.each([&](int j) { read.grad[j] = update.of[j]; });
     });
-#pragma unroll
-    for (int j = 0; j < N; ++j) read.grad[j] = update[j];
   }
 };
 
@@ -376,24 +376,24 @@ struct Apply : Operands {
   template <class Place, int N>
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     if constexpr (kUpdates == Updates::kRecomputed) {
-      this->for_each(read, [&](T& p, T g, auto& s, int) {
+      this->with_packs(read, [&](auto& p, auto g, auto& s) {
         const NoNorms norms;
-        const T u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
+        const auto u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
         Operands::Rule::apply(this->scalars, ratio, p, u);
       });
       this->template store_states<kOnce>(at, read);
     } else {
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        Operands::Rule::apply(this->scalars, ratio, read.weight[j], read.grad[j]);
-      }
+      Pack<T, N> p(read.weight);
+      Operands::Rule::apply(this->scalars, ratio, p, Pack<T, N>(read.grad));
+      p.each([&](int j) { read.weight[j] = p.of[j]; });
     }
     this->template store_weight<kOnce>(at, read);
   }
 
  private:
   struct NoNorms {
-    __device__ __forceinline__ void add(T, T) const {}
+    template <class V>
+    __device__ __forceinline__ void add(const V&, const V&) const {}
   };
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 #include <cuda_runtime_api.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstdlib>
 #include <functional>
@@ -91,6 +92,9 @@ void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, St
 constexpr Residents kEmulated{3, 4};
 
 inline void fetch_to_cache(const void*) {}
+// About as far off as a GPU's.
+inline float approximate_reciprocal(float x) { return 1 / x * (1 + 0x1p-23f); }
+inline float approximate_inverse_root(float x) { return 1 / std::sqrt(x) * (1 - 0x1p-23f); }
 
 inline void* block_memory() {
   alignas(kWordBytes) static std::byte bytes[kEmulated.slots * kChunkElements * sizeof(double)];
