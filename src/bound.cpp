@@ -15,9 +15,9 @@ void Bound::note(std::span<const TensorView> weights, std::span<const TensorView
       pairs_.clear();
       return;
     }
-    const auto at = [](const TensorView& view) { return reinterpret_cast<uintptr_t>(view.sizes.data()); };
-    pairs_.push_back({weight.data, grad.data, at(weight), at(grad), static_cast<uint32_t>(shapes_.size()),
-                      static_cast<uint16_t>(weight.sizes.size()), weight.dtype});
+    pairs_.push_back({weight.data, grad.data, address_of_sizes(weight), address_of_sizes(grad),
+                      static_cast<uint32_t>(shapes_.size()), static_cast<uint16_t>(weight.sizes.size()),
+                      weight.dtype});
     for (const Dims& dims : {weight.sizes, weight.strides, grad.strides}) {
       shapes_.insert(shapes_.end(), dims.begin(), dims.end());
     }

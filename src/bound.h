@@ -1,5 +1,5 @@
-// Weights and gradients as a plan has bound them, laid out to be compared with those of the next step in one
-// pass: nearly always they are the same, and thousands of them lie in no cache.
+// Operands as a plan has bound them, laid out to be compared with those of the next step in one pass: nearly
+// always they are the same, and thousands of them lie in no cache.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,6 +9,15 @@
 #include "src/plan.h"
 
 namespace fusedstep {
+
+// Asks for the memory in which torch had a tensor, by the address that its sizes had. Whether it is still
+// there is no matter.
+inline void prefetch_tensor(uintptr_t sizes) {
+  for (int line = -1; line <= 2; ++line) __builtin_prefetch(reinterpret_cast<const void*>(sizes + 64 * line));
+}
+inline uintptr_t address_of_sizes(const TensorView& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.sizes.data());
+}
 
 class Bound {
  public:
@@ -33,12 +42,10 @@ class Bound {
   }
   void move_grad(size_t i, void* data) { pairs_[i].grad = data; }
 
-  // Asks for the memory in which torch kept what it told of tensor i. Whether it still does is no matter.
   void prefetch(size_t i) const {
     if (i >= pairs_.size()) return;
-    for (const uintptr_t sizes : {pairs_[i].weight_sizes, pairs_[i].grad_sizes}) {
-      for (int line = -3; line <= 1; ++line) __builtin_prefetch(reinterpret_cast<const void*>(sizes + 64 * line));
-    }
+    prefetch_tensor(pairs_[i].weight_sizes);
+    prefetch_tensor(pairs_[i].grad_sizes);
   }
 
  private:

@@ -192,14 +192,19 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
     return true;
   }
   native.bound.note(weights, grads);
-  native.state_addresses.clear();
-  for (const TensorView& state : states) native.state_addresses.push_back(state.data);
+  native.state_places.clear();
+  for (const TensorView& state : states) native.state_places.push_back({state.data, address_of_sizes(state)});
   return true;
 }
 
 bool states_are_in_place(const NativePlan& native) {
+  constexpr size_t kAhead = 16;
   for (size_t i = 0; i < native.states.size(); ++i) {
-    if (native.states[i].data_ptr() != native.state_addresses[i]) return false;
+    if (i + kAhead < native.states.size()) {
+      __builtin_prefetch(native.states[i + kAhead].get());
+      prefetch_tensor(native.state_places[i + kAhead].sizes);
+    }
+    if (native.states[i].data_ptr() != native.state_places[i].data) return false;
   }
   return true;
 }

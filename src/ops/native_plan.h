@@ -42,8 +42,12 @@ struct NativePlan {
   Tensors parts;  // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
-  Bound bound;                             // what was bound last, if no gradient was sparse,
-  std::vector<const void*> state_addresses;  // and where the states were
+  Bound bound;  // what was bound last, if no gradient was sparse,
+  struct Place {
+    const void* data;
+    uintptr_t sizes;
+  };
+  std::vector<Place> state_places;  // and where the states were
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);
