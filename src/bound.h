@@ -27,7 +27,8 @@ class Bound {
   void clear() { pairs_.clear(); }
   void note(std::span<const TensorView> weights, std::span<const TensorView> grads);
 
-  // What has become of tensor i's weight and gradient. kGradMoved: nothing differs but the gradient's address.
+  // What has become of tensor i's weight and gradient. kGradMoved: nothing differs but the gradient's
+  // address.
   Is compare(size_t i, const TensorView& weight, const TensorView& grad) const {
     const Pair& known = pairs_[i];
     const Dims shape = Dims(shapes_).subspan(known.shape, 3 * known.dims);
@@ -52,7 +53,7 @@ class Bound {
   struct Pair {
     const void *weight, *grad;
     uintptr_t weight_sizes, grad_sizes;  // where their sizes were
-    uint32_t shape;                         // in shapes_: sizes, strides of the weight, strides of the gradient
+    uint32_t shape;                      // in shapes_: sizes, strides of the weight, strides of the gradient
     uint16_t dims;
     DType dtype;
   };

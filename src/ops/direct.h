@@ -40,7 +40,8 @@ class Rebinding {
     return is != Bound::Is::kOther;
   }
   void prefetch(size_t i) const { bound_->prefetch(i); }
-  // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has to.
+  // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
+  // to.
   FUSEDSTEP_API bool finish();
 
  private:

@@ -257,7 +257,8 @@ class PartOfStep {
     PyObject* items = PyTuple_GetItem(part_, kItems);
     const Py_ssize_t count = PyList_Size(items);
     Py_ssize_t known = 0, at = 0;
-    for (PyObject *name = nullptr, *value = nullptr; PyDict_Next(group_, &at, &name, &value) != 0; known += 2) {
+    for (PyObject *name = nullptr, *value = nullptr; PyDict_Next(group_, &at, &name, &value) != 0;
+         known += 2) {
       if (known + 1 >= count || PyList_GetItem(items, known) != name) return false;
       if (name == names.params) params_ = value;
       if (PyList_GetItem(items, known + 1) == value) continue;
@@ -350,13 +351,15 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   if (function == nullptr) return false;
   // Now and not after the step, which leaves none of what this touches in the cache.
   std::vector<int64_t> plans;
+  bool writes_grads = false;
   for (PartOfStep& part : step) {
     if (!part.updates()) continue;
     if (!part.raise_versions(PyTuple_GetItem(last, kRaiseVersions))) return {};
     part.read();
-    if (part.writes_grads()) plans.push_back(part.plan());
+    plans.push_back(part.plan());
+    writes_grads = writes_grads || part.writes_grads();
   }
-  if (plans.size() > 1) fusedstep::ops::find_shared_grads(plans);
+  if (writes_grads) fusedstep::ops::find_shared_grads(plans);
   std::optional<std::string> error;
   Py_BEGIN_ALLOW_THREADS;
   try {

@@ -88,7 +88,7 @@ def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) 
 
 def _is_fixed(group: dict[str, Any]) -> bool:
     """Whether no option of a group can change in place."""
-    return all(
+    return isinstance(group["params"], list) and all(
         name == "params"
         or isinstance(value, _FIXED)
         or (isinstance(value, tuple) and all(isinstance(part, _FIXED) for part in value))
