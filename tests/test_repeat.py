@@ -1,4 +1,4 @@
-"""A step that repeats the last one: whatever has changed in between, it is as a step from the start."""
+"""Steps that repeat the last one: whatever has changed since, they are as steps from the start."""
 
 from collections import defaultdict
 
