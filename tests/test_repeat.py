@@ -234,7 +234,8 @@ def run(cls, change, **options):
         set_grads(params, 3)
     for seed in (3, 4, 5):
         optimizer.step()
-        optimizer.grad_scale = optimizer.found_inf = None
+        for name in {"grad_scale", "found_inf"} & vars(optimizer).keys():
+            delattr(optimizer, name)
         set_grads(params, seed + 1)
     return optimizer
 

@@ -223,10 +223,10 @@ class Object {
 enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kRaiseVersions, kRepeatFields };
 enum InPart : Py_ssize_t { kItems, kWeights, kPlan, kOptions, kUse };
 
-// Whether an attribute of an object is None.
-bool is_unset(PyObject* object, PyObject* name) {
-  const Object value(PyObject_GetAttr(object, name));
-  return value.get() == Py_None;
+// Whether an object has no attribute of its own by this name, or None.
+bool is_unset(PyObject* attributes, PyObject* name) {
+  PyObject* value = PyDict_GetItemWithError(attributes, name);
+  return value == nullptr ? PyErr_Occurred() == nullptr : value == Py_None;
 }
 
 // Whether hooks and the like, which the last step had not, are still not there.
@@ -328,19 +328,23 @@ class PartOfStep {
 
 // repeat() without its errors: nothing if one is set.
 std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
-  if (!is_undisturbed(PyTuple_GetItem(last, kEmpty), PyTuple_GetItem(last, kSilent)) ||
-      !is_unset(optimizer, names.grad_scale) || !is_unset(optimizer, names.found_inf)) {
+  const Object attributes(PyObject_GenericGetDict(optimizer, nullptr));
+  if (!attributes || !is_undisturbed(PyTuple_GetItem(last, kEmpty), PyTuple_GetItem(last, kSilent)) ||
+      !is_unset(attributes.get(), names.grad_scale) || !is_unset(attributes.get(), names.found_inf)) {
     return false;
   }
-  const Object state(PyObject_GetAttr(optimizer, names.state)),
-      groups(PyObject_GetAttr(optimizer, names.groups));
-  PyObject* parts = PyTuple_GetItem(last, kParts);
-  if (!state || !groups || !has_values(state.get(), PyTuple_GetItem(last, kValues))) return false;
-  const Py_ssize_t count = PyList_Size(groups.get());
+  // Borrowed by the attributes, which nothing else can reach before the last use of them.
+  PyObject *state = PyDict_GetItemWithError(attributes.get(), names.state),
+           *groups = PyDict_GetItemWithError(attributes.get(), names.groups),
+           *parts = PyTuple_GetItem(last, kParts);
+  if (state == nullptr || groups == nullptr || !has_values(state, PyTuple_GetItem(last, kValues))) {
+    return false;
+  }
+  const Py_ssize_t count = PyList_Size(groups);
   if (count != PyTuple_Size(parts)) return false;
   std::deque<PartOfStep> step;
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!step.emplace_back(PyTuple_GetItem(parts, i), PyList_GetItem(groups.get(), i)).same_options()) {
+    if (!step.emplace_back(PyTuple_GetItem(parts, i), PyList_GetItem(groups, i)).same_options()) {
       return false;
     }
   }

@@ -374,10 +374,6 @@ class FusedOptimizer(Optimizer):
 
     # The step
 
-    #: What a GradScaler sets for the time of a step.
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-
     profile_hook_step = staticmethod(with_hooks)
 
     def step(
