@@ -33,7 +33,6 @@ _names = map(str, itertools.count())
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
-
 #: The index of a group, and that of a launch among those that update it.
 _Place = tuple[int, int]
 
@@ -458,8 +457,7 @@ class FusedOptimizer(Optimizer):
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
         self._last_step = None
-        own_max_norm = self._max_grad_norm()
-        work = self._bind_groups()
+        own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         factors = _factors.of_step(self, work, max_norm, own_max_norm)
         if factors is None:
             factors = PLAIN
