@@ -233,6 +233,12 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   }
 }
 
+void Plan::move_grad(size_t i, void* data) {
+  entries_[i].task.data[kGrad] = data;
+  ++grads_version_;
+  shared_with_.clear();
+}
+
 void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index) {
   Rows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
   const int64_t units = entry.units();

@@ -61,6 +61,8 @@ class Plan {
   // Throws std::runtime_error, naming the operand, if they cannot be updated together; the plan then still
   // describes the operands of before.
   void bind(size_t i, const TensorOperands& operands);
+  // The same where nothing but a dense gradient's address differs.
+  void move_grad(size_t i, void* data);
   // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element.
   void check_weights_apart();
 

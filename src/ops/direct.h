@@ -1,12 +1,15 @@
 // What fusedstep._bind calls directly, past the dispatcher.
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "fusedstep/isa.h"
+#include "src/bound.h"
 #include "src/plan.h"
 
 namespace fusedstep::ops {
@@ -19,9 +22,41 @@ FUSEDSTEP_API bool bind_plan(int64_t handle, std::span<const TensorView> weights
                              std::span<const TensorView> grads,
                              std::span<const std::optional<RowIndex>> rows = {});
 
+struct NativePlan;
+
+// bind_plan() for weights and gradients that are nearly always those of the last time: they are looked at one
+// by one, no list of them is made.
+class Rebinding {
+ public:
+  FUSEDSTEP_API explicit Rebinding(int64_t plan);
+  explicit Rebinding(NativePlan& native);
+
+  size_t tensors() const { return bound_->tensors(); }
+  // What tensor i's operands are now; false if bind_plan() has to look at them.
+  bool compare(size_t i, const TensorView& weight, const TensorView& grad) {
+    if (i >= bound_->tensors()) return false;
+    const Bound::Is is = bound_->compare(i, weight, grad);
+    if (is == Bound::Is::kGradMoved) moved_.emplace_back(i, grad.data);
+    return is != Bound::Is::kOther;
+  }
+  void prefetch(size_t i) const { bound_->prefetch(i); }
+  // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
+  // to.
+  FUSEDSTEP_API bool finish();
+
+ private:
+  std::shared_ptr<NativePlan> held_;
+  NativePlan* native_;
+  const Bound* bound_;
+  std::vector<std::pair<size_t, void*>> moved_;
+};
+
 // The gradients that a step over these plans will not write, as they share memory: pairs of the plan's and
 // the tensor's index.
 FUSEDSTEP_API std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles);
+
+// To be called before steps of several plans that write gradients.
+FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
 
 // A step over a plan, with the options of the optimizer's operator as numbers, those from the first to
 // maximize. Throws std::runtime_error if their count is wrong, or the plan does not exist.

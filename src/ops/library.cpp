@@ -126,6 +126,8 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
+void find_shared_grads(const std::vector<int64_t>& handles) { Plan::find_shared_grads(Plans(handles).all()); }
+
 std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles) {
   const Plans plans(handles);
   Plan::find_shared_grads(plans.all());

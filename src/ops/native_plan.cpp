@@ -47,15 +47,6 @@ DType dtype_of(const Tensor& tensor, const char* what) {
 
 float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
 
-// Looked at again only where the memory is another: at every step of thousands of tensors.
-const TensorView& state_view(NativePlan& native, size_t i) {
-  TensorView& known = native.state_views[i];
-  if (const Tensor& state = native.states[i]; known.data == nullptr || known.data != state.data_ptr()) {
-    known = view(state, "state");
-  }
-  return known;
-}
-
 // A number that a step reads on the plan's device; null if there is none.
 template <class T>
 const T* number(const std::optional<Tensor>& tensor) {
@@ -178,18 +169,56 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   check(weights.size() == count && grads.size() == count,
         "weights and grads must have the plan's " + std::to_string(count) + " tensors, not " +
             std::to_string(weights.size()) + " and " + std::to_string(grads.size()));
+  if (rows.empty()) {
+    Rebinding again(native);
+    size_t same = 0;
+    while (same < count && again.compare(same, weights[same], grads[same])) ++same;
+    if (same == count && again.finish()) return true;
+  }
   const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
   if (std::ranges::any_of(weights, moved)) return false;
-  native.state_views.resize(native.states.size());
+  native.bound.clear();
+  const std::vector<TensorView> states = views(native.states, "state");
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
-    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = state_view(native, k * count + i);
+    for (int k = 0; k < plan.slots(); ++k) operands.states[k] = states[k * count + i];
     if (!rows.empty()) operands.rows = rows[i];
     plan.bind(i, operands);
   }
   plan.check_weights_apart();
-  if (!rows.empty()) sum_entries(plan, num_threads());
   native.counts.resize(count);
+  if (!rows.empty()) {
+    sum_entries(plan, num_threads());
+    return true;
+  }
+  native.bound.note(weights, grads);
+  native.state_places.clear();
+  for (const TensorView& state : states) native.state_places.push_back({state.data, address_of_sizes(state)});
+  return true;
+}
+
+bool states_are_in_place(const NativePlan& native) {
+  constexpr size_t kAhead = 16;
+  for (size_t i = 0; i < native.states.size(); ++i) {
+    if (i + kAhead < native.states.size()) {
+      __builtin_prefetch(native.states[i + kAhead].get());
+      prefetch_tensor(native.state_places[i + kAhead].sizes);
+    }
+    if (native.states[i].data_ptr() != native.state_places[i].data) return false;
+  }
+  return true;
+}
+
+Rebinding::Rebinding(int64_t plan) : held_(find_plan(plan)), native_(held_.get()), bound_(&native_->bound) {}
+
+Rebinding::Rebinding(NativePlan& native) : native_(&native), bound_(&native.bound) {}
+
+bool Rebinding::finish() {
+  if (bound_->tensors() == 0 || !states_are_in_place(*native_)) return false;
+  for (const auto& [i, data] : moved_) {
+    native_->plan.move_grad(i, data);
+    native_->bound.move_grad(i, data);
+  }
   return true;
 }
 

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "src/backend.h"
+#include "src/bound.h"
 #include "src/ops/direct.h"
 #include "src/step.h"
 
@@ -41,7 +42,12 @@ struct NativePlan {
   Tensors parts;  // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
-  std::vector<TensorView> state_views;  // of `states`, as they were last found
+  Bound bound;  // what was bound last, if no gradient was sparse,
+  struct Place {
+    const void* data;
+    uintptr_t sizes;
+  };
+  std::vector<Place> state_places;  // and where the states were
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);
@@ -57,6 +63,8 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
 // they cannot be updated together. Returns false if a weight is on another device than the plan.
 bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows = {});
+// Whether the states are where they were when they were bound.
+bool states_are_in_place(const NativePlan& native);
 
 // What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).
 // `grads` is a GradUse.

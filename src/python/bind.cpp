@@ -9,7 +9,9 @@
 
 #include <ATen/dlpack.h>
 
+#include <algorithm>
 #include <array>
+#include <deque>
 #include <exception>
 #include <optional>
 #include <string>
@@ -21,6 +23,7 @@ namespace {
 
 using fusedstep::DType;
 using fusedstep::TensorView;
+using fusedstep::ops::Rebinding;
 
 const DLPackExchangeAPI* torchs_tensors = nullptr;
 
@@ -40,26 +43,54 @@ std::optional<int> device_of(const DLDevice& device) {
   return {};
 }
 
-// What a list's tensors are; nothing if one of them is no dense tensor of a dtype and on a device that there
-// are kernels for, which the operator has the words for.
+// What a tensor is; nothing if it is no dense tensor of a dtype and on a device that there are kernels for,
+// which the operator has the words for.
+std::optional<TensorView> view(PyObject* object) {
+  DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
+  if (torchs_tensors->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
+    PyErr_Clear();
+    return {};
+  }
+  const std::optional<DType> dtype = dtype_of(tensor.dtype);
+  const std::optional<int> device = device_of(tensor.device);
+  if (!dtype || !device) return {};
+  const auto dims = static_cast<size_t>(tensor.ndim);
+  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  return TensorView{data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device};
+}
+
 std::optional<std::vector<TensorView>> views(PyObject* list) {
   const Py_ssize_t count = PyList_Size(list);
   std::vector<TensorView> found;
   found.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
-    if (torchs_tensors->dltensor_from_py_object_no_sync(PyList_GetItem(list, i), &tensor) != 0) {
-      PyErr_Clear();
-      return {};
-    }
-    const std::optional<DType> dtype = dtype_of(tensor.dtype);
-    const std::optional<int> device = device_of(tensor.device);
-    if (!dtype || !device) return {};
-    const auto dims = static_cast<size_t>(tensor.ndim);
-    char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-    found.push_back({data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device});
+    const std::optional<TensorView> tensor = view(PyList_GetItem(list, i));
+    if (!tensor) return {};
+    found.push_back(*tensor);
   }
   return found;
+}
+
+// How far ahead of the tensor that is looked at others are asked for.
+constexpr size_t kAhead = 8;
+
+// Compares a weight and its gradient with what is bound; false if the operator has to look at them.
+bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
+  bound.prefetch(i + kAhead);
+  const std::optional<TensorView> weight_view = view(weight);
+  if (!weight_view) return false;
+  const std::optional<TensorView> grad_view = view(grad);
+  return grad_view && bound.compare(i, *weight_view, *grad_view);
+}
+
+bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
+  Rebinding bound(plan);
+  const Py_ssize_t count = PyList_Size(weights);
+  if (static_cast<size_t>(count) != bound.tensors() || count != PyList_Size(grads)) return false;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!compare(bound, i, PyList_GetItem(weights, i), PyList_GetItem(grads, i))) return false;
+  }
+  return bound.finish();
 }
 
 // plan_bind(plan, weights, grads) -> bool: whether it was done; if not, the operator of that name has to.
@@ -70,6 +101,7 @@ PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
     return nullptr;
   }
   try {
+    if (rebind(plan, weight_list, grad_list)) Py_RETURN_TRUE;
     const auto weights = views(weight_list), grads = weights ? views(grad_list) : std::nullopt;
     return PyBool_FromLong(grads && fusedstep::ops::bind_plan(plan, *weights, *grads));
   } catch (const std::exception& error) {
@@ -150,23 +182,221 @@ PyObject* same(PyObject* /*module*/, PyObject* arguments) {
   return PyBool_FromLong(all);
 }
 
-// is_state(state, values) -> bool: whether the dictionaries that are the values of `state` have just these
-// values, in this order.
-PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
-  PyObject *state = nullptr, *values = nullptr;
-  if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &state, &PyList_Type, &values)) return nullptr;
+// Whether the dictionaries that are the values of `state` have just these values, in this order.
+bool has_values(PyObject* state, PyObject* values) {
   const Py_ssize_t count = PyList_Size(values);
   Py_ssize_t known = 0, at_tensor = 0;
   for (PyObject *tensor = nullptr, *of_tensor = nullptr;
        PyDict_Next(state, &at_tensor, &tensor, &of_tensor) != 0;) {
-    if (PyDict_Check(of_tensor) == 0) Py_RETURN_FALSE;
+    if (PyDict_Check(of_tensor) == 0) return false;
     Py_ssize_t at_name = 0;
     for (PyObject *name = nullptr, *value = nullptr; PyDict_Next(of_tensor, &at_name, &name, &value) != 0;) {
-      if (known == count || PyList_GetItem(values, known) != value) Py_RETURN_FALSE;
+      if (known == count || PyList_GetItem(values, known) != value) return false;
       ++known;
     }
   }
-  return PyBool_FromLong(known == count);
+  return known == count;
+}
+
+// is_state(state, values) -> bool: has_values().
+PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
+  PyObject *state = nullptr, *values = nullptr;
+  if (!PyArg_ParseTuple(arguments, "O!O!", &PyDict_Type, &state, &PyList_Type, &values)) return nullptr;
+  return PyBool_FromLong(has_values(state, values));
+}
+
+// An owned reference.
+class Object {
+ public:
+  explicit Object(PyObject* object) : object_(object) {}
+  Object(const Object&) = delete;
+  Object& operator=(const Object&) = delete;
+  ~Object() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// A Repeat and its Parts are named tuples of python/fusedstep/optim/_repeat.py.
+enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kRaiseVersions, kRepeatFields };
+enum InPart : Py_ssize_t { kItems, kWeights, kPlan, kOptions, kUse };
+
+// Whether an object has no attribute of its own by this name, or None.
+bool is_unset(PyObject* attributes, PyObject* name) {
+  PyObject* value = PyDict_GetItemWithError(attributes, name);
+  return value == nullptr ? PyErr_Occurred() == nullptr : value == Py_None;
+}
+
+// Whether hooks and the like, which the last step had not, are still not there.
+bool is_undisturbed(PyObject* empty, PyObject* silent) {
+  for (Py_ssize_t i = 0; i < PyTuple_Size(empty); ++i) {
+    if (PyDict_Size(PyTuple_GetItem(empty, i)) != 0) return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(silent); ++i) {
+    const Object told(PyObject_CallNoArgs(PyTuple_GetItem(silent, i)));
+    if (told.get() != Py_None && told.get() != Py_False) return false;
+  }
+  return true;
+}
+
+// Names that are looked up at every step.
+struct Names {
+  PyObject *grad, *groups, *state, *params, *lr, *grad_scale, *found_inf;
+};
+Names names{};
+
+// A group's part of a step, as it is compared with that of the last step.
+class PartOfStep {
+ public:
+  PartOfStep(PyObject* part, PyObject* group) : part_(part), group_(group) {}
+
+  // Whether the options are the last step's, but for the learning rate: that is the first of the numbers.
+  bool same_options() {
+    PyObject* items = PyTuple_GetItem(part_, kItems);
+    const Py_ssize_t count = PyList_Size(items);
+    Py_ssize_t known = 0, at = 0;
+    for (PyObject *name = nullptr, *value = nullptr; PyDict_Next(group_, &at, &name, &value) != 0;
+         known += 2) {
+      if (known + 1 >= count || PyList_GetItem(items, known) != name) return false;
+      if (name == names.params) params_ = value;
+      if (PyList_GetItem(items, known + 1) == value) continue;
+      if (name != names.lr || PyFloat_CheckExact(value) == 0) return false;
+      numbers()[0] = PyFloat_AsDouble(value);
+      Py_INCREF(value);
+      PyList_SetItem(items, known + 1, value);
+    }
+    return known == count && params_ != nullptr;
+  }
+
+  // Whether the same parameters have a gradient, and these and the states can be bound as the last step's.
+  bool bind() {
+    PyObject* weights = PyTuple_GetItem(part_, kWeights);
+    const Py_ssize_t count = PyList_Size(params_), with_grads = PyList_Size(weights);
+    if (writes_grads()) grads_.emplace(PyList_New(0));
+    if (with_grads > 0) bound_.emplace(plan());
+    if (bound_ && static_cast<size_t>(with_grads) != bound_->tensors()) return false;
+    Py_ssize_t i = 0;
+    for (Py_ssize_t p = 0; p < count; ++p) {
+      PyObject* param = PyList_GetItem(params_, p);
+      const Object grad(PyObject_GetAttr(param, names.grad));
+      if (!grad) return false;
+      const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
+      if (steps != (grad.get() != Py_None)) return false;
+      if (!steps) continue;
+      if (!compare(*bound_, static_cast<size_t>(i), param, grad.get())) return false;
+      if (grads_ && PyList_Append(grads_->get(), grad.get()) != 0) return false;
+      ++i;
+    }
+    return i == with_grads && (!bound_ || bound_->finish());
+  }
+
+  bool updates() const { return bound_.has_value(); }
+  long long plan() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kPlan)); }
+  bool writes_grads() const { return use() != 0; }
+  void take(fusedstep::ops::StepFunction step) { step(plan_, {values_, options_}, 1, use_); }
+
+  // To be called before take(), which Python's objects are out of reach of.
+  void read() {
+    plan_ = plan();
+    use_ = use();
+    values_ = numbers();
+    options_ = static_cast<size_t>(PyByteArray_Size(PyTuple_GetItem(part_, kOptions))) / sizeof(double);
+  }
+
+  // Tells autograd what the step overwrites.
+  bool raise_versions(PyObject* raise) const {
+    const Object weights(PyObject_CallFunctionObjArgs(raise, PyTuple_GetItem(part_, kWeights), nullptr));
+    if (!weights || !grads_) return static_cast<bool>(weights);
+    return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(raise, grads_->get(), nullptr)));
+  }
+
+ private:
+  long long use() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kUse)); }
+  double* numbers() const {
+    return reinterpret_cast<double*>(PyByteArray_AsString(PyTuple_GetItem(part_, kOptions)));
+  }
+
+  PyObject *part_, *group_, *params_ = nullptr;  // borrowed
+  std::optional<Object> grads_;
+  std::optional<Rebinding> bound_;
+  long long plan_ = 0, use_ = 0;
+  const double* values_ = nullptr;
+  size_t options_ = 0;
+};
+
+// repeat() without its errors: nothing if one is set.
+std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
+  const Object attributes(PyObject_GenericGetDict(optimizer, nullptr));
+  if (!attributes || !is_undisturbed(PyTuple_GetItem(last, kEmpty), PyTuple_GetItem(last, kSilent)) ||
+      !is_unset(attributes.get(), names.grad_scale) || !is_unset(attributes.get(), names.found_inf)) {
+    return false;
+  }
+  // Borrowed by the attributes, which nothing else can reach before the last use of them.
+  PyObject *state = PyDict_GetItemWithError(attributes.get(), names.state),
+           *groups = PyDict_GetItemWithError(attributes.get(), names.groups),
+           *parts = PyTuple_GetItem(last, kParts);
+  if (state == nullptr || groups == nullptr || !has_values(state, PyTuple_GetItem(last, kValues))) {
+    return false;
+  }
+  const Py_ssize_t count = PyList_Size(groups);
+  if (count != PyTuple_Size(parts)) return false;
+  std::deque<PartOfStep> step;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    if (!step.emplace_back(PyTuple_GetItem(parts, i), PyList_GetItem(groups, i)).same_options()) {
+      return false;
+    }
+  }
+  if (!std::ranges::all_of(step, &PartOfStep::bind)) return false;
+
+  const fusedstep::ops::StepFunction function =
+      fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
+  if (function == nullptr) return false;
+  // Now and not after the step, which leaves none of what this touches in the cache.
+  std::vector<int64_t> plans;
+  bool writes_grads = false;
+  for (PartOfStep& part : step) {
+    if (!part.updates()) continue;
+    if (!part.raise_versions(PyTuple_GetItem(last, kRaiseVersions))) return {};
+    part.read();
+    plans.push_back(part.plan());
+    writes_grads = writes_grads || part.writes_grads();
+  }
+  if (writes_grads) fusedstep::ops::find_shared_grads(plans);
+  std::optional<std::string> error;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    for (PartOfStep& part : step) {
+      if (part.updates()) part.take(function);
+    }
+  } catch (const std::exception& thrown) {
+    error = thrown.what();
+  }
+  Py_END_ALLOW_THREADS;
+  if (!error) return true;
+  PyErr_SetString(PyExc_RuntimeError, error->c_str());
+  return {};
+}
+
+// repeat(optimizer, last) -> bool: a step that differs from the last one in nothing but numbers and in where
+// the gradients are. False, with nothing changed, if it does or may differ.
+PyObject* repeat(PyObject* /*module*/, PyObject* arguments) {
+  PyObject *optimizer = nullptr, *last = nullptr;
+  if (!PyArg_ParseTuple(arguments, "OO!", &optimizer, &PyTuple_Type, &last)) return nullptr;
+  if (PyTuple_Size(last) != kRepeatFields) {
+    PyErr_SetString(PyExc_TypeError, "the last step must be told by a Repeat");
+    return nullptr;
+  }
+  std::optional<bool> done;
+  try {
+    done = try_repeat(optimizer, last);
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  if (!done) return nullptr;
+  if (!*done) PyErr_Clear();
+  return PyBool_FromLong(*done);
 }
 
 PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
@@ -174,6 +404,7 @@ PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
                          {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},
                          {"same", same, METH_VARARGS, nullptr},
                          {"is_state", is_state, METH_VARARGS, nullptr},
+                         {"repeat", repeat, METH_VARARGS, nullptr},
                          {nullptr, nullptr, 0, nullptr}};
 
 PyModuleDef definition = {
@@ -204,5 +435,12 @@ const DLPackExchangeAPI* exchange_table() {
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python asks for
 PyMODINIT_FUNC PyInit__bind() {
   torchs_tensors = exchange_table();
+  names = {.grad = PyUnicode_InternFromString("grad"),
+           .groups = PyUnicode_InternFromString("_groups"),
+           .state = PyUnicode_InternFromString("state"),
+           .params = PyUnicode_InternFromString("params"),
+           .lr = PyUnicode_InternFromString("lr"),
+           .grad_scale = PyUnicode_InternFromString("grad_scale"),
+           .found_inf = PyUnicode_InternFromString("found_inf")};
   return torchs_tensors != nullptr ? PyModule_Create(&definition) : nullptr;
 }

@@ -130,6 +130,31 @@ void expect_noticed(const Case& case_before, Tensor before, const Case& case_now
   EXPECT_EQ(before.states[0].bytes(), stepped.states[0].bytes());
 }
 
+TEST(PlanTest, FollowsAGradient) {
+  for (const GradUse use : {GradUse::kLeave, GradUse::kScratch}) {
+    Tensor tensor = matrix(lamb());
+    tensor.grad.fill(5);
+    Tensor moved = tensor, bound_anew = tensor;
+    for (Tensor* now : {&moved, &bound_anew}) {
+      Plan plan(1, 2);
+      Operand elsewhere = now->grad;
+      plan.bind(0, now->operands());
+      const double first = 1, second = 2;
+      run_step(plan, lamb().rule.bound, {&first, 1}, {.grads = use});
+      std::swap(now->grad, elsewhere);
+      now->grad.fill(6);
+      if (now == &moved) {
+        plan.move_grad(0, now->operands().grad.data);
+      } else {
+        plan.bind(0, now->operands());
+      }
+      run_step(plan, lamb().rule.bound, {&second, 1}, {.grads = use});
+    }
+    EXPECT_EQ(moved.weight.first_difference(bound_anew.weight), -1);
+    EXPECT_EQ(moved.grad.first_difference(bound_anew.grad), -1);
+  }
+}
+
 TEST(PlanTest, NoticesNewAddresses) { expect_noticed(lamb(), matrix(lamb()), lamb(), matrix(lamb())); }
 
 TEST(PlanTest, NoticesANewShape) {

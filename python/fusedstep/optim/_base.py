@@ -25,13 +25,13 @@ from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
+from fusedstep.optim._repeat import Repeat, last_step
 
 #: Every optimizer by a name that a compiled graph knows it by.
 _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
 _names = map(str, itertools.count())
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
 
 #: The index of a group, and that of a launch among those that update it.
 _Place = tuple[int, int]
@@ -321,6 +321,7 @@ class FusedOptimizer(Optimizer):
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
         self._seen: Snapshot | None = None  # of the state that the plans were made for
+        self._last_step: Repeat | None = None
 
     def _plan(
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -426,6 +427,8 @@ class FusedOptimizer(Optimizer):
             norm = update(max_norm, zero_grad)
             return loss if max_norm is None else norm
 
+    step.repeats = True  # see with_hooks(). A subclass's own step may do more
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Tells a GradScaler that the step divides by the scale, in ``grad_scale``, itself.
@@ -453,8 +456,8 @@ class FusedOptimizer(Optimizer):
         return self._update(max_norm, zero_grad)
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
-        own_max_norm = self._max_grad_norm()
-        work = self._bind_groups()
+        self._last_step = None
+        own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         factors = _factors.of_step(self, work, max_norm, own_max_norm)
         if factors is None:
             factors = PLAIN
@@ -519,6 +522,8 @@ class FusedOptimizer(Optimizer):
                 scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
                 self._imperative_steps(group, weights, scaled)
                 untreated.extend(item.pairs())
+        if _ops.bind and factors is PLAIN and not zero_grad:
+            self._last_step = last_step(self, work, uses)
         return untreated
 
     def _native_step(

@@ -15,24 +15,36 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
+from fusedstep import _ops
+
 #: What torch.compile has Python call for each frame, or None. A torch that does not tell may have.
-_frame_callback = getattr(eval_frame, "get_eval_frame_callback", lambda: True)
+frame_callback = getattr(eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 def is_compiling() -> bool:
     """Whether torch.compile makes a graph of this code, or looks for code to make graphs of."""
-    return torch.compiler.is_compiling() or _frame_callback() is not None
+    return torch.compiler.is_compiling() or frame_callback() is not None
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """What torch makes of an optimizer's ``step``: it calls hooks, and tells the profiler.
 
-    That costs more than a small step, and so is left to those steps that need it.
+    That costs more than a small step, and so is left to those steps that need it. A ``step`` with
+    the attribute ``repeats`` is not even called where the last one can be repeated.
     """
     torchs = Optimizer.profile_hook_step(func)
+    repeats = getattr(func, "repeats", False)
 
     @functools.wraps(func)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if (
+            repeats
+            and not (args or kwargs or torch.compiler.is_compiling())
+            and self._last_step is not None
+            and _ops.bind
+            and _ops.bind.repeat(self, self._last_step)
+        ):
+            return None
         if (
             self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks

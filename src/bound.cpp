@@ -1,0 +1,28 @@
+#include "src/bound.h"
+
+#include <limits>
+
+namespace fusedstep {
+
+void Bound::note(std::span<const TensorView> weights, std::span<const TensorView> grads) {
+  pairs_.clear();
+  shapes_.clear();
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const TensorView &weight = weights[i], &grad = grads[i];
+    // What it has no room for is bound at length at every step.
+    if (shapes_.size() > std::numeric_limits<uint32_t>::max() ||
+        weight.sizes.size() > std::numeric_limits<uint16_t>::max()) {
+      pairs_.clear();
+      return;
+    }
+    pairs_.push_back({weight.data, grad.data, address_of_sizes(weight), address_of_sizes(grad),
+                      static_cast<uint32_t>(shapes_.size()), static_cast<uint16_t>(weight.sizes.size()),
+                      weight.dtype});
+    for (const Dims& dims : {weight.sizes, weight.strides, grad.strides}) {
+      shapes_.insert(shapes_.end(), dims.begin(), dims.end());
+    }
+    device_ = weight.device;
+  }
+}
+
+}  // namespace fusedstep

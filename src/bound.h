@@ -1,0 +1,66 @@
+// Operands as a plan has bound them, laid out to be compared with those of the next step in one pass: nearly
+// always they are the same, and thousands of them lie in no cache.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "src/plan.h"
+
+namespace fusedstep {
+
+// Asks for the memory in which torch had a tensor, by the address that its sizes had. Whether it is still
+// there is no matter.
+inline void prefetch_tensor(uintptr_t sizes) {
+  for (int line = -1; line <= 2; ++line) __builtin_prefetch(reinterpret_cast<const void*>(sizes + 64 * line));
+}
+inline uintptr_t address_of_sizes(const TensorView& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.sizes.data());
+}
+
+class Bound {
+ public:
+  enum class Is : uint8_t { kSame, kGradMoved, kOther };
+
+  size_t tensors() const { return pairs_.size(); }
+  void clear() { pairs_.clear(); }
+  void note(std::span<const TensorView> weights, std::span<const TensorView> grads);
+
+  // What has become of tensor i's weight and gradient. kGradMoved: nothing differs but the gradient's
+  // address.
+  Is compare(size_t i, const TensorView& weight, const TensorView& grad) const {
+    const Pair& known = pairs_[i];
+    const Dims shape = Dims(shapes_).subspan(known.shape, 3 * known.dims);
+    const auto matches = [&](const TensorView& view, size_t strides) {
+      return view.dtype == known.dtype && view.device == device_ && view.sizes.size() == known.dims &&
+             std::equal(view.sizes.begin(), view.sizes.end(), shape.begin()) &&
+             std::equal(view.strides.begin(), view.strides.end(), shape.begin() + strides);
+    };
+    if (weight.data != known.weight || !matches(weight, known.dims)) return Is::kOther;
+    if (!matches(grad, 2 * size_t{known.dims})) return Is::kOther;
+    return grad.data == known.grad ? Is::kSame : Is::kGradMoved;
+  }
+  void move_grad(size_t i, void* data) { pairs_[i].grad = data; }
+
+  void prefetch(size_t i) const {
+    if (i >= pairs_.size()) return;
+    prefetch_tensor(pairs_[i].weight_sizes);
+    prefetch_tensor(pairs_[i].grad_sizes);
+  }
+
+ private:
+  struct Pair {
+    const void *weight, *grad;
+    uintptr_t weight_sizes, grad_sizes;  // where their sizes were
+    uint32_t shape;                      // in shapes_: sizes, strides of the weight, strides of the gradient
+    uint16_t dims;
+    DType dtype;
+  };
+
+  std::vector<Pair> pairs_;
+  std::vector<int64_t> shapes_;
+  int device_ = kHost;
+};
+
+}  // namespace fusedstep

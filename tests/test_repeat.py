@@ -1,0 +1,390 @@
+"""Steps that repeat the last one: whatever has changed since, they are as steps from the start."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from torch.nn import Parameter
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fusedstep import _ops, optim
+from stepping import assert_same_contents, contents
+
+pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+
+SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
+CLASSES = (optim.Adam, optim.AdamW, optim.Adagrad, optim.Adan, optim.Lamb)
+
+
+def build(cls, **options):
+    generator = torch.Generator().manual_seed(0)
+    params = [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
+    groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
+    return cls(groups, lr=0.01, fused=True, **options), params
+
+
+def set_grads(params, seed, *, move=False):
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        if p.grad is None or move or p.grad.shape != p.shape:
+            p.grad = grad
+        else:
+            p.grad.copy_(grad)
+
+
+class Told:
+    """What ``repeat`` was asked and has answered."""
+
+    def __init__(self, monkeypatch):
+        self.answers = []
+        direct = _ops.bind.repeat
+
+        def repeat(*arguments):
+            self.answers.append(direct(*arguments))
+            return self.answers[-1]
+
+        monkeypatch.setattr(_ops.bind, "repeat", repeat)
+
+
+@pytest.fixture
+def told(monkeypatch):
+    return Told(monkeypatch)
+
+
+def keep(optimizer, params): ...
+
+
+def move_grads(optimizer, params):
+    set_grads(params, 9, move=True)
+
+
+def change_lr(optimizer, params):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def freeze(optimizer, params):
+    params[1].requires_grad_(False)
+
+
+# What a step can be repeated over.
+SMALL = [keep, move_grads, change_lr, freeze]
+
+
+def use_tensor_lr(optimizer, params):
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.02)
+
+
+def use_whole_lr(optimizer, params):
+    optimizer.param_groups[0]["lr"] = 1
+
+
+def change_decay(optimizer, params):
+    optimizer.param_groups[1]["weight_decay"] = 0.3
+
+
+def maximize(optimizer, params):
+    optimizer.param_groups[0]["maximize"] = True
+
+
+def use_twin(optimizer, params):
+    optimizer.param_groups[0]["fused"] = False
+
+
+def drop_grad(optimizer, params):
+    params[1].grad = None
+
+
+def drop_all_grads(optimizer, params):
+    for p in params[3:]:
+        p.grad = None
+
+
+def replace_memory(optimizer, params):
+    params[0].data = params[0].data.clone()
+
+
+def transpose(optimizer, params):
+    params[0].data = params[0].data.t().contiguous().t()
+
+
+def transpose_grad(optimizer, params):
+    params[0].grad = params[0].grad.t().contiguous().t()
+
+
+def reorder(optimizer, params):
+    group = optimizer.param_groups[0]
+    group["params"][:] = group["params"][::-1]
+
+
+def drop_param(optimizer, params):
+    del optimizer.param_groups[0]["params"][1]
+
+
+def add_param(optimizer, params):
+    params.append(Parameter(torch.ones(5)))
+    optimizer.param_groups[0]["params"].append(params[-1])
+
+
+def add_group(optimizer, params):
+    params.append(Parameter(torch.ones(5)))
+    optimizer.add_param_group({"params": [params[-1]]})
+
+
+def drop_group(optimizer, params):
+    optimizer.param_groups.pop()
+
+
+def replace_state(optimizer, params):
+    of_weight = optimizer.state[params[0]]
+    for name, value in of_weight.items():
+        of_weight[name] = value.clone()
+
+
+def replace_state_memory(optimizer, params):
+    for value in optimizer.state[params[0]].values():
+        value.data = value.data + 1
+
+
+def replace_step_memory(optimizer, params):
+    step = optimizer.state[params[2]]["step"]
+    step.data = step.data + 10
+
+
+def share_states(optimizer, params):
+    for of_weight in optimizer.state.values():
+        for value in of_weight.values():
+            value.share_memory_()
+
+
+def write_states(optimizer, params):
+    for value in optimizer.state[params[2]].values():
+        value.add_(1)
+
+
+def forget_states(optimizer, params):
+    optimizer.state = defaultdict(dict)
+
+
+def forget_state(optimizer, params):
+    del optimizer.state[params[0]]
+
+
+def reload(optimizer, params):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def use_scaler(optimizer, params):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+
+
+def find_inf(optimizer, params):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(4.0), torch.tensor(1.0)
+
+
+def double_all(optimizer, params):
+    for p in params:
+        p.grad = None
+        p.data = p.data.double()
+        for name, value in optimizer.state[p].items():
+            optimizer.state[p][name] = value if name == "step" else value.double()
+
+
+# What a step can not be repeated over.
+LARGE = [
+    use_tensor_lr,
+    use_whole_lr,
+    change_decay,
+    maximize,
+    use_twin,
+    drop_grad,
+    drop_all_grads,
+    replace_memory,
+    transpose,
+    transpose_grad,
+    reorder,
+    drop_param,
+    add_param,
+    add_group,
+    drop_group,
+    replace_state,
+    replace_state_memory,
+    share_states,
+    forget_states,
+    forget_state,
+    reload,
+    use_scaler,
+    find_inf,
+    double_all,
+]
+
+
+def run(cls, change, **options):
+    """Two steps, the change, and three steps more."""
+    optimizer, params = build(cls, **options)
+    for seed in (1, 2):
+        set_grads(params, seed)
+        optimizer.step()
+    if change in (drop_grad, drop_all_grads, transpose_grad):
+        set_grads(params, 3)
+        change(optimizer, params)
+    else:
+        change(optimizer, params)
+        set_grads(params, 3)
+    for seed in (3, 4, 5):
+        optimizer.step()
+        for name in {"grad_scale", "found_inf"} & vars(optimizer).keys():
+            delattr(optimizer, name)
+        set_grads(params, seed + 1)
+    return optimizer
+
+
+@pytest.mark.parametrize("change", [*SMALL, *LARGE, replace_step_memory, write_states])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_step_after_a_change_is_as_from_the_start(cls, change, monkeypatch):
+    repeated = run(cls, change)
+    monkeypatch.setattr(_ops, "bind", None)
+    expected = run(cls, change)
+    assert_same_contents(contents(repeated), contents(expected))
+    versions = [[p._version for p in group["params"]] for group in repeated.param_groups]
+    assert versions == [[p._version for p in group["params"]] for group in expected.param_groups]
+
+
+@pytest.mark.parametrize("change", [*SMALL, *LARGE])
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_a_step_is_repeated_over(cls, change, told):
+    run(cls, change)
+    assert told.answers[0] is True
+    assert (told.answers == [True] * 4) == (change in SMALL)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_frozen_weights_do_not_hinder(cls, told):
+    optimizer, params = build(cls)
+    for seed in (1, 2, 3):
+        set_grads(params, seed)
+        params[1].grad = params[4].grad = None
+        optimizer.step()
+    assert told.answers == [True, True]
+
+
+def test_options_in_a_list_may_change_in_place(told):
+    def stepped(betas):
+        optimizer, params = build(optim.Adam)
+        for number in range(3):
+            for group in optimizer.param_groups:
+                if number == 0:
+                    group["betas"] = betas(0)
+                elif isinstance(group["betas"], list):
+                    group["betas"][0] = betas(number)[0]
+                else:
+                    group["betas"] = betas(number)
+            set_grads(params, number)
+            optimizer.step()
+        return optimizer
+
+    in_place = stepped(lambda number: [0.9 - number / 10, 0.999])
+    assert told.answers == []
+    anew = stepped(lambda number: (0.9 - number / 10, 0.999))
+    assert_same_contents(contents(in_place), contents(anew))
+
+
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_hooks_are_called(everywhere):
+    optimizer, params = build(optim.Adam)
+    calls = []
+    for number in range(4):
+        set_grads(params, number)
+        optimizer.step()
+        if number == 1:
+            register = (
+                register_optimizer_step_pre_hook
+                if everywhere
+                else optimizer.register_step_post_hook
+            )
+            handle = register(lambda *_: calls.append(1))
+    handle.remove()
+    set_grads(params, 5)
+    optimizer.step()
+    assert len(calls) == 2
+
+
+def test_a_subclass_is_asked_at_each_step():
+    class Counting(optim.Adam):
+        calls = 0
+
+        def step(self, *arguments, **options):
+            self.calls += 1
+            return super().step(*arguments, **options)
+
+    optimizer, params = build(Counting)
+    for seed in (1, 2, 3):
+        set_grads(params, seed)
+        optimizer.step()
+    assert optimizer.calls == 3
+
+
+def wrong_shape(optimizer, params):
+    params[0].grad.data = torch.ones(31, 33)
+
+
+def wrong_dtype(optimizer, params):
+    params[0].grad.data = torch.ones(33, 31, dtype=torch.float64)
+
+
+def shared_weights(optimizer, params):
+    params[1].data = params[0].data.view(-1)[:7]
+
+
+def expanded_weight(optimizer, params):
+    params[1].data = torch.ones(1).expand(7)
+
+
+def wrong_state(optimizer, params):
+    name = next(name for name in optimizer.state[params[1]] if name != "step")
+    optimizer.state[params[1]][name].data = torch.ones(8)
+
+
+@pytest.mark.parametrize(
+    "spoil", [wrong_shape, wrong_dtype, shared_weights, expanded_weight, wrong_state]
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_what_is_wrong_is_found_before_anything_has_changed(cls, spoil):
+    optimizer, params = build(cls)
+    for seed in (1, 2):
+        set_grads(params, seed)
+        optimizer.step()
+    set_grads(params, 3)
+    spoil(optimizer, params)
+    others = [params[2], *optimizer.state[params[2]].values(), params[3]]
+    before, versions = [tensor.clone() for tensor in others], [p._version for p in params]
+    with pytest.raises(RuntimeError):
+        optimizer.step()
+    assert all(map(torch.equal, others, before))
+    assert [p._version for p in params] == versions
+
+
+def test_gradients_that_come_to_share_memory_are_kept(monkeypatch):
+    def stepped():
+        optimizer, params = build(optim.Lamb)
+        for group, keep_grad in zip(optimizer.param_groups, (True, False), strict=True):
+            group["keep_grad"] = keep_grad
+        for seed in (1, 2, 3):
+            set_grads(params, seed, move=True)
+            if seed == 3:
+                params[3].grad = params[0].grad[2, 3]
+            optimizer.step()
+        return contents(optimizer), params[0].grad
+
+    repeated, grad = stepped()
+    monkeypatch.setattr(_ops, "bind", None)
+    expected, expected_grad = stepped()
+    assert_same_contents(repeated, expected)
+    assert torch.equal(grad, expected_grad)
+
+
+@pytest.mark.parametrize("arguments", [(), (1,), (1, ()), (1, [])], ids=str)
+def test_other_arguments_are_refused(arguments):
+    with pytest.raises(TypeError):
+        _ops.bind.repeat(*arguments)
