@@ -71,8 +71,8 @@ struct Launch {
   Stream stream;
 };
 
-// How far a tensor is in a launch of both phases: chunks that have been added up, those that have been updated,
-// and whether its ratio is known. All zero between launches.
+// How far a tensor is in a launch of both phases: chunks that have been added up, those that have been
+// updated, and whether its ratio is known. All zero between launches.
 struct TensorProgress {
   unsigned accumulated, applied, ready;
 };
@@ -119,8 +119,8 @@ struct PrepareLaunch {
   Stream stream;
 };
 
-// An elementwise rule has `update`. A two-phase rule has `two_phases` for tensors that are gone over in words,
-// and for others `accumulate` and one `apply` or the other, as Launch::stores says.
+// An elementwise rule has `update`. A two-phase rule has `two_phases` for tensors that are gone over in
+// words, and for others `accumulate` and one `apply` or the other, as Launch::stores says.
 struct PassKernels {
   void (*update)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);

@@ -36,11 +36,6 @@ __device__ __forceinline__ float approximate_inverse_root(float x) {
   return y;
 }
 
-// Asks for the line of memory that holds an address.
-__device__ __forceinline__ void fetch_to_cache(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
 // The shared memory that a block was launched with.
 __device__ __forceinline__ void* block_memory() {
   extern __shared__ uint4 bytes[];
@@ -54,9 +49,11 @@ void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t mem
   kernel<<<static_cast<unsigned>(blocks), kThreads + kWarp, memory, stream>>>(arguments...);
 }
 
-// With `per_multiprocessor` blocks on each. The kernel may then be launched with that much memory.
+// With `per_multiprocessor` blocks on each, and up to `most_slots` slots. The kernel may then be launched
+// with that much memory.
 template <class... Parameters>
-Residents residents(int device, void (*kernel)(Parameters...), int per_multiprocessor, size_t slot_bytes) {
+Residents residents(int device, void (*kernel)(Parameters...), int per_multiprocessor, int most_slots,
+                    size_t slot_bytes) {
   const auto ask = [&](cudaDeviceAttr attribute) {
     int value = 0;
     cudaDeviceGetAttribute(&value, attribute, device);
@@ -68,7 +65,7 @@ Residents residents(int device, void (*kernel)(Parameters...), int per_multiproc
                     ask(cudaDevAttrReservedSharedMemoryPerBlock);
   const int most = std::min(share, ask(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   const int left = most - static_cast<int>(used.sharedSizeBytes);
-  const int slots = std::max(0, std::min(left / static_cast<int>(slot_bytes), 31));
+  const int slots = std::max(0, std::min(left / static_cast<int>(slot_bytes), most_slots));
   cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                        static_cast<int>(slots * slot_bytes));
   return {static_cast<int64_t>(ask(cudaDevAttrMultiProcessorCount)) * per_multiprocessor, slots};

@@ -1,8 +1,8 @@
 // The numbers that a thread works on side by side, as the V of a rule.
 //
-// A division or root of its own, rounded as IEEE wants, ends in a branch to a slow way for what is out of range:
-// four of them take turns. Here the fast ways of all numbers run interleaved, and one branch is taken if any of
-// them is out of range: 0 is not.
+// A division or root of its own, rounded as IEEE wants, ends in a branch to a slow way for what is out of
+// range: four of them take turns. Here the fast ways of all numbers run interleaved, and one branch is taken
+// if any of them is out of range: 0 is not.
 #pragma once
 #include <cstdint>
 #include <cstring>

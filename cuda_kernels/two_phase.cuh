@@ -12,8 +12,9 @@
 
 namespace fusedstep::cuda {
 
-// Blocks that a multiprocessor is to hold.
-constexpr int kTwoPhaseBlocks = 3;
+// Blocks that a multiprocessor is to hold, and chunks whose updates each of them holds: with more of either
+// the cache beside the shared memory becomes too small for what is on its way.
+constexpr int kTwoPhaseBlocks = 3, kTwoPhaseSlots = 2;
 
 struct Turn {
   enum Kind { kAccumulate, kApply, kIdle, kEnd } kind;
@@ -52,18 +53,6 @@ class Control {
     }
   }
 
-  // Has the cache ask for what a turn reads, while the turn before is still under way.
-  template <class Weight, class State, int kStates>
-  __device__ __forceinline__ void fetch(const Turn& next) const {
-    if (next.kind != Turn::kAccumulate) return;
-    const Chunk& chunk = next.numbered.chunk;
-    const TensorTask& task = launch_.pass.tensors[chunk.tensor];
-    fetch_range(static_cast<const Weight*>(task.data[kWeight]), chunk);
-    fetch_range(static_cast<const Weight*>(launch_.pass.grads[chunk.tensor].data), chunk);
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) fetch_range(static_cast<const State*>(task.data[kFirstState + k]), chunk);
-  }
-
   // What is left to do for a turn that is over.
   __device__ __forceinline__ void conclude(const Turn& over, const Sums2& sums) {
     if (over.kind != Turn::kAccumulate && over.kind != Turn::kApply) return;
@@ -95,14 +84,6 @@ class Control {
 
  private:
   static constexpr int64_t kNoChunk = -1;
-
-  template <class T>
-  static __device__ __forceinline__ void fetch_range(const T* data, const Chunk& chunk) {
-    constexpr int kLine = 128 / sizeof(T);
-    for (int64_t i = chunk.begin + threadIdx.x % kWarp * kLine; i < chunk.end; i += kWarp * kLine) {
-      fetch_to_cache(data + i);
-    }
-  }
 
   static __device__ bool leads() { return threadIdx.x % kWarp == 0; }
 
@@ -200,7 +181,7 @@ struct Turns {
   SegmentSums<2, kChunkSegments> sums[2];
 };
 
-template <template <unsigned> class Rule, class Weight, class State>
+template <template <unsigned> class Rule>
 __device__ __noinline__ void control(const TwoPhaseLaunch& launch, Turns& turns) {
   Control<Rule> control(launch);
   turns.of[1].kind = Turn::kIdle;  // there is none before the first
@@ -214,8 +195,6 @@ __device__ __noinline__ void control(const TwoPhaseLaunch& launch, Turns& turns)
     if (turn.kind == Turn::kEnd) break;
     __syncwarp();
     control.decide(turn, other);
-    __syncwarp();
-    control.template fetch<Weight, State, Rule<0>::kStates>(other);
     __syncthreads();
   }
   control.leave();
@@ -249,7 +228,7 @@ __global__ void __launch_bounds__(kThreads + kWarp, kTwoPhaseBlocks)
   if (left_out(launch.pass.found_inf)) {
     if (!controls) clear_chunks<Body>(launch.pass);
   } else if (controls) {
-    control<Rule, Weight, State>(launch, turns);
+    control<Rule>(launch, turns);
   } else {
     work<Body>(launch.pass, turns, found);
   }
@@ -266,7 +245,7 @@ void launch_two_phases(const TwoPhaseLaunch& asked) {
   {
     const std::lock_guard lock(mutex);
     const auto [at, is_new] = known.try_emplace(launch.device);
-    if (is_new) at->second = residents(launch.device, kKernel, kTwoPhaseBlocks, kSlotBytes);
+    if (is_new) at->second = residents(launch.device, kKernel, kTwoPhaseBlocks, kTwoPhaseSlots, kSlotBytes);
     here = at->second;
   }
   launch.slots = here.slots;

@@ -333,6 +333,18 @@ def inference_tensors_in_inference_mode(build):
 
 
 @of(*NAMESAKES)
+def lists_of_a_group(build):
+    params = weights()
+    optimizer = build(params)
+    for param, gradient in zip(params, make_gradients(SHAPES, torch.float32, 1), strict=True):
+        param.grad = gradient
+    params[1].grad = None
+    lists = [[] for _ in range(4 if "lr_decay" in optimizer.defaults else 6)]
+    found = optimizer._init_group(optimizer.param_groups[0], *lists)
+    return found, lists
+
+
+@of(*NAMESAKES)
 def inference_tensors_elsewhere(build):
     with torch.inference_mode():
         (param,) = (torch.ones(3),)

@@ -24,6 +24,7 @@ from fusedstep.optim import _dtensor, _factors
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
+from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
 
@@ -374,6 +375,7 @@ class FusedOptimizer(Optimizer):
     # The step
 
     profile_hook_step = staticmethod(with_hooks)
+    _init_group = init_group
 
     def step(
         self,

@@ -125,6 +125,12 @@ class Adagrad(FusedOptimizer):
         for state in self.state.values():
             state["sum"].share_memory_()
 
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> tuple[bool, bool]:
+        """As torch's: whether there is a sparse gradient, and whether a complex weight."""
+        has_complex = super()._init_group(group, *lists)
+        _, grads, *_ = lists
+        return any(grad.is_sparse for grad in grads), has_complex
+
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("sum",)
 

@@ -91,7 +91,6 @@ void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, St
 // Fewer places than the tests' tensors have chunks: some have to do without.
 constexpr Residents kEmulated{3, 4};
 
-inline void fetch_to_cache(const void*) {}
 // About as far off as a GPU's.
 inline float approximate_reciprocal(float x) { return 1 / x * (1 + 0x1p-23f); }
 inline float approximate_inverse_root(float x) { return 1 / std::sqrt(x) * (1 - 0x1p-23f); }
@@ -102,7 +101,7 @@ inline void* block_memory() {
 }
 
 template <class... Parameters>
-Residents residents(int, void (*)(Parameters...), int, size_t) {
+Residents residents(int, void (*)(Parameters...), int, int, size_t) {
   return kEmulated;
 }
 
