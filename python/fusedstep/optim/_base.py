@@ -13,11 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.optim.optimizer import (
-    Optimizer,
-    ParamsT,
-    _get_capturable_supported_devices,
-)
+from torch.optim.optimizer import Optimizer, ParamsT, _get_capturable_supported_devices
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
