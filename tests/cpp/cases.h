@@ -22,6 +22,7 @@ struct RuleCase {
   bool two_phase;
   BoundRule bound;
   void (*oracle)(double step, Values& values);
+  unsigned flags = 0, flag_combinations = 1;
 };
 
 // A rule for weights and states of given dtypes: what most tests are parameters of.
