@@ -148,7 +148,7 @@ class RowsTest : public testing::TestWithParam<Case> {
       ASSERT_TRUE(sparse.fill_untouched());
       const std::vector<bool> has_row = grad.has_row();
       const int64_t elements = grad.row_elements();
-      for (size_t row = 0; row < has_row.size(); ++row) {
+      for (int64_t row = 0; row < std::ssize(has_row); ++row) {
         if (has_row[row]) continue;
         for (int64_t i = row * elements; i < (row + 1) * elements; ++i) {
           expected.weight.set(i, before.weight.get(i));
