@@ -43,11 +43,12 @@ parallelism() {
   printf '%s\n' "$(nproc)" "$((memory > 1 ? memory : 1))" | sort -n | head -n 1
 }
 
-# That of the GPU that is here, for all take nvcc minutes; without one it is only compiled for.
+# That of the GPU that is here, for all take nvcc minutes. Without one, nothing can run what an assembler would take
+# half of the time for: it is compiled as far as PTX.
 cuda_architecture() {
   local capability
   capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
-  echo "${capability:-90}"
+  echo "${capability:-90-virtual}"
 }
 
 configure() {

@@ -11,10 +11,12 @@ function(fusedstep_isa NAME CAPABILITY)
   # GCC 12 warns of variables left undefined on purpose inside its own intrinsics, and notes at every register passed to a
   # function that older versions passed it otherwise: all of them inline.
   target_compile_options(fusedstep_kernels_${NAME} PRIVATE -Wno-maybe-uninitialized -Wno-uninitialized -Wno-psabi)
-  # Under a sanitizer, what runs is what was built for this machine, and -O3 takes the compiler minutes: -O1.
+  # Under a sanitizer the compiler takes minutes for checks inline at every access, and for those of when each temporary that
+  # stands for a register ends.
   set(level -O3)
   if(FUSEDSTEP_SANITIZE)
-    set(level -O1)
+    set(level -fno-sanitize-address-use-after-scope
+              $<$<CXX_COMPILER_ID:GNU>:--param=asan-instrumentation-with-call-threshold=0>)
   endif()
   target_compile_options(fusedstep_kernels_${NAME} PRIVATE ${level} -ffp-contract=off -frounding-math -fno-math-errno
                                                            -fno-trapping-math ${ARGN})

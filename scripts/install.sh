@@ -62,10 +62,12 @@ apt_install() {
   "${apt[@]}" "${apt_options[@]}" update && "${apt[@]}" "${apt_options[@]}" install -y --no-install-recommends "$@"
 }
 
-# install_packages PACKAGE...: needed ones. Brings jemalloc along.
+# install_packages PACKAGE...: needed ones. Brings along what is of use: jemalloc, and ccache, for the wheel that is
+# tested has the very objects of the build.
 install_packages() {
   local apt_options=()
   has_jemalloc || set -- "$@" libjemalloc2
+  command -v ccache >/dev/null || set -- "$@" ccache
   may_install || die "missing: $*. Type: sudo apt-get install $*   (or your system's packages of that kind)"
   step apt "installing $*" apt_install "$@"
 }
@@ -102,6 +104,7 @@ prepare_system() {
   read -r -d '' -a packages < <(missing_packages && printf '\0')
   ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
   find_compiler || { install_packages g++-12 && find_compiler; } || die "no C++20 compiler: g++ 12 or newer is needed"
+  ! command -v ccache >/dev/null || export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
   has_jemalloc || once jemalloc install_jemalloc || true
   has_python_headers || once python-headers install_python_headers || true
 }

@@ -21,13 +21,24 @@ part() {
 # cpp_tests PRESET [OPTION...]: options go to `cmake --build`. More threads are started than there are CPUs: they must
 # not spin as they wait for one another.
 cpp_tests() {
+  local status=0
   build "$@" || return
   step "ctest-$1" "running the C++ tests ($1)" \
-    env OMP_WAIT_POLICY=passive ctest --test-dir "$root/build/$1" --output-on-failure --no-tests=error -j "$(nproc)" || return
-  grep 'tests passed' "$logs/ctest-$1.log"
+    env OMP_WAIT_POLICY=passive ctest --test-dir "$root/build/$1" --verbose --no-tests=error -j "$(nproc)" || status=1
+  count_cpp_tests "$logs/ctest-$1.log"
+  return "$status"
 }
 
-python_tests() { (cd "$root" && "$python" -m pytest "$@"); }
+# Of a log of several programs at a time: what failed or never came to an end, by name, and how many passed.
+count_cpp_tests() {
+  awk '$3 == "RUN" { left[$5] }
+       $3 == "OK" { ++passed }
+       $3 == "OK" || $3 == "SKIPPED" { delete left[$5] }
+       END { for (name in left) print "FAILED", name; print passed + 0, "tests passed" }' "$1"
+}
+
+# One process for each CPU: most tests keep no more busy.
+python_tests() { (cd "$root" && "$python" -m pytest -n "$(parallelism)" "$@"); }
 
 # What has no LibTorch in it, which is not built for sanitizers.
 sanitized=(sanitize --target fusedstep_core_tests mnist_test)
@@ -36,13 +47,13 @@ test_everything() {
   local ahead
   need_python_packages test
   part "C++" cpp_tests release
-  # The Python tests leave a core idle for most of their time. What goes wrong is seen when its turn comes.
+  # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
   ahead=$!
-  part "Python" python_tests --ignore=tests/packaging
+  part "Python" python_tests --dist worksteal --ignore=tests/packaging
   wait "$ahead" || true
   part "C++ sanitized" cpp_tests "${sanitized[@]}"
-  part "packaging" python_tests tests/packaging
+  part "packaging" python_tests --dist loadfile tests/packaging
   printf '\n'
   printf '%s\n' "${summary[@]}"
   ((failures == 0))

@@ -124,21 +124,6 @@ def test_all_ways_agree(options):
         assert_contents_close(found[way], found["together"], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("foreach", [True, False])
-def test_traceable_steps_are_the_imperative_ones(foreach, options):
-    """But for corrections of the bias in float32, as in torch."""
-    results = []
-    for differentiable in (False, True):
-        weights = make_weights(SHAPES, torch.float64)  # no leaf that autograd looks at can change
-        optimizer = optim.Adan(
-            weights, lr=0.01, fused=False, foreach=foreach, differentiable=differentiable, **options
-        )
-        train(optimizer, weights, range(1, 6))
-        results.append(contents(optimizer))
-    assert_contents_close(*results, rtol=1e-6, atol=1e-6)
-
-
 def test_what_is_updated_at_one_go():
     for way, plans in {"together": 2, "one by one": len(SHAPES)}.items():
         _, optimizer = after_steps(way)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
-from stepping import as_parameters, make_weights
+from stepping import as_parameters, assert_contents_close, contents, make_weights, train
 
 MODIFIED = "modified by an inplace operation"
 
@@ -70,3 +70,17 @@ def test_step_records_no_graph(case):
     assert param.grad_fn is None
     assert param.is_leaf
     assert all(state.grad_fn is None for state in optimizer.state[param].values())
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_that_autograd_follows_is_the_imperative_one(case):
+    """But for corrections of the bias in float32, as in torch."""
+    results = []
+    for differentiable in (False, True):
+        # No leaf that autograd looks at can change.
+        weights = make_weights([(33, 31), (7,), (), (0,)], torch.float64)
+        weights[1] *= 1e-3
+        optimizer = case.build(weights, fused=False, differentiable=differentiable)
+        train(optimizer, weights, range(1, 6))
+        results.append(contents(optimizer))
+    assert_contents_close(*results, rtol=1e-6, atol=1e-6)

@@ -422,7 +422,11 @@ def test_imports_dictionaries(case, layout, fused):
     assert_contents_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(("package", "name", "options", "count", "ours"), LAMB_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("package", "name", "options", "count", "ours"),
+    LAMB_LAYOUTS,
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_imports_dictionaries_of_lamb(package, name, options, count, ours):
     """Into an optimizer of the variant: all else is in the dictionary."""
     params, source = run(ROW["lamb"], SHAPES, torch.float32, steps=3, **ours)

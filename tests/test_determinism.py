@@ -68,7 +68,7 @@ def one_thread_on_base(case_name, dtype):
 def test_any_isa_and_any_threads(case, dtype, isa):
     expected = one_thread_on_base(case.name, dtype)
     with forced_isa(isa):
-        for count in THREADS:
+        for count in THREADS if isa == fusedstep.isas()[0] else (1, 7):
             with threads(count):
                 assert_same_contents(trajectory(case, dtype), expected, f"{isa}, {count} threads:")
 
@@ -77,9 +77,7 @@ def test_any_isa_and_any_threads(case, dtype, isa):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_run_to_run(case, dtype):
     with threads(3):
-        expected = trajectory(case, dtype)
-        for _ in range(3):
-            assert_same_contents(trajectory(case, dtype), expected)
+        assert_same_contents(trajectory(case, dtype), trajectory(case, dtype))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -19,25 +19,21 @@ SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
 PROCESSES = 2
 
 
-def _process(rank, meeting, work, arguments, failures):
+def _process(rank, meeting, works, finished, failures):
+    """Does work(rank) for each of the works, together with the other process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{meeting}", rank=rank, world_size=PROCESSES)
-    try:
-        work(rank, *arguments)
-        dist.barrier()
-    except BaseException:
-        failures.put(f"process {rank}:\n{traceback.format_exc()}")
+    for work in works:
+        try:
+            work(rank)
+            dist.barrier()
+        except BaseException:
+            failures.put((work.__name__, f"process {rank}:\n{traceback.format_exc()}"))
+            break
+        if rank == 0:
+            finished.put(work.__name__)
     # Not by way of destructors: gloo's threads now and then outlive their group there, and abort.
     os._exit(0)
-
-
-def in_processes(work, *arguments):
-    """Runs work(rank, *arguments) in two processes of one group."""
-    failures = mp.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
-        meeting = f"{folder}/meeting"
-        mp.spawn(_process, (meeting, work, arguments, failures), nprocs=PROCESSES)
-    assert failures.empty(), failures.get()
 
 
 def _spread(tensors, placement):
@@ -63,7 +59,7 @@ def _set_gradients(params, spread, placement, step):
         param.grad = gradient
 
 
-def _step_shards(rank):
+def shards_are_stepped_as_the_whole(rank):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     for case in CASES:
@@ -90,11 +86,7 @@ def _step_shards(rank):
                     torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_shards_are_stepped_as_the_whole():
-    in_processes(_step_shards)
-
-
-def _compiled(rank):
+def a_compiled_step_leaves_shards_to_the_step(rank):
     from torch.distributed.tensor import Shard
 
     params, spread = _subjects(Shard(0))
@@ -104,11 +96,7 @@ def _compiled(rank):
         assert_same_bits(shards.detach().full_tensor(), param.detach(), "weight")
 
 
-def test_a_compiled_step_leaves_shards_to_the_step():
-    in_processes(_compiled)
-
-
-def _verify(rank):
+def each_process_verifies_its_shards(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     for case in CASES:
@@ -130,11 +118,7 @@ def _verify(rank):
     assert report.ok == (rank == 0), report
 
 
-def test_each_process_verifies_its_shards():
-    in_processes(_verify)
-
-
-def _checkpoint(rank):
+def states_of_shards_are_loaded(rank):
     from torch.distributed.tensor import Shard
 
     for case in CASES:
@@ -152,11 +136,7 @@ def _checkpoint(rank):
             assert_same_bits(param.to_local(), twin.to_local(), str(case))
 
 
-def test_states_of_shards_are_loaded():
-    in_processes(_checkpoint)
-
-
-def _clip(rank):
+def max_norm_is_that_of_all_shards(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     for case in CASES:
@@ -171,11 +151,7 @@ def _clip(rank):
                 assert not shards.grad.full_tensor().any()
 
 
-def test_max_norm_is_that_of_all_shards():
-    in_processes(_clip)
-
-
-def _clip_of_the_optimizer(rank):
+def an_optimizers_own_max_norm_is_that_of_all_shards(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     for placement in (Shard(0), Replicate()):
@@ -187,11 +163,7 @@ def _clip_of_the_optimizer(rank):
             torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_an_optimizers_own_max_norm_is_that_of_all_shards():
-    in_processes(_clip_of_the_optimizer)
-
-
-def _refusals(rank):
+def what_cannot_be_right_is_refused_by_name(rank):
     from torch.distributed.tensor import Replicate, Shard
 
     for case in CASES:
@@ -211,11 +183,7 @@ def _refusals(rank):
             assert_same_bits(weight.to_local().detach(), kept, str(case))
 
 
-def test_what_cannot_be_right_is_refused_by_name():
-    in_processes(_refusals)
-
-
-def _ddp(rank):
+def gradients_in_the_buckets_of_ddp(rank):
     for case in CASES:
         torch.manual_seed(0)
         model = torch.nn.Sequential(
@@ -242,5 +210,42 @@ def _ddp(rank):
             assert buckets == [param.grad.data_ptr() for param in model.parameters()]
 
 
-def test_gradients_in_the_buckets_of_ddp():
-    in_processes(_ddp)
+WORKS = (
+    shards_are_stepped_as_the_whole,
+    a_compiled_step_leaves_shards_to_the_step,
+    each_process_verifies_its_shards,
+    states_of_shards_are_loaded,
+    max_norm_is_that_of_all_shards,
+    an_optimizers_own_max_norm_is_that_of_all_shards,
+    what_cannot_be_right_is_refused_by_name,
+    gradients_in_the_buckets_of_ddp,
+)
+
+
+@pytest.fixture(scope="module")
+def failures_by_name():
+    """What went wrong in each of the works, which two processes do one after another.
+
+    Processes take seconds to start. After a failure there are new ones for what is left.
+    """
+    left, found = WORKS, {}
+    while left:
+        context = mp.get_context("spawn")
+        finished, failures = context.SimpleQueue(), context.SimpleQueue()
+        with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
+            mp.spawn(_process, (f"{folder}/meeting", left, finished, failures), nprocs=PROCESSES)
+        done = set()
+        while not finished.empty():
+            done.add(finished.get())
+        while not failures.empty():
+            name, text = failures.get()
+            found[name] = found.get(name, "") + text
+        before, left = left, [work for work in left if work.__name__ not in done | found.keys()]
+        assert len(left) < len(before)
+    return found
+
+
+@pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
+def test_two_processes(failures_by_name, name):
+    if name in failures_by_name:
+        pytest.fail(failures_by_name[name], pytrace=False)

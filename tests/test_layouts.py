@@ -24,7 +24,7 @@ from stepping import (
     one_ulp_of_ratio,
 )
 
-STEPS = 3
+STEPS = 2
 
 
 def check_layout(case, layout, dtype):
@@ -75,10 +75,9 @@ def check_layout(case, layout, dtype):
 
 
 @pytest.mark.parametrize("layout", WEIGHT_LAYOUTS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_any_layout(case, dtype, layout):
-    check_layout(case, layout, dtype)
+def test_any_layout(case, layout):
+    check_layout(case, layout, torch.float32)
 
 
 @pytest.mark.parametrize("isa", ISAS)

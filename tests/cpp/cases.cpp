@@ -90,7 +90,7 @@ template <template <unsigned> class Rule, unsigned... kFlags>
 void add_rule(const char* name, std::integer_sequence<unsigned, kFlags...>, std::vector<RuleCase>& rules) {
   (rules.push_back({std::string(name) + "_flags" + std::to_string(kFlags), Rule<kFlags>::kStates,
                     kTwoPhase<Rule<kFlags>>, bind_rule<Rule>(hyper_of<Rule>(kFlags), kFlags),
-                    oracle_step<Rule, kFlags>}),
+                    oracle_step<Rule, kFlags>, kFlags, sizeof...(kFlags)}),
    ...);
 }
 
@@ -123,8 +123,13 @@ std::string name(DType dtype) {
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const RuleCase& rule : all_rules()) {
-    for (const DType dtype : kDTypes) cases.push_back({rule, dtype});
-    for (const DType dtype : {DType::kBFloat16, DType::kHalf}) cases.push_back({rule, dtype, DType::kFloat});
+    std::vector<Case> of_rule;
+    for (const DType dtype : kDTypes) of_rule.push_back({rule, dtype});
+    for (const DType dtype : {DType::kBFloat16, DType::kHalf})
+      of_rule.push_back({rule, dtype, DType::kFloat});
+    for (size_t format = 0; format < of_rule.size(); ++format) {
+      if (!kSanitized || format % rule.flag_combinations == rule.flags) cases.push_back(of_rule[format]);
+    }
   }
   return cases;
 }

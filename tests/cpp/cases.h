@@ -22,6 +22,7 @@ struct RuleCase {
   bool two_phase;
   BoundRule bound;
   void (*oracle)(double step, Values& values);
+  unsigned flags = 0, flag_combinations = 1;
 };
 
 // A rule for weights and states of given dtypes: what most tests are parameters of.
@@ -34,6 +35,13 @@ struct Case {
 inline constexpr DType kDTypes[] = {DType::kFloat, DType::kDouble, DType::kBFloat16, DType::kHalf};
 std::string name(DType dtype);
 
+// Memory is gone over in the same way whatever is computed from it. Under a sanitizer, where all takes
+// several times as long, each rule has each format once, and each of its flags in one format or another.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
 std::vector<Case> all_cases();
 std::vector<Case> two_phase_cases();
 

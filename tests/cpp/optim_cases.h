@@ -18,43 +18,33 @@ namespace fusedstep::optim {
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-struct LambRow {
-  using Optimizer = Lamb;
+// What most rows have in common.
+template <class OptimizerOfRow, class OptionsOfRow, class StateOfRow>
+struct RowOf {
+  using Optimizer = OptimizerOfRow;
+  using Options = OptionsOfRow;
+  using State = StateOfRow;
   static constexpr double kLrForXor = 0.1;
-  using Options = LambOptions;
-  using State = LambParamState;
+};
+
+struct LambRow : RowOf<Lamb, LambOptions, LambParamState> {
   static Options options() { return LambOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
 };
-struct AdamRow {
-  using Optimizer = Adam;
-  static constexpr double kLrForXor = 0.1;
-  using Options = AdamOptions;
-  using State = AdamParamState;
+struct AdamRow : RowOf<Adam, AdamOptions, AdamParamState> {
   static Options options() {
     return AdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).amsgrad(true);
   }
 };
-struct AdamWRow {
-  using Optimizer = AdamW;
-  static constexpr double kLrForXor = 0.1;
-  using Options = AdamOptions;
-  using State = AdamParamState;
+struct AdamWRow : RowOf<AdamW, AdamOptions, AdamParamState> {
   static Options options() { return AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
 };
-struct AdanRow {
-  using Optimizer = Adan;
-  static constexpr double kLrForXor = 0.1;
-  using Options = AdanOptions;
-  using State = AdanParamState;
+struct AdanRow : RowOf<Adan, AdanOptions, AdanParamState> {
   static Options options() {
     return AdanOptions(0.02).betas({0.8, 0.7, 0.95}).eps(1e-6).weight_decay(0.1).no_prox(true);
   }
 };
-struct AdagradRow {
-  using Optimizer = Adagrad;
+struct AdagradRow : RowOf<Adagrad, AdagradOptions, AdagradParamState> {
   static constexpr double kLrForXor = 1;
-  using Options = AdagradOptions;
-  using State = AdagradParamState;
   static Options options() {
     return AdagradOptions(0.1).lr_decay(0.01).eps(1e-6).weight_decay(0.1).initial_accumulator_value(0.5);
   }
