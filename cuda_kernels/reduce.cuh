@@ -51,61 +51,46 @@ __device__ __forceinline__ int segments_of(const Chunk& chunk) {
 template <int kNorms, class T, class Body>
 __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& found,
                                           SegmentSums<kNorms, kChunkSegments>& sums, const Body& body) {
-  constexpr int kWidth = kWordBytes / sizeof(T), kWarps = kThreads / kWarp, kBatch = 1;
-  constexpr int kReads = kSegmentElements / (kWarp * kWidth);
+  constexpr int kWidth = kWordBytes / sizeof(T), kWarps = kThreads / kWarp;
   using At = Place<Body::kOperands>;
-  using Read = decltype(body.load(Width<kWidth>(), At::flat(0)));
   const int warp = static_cast<int>(threadIdx.x) / kWarp, thread = static_cast<int>(threadIdx.x) % kWarp;
   const int count = static_cast<int>(chunk.end - chunk.begin);
-  const auto element = [&](int r) { return (r * kWarp + thread) * kWidth; };
-  for (int first = warp; first * kSegmentElements < count; first += kBatch * kWarps) {
-    Read read[kBatch][kReads];
+  for (int segment = warp; segment * kSegmentElements < count; segment += kWarps) {
+    __syncwarp();
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
+    for (int element = thread * kWidth; element < kSegmentElements; element += kWarp * kWidth) {
+      const int i = segment * kSegmentElements + element;
+      T x[kNorms][kWidth] = {};
+      if (i + kWidth <= count) {
+        const auto at = At::flat(chunk.begin + i);
+        body.finish(Width<kWidth>(), at, body.load(Width<kWidth>(), at),
+                    [&](int norm, int j, T value) { x[norm][j] = value; });
+      } else {
+#pragma unroll 1
+        for (int j = 0; i + j < count; ++j) {
+          const auto at = At::flat(chunk.begin + i + j);
+          body.finish(Width<1>(), at, body.load(Width<1>(), at),
+                      [&](int norm, int, T value) { found.of[warp][norm][element + j] = value; });
+        }
+      }
 #pragma unroll
-      for (int r = 0; r < kReads; ++r) {
-        const int i = (first + b * kWarps) * kSegmentElements + element(r);
-        if (i + kWidth <= count) read[b][r] = body.load(Width<kWidth>(), At::flat(chunk.begin + i));
+      for (int norm = 0; norm < kNorms; ++norm) {
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          if (i + kWidth <= count || i + j >= count) found.of[warp][norm][element + j] = x[norm][j];
+        }
       }
     }
+    __syncwarp();
+    if (thread < kNorms * kLanes) {
+      const T* const of_lane = found.of[warp][thread / kLanes] + thread % kLanes;
+      double sum = 0;
 #pragma unroll
-    for (int b = 0; b < kBatch; ++b) {
-      const int segment = first + b * kWarps;
-      if (segment * kSegmentElements >= count) break;
-      __syncwarp();
-#pragma unroll
-      for (int r = 0; r < kReads; ++r) {
-        const int i = segment * kSegmentElements + element(r);
-        T x[kNorms][kWidth] = {};
-        if (i + kWidth <= count) {
-          body.finish(Width<kWidth>(), At::flat(chunk.begin + i), read[b][r],
-                      [&](int norm, int j, T value) { x[norm][j] = value; });
-        } else {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            if (i + j >= count) continue;
-            const auto at = At::flat(chunk.begin + i + j);
-            body.finish(Width<1>(), at, body.load(Width<1>(), at),
-                        [&](int norm, int, T value) { x[norm][j] = value; });
-          }
-        }
-#pragma unroll
-        for (int norm = 0; norm < kNorms; ++norm) {
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) found.of[warp][norm][element(r) + j] = x[norm][j];
-        }
+      for (int e = 0; e < kSegmentElements; e += kLanes) {
+        const double value = of_lane[e];
+        sum += value * value;
       }
-      __syncwarp();
-      if (thread < kNorms * kLanes) {
-        const T* const of_lane = found.of[warp][thread / kLanes] + thread % kLanes;
-        double sum = 0;
-#pragma unroll
-        for (int e = 0; e < kSegmentElements; e += kLanes) {
-          const double value = of_lane[e];
-          sum += value * value;
-        }
-        sums.of[thread / kLanes][segment][thread % kLanes] = sum;
-      }
+      sums.of[thread / kLanes][segment][thread % kLanes] = sum;
     }
   }
 }

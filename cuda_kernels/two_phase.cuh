@@ -12,8 +12,9 @@
 
 namespace fusedstep::cuda {
 
-// Blocks that a multiprocessor is to hold, and chunks whose updates each of them holds: with more of either
-// the cache beside the shared memory becomes too small for what is on its way.
+// Blocks that a multiprocessor is to hold, and chunks whose updates each of them holds. With more blocks a
+// thread has too few registers, and what it spills goes to memory; more chunks leave the cache too little
+// room.
 constexpr int kTwoPhaseBlocks = 3, kTwoPhaseSlots = 2;
 
 struct Turn {

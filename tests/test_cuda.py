@@ -121,6 +121,8 @@ def test_clipping_scaling_and_clearing_as_on_the_cpu(case):
                 assert twin_norm.is_cuda
                 assert twin_norm.cpu() == norm
         assert_same(optimizer, params, twin_optimizer, twins, str(options))
+        if not options.get("zero_grad") and optimizer._uses_grads(optimizer.param_groups[0]):
+            continue  # the step may leave anything in them
         for param, twin in zip(params, twins, strict=True):
             assert_same_bits(twin.grad.cpu(), param.grad, str(options))
 
@@ -351,7 +353,7 @@ optimizer = optim.Adam([weight])
 optimizer.step()
 torch.ones(10, device="cuda")[torch.tensor([20], device="cuda")]
 try:
-    for _ in range(1000):
+    for _ in range(100_000):
         optimizer.step()
 except RuntimeError as error:
     print("reported:", error)
