@@ -285,7 +285,7 @@ class PartOfStep {
       const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
       if (steps != (grad.get() != Py_None)) return false;
       if (!steps) continue;
-      if (!compare(*bound_, static_cast<size_t>(i), param, grad.get())) return false;
+      if (!bound_ || !compare(*bound_, static_cast<size_t>(i), param, grad.get())) return false;
       if (grads_ && PyList_Append(grads_->get(), grad.get()) != 0) return false;
       ++i;
     }
