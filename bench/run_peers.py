@@ -263,7 +263,8 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
         "skip_late": not arguments.all_rows,
     }
     run = Run(request, arguments.device, arguments.packages, logs, collected.note)
-    end = time.monotonic() + (arguments.budget or target.seconds)
+    budget = target.seconds if arguments.budget is None else arguments.budget
+    end = time.monotonic() + budget
     parts = []
     with progress_over(console) as progress:
         task = progress.add_task("starting", total=len(pairs))
