@@ -245,17 +245,18 @@ def compare(
     limit: Limit,
     implementations: Mapping[str, Implementation],
     ways: Iterable[Way] | None = None,
+    turns: int = TURNS,
 ) -> tuple[dict[str, Any], float, Way]:
-    """What was found for each implementation, and the limit with its best way."""
+    """What was found for each implementation, and the limit with its best way, of all or some."""
     contestants = Contestants(row)
     for implementation in implementations.values():
         if implementation.exists(row):
             contestants.add(implementation)
     samples: dict[str, list[float]] = {name: [] for name in contestants.steppers}
     gc.collect()
-    for _ in range(TURNS):
+    for _ in range(turns):
         for name, stepper in contestants.steppers.items():
-            samples[name].append(time_steps(stepper.step, SECONDS / TURNS))
+            samples[name].append(time_steps(stepper.step, SECONDS / turns))
     bound, way = limit.find(row, ways)
     results: dict[str, Any] = dict(contestants.problems)
     for name, times in samples.items():

@@ -83,6 +83,9 @@ def _deepspeed_lamb(row: Row, params: list[Parameter]) -> OfTorch:
     return OfTorch(lamb(params, max_coeff=10.0, min_coeff=0.01, **said(row, *ADAM)))
 
 
+#: Turns that each takes in timing: there are many.
+TURNS = 5
+
 IMPLEMENTATIONS = {
     each.name: each
     for each in (

@@ -32,7 +32,8 @@ def measured(request: Request, row: Row, limit: cuda.Limit) -> dict[str, Any]:
         return {"skipped": "the time was up"}
     known = request.limits.get(str(row))
     ways = None if known is None else [cuda.Way(**known)]
-    results, bound, way = cuda.compare(row, limit, cuda_peers.of_process(request.peer), ways)
+    beside = cuda_peers.of_process(request.peer)
+    results, bound, way = cuda.compare(row, limit, beside, ways, cuda_peers.TURNS)
     return {"limit": {"ms": bound} | asdict(way), "results": results}
 
 

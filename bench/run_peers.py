@@ -87,10 +87,10 @@ PROCESSES = (
 
 #: Of weights on a GPU, as in cuda_peers.py. The first looks for the limits.
 CUDA_PROCESSES = (
-    Process("torch", share=5),
-    Process("apex", "apex", share=2),
-    Process("deepspeed", "deepspeed", share=2),
-    Process("timm", "timm"),
+    Process("torch", share=7),
+    Process("apex", "apex", share=3),
+    Process("deepspeed", "deepspeed", share=3),
+    Process("timm", "timm", share=2),
     Process("compiled", share=4),
 )
 
