@@ -18,7 +18,7 @@ Usage:
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
   ./run.sh bench [FILTER]        the benchmark, all sizes
-  ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs
+  ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs (--device cuda: on a GPU)
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit
   ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
@@ -80,6 +80,9 @@ everything() {
   mnist --epochs "$epochs"
 }
 
+# What libraries compile their kernels for.
+peers_device() { [[ " $* " == *" --device"[\ =]"cuda "* ]] && echo cuda || echo cpu; }
+
 bench() {
   need_python_packages bench
   build release --target fusedstep_python bench/all
@@ -87,7 +90,7 @@ bench() {
     clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
     adan) PYTHONPATH=$root/tests launch "$root/bench/run_adan.py" "${@:2}" ;;
     cuda) PYTHONPATH=$root/tests:$root/python "$python" "$root/bench/cuda.py" "${@:2}" ;;
-    peers) install_peers && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
+    peers) install_peers "$(peers_device "${@:2}")" && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
     compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
     *) "$python" "$root/bench/run.py" "$@" ;;
   esac

@@ -30,10 +30,13 @@ def _adan(**options: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer
     return lambda params: optim.Adan(params, lr=LR, **options)
 
 
-def _authors(params: Iterable[Tensor]) -> torch.optim.Optimizer:
-    from adan import Adan
+def _authors(**options: bool) -> Callable[[Iterable[Tensor]], torch.optim.Optimizer]:
+    def build(params: Iterable[Tensor]) -> torch.optim.Optimizer:
+        from adan import Adan
 
-    return Adan(params, lr=LR, foreach=True, fused=True)
+        return Adan(params, lr=LR, fused=True, **options)
+
+    return build
 
 
 def has_authors(device: torch.device) -> bool:
@@ -50,7 +53,8 @@ CONTESTANTS = {
     "adan_foreach": Contestant("Adan, foreach", _adan(foreach=True, fused=False)),
     "adan_single": Contestant("Adan, fused single", _adan(foreach=False, fused=True)),
     "adan_multi": Contestant("Adan, fused multi", _adan(foreach=True, fused=True)),
-    "authors_multi": Contestant("authors' fused multi", _authors, has_authors),
+    "authors_single": Contestant("authors' fused single", _authors(foreach=False), has_authors),
+    "authors_multi": Contestant("authors' fused multi", _authors(foreach=True), has_authors),
 }
 
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,18 @@ import shapes
 import subjects
 from cases import PLAIN
 from fusedstep import _ops
-from implementations import FLOAT_CORRECTION
+from implementations import (
+    FLOAT_CORRECTION,
+    FOREACH,
+    FUSED,
+    TORCH_FUSED,
+    UNFUSED,
+    Implementation,
+    OfTorch,
+    Stepper,
+    UnavailableError,
+    told,
+)
 from report import milliseconds
 from rows import Row
 
@@ -55,6 +65,16 @@ def selected(pattern: str) -> list[Row]:
     return rows.matching(found, pattern)
 
 
+@dataclass(frozen=True)
+class Way:
+    """How the limit goes over its streams."""
+
+    batch: int
+    """Words that a thread moves at a time."""
+    blocks: int
+    """In all."""
+
+
 class Limit:
     """The same reads and writes without the maths, the best of some ways to make them."""
 
@@ -66,7 +86,8 @@ class Limit:
             ctypes.c_void_p,
         ]  # fmt: skip
 
-    def milliseconds(self, row: Row) -> float:
+    def find(self, row: Row, ways: Iterable[Way] | None = None) -> tuple[float, Way]:
+        """Milliseconds of the best of all ways, or of the given ones."""
         streams = row.streams
         # As many bytes in streams of one width where a step has several: words are of 16 bytes.
         words = -(-row.bytes // 16 // (2 * (2 + streams.states) - 1))
@@ -75,41 +96,46 @@ class Limit:
             for _ in range(2 + streams.states)
         ]
         data = (ctypes.c_void_p * len(arrays))(*(array.data_ptr() for array in arrays))
+
+        def milliseconds(way: Way) -> float:
+            def run() -> None:
+                stream = torch.cuda.current_stream().cuda_stream
+                if self._run(streams.states, way.batch, way.blocks, data, words, stream):
+                    sys.exit("the limit could not be launched")
+
+            return time_steps(run, seconds=0.05)
+
         processors = torch.cuda.get_device_properties(0).multi_processor_count
-        best = math.inf
-        for batch in (1, 2, 4):
-            for blocks in (2, 4, 8, 16, -(-words // 512 // batch // processors)):
-                count = min(blocks * processors, max(1, -(-words // 512 // batch)))
-
-                def run(batch: int = batch, count: int = count) -> None:
-                    stream = torch.cuda.current_stream().cuda_stream
-                    if self._run(streams.states, batch, count, data, words, stream):
-                        sys.exit("the limit could not be launched")
-
-                best = min(best, time_steps(run, seconds=0.05))
-        return best
+        found = {way: milliseconds(way) for way in ways or _ways(words, processors)}
+        best = min(found, key=found.__getitem__)
+        return found[best], best
 
 
-@dataclass(frozen=True)
-class Implementation:
-    title: str
-    exists: Callable[[Row], bool]
-    build: Callable[[Row, list[torch.nn.Parameter]], torch.optim.Optimizer]
-    in_graph: bool = False
-    slack: float = 0.0
-    """What an update may be off by besides, relative to the largest."""
+def _ways(words: int, processors: int) -> Iterator[Way]:
+    for batch in (1, 2, 4):
+        enough = -(-words // 512 // batch)
+        for blocks in (2, 4, 8, 16, -(-enough // processors)):
+            yield Way(batch, min(blocks * processors, max(1, enough)))
 
 
 def _has_namesake(row: Row) -> bool:
     return row.case.namesake is not None and row.precision != rows.MIXED
 
 
-def _namesake(**options: bool) -> Callable[[Row, list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    return lambda row, params: row.case.build_namesake(params, **options)
+def _torch_fused(row: Row, params: list[torch.nn.Parameter], **options: bool) -> OfTorch:
+    optimizer = row.case.build_namesake(params, foreach=False, fused=True, **options)
+    # torch has a kernel for Adagrad on CUDA, which its class refuses to use.
+    if row.case.name == "adagrad":
+        optimizer._need_device_dtype_check_for_fused = False
+    return OfTorch(optimizer)
 
 
-def _ours(**options: bool) -> Callable[[Row, list[torch.nn.Parameter]], torch.optim.Optimizer]:
-    return lambda row, params: row.case.build(params, **row.options, **options)
+def _torch_capturable(row: Row, params: list[torch.nn.Parameter]) -> OfTorch:
+    return _torch_fused(row, params, capturable=True)
+
+
+def _ours_capturable(row: Row, params: list[torch.nn.Parameter]) -> OfTorch:
+    return OfTorch(row.case.build(params, fused=True, capturable=True, **row.options))
 
 
 def _is_capturable(row: Row) -> bool:
@@ -117,30 +143,23 @@ def _is_capturable(row: Row) -> bool:
 
 
 IMPLEMENTATIONS = {
-    "unfused": Implementation("ours unfused", lambda row: True, _ours(fused=False)),
-    "foreach": Implementation("torch foreach", _has_namesake, _namesake(foreach=True)),
-    "torch_fused": Implementation(
-        "torch fused",
-        _has_namesake,
-        _namesake(foreach=False, fused=True),
-        slack=FLOAT_CORRECTION,
-    ),
-    "torch_graph": Implementation(
-        "torch fused, graph",
-        lambda row: _has_namesake(row) and _is_capturable(row),
-        _namesake(foreach=False, fused=True, capturable=True),
-        in_graph=True,
-        slack=FLOAT_CORRECTION,
-    ),
-    "fused": Implementation("ours fused", lambda row: True, _ours(fused=True)),
-    "graph": Implementation(
-        "ours, graph",
-        _is_capturable,
-        _ours(fused=True, capturable=True),
-        in_graph=True,
-        slack=FLOAT_CORRECTION,
-    ),
-}
+    each.name: each
+    for each in (
+        UNFUSED,
+        FOREACH,
+        replace(TORCH_FUSED, build=_torch_fused, slack=FLOAT_CORRECTION),
+        Implementation(
+            "torch_graph", "torch fused, graph",
+            lambda row: _has_namesake(row) and _is_capturable(row), _torch_capturable,
+            slack=FLOAT_CORRECTION, in_graph=True,
+        ),
+        FUSED,
+        Implementation(
+            "graph", "ours, graph", _is_capturable, _ours_capturable,
+            slack=FLOAT_CORRECTION, in_graph=True,
+        ),
+    )
+}  # fmt: skip
 
 
 def time_steps(step: Callable[[], object], seconds: float = SECONDS) -> float:
@@ -165,58 +184,81 @@ def _milliseconds(step: Callable[[], object], times: int) -> float:
     return began.elapsed_time(ended)
 
 
-class Stepper:
-    """An optimizer, or the graph that its step was captured in."""
+class Captured:
+    """A step as a CUDA graph, with what it steps."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, in_graph: bool) -> None:
-        self._optimizer = optimizer
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._in_graph = in_graph
-
-    def step(self) -> None:
-        if self._graph:
-            self._graph.replay()
-        else:
-            self._optimizer.step()
-
-    def prepare(self) -> None:
-        """To be timed, after the first steps."""
-        for group in self._optimizer.param_groups:
-            group["lr"] = TIMED_LR
-        if self._in_graph:
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self._optimizer.step()
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            stepper.step()
+        self.step = self._graph.replay
 
 
-def measure(row: Row, limit: Limit) -> dict[str, Any]:
-    checks = {
-        slack: subjects.Check(row.case, row.shape_list, row.precision.weight, slack)
-        for slack in {implementation.slack for implementation in IMPLEMENTATIONS.values()}
-    }
-    steppers: dict[str, Stepper] = {}
-    results: dict[str, Any] = {}
-    for name, implementation in IMPLEMENTATIONS.items():
-        if not implementation.exists(row):
-            continue
-        params = subjects.make(row.shape_list, row.precision.weight, "cuda")
-        stepper = Stepper(implementation.build(row, params), implementation.in_graph)
+class Contestants:
+    """Right implementations of a row, ready to be timed, and what is amiss with the others."""
+
+    def __init__(self, row: Row) -> None:
+        self.steppers: dict[str, Stepper | Captured] = {}
+        self.problems: dict[str, dict[str, str]] = {}
+        self._row = row
+        self._checks: dict[tuple[str, float], subjects.Check] = {}
+
+    def add(self, implementation: Implementation) -> None:
+        name = implementation.name
         try:
-            wrong = checks[implementation.slack](stepper, params)
-            stepper.prepare()
-        except RuntimeError as error:
-            results[name] = {"absent": str(error).splitlines()[0]}
-            continue
-        if wrong:
-            results[name] = {"wrong": wrong}
+            stepper, wrong = self._checked(implementation)
+        except UnavailableError as reason:
+            self.problems[name] = {"absent": str(reason)}
+        except Exception as error:  # whatever another library raises
+            if isinstance(error, torch.AcceleratorError):
+                torch.cuda.synchronize()  # raises where all that follow in this process would
+            self.problems[name] = {"failed": told(error)}
         else:
-            steppers[name] = stepper
-    samples: dict[str, list[float]] = {name: [] for name in steppers}
+            if wrong:
+                self.problems[name] = {"wrong": wrong}
+            else:
+                self.steppers[name] = stepper
+
+    def _checked(self, implementation: Implementation) -> tuple[Stepper | Captured, str | None]:
+        row = self._row
+        params = subjects.make(row.shape_list, row.precision.weight, "cuda")
+        stepper = implementation.build(row, params)
+        wrong = self._check(implementation)(stepper, params)
+        stepper.set_lr(TIMED_LR)
+        if wrong or not implementation.in_graph:
+            return stepper, wrong
+        return Captured(stepper), None
+
+    def _check(self, implementation: Implementation) -> subjects.Check:
+        row, formula = self._row, implementation.formula_of(self._row)
+        key = (formula.name, implementation.slack)
+        if key not in self._checks:
+            self._checks[key] = subjects.Check(
+                formula, row.shape_list, row.precision.weight, implementation.slack
+            )
+        return self._checks[key]
+
+
+def compare(
+    row: Row,
+    limit: Limit,
+    implementations: Mapping[str, Implementation],
+    ways: Iterable[Way] | None = None,
+    turns: int = TURNS,
+) -> tuple[dict[str, Any], float, Way]:
+    """What was found for each implementation, and the limit with its best way, of all or some."""
+    contestants = Contestants(row)
+    for implementation in implementations.values():
+        if implementation.exists(row):
+            contestants.add(implementation)
+    samples: dict[str, list[float]] = {name: [] for name in contestants.steppers}
     gc.collect()
-    for _ in range(TURNS):
-        for name, stepper in steppers.items():
-            samples[name].append(time_steps(stepper.step, SECONDS / TURNS))
-    bound = limit.milliseconds(row)
+    for _ in range(turns):
+        for name, stepper in contestants.steppers.items():
+            samples[name].append(time_steps(stepper.step, SECONDS / turns))
+    bound, way = limit.find(row, ways)
+    results: dict[str, Any] = dict(contestants.problems)
     for name, times in samples.items():
         median = statistics.median(times)
         results[name] = {
@@ -224,6 +266,11 @@ def measure(row: Row, limit: Limit) -> dict[str, Any]:
             "gbps": row.bytes / median / 1e6,
             "share": bound / median,
         }
+    return results, bound, way
+
+
+def measure(row: Row, limit: Limit) -> dict[str, Any]:
+    results, bound, _ = compare(row, limit, IMPLEMENTATIONS)
     return {
         "row": str(row),
         "optimizer": row.case.name,
@@ -268,18 +315,23 @@ def markdown(results: dict[str, Any]) -> str:
     return f"# Optimizer steps on {results['device']}\n\n{facts}\n\n{text}\n\n{LEGEND}\n"
 
 
+def check(libraries: Path) -> None:
+    """Ends the program, in one line, where nothing could be measured."""
+    if not torch.cuda.is_available():
+        sys.exit("bench: torch sees no CUDA device")
+    if missing := _ops.missing_on("cuda"):
+        sys.exit(f"bench: {missing}")
+    if not (libraries / NAME).is_file():
+        sys.exit(f"bench: {libraries} has no {NAME}: build with nvcc")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     output.add_arguments(parser)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench: torch sees no CUDA device")
-    if missing := _ops.missing_on("cuda"):
-        sys.exit(f"bench: {missing}")
-    if not (arguments.libraries / NAME).is_file():
-        sys.exit(f"bench: {arguments.libraries} has no {NAME}: build with nvcc")
+    check(arguments.libraries)
     limit, collected = Limit(arguments.libraries), output.Collected()
     chosen = selected(arguments.filter)
     if not chosen:

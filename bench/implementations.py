@@ -24,6 +24,12 @@ class UnavailableError(Exception):
     """This machine or build has no such implementation of this step."""
 
 
+def told(error: BaseException) -> str:
+    """An error in one line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+
+
 class Stepper(Protocol):
     def step(self) -> object: ...
 
@@ -63,6 +69,8 @@ class Implementation:
     """The row of the case table whose formula it has, where that is not the timed row's own."""
     slack: float = 0.0
     """Of the check: of the largest move of a weight."""
+    in_graph: bool = False
+    """Whether what is timed is the step captured in a CUDA graph."""
 
     def formula_of(self, row: Row) -> Case:
         return row.case if self.formula is None else case_named(self.formula)

@@ -36,13 +36,13 @@ WITHOUT_BIAS_CORRECTION = "lamb-cybertron"
 EPS_IN_NORM = 1e-2
 
 
-def _said(row: Row, *names: str) -> dict[str, Any]:
+def said(row: Row, *names: str) -> dict[str, Any]:
     """The row's hyper-parameters of these names, said outright: defaults differ."""
     defaults = row.case.build([Parameter()], fused=False).defaults
     return {name: defaults[name] for name in names}
 
 
-def _optimizer(name: str) -> Callable[..., torch.optim.Optimizer]:
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     """By a name as "timm.optim.Lamb": a library is imported where it is measured only."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
@@ -56,10 +56,10 @@ def _deepspeed_has(row: Row) -> bool:
 def _deepspeed(row: Row, params: list[Parameter]) -> Stepper:
     states = {"fp32_optimizer_states": row.precision != BFLOAT16}
     if row.case.name == "adagrad":
-        adagrad = _optimizer("deepspeed.ops.adagrad.DeepSpeedCPUAdagrad")
-        return OfTorch(adagrad(params, **_said(row, "lr", "eps"), **states))
-    adam, mode = _optimizer("deepspeed.ops.adam.DeepSpeedCPUAdam"), row.case.name == "adamw"
-    return OfTorch(adam(params, adamw_mode=mode, **_said(row, *ADAM), **states))
+        adagrad = optimizer_class("deepspeed.ops.adagrad.DeepSpeedCPUAdagrad")
+        return OfTorch(adagrad(params, **said(row, "lr", "eps"), **states))
+    adam, mode = optimizer_class("deepspeed.ops.adam.DeepSpeedCPUAdam"), row.case.name == "adamw"
+    return OfTorch(adam(params, adamw_mode=mode, **said(row, *ADAM), **states))
 
 
 def _is_lamb(row: Row) -> bool:
@@ -68,14 +68,14 @@ def _is_lamb(row: Row) -> bool:
 
 def _timm(row: Row, params: list[Parameter]) -> Stepper:
     """As in the paper: adapted without decay too, and gradients are not clipped."""
-    lamb = _optimizer("timm.optim.Lamb")
-    return OfTorch(lamb(params, always_adapt=True, max_grad_norm=None, **_said(row, *ADAM)))
+    lamb = optimizer_class("timm.optim.Lamb")
+    return OfTorch(lamb(params, always_adapt=True, max_grad_norm=None, **said(row, *ADAM)))
 
 
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
     options = dict(case_named(WITHOUT_BIAS_CORRECTION).options)
     del options["variant"]
-    return OfTorch(_optimizer("pytorch_optimizer.Lamb")(params, adam_debias=True, **options))
+    return OfTorch(optimizer_class("pytorch_optimizer.Lamb")(params, adam_debias=True, **options))
 
 
 def _is_adamw(row: Row) -> bool:
@@ -87,7 +87,7 @@ def _is_adamw_with_fp32_states(row: Row) -> bool:
 
 
 def _adamw(name: str) -> Build:
-    return lambda row, params: OfTorch(_optimizer(name)(params, **_said(row, *ADAM)))
+    return lambda row, params: OfTorch(optimizer_class(name)(params, **said(row, *ADAM)))
 
 
 PEERS = {

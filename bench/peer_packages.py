@@ -15,38 +15,57 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from environment import ROOT
 
 FOLDER = ROOT / "build" / "peers"
 
-#: What compiles a library's kernels, where it would do so at the first step.
+#: What compiles a library's kernels for a device, where it would do so at the first step.
 PREPARATIONS = {
-    "deepspeed": (
+    ("deepspeed", "cpu"): (
         "from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder\n"
         "CPUAdamBuilder().load()\n"
         "CPUAdagradBuilder().load()\n"
-    )
+    ),
+    ("deepspeed", "cuda"): (
+        "from deepspeed.ops.op_builder import FusedAdamBuilder, FusedLambBuilder\n"
+        "FusedAdamBuilder().load()\n"
+        "FusedLambBuilder().load()\n"
+    ),
 }
+
+#: What keeps a library off the GPU.
+CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
 class AbsentError(Exception):
     """A library is not to be had. The text says why."""
 
 
-def environment(name: str, env: dict[str, str], folder: Path = FOLDER) -> dict[str, str]:
-    """`env` in which a library can be imported, and is settled on the CPU.
+def environment(
+    name: str, env: dict[str, str], folder: Path = FOLDER, device: str = "cpu"
+) -> dict[str, str]:
+    """`env` in which a library can be imported, and is settled on the device.
 
     Raises:
         AbsentError: if there is no such library.
     """
     home = folder / name
     if not (home / "installed").is_file() and importlib.util.find_spec(name) is None:
-        reason = home / "reason"
-        raise AbsentError(
-            reason.read_text(encoding="utf-8") if reason.is_file() else "not installed"
-        )
+        raise AbsentError(_read(home / "reason") or "not installed")
+    if reason := _read(home / f"reason-{device}"):
+        raise AbsentError(reason)
+    return _environment(home, env, device)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8") if path.is_file() else ""
+
+
+def _environment(home: Path, env: dict[str, str], device: str) -> dict[str, str]:
     found = {path for pattern in ("site-packages", "dist-packages") for path in home.rglob(pattern)}
     python_path = [env.get("PYTHONPATH"), *map(str, sorted(found))]
     path = [home / "bin", home / "local" / "bin", env.get("PATH", os.defpath)]
@@ -54,18 +73,16 @@ def environment(name: str, env: dict[str, str], folder: Path = FOLDER) -> dict[s
         "PYTHONPATH": os.pathsep.join(filter(None, python_path)),
         "PATH": os.pathsep.join(map(str, path)),
         "TORCH_EXTENSIONS_DIR": str(home / "extensions"),
-        "CUDA_VISIBLE_DEVICES": "",
-        "DS_ACCELERATOR": "cpu",
+        **(CPU_ONLY if device == "cpu" else {"DS_ACCELERATOR": device}),
     }
 
 
-def install(name: str, requirement: str, options: list[str], folder: Path = FOLDER) -> None:
+def install(home: Path, requirement: str, options: list[str]) -> None:
     """Installs a library with what it needs.
 
     Raises:
         AbsentError: if that does not succeed.
     """
-    home = folder / name
     home.mkdir(parents=True, exist_ok=True)
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     constraints = home / "constraints.txt"
@@ -74,9 +91,17 @@ def install(name: str, requirement: str, options: list[str], folder: Path = FOLD
     command = [*pip, *options, "--prefix", str(home), "-c", str(constraints), requirement]
     _run(command, dict(os.environ), home / "install.log")
     (home / "installed").touch()
-    if name in PREPARATIONS:
-        command = [sys.executable, "-c", PREPARATIONS[name]]
-        _run(command, environment(name, dict(os.environ), folder), home / "prepare.log")
+
+
+def prepare(home: Path, program: str, device: str) -> None:
+    """Compiles the kernels of an installed library.
+
+    Raises:
+        AbsentError: if that does not succeed.
+    """
+    command = [sys.executable, "-c", program]
+    _run(command, _environment(home, dict(os.environ), device), home / f"prepare-{device}.log")
+    (home / f"prepared-{device}").touch()
 
 
 def _run(command: list[str], env: dict[str, str], log: Path) -> None:
@@ -95,19 +120,31 @@ def _reason(log: str) -> str:
     return next(errors, lines[-1]).removeprefix("ERROR: ")
 
 
-def install_all(requirements: list[str], options: list[str], folder: Path = FOLDER) -> None:
+def install_all(
+    requirements: list[str], options: list[str], folder: Path = FOLDER, device: str = "cpu"
+) -> None:
     for requirement in requirements:
         name = re.split("[<>=]", requirement)[0]
-        home = folder / name
-        if (home / "installed").is_file():
-            continue
-        print(f"{name}: installing {requirement} ...", file=sys.stderr, flush=True)
-        try:
-            install(name, requirement, options, folder)
-        except AbsentError as reason:
-            (home / "installed").unlink(missing_ok=True)
-            (home / "reason").write_text(str(reason), encoding="utf-8")
-            print(f"{name}: left out: {reason}", file=sys.stderr)
+        home, program = folder / name, PREPARATIONS.get((name, device))
+        if not (home / "installed").is_file():
+            print(f"{name}: installing {requirement} ...", file=sys.stderr, flush=True)
+            if not _succeeds(home, "reason", install, requirement, options):
+                continue
+        if program and not (home / f"prepared-{device}").is_file():
+            print(f"{name}: compiling for {device} ...", file=sys.stderr, flush=True)
+            _succeeds(home, f"reason-{device}", prepare, program, device)
+
+
+def _succeeds(home: Path, reason: str, action: Callable[..., None], *arguments: Any) -> bool:
+    """Why not is written into a file."""
+    try:
+        action(home, *arguments)
+    except AbsentError as error:
+        (home / reason).write_text(str(error), encoding="utf-8")
+        print(f"{home.name}: left out: {error}", file=sys.stderr)
+        return False
+    (home / reason).unlink(missing_ok=True)
+    return True
 
 
 def main() -> None:
@@ -116,11 +153,14 @@ def main() -> None:
     parser.add_argument(
         "--find-links", type=Path, metavar="DIR", help="wheels to install from, without network"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="what kernels are compiled for"
+    )
     arguments = parser.parse_args()
     options = ["--retries", "1"]
     if arguments.find_links:
         options = ["--no-index", "--find-links", str(arguments.find_links)]
-    install_all(arguments.requirements, options)
+    install_all(arguments.requirements, options, device=arguments.device)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,11 @@ COLOURS = {
     "bitsandbytes_8bit": "#ff7f0e",
     "bitsandbytes": "#ffbb00",
     "fused_keep_grad": "#ffbb78",
+    "torch_graph": "#aec7e8",
+    "apex": "#2ca02c",
+    "deepspeed_lamb": "#bcbd22",
     "fused": "#d62728",
+    "graph": "#ff9896",
 }
 STYLES = {"glibc": "--", "jemalloc": "-"}
 LINES = {"kernels alone": "dotted", "limit": "solid"}
@@ -48,17 +52,17 @@ AMISS = ("wrong", "failed", "crashed", "late")
 _SIZE_NAMES = {size.name for size in SIZES}
 
 
-def _rows(results: dict[str, Any], optimizer: str, allocator: str) -> list[dict[str, Any]]:
+def _rows(results: dict[str, Any], optimizer: str, allocator: str | None) -> list[dict[str, Any]]:
     rows = of_lists(results, optimizer)
-    return [row for row in rows if row["allocator"] == allocator and "limit" in row]
+    return [row for row in rows if row.get("allocator") == allocator and "limit" in row]
 
 
-def _allocators(results: dict[str, Any]) -> list[str]:
-    """Those under which anything was measured."""
-    return list(dict.fromkeys(row["allocator"] for row in results["rows"] if "limit" in row))
+def _allocators(results: dict[str, Any]) -> list[str | None]:
+    """Those under which anything was measured. None: weights on a GPU."""
+    return list(dict.fromkeys(row.get("allocator") for row in results["rows"] if "limit" in row))
 
 
-def plot_time(results: dict[str, Any], path: Path) -> None:
+def plot_time(results: dict[str, Any], path: Path, title: str | None = None) -> None:
     """Bars by shape list, with the limit and the kernels alone as lines across each group.
 
     Single sizes have their own plot.
@@ -82,11 +86,11 @@ def plot_time(results: dict[str, Any], path: Path) -> None:
         ncols=min(len(titles), 4 * len(allocators)),
         frameon=False,
     )
-    figure.suptitle(subtitle(results), fontsize=9)
+    figure.suptitle(title or subtitle(results), fontsize=9)
     figure.savefig(path, dpi=150)
 
 
-def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: str) -> None:
+def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: str | None) -> None:
     found = _rows(results, optimizer, allocator)
     rows = [row for row in found if row["shapes"] not in _SIZE_NAMES] or found
     shown = columns(results, optimizer)
@@ -115,7 +119,7 @@ def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: 
     plain_ticks(axis)
     axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=15, ha="right")
     axis.set_ylabel("ms a step")
-    axis.set_title(f"{optimizer}, {allocator}", fontsize=10)
+    axis.set_title(", ".join(filter(None, (optimizer, allocator))), fontsize=10)
     axis.grid(axis="y", alpha=0.3)
     axis.set_axisbelow(True)
 

@@ -39,13 +39,14 @@ def events(
     env: dict[str, str],
     log: Path | None = None,
     most_seconds: float | None = None,
+    program: str = "worker.py",
 ) -> Iterator[dict[str, Any]]:
     """What a worker tells. Its stderr goes to `log`; after `most_seconds` it is ended.
 
     Raises:
         WorkerError: in the end, if it failed.
     """
-    command = [sys.executable, str(ROOT / "bench" / "worker.py"), json.dumps(request)]
+    command = [sys.executable, str(ROOT / "bench" / program), json.dumps(request)]
     stderr = None if log is None else log.open("w", encoding="utf-8")
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True

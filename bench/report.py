@@ -233,7 +233,8 @@ def problems(results: Results) -> Iterator[str]:
     skipped: dict[str, list[str]] = {}
     for row in results["rows"]:
         threads = f" on {row['threads']} threads" if row.get("threads") else ""
-        where = f"{row['optimizer']}, {row['title']}{threads}, {row['allocator']}"
+        words = (row["optimizer"], f"{row['title']}{threads}", row.get("allocator"))
+        where = ", ".join(filter(None, words))
         if "skipped" in row:
             skipped.setdefault(row["skipped"], []).append(where)
         for name, result in row.get("results", {}).items():

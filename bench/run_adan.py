@@ -27,7 +27,7 @@ import adan_time
 import fusedstep
 import output
 from adan_check import wrong
-from adan_contestants import CONTESTANTS, LR, present, problem
+from adan_contestants import CONTESTANTS, LR, has_authors, present, problem
 from adan_published import PUBLISHED, Published
 from adan_time import Effort
 from fusedstep import _ops
@@ -213,6 +213,8 @@ def main() -> None:
     if device.type == "cuda":
         slug = "-".join(collected.facts["device"].lower().split())
     folder = output.results_folder(arguments.output, slug, "adan")
+    if device.type == "cuda" and not has_authors(device):
+        collected.note("the authors' kernel is absent: adan and fused_adan cannot be imported")
     collected.rows = rows_before(folder, collected.facts)
     rows = {row["config"]: row for row in collected.rows}
     planned = {}

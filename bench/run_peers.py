@@ -3,7 +3,8 @@
 
 Each peer has a process of its own, in which ours and the limit are measured with it: what is
 compared was measured together. Rows are named as "adam/gpt2", "adamw/gpt2/mixed" or
-"adam/gpt2/4-threads"; FILTER is a regular expression that selects some.
+"adam/gpt2/4-threads"; FILTER is a regular expression that selects some. With --device cuda, weights
+are on a GPU, and torch's optimizers share one process.
 Results go into a folder as results.json, README.md (the tables) and plots.
 """
 
@@ -16,10 +17,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rich.console import Console
 
+import cuda_peers_plot
+import cuda_peers_report
 import output
 import peer_packages
 import peers_plot
@@ -28,8 +32,6 @@ from environment import ALLOCATORS, ROOT, environments
 from kernels import kernels_alone
 from machine import Others
 from processes import LateError, WorkerError, check_allocator, events, progress_over, show
-
-SECONDS = 1500
 
 #: How long after its time a process may still be measuring what it has begun: a first step may be
 #: compiled.
@@ -48,6 +50,20 @@ class Process:
     """Whether a step makes temporaries: then its time depends on the allocator."""
     share: float = 1
     """Of the time."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """What measures on a device, and what tells of it."""
+
+    processes: tuple[Process, ...]
+    program: str
+    """Of a process."""
+    seconds: float
+    """For all, unless told."""
+    allocators: tuple[str, ...]
+    report: ModuleType
+    plot: Callable[[dict[str, Any], Path], None]
 
 
 OURS = Process("fused", share=5)
@@ -69,12 +85,29 @@ PROCESSES = (
     Process("bitsandbytes", "bitsandbytes"),
 )
 
+#: Of weights on a GPU, as in cuda_peers.py. The first looks for the limits.
+CUDA_PROCESSES = (
+    Process("torch", share=7),
+    Process("apex", "apex", share=3),
+    Process("deepspeed", "deepspeed", share=3),
+    Process("timm", "timm", share=2),
+    Process("compiled", share=4),
+)
+
+TARGETS = {
+    "cpu": Target(PROCESSES, "worker.py", 1500, ALLOCATORS, peers_report, peers_plot.plot),
+    "cuda": Target(
+        CUDA_PROCESSES, "cuda_worker.py", 600, ("glibc",), cuda_peers_report, cuda_peers_plot.plot
+    ),
+}
+
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    names = [process.peer for process in PROCESSES]
+    parser.add_argument("--device", choices=TARGETS, default="cpu")
+    names = {process.peer: None for each in TARGETS.values() for process in each.processes}
     parser.add_argument(
         "--peer", choices=names, action="append", dest="peers", help="one of them, or several"
     )
@@ -89,7 +122,7 @@ def parse_arguments() -> argparse.Namespace:
         default=peer_packages.FOLDER,
         help="where peer_packages.py has put the libraries",
     )
-    output.add_arguments(parser, seconds=SECONDS)
+    output.add_arguments(parser)
     return parser.parse_args()
 
 
@@ -98,6 +131,7 @@ class Run:
     """What the processes of a run have in common."""
 
     request: dict[str, Any]
+    device: str
     packages: Path
     logs: Path
     note: Callable[[str], None]
@@ -119,17 +153,18 @@ class Run:
             request["shapes"] = BOTH_ALLOCATORS
         if process.package is not None:
             try:
-                env = peer_packages.environment(process.package, env, self.packages)
+                env = peer_packages.environment(process.package, env, self.packages, self.device)
             except peer_packages.AbsentError as reason:
                 request["absent"] = str(reason)
-        log = self.logs / f"{process.peer}-{allocator}.log"
+        program = TARGETS[self.device].program
+        log = self.logs / f"{self.device}-{process.peer}-{allocator}.log"
         rows: list[dict[str, Any]] = []
         while True:
             planned, begun = {}, None
             request["skip"] = [row["name"] for row in rows]
             patience = max(0.0, until - time.monotonic()) + PATIENCE
             try:
-                for event in events(request, env, log, patience):
+                for event in events(request, env, log, patience, program):
                     match event["event"]:
                         case "plan":
                             check_allocator(event["facts"], allocator)
@@ -148,7 +183,8 @@ class Run:
                     self.note(f"{process.peer}, {allocator}: {failure}")
                     return rows
                 problem = "late" if isinstance(failure, LateError) else "crashed"
-                results = {process.peer: {problem: str(failure)}}
+                names = planned[begun].get("peers", [process.peer])
+                results = {name: {problem: str(failure)} for name in names}
                 rows.append(planned[begun] | {"results": results})
             else:
                 return rows
@@ -156,13 +192,16 @@ class Run:
     def remember_limits(self, rows: list[dict[str, Any]]) -> None:
         for row in rows:
             if "limit" in row:
-                self.limits[row["name"]] = {key: row["limit"][key] for key in ("memory", "walks")}
+                times = ("ms", "seconds")
+                way = {key: value for key, value in row["limit"].items() if key not in times}
+                self.limits[row["name"]] = way
 
 
 def chosen(arguments: argparse.Namespace) -> list[tuple[Process, str]]:
     """Each process with its allocator; ours first."""
-    wanted = [p for p in PROCESSES if p == OURS or p.peer in (arguments.peers or [p.peer])]
-    allocators = arguments.allocators or list(ALLOCATORS)
+    target = TARGETS[arguments.device]
+    wanted = [p for p in target.processes if p == OURS or p.peer in (arguments.peers or [p.peer])]
+    allocators = arguments.allocators or target.allocators
     pairs = [(process, "glibc") for process in wanted]
     pairs += [(process, "jemalloc") for process in wanted if process.allocates]
     return [pair for pair in pairs if pair[1] in allocators or pair[0] == OURS]
@@ -171,7 +210,7 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[Process, str]]:
 def merged(parts: list[tuple[str, str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
     """The rows of all processes, those of one name and allocator in one.
 
-    `parts` are the peer, the allocator and the rows of each process. A peer's `times` is what its
+    `parts` are the process, the allocator and the rows of each. A peer's `times` is what its
     step takes of ours in the same process. Ours and the limit are medians over the processes.
     """
     together: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
@@ -186,14 +225,16 @@ def _merged_row(allocator: str, found: list[tuple[str, dict[str, Any]]]) -> dict
     measured = [each for _, each in found if "limit" in each]
     if all("skipped" in each for _, each in found):
         return row
-    row.pop("skipped", None)
+    for key in ("skipped", "peers"):
+        row.pop(key, None)
     row["results"] = {}
-    for peer, each in found:
-        result = {"skipped": each["skipped"]} if "skipped" in each else each["results"][peer]
+    for process, each in found:
         ours = each.get("results", {}).get("fused", {})
-        if "ms" in result and "ms" in ours and peer != "fused":
-            result = result | {"times": result["ms"] / ours["ms"]}
-        row["results"][peer] = result
+        for peer in each.get("peers", [process]):
+            result = {"skipped": each["skipped"]} if "skipped" in each else each["results"][peer]
+            if "ms" in result and "ms" in ours and peer != "fused":
+                result = result | {"times": result["ms"] / ours["ms"]}
+            row["results"][peer] = result
     ours = [each["results"]["fused"] for each in measured if "ms" in each["results"]["fused"]]
     if ours:
         medians = {
@@ -210,7 +251,8 @@ def _merged_row(allocator: str, found: list[tuple[str, dict[str, Any]]]) -> dict
 
 def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Collected, list]:
     collected, others = output.Collected(), Others()
-    envs, collected.notes = environments(list(ALLOCATORS))
+    target = TARGETS[arguments.device]
+    envs, collected.notes = environments(list(target.allocators))
     pairs = [pair for pair in chosen(arguments) if pair[1] in envs]
     logs = ROOT / "build" / "logs" / "peers"
     logs.mkdir(parents=True, exist_ok=True)
@@ -220,8 +262,9 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
         "libraries": libraries,
         "skip_late": not arguments.all_rows,
     }
-    run = Run(request, arguments.packages, logs, collected.note)
-    end = time.monotonic() + arguments.budget
+    run = Run(request, arguments.device, arguments.packages, logs, collected.note)
+    budget = target.seconds if arguments.budget is None else arguments.budget
+    end = time.monotonic() + budget
     parts = []
     with progress_over(console) as progress:
         task = progress.add_task("starting", total=len(pairs))
@@ -240,12 +283,18 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
             parts.append((process.peer, allocator, rows))
             run.remember_limits(rows)
             progress.advance(task)
+            if not run.facts:
+                break  # none begins where the first could not
         collected.facts, collected.rows = run.facts, merged(parts)
-        for each in kernels_alone(
-            arguments.libraries, envs["glibc"], run.facts, collected.rows, collected.note
-        ):
-            show(progress, task, f"kernels alone: {each['optimizer']}/{each['shapes']}")
-            collected.kernels.append(each)
+        if arguments.device == "cuda":
+            for row in collected.rows:
+                del row["allocator"]  # that of the host's memory
+        else:
+            for each in kernels_alone(
+                arguments.libraries, envs["glibc"], run.facts, collected.rows, collected.note
+            ):
+                show(progress, task, f"kernels alone: {each['optimizer']}/{each['shapes']}")
+                collected.kernels.append(each)
         progress.update(task, description="done")
     collected.note_disturbance(others.share())
     return collected, parts
@@ -253,7 +302,9 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
 
 def main() -> None:
     arguments = parse_arguments()
-    output.check_libraries(arguments.libraries)
+    target = TARGETS[arguments.device]
+    if arguments.device == "cpu":
+        output.check_libraries(arguments.libraries)
     collected, parts = collect(arguments, Console(stderr=True))
     if not collected.rows:
         sys.exit("\n".join([f"nothing was measured for {arguments.filter!r}", *collected.notes]))
@@ -262,10 +313,13 @@ def main() -> None:
             {"peer": peer, "allocator": allocator, "rows": rows} for peer, allocator, rows in parts
         ]
     }
-    folder = output.results_folder(arguments.output, collected.machine.slug, "peers")
-    output.write(folder, results, peers_report.markdown(results))
-    peers_plot.plot(results, folder)
-    output.show(peers_report.tables(results), peers_report.remarks(results), folder)
+    slug = collected.machine.slug
+    if arguments.device == "cuda":
+        slug = "-".join(results["device"].lower().split())
+    folder = output.results_folder(arguments.output, slug, "peers")
+    output.write(folder, results, target.report.markdown(results))
+    target.plot(results, folder)
+    output.show(target.report.tables(results), target.report.remarks(results), folder)
 
 
 if __name__ == "__main__":

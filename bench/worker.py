@@ -31,7 +31,7 @@ import onednn_library
 import peer_optimizers
 import rows
 import subjects
-from implementations import Implementation, Stepper, UnavailableError
+from implementations import Implementation, Stepper, UnavailableError, told
 from limit_library import Limit, Memory, Walk
 from rows import Row
 
@@ -302,12 +302,6 @@ def confirmed(limit: Limit, bursts: dict[Walk, list[float]]) -> Limit:
     best = {walk: min(medians) for walk, medians in bursts.items()}
     walks = sorted(best, key=best.__getitem__)
     return Limit(min(limit.seconds, best[walks[0]]), limit.memory, tuple(walks))
-
-
-def told(error: BaseException) -> str:
-    """An error in one line."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
 def described(row: Row) -> dict[str, Any]:

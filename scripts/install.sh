@@ -152,11 +152,11 @@ need_python_packages() {
     "$python" -m pip install -c "$root/scripts/constraints.txt" "${missing[@]}"
 }
 
-# What the benchmark compares with: one that cannot be had does not stop the others.
+# install_peers cpu|cuda: what the benchmark compares with. One that cannot be had does not stop the others.
 install_peers() {
   local missing
   mapfile -t missing < <(missing_python_packages "$python" peers)
-  "$python" "$root/bench/peer_packages.py" "${missing[@]}"
+  "$python" "$root/bench/peer_packages.py" --device "$1" "${missing[@]}"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.
