@@ -99,17 +99,22 @@ struct Operands {
     const T zeros[N] = {};
     store<kOnce>(grad + at.offset[kGrad], zeros);
   }
-  // Calls run(p, g, states) with all elements, by reference but for the gradient.
+  // Calls run(first, p, g, states) with the elements from `first` on, by reference but for the gradient: as
+  // many at a time as registers allow.
   template <int N, class Run>
   __device__ __forceinline__ void with_packs(Elements<kStates, T, N>& read, Run run) const {
-    using V = Pack<T, N>;
-    V p(read.weight), s[kStates];
+    constexpr int kTogether = N < 4 ? N : 4;
+    using V = Pack<T, kTogether>;
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) s[k] = V(read.state[k]);
-    run(p, V(read.grad) * V(factor), s);
-    V::each([&](int j) { read.weight[j] = p.of[j]; });
+    for (int first = 0; first < N; first += kTogether) {
+      V p(read.weight + first), s[kStates];
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) V::each([&](int j) { read.state[k][j] = s[k].of[j]; });
+      for (int k = 0; k < kStates; ++k) s[k] = V(read.state[k] + first);
+      run(first, p, V(read.grad + first) * V(factor), s);
+      p.copy_to(read.weight + first);
+#pragma unroll
+      for (int k = 0; k < kStates; ++k) s[k].copy_to(read.state[k] + first);
+    }
   }
 };
 
@@ -159,7 +164,9 @@ struct Update : Operands {
   }
   template <class Place, int N>
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
-    this->with_packs(read, [&](auto& p, auto g, auto& s) { Operands::Rule::update(this->scalars, p, g, s); });
+    this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
+      Operands::Rule::update(this->scalars, p, g, s);
+    });
     this->template store_weight<kOnce>(at, read);
     this->template store_states<kOnce>(at, read);
   }

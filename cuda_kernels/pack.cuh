@@ -59,8 +59,11 @@ struct Pack {
   __device__ __forceinline__ Pack(T x) {
     each([&](int j) { of[j] = x; });
   }
-  explicit __device__ __forceinline__ Pack(const T (&x)[N]) {
+  explicit __device__ __forceinline__ Pack(const T* x) {
     each([&](int j) { of[j] = x[j]; });
+  }
+  __device__ __forceinline__ void copy_to(T* x) const {
+    each([&](int j) { x[j] = of[j]; });
   }
 
   template <class Run>

@@ -217,11 +217,12 @@ struct Accumulate : Operands {
   template <class Add>
   struct Norms {
     const Add& add_square;
+    int first;
     template <class V>
     __device__ __forceinline__ void add(const V& p, const V& u) const {
       V::each([&](int j) {
-        add_square(0, j, p.of[j]);
-        add_square(1, j, u.of[j]);
+        add_square(0, first + j, p.of[j]);
+        add_square(1, first + j, u.of[j]);
       });
     }
   };
@@ -266,10 +267,9 @@ struct Accumulate : Operands {
   // In the place of the gradient.
   template <int N, class Add>
   __device__ __forceinline__ void find_update(Elements<Operands::kStates, T, N>& read, const Add& add) const {
-    const Norms<Add> norms{add};
-    this->with_packs(read, [&](auto p, auto g, auto& s) {
-      const auto update = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
-      update.each([&](int j) { read.grad[j] = update.of[j]; });
+    this->with_packs(read, [&](int first, auto p, auto g, auto& s) {
+      const Norms<Add> norms{add, first};
+      Operands::Rule::accumulate(this->scalars, p, g, s, norms).copy_to(read.grad + first);
     });
   }
 };
@@ -361,7 +361,7 @@ struct Apply : Operands {
   template <class Place, int N>
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     if constexpr (kUpdates == Updates::kRecomputed) {
-      this->with_packs(read, [&](auto& p, auto g, auto& s) {
+      this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
         const NoNorms norms;
         const auto u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
         Operands::Rule::apply(this->scalars, ratio, p, u);
@@ -370,7 +370,7 @@ struct Apply : Operands {
     } else {
       Pack<T, N> p(read.weight);
       Operands::Rule::apply(this->scalars, ratio, p, Pack<T, N>(read.grad));
-      p.each([&](int j) { read.weight[j] = p.of[j]; });
+      p.copy_to(read.weight);
     }
     this->template store_weight<kOnce>(at, read);
   }
