@@ -64,5 +64,5 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
         elif clears:
             grad.zero_()
         elif place not in treated:
-            grad.mul_(factor)
+            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
             treated.add(place)
