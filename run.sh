@@ -26,7 +26,7 @@ Usage:
   ./run.sh bench adan [OPTION...]
                                  memory and time of Adan beside Adam over sizes of GPT-2
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
-  ./run.sh bench embedding       sparse gradients of an embedding table
+  ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)

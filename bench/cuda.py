@@ -268,25 +268,34 @@ def markdown(results: dict[str, Any]) -> str:
     return f"# Optimizer steps on {results['device']}\n\n{facts}\n\n{text}\n\n{LEGEND}\n"
 
 
+def check_device() -> None:
+    """Ends the program with a line if there is nothing to measure."""
+    if not torch.cuda.is_available():
+        sys.exit("bench: torch sees no CUDA device")
+    if missing := _ops.missing_on("cuda"):
+        sys.exit(f"bench: {missing}")
+
+
+def device_slug() -> str:
+    """The device's name as that of a folder."""
+    return "-".join(torch.cuda.get_device_name().lower().split())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     output.add_arguments(parser)
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("bench: torch sees no CUDA device")
-    if missing := _ops.missing_on("cuda"):
-        sys.exit(f"bench: {missing}")
+    check_device()
     if not (arguments.libraries / NAME).is_file():
         sys.exit(f"bench: {arguments.libraries} has no {NAME}: build with nvcc")
     limit, collected = Limit(arguments.libraries), output.Collected()
     chosen = selected(arguments.filter)
     if not chosen:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
-    device = torch.cuda.get_device_name()
-    collected.facts = {"torch": torch.__version__, "device": device}
-    folder = output.results_folder(arguments.output, "-".join(device.lower().split()))
+    collected.facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    folder = output.results_folder(arguments.output, device_slug())
     for row in track(chosen, "timing steps", console=Console(stderr=True)):
         print(row, file=sys.stderr)
         collected.rows.append(measure(row, limit))

@@ -44,8 +44,10 @@ python_tests() { (cd "$root" && "$python" -m pytest -n "$(parallelism)" "$@"); }
 sanitized=(sanitize --target fusedstep_core_tests mnist_test)
 
 # Of every kind of kernel one that is small: under these tools one takes a hundred times as long.
-kernels_once="another_dtype or clipping_scaling or a_scalers_step or is_replayed or sparse"
+kernels_once="another_dtype or clipping_scaling or a_scalers_step or is_replayed"
 kernels_once+=" or (every_layout and (lamb or adagrad) and (column or transposed))"
+kernels_once+=" or (cuda and (sparse_dimensions or rows_that or and_sparse or clips or a_scalers_gradients))"
+kernels_once+=" or (cuda and the_dense_step and times and float32)"
 
 # compute_sanitizer TOOL
 # torch's kernels are looked at by initcheck alone, which has to see what they write. What torch asks of the runtime may
@@ -56,7 +58,7 @@ compute_sanitizer() {
   step "sanitize-cuda-$tool" "CUDA kernels under compute-sanitizer $tool" \
     env PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_WAIT_POLICY=passive PYTHONPATH="$root/tests:$root/python" \
     compute-sanitizer --tool "$tool" "${options[@]}" \
-    "$python" -m pytest -q -p no:cacheprovider "$root"/tests/test_cuda*.py -k "$kernels_once" || return
+    "$python" -m pytest -q -p no:cacheprovider "$root"/tests/test_{cuda,sparse}.py -k "$kernels_once" || return
   grep -E 'SUMMARY|[0-9]+ passed' "$log" | sed "s/^=* */run.sh: $tool: /" >&2
   # Where all are skipped nothing has been looked at.
   grep -qE '^[0-9]+ passed' "$log" || { say "$tool: no test has run, $log says why" && return 1; }
