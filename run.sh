@@ -17,6 +17,7 @@ Usage:
                                  (--full: all sizes, 14 epochs)
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
+  ./run.sh test sanitize-cuda    the CUDA kernels under compute-sanitizer, where there is a GPU
   ./run.sh bench [FILTER]        the benchmark, all sizes
   ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs (--device cuda: on a GPU)
   ./run.sh bench compare REF [FILTER]
@@ -25,7 +26,7 @@ Usage:
   ./run.sh bench adan [OPTION...]
                                  memory and time of Adan beside Adam over sizes of GPT-2
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
-  ./run.sh bench embedding       sparse gradients of an embedding table
+  ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
@@ -124,7 +125,8 @@ main() {
   local command=${1:-}
   (($# == 0)) || shift
   case "$command" in
-    --full | build | test | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
+    --full | build | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
+    test) [[ $* == @(|sanitize-cuda) ]] || die "test takes no argument but sanitize-cuda: $*" ;;
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
@@ -134,7 +136,7 @@ main() {
   case "$command" in
     '' | --full) everything "$command" ;;
     build) build release ;;
-    test) test_everything ;;
+    test) if (($#)); then test_under_compute_sanitizer; else test_everything; fi ;;
     *.py) run_script "$command" "$@" ;;
     *) "$command" "$@" ;;
   esac

@@ -315,14 +315,24 @@ def markdown(results: dict[str, Any]) -> str:
     return f"# Optimizer steps on {results['device']}\n\n{facts}\n\n{text}\n\n{LEGEND}\n"
 
 
-def check(libraries: Path) -> None:
+def check_device() -> None:
     """Ends the program, in one line, where nothing could be measured."""
     if not torch.cuda.is_available():
         sys.exit("bench: torch sees no CUDA device")
     if missing := _ops.missing_on("cuda"):
         sys.exit(f"bench: {missing}")
+
+
+def check(libraries: Path) -> None:
+    """check_device(), and whether there is a limit."""
+    check_device()
     if not (libraries / NAME).is_file():
         sys.exit(f"bench: {libraries} has no {NAME}: build with nvcc")
+
+
+def device_slug() -> str:
+    """The device's name as that of a folder."""
+    return "-".join(torch.cuda.get_device_name().lower().split())
 
 
 def main() -> None:
@@ -336,9 +346,8 @@ def main() -> None:
     chosen = selected(arguments.filter)
     if not chosen:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
-    device = torch.cuda.get_device_name()
-    collected.facts = {"torch": torch.__version__, "device": device}
-    folder = output.results_folder(arguments.output, "-".join(device.lower().split()))
+    collected.facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    folder = output.results_folder(arguments.output, device_slug())
     for row in track(chosen, "timing steps", console=Console(stderr=True)):
         print(row, file=sys.stderr)
         collected.rows.append(measure(row, limit))

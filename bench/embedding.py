@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time Adagrad on an embedding table of which a batch touches some rows.
 
-Writes embedding.json beside the other results of this machine, and prints the table.
+Writes embedding.json beside the other results of this machine or GPU, and prints the table.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from rich.table import Table
 from torch import Tensor
 
 import cases
+import cuda
+import output
+from fusedstep import _ops
 from machine import this_machine
 from report import milliseconds
 
@@ -60,23 +63,33 @@ class Contestant:
     """An optimizer over a table of its own."""
 
     def __init__(self, title: str, gradients: list[Tensor]) -> None:
-        self._is_dense = "dense" in title
+        self.is_dense = "dense" in title
         self._gradients = cycle(gradients)
-        self.table = torch.nn.Parameter(torch.ones(gradients[0].shape))
-        if self._is_dense:
+        self.table = torch.nn.Parameter(torch.ones_like(gradients[0], layout=torch.strided))
+        if self.is_dense:
             self.table.grad = torch.zeros_like(self.table)
         self._optimizer = CONTESTANTS[title]([self.table])
 
-    def step(self) -> float:
-        """The seconds of a step with the next gradient."""
+    def take_gradient(self) -> None:
+        """The next one."""
         gradient = next(self._gradients)
-        if self._is_dense:
+        if self.is_dense:
             self.table.grad.zero_().add_(gradient)
         else:
             self.table.grad = gradient
+
+    def step(self) -> float:
+        """The seconds of a step with the next gradient."""
+        self.take_gradient()
         began = time.perf_counter()
         self._optimizer.step()
         return time.perf_counter() - began
+
+    def step_on_device(self) -> None:
+        """With the next gradient, unless it takes longer to make than a step."""
+        if not self.is_dense:
+            self.take_gradient()
+        self._optimizer.step()
 
 
 def measure(gradients: list[Tensor], seconds: float) -> dict[str, float]:
@@ -88,10 +101,16 @@ def measure(gradients: list[Tensor], seconds: float) -> dict[str, float]:
     check({title: contestant.table for title, contestant in contestants.items()})
     samples: dict[str, list[float]] = {title: [] for title in contestants}
     deadline = time.monotonic() + seconds
+    if gradients[0].is_cuda:
+        for _ in range(cuda.TURNS):
+            for title, contestant in contestants.items():
+                each = seconds / cuda.TURNS / len(contestants)
+                samples[title].append(cuda.time_steps(contestant.step_on_device, each))
+        return {title: statistics.median(times) for title, times in samples.items()}
     while time.monotonic() < deadline or len(samples["ours"]) < BATCHES:
         for title, contestant in contestants.items():
             # One batch after another where the step is short: the dense one clears the caches.
-            for _ in range(1 if "dense" in title else BATCHES):
+            for _ in range(1 if contestant.is_dense else BATCHES):
                 samples[title].append(contestant.step())
     return {title: 1e3 * statistics.median(times) for title, times in samples.items()}
 
@@ -111,22 +130,28 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=SHAPE[1], help=f"default: {SHAPE[1]}")
     parser.add_argument("--touched", type=int, default=TOUCHED, help=f"default: {TOUCHED:,}")
     parser.add_argument("--seconds", type=float, default=20, help="for each row (default: 20)")
+    parser.add_argument("--device", choices=_ops.DEVICES, default="cpu", help="default: cpu")
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="instead of bench/results/MACHINE"
     )
     arguments = parser.parse_args()
     if not 0 < arguments.touched <= arguments.rows:
         parser.error(f"--touched must be from 1 to {arguments.rows}")
+    if arguments.device == "cuda":
+        cuda.check_device()
     shape = (arguments.rows, arguments.columns)
     rows = []
     for title, make in GRADIENTS.items():
-        gradients = [make(seed, shape, arguments.touched) for seed in range(BATCHES)]
+        gradients = [
+            make(seed, shape, arguments.touched).to(arguments.device) for seed in range(BATCHES)
+        ]
         rows.append({"gradient": title, "ms": measure(gradients, arguments.seconds)})
     machine = this_machine()
-    folder = arguments.output or Path(__file__).parent / "results" / machine.slug
-    folder.mkdir(parents=True, exist_ok=True)
+    name = cuda.device_slug() if arguments.device == "cuda" else machine.slug
+    folder = output.results_folder(arguments.output, name)
     results = {
         "machine": machine.facts(),
+        "device": arguments.device,
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "shape": shape,

@@ -185,18 +185,14 @@ constexpr int resident_blocks() {
 template <Access kAccess, class Body>
 constexpr int kResident = resident_blocks<kAccess, Body>();
 
-// The last pass of a step: that of `Body`, or no more than the clearing of gradients.
+// A part of the last pass of a step: that of `Body`, or no more than the clearing of gradients.
 template <Access kAccess, class Body>
-__global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
-    last_pass(const __grid_constant__ Launch launch) {
-  constexpr int kOf = kParts<kAccess, Body>;
-  const int part = static_cast<int>(blockIdx.x % kOf);
+__device__ __forceinline__ void go_over_part(const Launch& launch, const Chunk& of_plan, int part) {
   const bool clears_only = left_out(launch.found_inf);
   if constexpr (kAccess == kByElement) {
-    const Chunk& chunk = launch.chunks[blockIdx.x / kOf].chunk;
-    for_tiles<Body>(launch, chunk, part, clears_only);
+    for_tiles<Body>(launch, of_plan, part, clears_only);
   } else {
-    const Chunk chunk = launch.chunks[blockIdx.x / kOf].chunk;
+    const Chunk chunk = of_plan;
     const Body body(launch, chunk);
     if (!clears_only) {
       for_words(body, chunk, part);
@@ -204,6 +200,14 @@ __global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
       for_words(Clear<Body>(launch, chunk), chunk, part);
     }
   }
+}
+
+template <Access kAccess, class Body>
+__global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
+    last_pass(const __grid_constant__ Launch launch) {
+  constexpr int kOf = kParts<kAccess, Body>;
+  go_over_part<kAccess, Body>(launch, launch.chunks[blockIdx.x / kOf].chunk,
+                              static_cast<int>(blockIdx.x % kOf));
 }
 
 template <Access kAccess, class Body>

@@ -1,5 +1,6 @@
-// Sums of squares of gradients, whatever the rule.
+// What is done with gradients whatever the rule: sums of squares; a look at the indices of sparse ones.
 #include "cuda_kernels/reduce.cuh"
+#include "cuda_kernels/rows.cuh"
 
 namespace fusedstep::cuda {
 namespace {
@@ -49,11 +50,40 @@ struct Square {
   }
 };
 
+// Of a sparse gradient, each row once. Thread by thread, then in a tree: how many rows there are is not known
+// to the host, so that chunks are not the CPU's, and sums cannot have its order.
+template <Access kAccess, class Stored>
+__device__ __forceinline__ void sum_rows(const Launch& launch, const NumberedChunk& numbered,
+                                         const Grad& grad) {
+  constexpr int kWidth = kWordBytes / sizeof(Stored);
+  __shared__ double sums[kThreads];
+  double sum = 0;
+  for_rows<kAccess, kWidth, kFirstState>(
+      launch.tensors[numbered.chunk.tensor].layout, *grad.rows, numbered.chunk, threadIdx.x, kThreads,
+      [&](auto width, const auto& place) {
+        ComputeOf<Stored> x[decltype(width)::value];
+        load_sum<kAgain>(*grad.rows, static_cast<const Stored*>(grad.data), place, x);
+#pragma unroll
+        for (int j = 0; j < width; ++j) sum += static_cast<double>(x[j]) * static_cast<double>(x[j]);
+      });
+  sums[threadIdx.x] = sum;
+  for (unsigned left = kThreads / 2; left > 0; left /= 2) {
+    __syncthreads();
+    if (threadIdx.x < left) sums[threadIdx.x] += sums[threadIdx.x + left];
+  }
+  if (threadIdx.x == 0) launch.partials[kPartials * numbered.number] = sums[0];
+}
+
 template <Access kAccess, class Stored>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Launch launch) {
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
-  const auto* grad = static_cast<const Stored*>(launch.grads[numbered.chunk.tensor].data);
-  sum_chunk<kAccess, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{grad});
+  const Grad& grad = launch.grads[numbered.chunk.tensor];
+  if (grad.rows != nullptr) {
+    sum_rows<kAccess, Stored>(launch, numbered, grad);
+  } else {
+    const auto* data = static_cast<const Stored*>(grad.data);
+    sum_chunk<kAccess, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{data});
+  }
 }
 
 template <class Stored>
@@ -67,7 +97,29 @@ __global__ void __launch_bounds__(kThreads) add_kernel(const double* partials, i
   if (threadIdx.x == 0) *sum += total.of[0];
 }
 
+// Blocks that share a tensor's indices.
+constexpr int kIndexBlocks = 16;
+
+__global__ void __launch_bounds__(kThreads) index_kernel(const __grid_constant__ IndexLaunch launch) {
+  const int64_t tensor = blockIdx.x / kIndexBlocks;
+  const GradRows* const rows = launch.grads[tensor].rows;
+  if (rows == nullptr) return;
+  const RowIndex& index = rows->index;
+  for (int64_t i = blockIdx.x % kIndexBlocks * kThreads + threadIdx.x; i < index.dims * index.entries;
+       i += kIndexBlocks * kThreads) {
+    const int dim = static_cast<int>(i / index.entries);
+    const int64_t row = index.at(dim, i % index.entries);
+    if (row < 0 || row >= rows->sizes[dim]) {
+      atomicMin(&launch.found[tensor], static_cast<unsigned long long>(i));
+    }
+  }
+}
+
 }  // namespace
+
+void check_indices(const IndexLaunch& launch) {
+  launch_blocks(index_kernel, launch.tensor_count * kIndexBlocks, launch.stream, launch);
+}
 
 void sum_grad_chunks(Format format, Access access, const Launch& launch) {
   switch (format) {

@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "cuda_kernels/rows.cuh"
 #include "cuda_kernels/two_phase.cuh"
 
 namespace fusedstep::cuda {
@@ -13,12 +14,19 @@ inline constexpr bool kTwoPhase = requires {
   &Rule<0>::trust_ratio;
 };
 
+// Whether rows without a gradient may be left alone.
+template <class Rule>
+inline constexpr bool kTakesRows = false;
+template <class Rule>
+requires(Rule::kZeroGradChangesNothing) inline constexpr bool kTakesRows<Rule> = true;
+
 template <Access kAccess, template <unsigned> class Rule, unsigned kFlags, class Weight, class State>
 constexpr PassKernels kernels_of() {
   using R = Rule<kFlags>;
   PassKernels kernels{};
   if constexpr (!kTwoPhase<Rule>) {
     kernels.update = launch_update<kAccess, R, Weight, State>;
+    if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
   } else if constexpr (kAccess == kInWords) {
     kernels.two_phases = launch_two_phases<Rule, kFlags, Weight, State>;
   } else {

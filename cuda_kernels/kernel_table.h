@@ -33,14 +33,24 @@ struct TensorTask {
   bool as_double;  // the maths
 };
 
-// How a pass goes over its tensors: in words of several elements, where all operands form one flat range and
-// are aligned to kWordBytes; or element by element.
+// How a pass goes over its tensors: in words of several elements, where all operands, or the rows that a
+// sparse gradient is for, form one flat range and are aligned to kWordBytes; or element by element.
 enum Access : int { kInWords, kByElement, kAccesses };
 constexpr int kWordBytes = 16;
 
+// Of a sparse gradient: which rows its entries are for.
+struct GradRows {
+  RowIndex index;
+  const int64_t* sizes;    // [index.dims]
+  const int64_t* strides;  // [operands][index.dims], in elements
+  int64_t units;           // of a row's walk
+  int64_t elements;        // of an entry
+};
+
 struct Grad {
-  void* data;
-  bool own;  // may be written
+  void* data;            // of a sparse one: its first entry
+  const GradRows* rows;  // null: dense
+  bool own;              // may be written
 };
 
 // A chunk by its number among those of the plan.
@@ -119,10 +129,22 @@ struct PrepareLaunch {
   Stream stream;
 };
 
-// An elementwise rule has `update`. A two-phase rule has `two_phases` for tensors that are gone over in
+// The first index of a sparse gradient that is out of range, in the order of RowIndex::data; kNoIndex.
+constexpr unsigned long long kNoIndex = ~0ull;
+
+struct IndexLaunch {
+  const Grad* grads;
+  int64_t tensor_count;
+  unsigned long long* found;  // [tensors], kNoIndex before
+  Stream stream;
+};
+
+// An elementwise rule has `update` and, if a gradient of zero changes nothing, `update_rows` for steps of
+// which some gradients are sparse. A two-phase rule has `two_phases` for tensors that are gone over in
 // words, and for others `accumulate` and one `apply` or the other, as Launch::stores says.
 struct PassKernels {
   void (*update)(const Launch&);
+  void (*update_rows)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);
   void (*accumulate)(const Launch&);
   void (*apply_stored)(const Launch&);
@@ -143,6 +165,9 @@ struct RuleTable {
 // Each rule's table is compiled by itself.
 template <template <unsigned> class Rule>
 const RuleTable& table_of();
+
+// Looks for indices of sparse gradients that are out of range.
+void check_indices(const IndexLaunch& launch);
 
 // Sums of squares of gradients: of every chunk into its first partial, and of chunks [0, count) onto *sum.
 void sum_grad_chunks(Format format, Access access, const Launch& launch);

@@ -43,6 +43,35 @@ python_tests() { (cd "$root" && "$python" -m pytest -n "$(parallelism)" "$@"); }
 # What has no LibTorch in it, which is not built for sanitizers.
 sanitized=(sanitize --target fusedstep_core_tests mnist_test)
 
+# Of every kind of kernel one that is small: under these tools one takes a hundred times as long.
+kernels_once="another_dtype or clipping_scaling or a_scalers_step or is_replayed"
+kernels_once+=" or (every_layout and (lamb or adagrad) and (column or transposed))"
+kernels_once+=" or (cuda and (sparse_dimensions or rows_that or and_sparse or clips or a_scalers_gradients))"
+kernels_once+=" or (cuda and the_dense_step and times and float32)"
+
+# compute_sanitizer TOOL
+# torch's kernels are looked at by initcheck alone, which has to see what they write. What torch asks of the runtime may
+# fail, as torch knows. Each tensor has memory of its own: what is beyond its end is nobody's.
+compute_sanitizer() {
+  local tool=$1 log=$logs/sanitize-cuda-$1.log options=(--error-exitcode 1 --report-api-errors no)
+  [[ $tool == initcheck ]] || options+=(--kernel-name kns=fusedstep)
+  step "sanitize-cuda-$tool" "CUDA kernels under compute-sanitizer $tool" \
+    env PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_WAIT_POLICY=passive PYTHONPATH="$root/tests:$root/python" \
+    compute-sanitizer --tool "$tool" "${options[@]}" \
+    "$python" -m pytest -q -p no:cacheprovider "$root"/tests/test_{cuda,sparse}.py -k "$kernels_once" || return
+  grep -E 'SUMMARY|[0-9]+ passed' "$log" | sed "s/^=* */run.sh: $tool: /" >&2
+  # Where all are skipped nothing has been looked at.
+  grep -qE '^[0-9]+ passed' "$log" || { say "$tool: no test has run, $log says why" && return 1; }
+}
+
+test_under_compute_sanitizer() {
+  local tool status=0
+  command -v compute-sanitizer >/dev/null || die "there is no compute-sanitizer: it is part of the CUDA toolkit"
+  build release --target fusedstep_python || return
+  for tool in memcheck racecheck initcheck; do compute_sanitizer "$tool" || status=1; done
+  return "$status"
+}
+
 test_everything() {
   local ahead
   need_python_packages test

@@ -28,6 +28,10 @@ class DevicePlan {
   // or with counts on the device, which are raised by one there.
   virtual void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
                             const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor
+  // has not. Waits for the device, but for gradients whose entries need no order (see RowIndex): if an index
+  // of these is out of range, the step fails on the device.
+  virtual void check_rows(Plan& plan) = 0;
   // Adds grad_norm2() to a number on the device.
   virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
 };

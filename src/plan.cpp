@@ -146,13 +146,16 @@ void check_state(size_t i, const TensorView& weight, const TensorView& state) {
   }
 }
 
+[[noreturn]] void refuse_row(size_t i, int dim, int64_t at, int64_t size) {
+  refuse(i, "the gradient's index " + std::to_string(at) + " is out of range: dimension " +
+                std::to_string(dim) + " of the weight has size " + std::to_string(size));
+}
+
 void check_rows(size_t i, const RowIndex& rows, Dims sizes) {
   for (int d = 0; d < rows.dims; ++d) {
     for (int64_t entry = 0; entry < rows.entries; ++entry) {
       const int64_t at = rows.at(d, entry);
-      if (at >= 0 && at < sizes[d]) continue;
-      refuse(i, "the gradient's index " + std::to_string(at) + " is out of range: dimension " +
-                    std::to_string(d) + " of the weight has size " + std::to_string(sizes[d]));
+      if (at < 0 || at >= sizes[d]) refuse_row(i, d, at, sizes[d]);
     }
   }
 }
@@ -194,11 +197,11 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   check_device(i, "the gradient", operands.grad, device_);
   for (int k = 0; k < slots_; ++k) check_device(i, "a state", operands.states[k], device_);
 
-  const bool changed = entry.layout == nullptr || entry.rows.has_value() != operands.rows.has_value() ||
-                       (entry.rows && entry.rows->dims() != operands.rows->dims) ||
+  const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
+                       (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
   const Format format = changed ? checked_format(i, operands, slots_) : entry.format;
-  if (operands.rows) check_rows(i, *operands.rows, operands.weight.sizes);
+  if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
@@ -229,6 +232,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   if (operands.rows) {
     bind_rows(entry, operands, *operands.rows);
   } else {
+    entry.index.reset();
     entry.rows.reset();
   }
 }
@@ -240,11 +244,15 @@ void Plan::move_grad(size_t i, void* data) {
 }
 
 void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index) {
-  Rows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
   const int64_t units = entry.units();
-  std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
-  for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
-  rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype));
+  entry.index = index;
+  ++grads_version_;
+  if (device_ == kHost) {
+    Rows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
+    std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
+    for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
+    rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype));
+  }
   if (entry.units() != units) stale_ = true;
   entry.grad_bytes = index.entries * span_bytes(operands.grad);
   shared_with_.clear();
@@ -287,6 +295,16 @@ void Plan::refresh(int64_t wave_bytes) {
   ++operands_version_;
 }
 
+int64_t Plan::elements_of_row(size_t i) const {
+  int64_t elements = 1;
+  for (const int64_t size : entries_[i].sizes(kWeight).subspan(row_index(i)->dims)) elements *= size;
+  return elements;
+}
+
+void Plan::refuse_row(size_t i, int dim, int64_t at) const {
+  fusedstep::refuse_row(i, dim, at, row_sizes(i)[dim]);
+}
+
 bool Plan::grad_can_store(size_t i) const {
   const Entry& entry = entries_[i];
   const bool precise = entry.format == Format::kFloat || entry.format == Format::kDouble;
@@ -311,8 +329,8 @@ void Plan::check_weights_apart() {
     SeenBytes seen(begin(order[first]), end);
     for (size_t i = first; last - first > 1 && i < last; ++i) {
       const Entry& entry = *order[i];
-      if (!seen.add(begin(&entry), entry.task.element_size[kWeight], entry.weight_sizes(),
-                    entry.weight_strides())) {
+      if (!seen.add(begin(&entry), entry.task.element_size[kWeight], entry.sizes(kWeight),
+                    entry.strides(kWeight))) {
         refuse(static_cast<size_t>(&entry - entries_.data()),
                "the weight shares memory with another weight of the list");
       }
@@ -336,7 +354,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
     ++plan->grads_version_;
     for (Entry& entry : plan->entries_) {
       const char *weight = entry.address(kWeight), *grad = entry.address(kGrad);
-      entry.grad_is_own = !entry.grad_overlaps && !entry.rows;
+      entry.grad_is_own = !entry.grad_overlaps && !entry.index;
       if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
       if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});
     }

@@ -73,11 +73,26 @@ class Plan {
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
   const cpu::TensorTask& task(size_t i) const { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
-  // The rows of a sparse gradient; null for a dense one.
+  // The rows of a sparse gradient on the host; null for a dense one, and on a device.
   Rows* rows(size_t i) {
     std::optional<Rows>& rows = entries_[i].rows;
     return rows ? &*rows : nullptr;
   }
+  // Which rows a sparse gradient has entries for; null for a dense one.
+  const RowIndex* row_index(size_t i) const {
+    const std::optional<RowIndex>& index = entries_[i].index;
+    return index ? &*index : nullptr;
+  }
+  // The part of a tensor's walk that a row is, and the elements in it. `task` has the layout of one row.
+  int64_t units_of_row(size_t i) const { return entries_[i].layout->units(); }
+  FUSEDSTEP_API int64_t elements_of_row(size_t i) const;
+  // Sizes of the dimensions that rows are counted in, and an operand's strides there.
+  Dims row_sizes(size_t i) const { return entries_[i].sizes(kWeight).first(row_index(i)->dims); }
+  Dims row_strides(size_t i, int operand) const {
+    return entries_[i].strides(operand).first(row_index(i)->dims);
+  }
+  // Throws std::runtime_error, naming tensor i: it has no such row.
+  [[noreturn]] FUSEDSTEP_API void refuse_row(size_t i, int dim, int64_t at) const;
   // Whether gradient i may be written: it is dense, no two of its elements are in one place, and no other
   // gradient and no weight of the step is in its memory. Told by find_shared_grads().
   bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }
@@ -119,16 +134,20 @@ class Plan {
     cpu::TensorTask task{};
     Format format{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
+    std::optional<RowIndex> index;
     std::optional<Rows> rows;
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
     bool grad_overlaps = false;
     bool grad_is_own = false;
 
-    int64_t units() const { return layout->units() * (rows ? rows->count() : 1); }
+    int64_t units() const { return layout->units() * (rows ? rows->count() : index ? index->entries : 1); }
     const char* address(Operand operand) const { return static_cast<const char*>(task.data[operand]); }
-    Dims weight_sizes() const { return Dims(shape).subspan(2, shape[1]); }
-    Dims weight_strides() const { return Dims(shape).subspan(2 + shape[1], shape[1]); }
+    // All operands have the weight's dimensions.
+    Dims sizes(int operand) const { return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2, shape[1]); }
+    Dims strides(int operand) const {
+      return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2 + shape[1], shape[1]);
+    }
   };
 
   void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);

@@ -10,17 +10,6 @@
 
 namespace fusedstep {
 
-// Which row each entry of a sparse gradient is for: entry e that at at(d, e) in dimension d, for each of the
-// tensor's first `dims` dimensions. Borrowed.
-struct RowIndex {
-  const int64_t* data;
-  int dims;
-  int64_t entries;
-  int64_t dim_stride, entry_stride;
-
-  int64_t at(int dim, int64_t entry) const { return data[dim * dim_stride + entry * entry_stride]; }
-};
-
 // The rows in ascending order, each once: entries for the same row are added in their order, as
 // torch.Tensor.coalesce() does it.
 class Rows {
@@ -30,7 +19,6 @@ class Rows {
   void assign(const RowIndex& index, Dims sizes, std::span<const Dims> strides, void* entries,
               int element_size);
 
-  int dims() const { return index_.dims; }
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
   // The task of a row, from that of its tensor. The gradients of sums hold nothing until these are made.
   cpu::TensorTask task(const cpu::TensorTask& tensor, int64_t row) const;

@@ -9,10 +9,26 @@
 namespace fusedstep {
 
 // A part of a tensor: units [begin, end) of its walk, elements of a flat range or blocks. With a sparse
-// gradient units are counted on from row to row.
+// gradient units are counted on from row to row, on a device from entry to entry.
 struct Chunk {
   uint32_t tensor;
   int64_t begin, end;
+};
+
+// Which row each entry of a sparse gradient is for: entry e that at at(d, e) in dimension d, for each of the
+// tensor's first `dims` dimensions. Borrowed.
+struct RowIndex {
+  const int64_t* data;
+  int dims;
+  int64_t entries;
+  int64_t dim_stride, entry_stride;
+  // On a device, where nothing else brings them together: the entries in an order in which those for one row
+  // follow one another. Null: they do so as they are, and are for rows of the tensor, as far as is known.
+  const int64_t* order = nullptr;
+
+  FUSEDSTEP_FN int64_t at(int dim, int64_t entry) const {
+    return data[dim * dim_stride + entry * entry_stride];
+  }
 };
 
 // Elements that are worked on together where blocks are small, and blocks: they have 4 elements or are alone.

@@ -4,6 +4,9 @@ A layout is a shape with strides and an offset into a buffer. The buffer is fill
 first, and `Placed.assert_outside_untouched` proves that no byte outside of the view has changed.
 """
 
+from __future__ import annotations
+
+import copy
 import functools
 from dataclasses import dataclass
 
@@ -29,6 +32,15 @@ class Placed:
         floating = self._buffer.view(values.dtype)
         self.view = floating.as_strided(values.shape, strides, GUARD + offset)
         self.refill(values)
+
+    def to(self, device: str) -> Placed:
+        """The same on a device, the pattern with it."""
+        there = copy.copy(self)
+        there._outside, there._buffer = self._outside.to(device), self._buffer.to(device)
+        there.view = there._buffer.view(self.view.dtype).as_strided(
+            self.view.shape, self.view.stride(), self.view.storage_offset()
+        )
+        return there
 
     @property
     def shares_elements(self) -> bool:

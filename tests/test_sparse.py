@@ -1,6 +1,11 @@
-"""Law: Adagrad updates the rows that a sparse gradient has, as the dense step would, no others."""
+"""Law: Adagrad updates the rows that a sparse gradient has, as the dense step would, no others.
+
+On a CUDA device too, to the bits of the dense step on the CPU.
+"""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -21,6 +26,7 @@ from stepping import (
     make_weights,
     threads,
 )
+from test_cuda import needs_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -30,6 +36,12 @@ SPARSE_CASES = tuple(
     if case.optimizer is optim.Adagrad and not case.options.get("weight_decay")
 )
 PLAIN = SPARSE_CASES[0]
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request):
+    return request.param
+
 
 SHAPE = (60, 20)
 TABLES = (
@@ -79,11 +91,23 @@ def is_native(optimizer):
     return len(optimizer._plans) == len(optimizer.param_groups)
 
 
+def subjects(shapes, dtype, device="cpu"):
+    """Weights on a device, and the same on the CPU."""
+    weights = make_weights(shapes, dtype)
+    return as_parameters([weight.to(device) for weight in weights]), as_parameters(weights)
+
+
 def step_both(optimizer, params, twin, twins, grads, **arguments):
     """A step with sparse gradients, and one of another optimizer with the same as dense ones."""
     for param, other, grad in zip(params, twins, grads, strict=True):
-        param.grad, other.grad = grad.clone(), dense(grad) if grad.is_sparse else grad.clone()
+        param.grad = grad.clone().to(param.device)
+        other.grad = dense(grad) if grad.is_sparse else grad.clone()
     return optimizer.step(**arguments), twin.step(**arguments)
+
+
+def found(optimizer):
+    """What there is on whatever device."""
+    return {name: value.cpu() for name, value in contents(optimizer).items()}
 
 
 # Against the dense step
@@ -93,9 +117,9 @@ def step_both(optimizer, params, twin, twins, grads, **arguments):
 @pytest.mark.parametrize("table", TABLES, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", SPARSE_CASES, ids=str)
-def test_same_bits_as_the_dense_step(case, dtype, table, rows):
+def test_same_bits_as_the_dense_step(case, dtype, table, rows, device):
     (value,) = make_weights([table.shape], dtype)
-    placed = table.place(value)
+    placed = table.place(value).to(device)
     params, twins = [torch.nn.Parameter(placed.view)], as_parameters([value])
     optimizer, twin = case.build(params), case.build(twins)
     rows = INDICES[rows](table.shape[0])
@@ -103,26 +127,38 @@ def test_same_bits_as_the_dense_step(case, dtype, table, rows):
     for step in (1, 2):
         grad = gradient(rows, table.shape, dtype, step)
         step_both(optimizer, params, twin, twins, [grad])
-        assert_same_contents(contents(optimizer), contents(twin), f"step {step}")
+        assert_same_contents(found(optimizer), contents(twin), f"step {step}")
         placed.assert_outside_untouched("weight")
     total = torch.full_like(value, case.options.get("initial_accumulator_value", 0.0))
-    assert_same_bits(params[0][others], value[others], "other rows of the weight")
-    assert_same_bits(optimizer.state[params[0]]["sum"][others], total[others], "of the sum")
+    weight, state = params[0].detach().cpu(), optimizer.state[params[0]]["sum"].cpu()
+    assert_same_bits(weight[others], value[others], "other rows of the weight")
+    assert_same_bits(state[others], total[others], "of the sum")
     assert is_native(optimizer)
 
 
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gradients_with_several_sparse_dimensions(dtype, dims):
+def test_gradients_with_several_sparse_dimensions(dtype, dims, device):
     shape = (7, 6, 5)
-    params, twins = (as_parameters(make_weights([shape], dtype)) for _ in range(2))
+    params, twins = subjects([shape], dtype, device)
     optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
     for step in (1, 2):
         (values,) = make_gradients([(9, *shape[dims:])], dtype, step)
         index = torch.stack([torch.arange(9) ** 2 % size for size in shape[:dims]])
         grad = torch.sparse_coo_tensor(index, values, shape, check_invariants=True)
         step_both(optimizer, params, twin, twins, [grad])
-    assert_same_contents(contents(optimizer), contents(twin))
+    assert_same_contents(found(optimizer), contents(twin))
+
+
+@pytest.mark.parametrize("shape", [(60, 64), (3, 9000), (50, 8, 5)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_begin_where_vectors_do(dtype, shape, device):
+    params, twins = subjects([shape], dtype, device)
+    optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
+    for step in (1, 2):
+        grad = gradient([2, 0, 2, 1, 2], shape, dtype, step)
+        step_both(optimizer, params, twin, twins, [grad])
+    assert_same_contents(found(optimizer), contents(twin))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -130,7 +166,7 @@ def test_gradients_with_several_sparse_dimensions(dtype, dims):
 def test_same_bits_for_every_isa_and_thread_count(isa, dtype):
     shape = (3000, 40)
     grads = [gradient([i * i % 2000 for i in range(2500)], shape, dtype, step) for step in (1, 2)]
-    found = []
+    trained = []
     for isa_name, count in ((isa, 1), (isa, 2), (isa, 7), ("base", 1)):
         params = as_parameters(make_weights([shape], dtype))
         optimizer = PLAIN.build(params)
@@ -138,20 +174,21 @@ def test_same_bits_for_every_isa_and_thread_count(isa, dtype):
             for params[0].grad in grads:
                 optimizer.step()
             assert fusedstep._ops.plan_isa(optimizer) == isa_name
-        found.append(contents(optimizer))
-    for other in found[1:]:
-        assert_same_contents(other, found[0])
+        trained.append(contents(optimizer))
+    for other in trained[1:]:
+        assert_same_contents(other, trained[0])
 
 
+@pytest.mark.parametrize("shape", [SHAPE, (60, 64)])
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-def test_float32_states(dtype):
-    params, twins = (as_parameters(make_weights([SHAPE], dtype)) for _ in range(2))
+def test_float32_states(dtype, shape, device):
+    params, twins = subjects([shape], dtype, device)
     optimizer, twin = (PLAIN.build(each, state_dtype=torch.float32) for each in (params, twins))
     for step in (1, 2, 3):
-        grad = gradient([3, 1, 3, 50], SHAPE, dtype, step)
+        grad = gradient([3, 1, 3, 50], shape, dtype, step)
         step_both(optimizer, params, twin, twins, [grad])
     assert optimizer.state[params[0]]["sum"].dtype is torch.float32
-    assert_same_contents(contents(optimizer), contents(twin))
+    assert_same_contents(found(optimizer), contents(twin))
 
 
 # Against torch
@@ -159,14 +196,14 @@ def test_float32_states(dtype):
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"fused": False}], ids=str)
 @pytest.mark.parametrize("reduction", ["sum", "square"])
-def test_embeddings_train_as_with_torch(options, reduction):
+def test_embeddings_train_as_with_torch(options, reduction, device):
     """The gradient of a plain sum is one number, expanded."""
 
-    def trained(optimizer_class, **options):
+    def trained(optimizer_class, device="cpu", **options):
         torch.manual_seed(0)
-        words = torch.nn.Embedding(100, 8, sparse=True)
-        bags = torch.nn.EmbeddingBag(50, 8, mode="sum", sparse=True)
-        head = torch.nn.Linear(8, 3)
+        words = torch.nn.Embedding(100, 8, sparse=True).to(device)
+        bags = torch.nn.EmbeddingBag(50, 8, mode="sum", sparse=True).to(device)
+        head = torch.nn.Linear(8, 3).to(device)
         groups = [
             {"params": [*words.parameters(), *head.parameters()]},
             {"params": bags.parameters(), "lr": 0.1, "eps": 1e-6},
@@ -176,49 +213,51 @@ def test_embeddings_train_as_with_torch(options, reduction):
         )
         for _ in range(5):
             optimizer.zero_grad()
-            found = words(torch.randint(100, (16, 4))).sum(1) + bags(torch.randint(50, (16, 6)))
-            output = head(found) if reduction == "square" else found
+            picked, bagged = torch.randint(100, (16, 4)), torch.randint(50, (16, 6))
+            hidden = words(picked.to(device)).sum(1) + bags(bagged.to(device))
+            output = head(hidden) if reduction == "square" else hidden
             (output.square() if reduction == "square" else output).sum().backward()
             optimizer.step()
-        return contents(optimizer)
+        return found(optimizer)
 
-    expected = trained(torch.optim.Adagrad)
-    assert_contents_close(trained(optim.Adagrad, **options), expected, rtol=2e-6, atol=2e-6)
+    expected, close = trained(torch.optim.Adagrad), 2e-6 if device == "cpu" else 2e-5
+    ours = trained(optim.Adagrad, device, **options)
+    assert_contents_close(ours, expected, rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_float64_is_torchs_float64(fused):
+def test_float64_is_torchs_float64(fused, device):
     """The formula, with no room for rounding."""
-    params, others = (as_parameters(make_weights([SHAPE], torch.float64)) for _ in range(2))
+    params, others = subjects([SHAPE], torch.float64, device)
     optimizer = optim.Adagrad(params, lr_decay=0.1, initial_accumulator_value=0.5, fused=fused)
     namesake = torch.optim.Adagrad(others, lr_decay=0.1, initial_accumulator_value=0.5)
     for step in (1, 2, 3):
         grad = gradient([3, 1, 3, 50], SHAPE, torch.float64, step)
-        params[0].grad, others[0].grad = grad, grad.clone()
+        params[0].grad, others[0].grad = grad.to(device), grad.clone()
         optimizer.step()
         namesake.step()
-    assert_contents_close(contents(optimizer), contents(namesake), rtol=1e-14, atol=1e-14)
+    assert_contents_close(found(optimizer), contents(namesake), rtol=1e-14, atol=1e-14)
 
 
 # With other weights and over time
 
 
-def test_dense_and_sparse_gradients_in_one_group():
+def test_dense_and_sparse_gradients_in_one_group(device):
     shapes = (SHAPE, (33, 31), SHAPE, (9,))
-    params, twins = (as_parameters(make_weights(shapes, torch.float32)) for _ in range(2))
+    params, twins = subjects(shapes, torch.float32, device)
     optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
     for step in (1, 2, 3):
         grads = make_gradients(shapes, torch.float32, step)
         grads[0] = gradient([3, 1, 3, 50], SHAPE, torch.float32, step)
         grads[2] = gradient([step] * step, SHAPE, torch.float32, step)
         step_both(optimizer, params, twin, twins, grads)
-        assert_same_contents(contents(optimizer), contents(twin), f"step {step}")
+        assert_same_contents(found(optimizer), contents(twin), f"step {step}")
         assert all(state["step"].item() == step for state in optimizer.state.values())
     assert is_native(optimizer)
 
 
-def test_gradients_become_sparse_and_dense_again():
-    params, twins = (as_parameters(make_weights([SHAPE], torch.float32)) for _ in range(2))
+def test_gradients_become_sparse_and_dense_again(device):
+    params, twins = subjects([SHAPE], torch.float32, device)
     optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
     for step, rows in enumerate([[1, 1], None, [], list(range(60)), None, [59], []]):
         if rows is None:
@@ -226,22 +265,32 @@ def test_gradients_become_sparse_and_dense_again():
         else:
             grad = gradient(rows, SHAPE, torch.float32, step)
         step_both(optimizer, params, twin, twins, [grad])
-        assert_same_contents(contents(optimizer), contents(twin), f"step {step}")
+        assert_same_contents(found(optimizer), contents(twin), f"step {step}")
+
+
+def test_coalesced_gradients(device):
+    params, twins = subjects([SHAPE], torch.float32, device)
+    optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
+    for step in (1, 2, 3):
+        grad = gradient([3, 1, 3, 50][:-step], SHAPE, torch.float32, step).coalesce()
+        step_both(optimizer, params, twin, twins, [grad])
+        assert params[0].grad.is_coalesced()
+        assert_same_contents(found(optimizer), contents(twin), f"step {step}")
 
 
 def test_a_gradient_called_coalesced_that_is_in_disorder():
-    """torch takes its word; entries for the same row are added all the same."""
-    params, twins = (as_parameters(make_weights([SHAPE], torch.float32)) for _ in range(2))
+    """torch takes its word; entries for the same row are added all the same, on the CPU."""
+    params, twins = subjects([SHAPE], torch.float32)
     optimizer, twin = PLAIN.build(params), PLAIN.build(twins)
     grad = gradient([9, 3, 9, 1], SHAPE, torch.float32, 1)._coalesced_(True)
     step_both(optimizer, params, twin, twins, [grad])
     assert_same_contents(contents(optimizer), contents(twin))
 
 
-def test_versions_are_raised_and_gradients_left_alone():
-    params = as_parameters(make_weights([SHAPE], torch.float32))
+def test_versions_are_raised_and_gradients_left_alone(device):
+    params, _ = subjects([SHAPE], torch.float32, device)
     optimizer = PLAIN.build(params)
-    params[0].grad = gradient([3, 1, 3], SHAPE, torch.float32, 1)
+    params[0].grad = gradient([3, 1, 3], SHAPE, torch.float32, 1).to(device)
     before, version = params[0].grad.clone(), params[0]._version
     optimizer.step()
     assert params[0]._version > version
@@ -255,9 +304,9 @@ def test_versions_are_raised_and_gradients_left_alone():
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("arguments", [{"max_norm": 0.5}, {"max_norm": 1e6}, {}], ids=str)
 @pytest.mark.parametrize("zero_grad", [False, True, "none"])
-def test_clips_and_clears(fused, arguments, zero_grad):
+def test_clips_and_clears(fused, arguments, zero_grad, device):
     shapes = (SHAPE, (33, 31))
-    params, twins = (as_parameters(make_weights(shapes, torch.float32)) for _ in range(2))
+    params, twins = subjects(shapes, torch.float32, device)
     optimizer, twin = PLAIN.build(params, fused=fused), PLAIN.build(twins)
     for step in (1, 2):
         grads = make_gradients(shapes, torch.float32, step)
@@ -266,8 +315,8 @@ def test_clips_and_clears(fused, arguments, zero_grad):
             optimizer, params, twin, twins, grads, zero_grad=zero_grad, **arguments
         )
         if arguments:
-            torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
-        assert_contents_close(contents(optimizer), contents(twin), rtol=2e-6, atol=1e-6)
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-6, atol=0)
+        assert_contents_close(found(optimizer), contents(twin), rtol=2e-6, atol=1e-6)
         if zero_grad == "none":
             assert params[0].grad is None
         elif zero_grad:
@@ -275,42 +324,45 @@ def test_clips_and_clears(fused, arguments, zero_grad):
             assert params[0].grad._nnz() == 0
         else:
             assert params[0].grad._nnz() == 4
-            torch.testing.assert_close(dense(params[0].grad), twins[0].grad)
+            torch.testing.assert_close(dense(params[0].grad.cpu()), twins[0].grad)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("zero_grad", [False, True])
-def test_a_gradient_that_weights_share_is_scaled_once(fused, zero_grad):
-    params = as_parameters(make_weights([SHAPE] * 2, torch.float32))
+def test_a_gradient_that_weights_share_is_scaled_once(fused, zero_grad, device):
+    params, _ = subjects([SHAPE] * 2, torch.float32, device)
     grad = gradient([3, 1], SHAPE, torch.float32, 1)
     before = dense(grad)
-    params[0].grad = params[1].grad = grad
+    params[0].grad = params[1].grad = grad.to(device)
     norm = PLAIN.build(params, fused=fused).step(max_norm=0.5, zero_grad=zero_grad)
-    expected = before * 0 if zero_grad else before * (0.5 / norm.float())
+    expected = before * 0 if zero_grad else before * (0.5 / norm.cpu().float())
     for param in params:
-        torch.testing.assert_close(dense(param.grad), expected)
+        torch.testing.assert_close(dense(param.grad.cpu()), expected)
 
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("bad", [False, True])
-def test_a_scalers_gradients(fused, bad):
-    params, twins = (as_parameters(make_weights([SHAPE], torch.float32)) for _ in range(2))
+def test_a_scalers_gradients(fused, bad, device):
+    params, twins = subjects([SHAPE], torch.float32, device)
     optimizer, twin = PLAIN.build(params, fused=fused), PLAIN.build(twins, fused=fused)
     grad = gradient([3, 1, 3], SHAPE, torch.float32, 1)
-    params[0].grad, twins[0].grad = grad * 1024.0, grad.clone()
+    params[0].grad, twins[0].grad = (grad * 1024.0).to(device), grad.clone()
     if bad:
         params[0].grad._values()[1] = float("inf")
-    before = contents(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    scaler.scale(torch.zeros(()))
+    before = found(optimizer)
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0)
+    scaler.scale(torch.zeros((), device=device))
     scaler.step(optimizer)
     scaler.update()
     if bad:
-        assert_same_contents(contents(optimizer), before)
+        assert_same_contents(found(optimizer), before)
+        return
+    twin.step()
+    if fused or device == "cpu":  # torch's operations round otherwise on a GPU
+        assert_same_contents(found(optimizer), contents(twin))
     else:
-        twin.step()
-        assert_same_contents(contents(optimizer), contents(twin))
-        assert_same_bits(params[0].grad._values(), grad._values(), "gradient")
+        assert_contents_close(found(optimizer), contents(twin), rtol=2e-6, atol=1e-6)
+    assert_same_bits(params[0].grad._values().cpu(), grad._values(), "gradient")
 
 
 # Errors
@@ -320,10 +372,9 @@ def unchecked(index, values=2):
     """Without torch's checks, as when they are off."""
 
     def spoil(optimizer, param):
-        index_tensor = torch.tensor([index])
-        param.grad = torch.sparse_coo_tensor(
-            index_tensor, torch.ones(values, 20), SHAPE, check_invariants=False
-        )
+        index_tensor = torch.tensor([index], device=param.device)
+        ones = torch.ones(values, 20, device=param.device)
+        param.grad = torch.sparse_coo_tensor(index_tensor, ones, SHAPE, check_invariants=False)
 
     return spoil
 
@@ -357,13 +408,13 @@ ERRORS = {
 
 @pytest.mark.parametrize("warm", [False, True])
 @pytest.mark.parametrize("name", ERRORS)
-def test_nothing_changes_by_an_error(name, warm):
+def test_nothing_changes_by_an_error(name, warm, device):
     spoil, text = ERRORS[name]
-    params = as_parameters(make_weights([(5,), SHAPE, SHAPE], torch.float32))
+    params, _ = subjects([(5,), SHAPE, SHAPE], torch.float32, device)
     optimizer = PLAIN.build([{"params": params[:2]}, {"params": params[2:]}])
-    params[0].grad = torch.ones(5)
+    params[0].grad = torch.ones(5, device=device)
     for param in params[1:]:
-        param.grad = gradient([3, 1, 3], SHAPE, torch.float32, 1)
+        param.grad = gradient([3, 1, 3], SHAPE, torch.float32, 1).to(device)
     if warm:
         optimizer.step()
     spoil(optimizer, params[2])
@@ -376,9 +427,49 @@ def test_nothing_changes_by_an_error(name, warm):
     assert versions == [param._version for param in params]
 
 
-def test_an_index_of_many_entries_is_looked_at_to_the_end():
-    params = as_parameters(make_weights([SHAPE], torch.float32))
+def test_an_index_of_many_entries_is_looked_at_to_the_end(device):
+    params, _ = subjects([SHAPE], torch.float32, device)
     optimizer = PLAIN.build(params)
     unchecked([row % 60 for row in range(4999)] + [60], 5000)(optimizer, params[0])
     with pytest.raises(RuntimeError, match="index 60 is out of range"):
         optimizer.step()
+
+
+# On a device
+
+
+@needs_cuda
+def test_coalesced_gradients_are_bound_without_waiting():
+    params, _ = subjects([SHAPE], torch.float32, "cuda")
+    optimizer = PLAIN.build(params)
+    for step in (1, 2, 3):
+        params[0].grad = gradient([3, 1, 3], SHAPE, torch.float32, step).to("cuda").coalesce()
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert is_native(optimizer)
+
+
+@needs_cuda
+def test_an_index_that_was_not_looked_at_is_an_error_of_the_device(subprocess_environment):
+    """torch says of such a gradient that it is coalesced."""
+    code = """
+import torch
+from fusedstep import optim
+weight = torch.nn.Parameter(torch.ones(60, 20, device="cuda"))
+index, values = torch.tensor([[3, 60]], device="cuda"), torch.ones(2, 20, device="cuda")
+grad = torch.sparse_coo_tensor(index, values, (60, 20), check_invariants=False)
+weight.grad = grad._coalesced_(True)
+optimizer = optim.Adagrad([weight])
+try:
+    for _ in range(100_000):
+        optimizer.step()
+except RuntimeError as error:
+    print("reported:", error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=subprocess_environment, capture_output=True, text=True
+    )
+    assert "reported: CUDA error" in done.stdout, done.stdout + done.stderr

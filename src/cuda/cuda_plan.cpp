@@ -84,6 +84,9 @@ struct Tables {
   TensorTask* tensors;
   int64_t* dims;
   Grad* grads;
+  GradRows* rows;
+  int64_t* row_dims;
+  unsigned long long* found_indices;
   NumberedChunk* chunks;
   double *partials, *ratios;
   Scalars* scalars;
@@ -114,7 +117,8 @@ class CudaPlan final : public DevicePlan {
     } else {
       std::vector<Scalars> of_tensor;
       for (const uint32_t block : scalars.of_tensor) of_tensor.push_back(scalars_of(scalars.blocks[block]));
-      upload(tables_.scalars, of_tensor, stream);
+      upload(tables_.scalars, of_tensor);
+      uploads_.send(stream);
       launch.scalars_of_tensor = tables_.scalars;
     }
     run(plan, rule, launch);
@@ -128,7 +132,8 @@ class CudaPlan final : public DevicePlan {
     if (!std::ranges::equal(counts, counts_)) {
       refuse_if_capturing(stream);
       counts_.assign(counts.begin(), counts.end());
-      upload(tables_.counts, counts_, stream);
+      upload(tables_.counts, counts_);
+      uploads_.send(stream);
     }
     PrepareLaunch prepare{};
     prepare.tensors = tables_.tensors;
@@ -145,15 +150,45 @@ class CudaPlan final : public DevicePlan {
     run(plan, rule, launch);
   }
 
+  void check_rows(Plan& plan) override {
+    const auto is_ordered = [&](size_t i) {
+      const RowIndex* const index = plan.row_index(i);
+      return index != nullptr && index->order != nullptr;
+    };
+    size_t first = 0;
+    while (first < plan.tensors() && !is_ordered(first)) ++first;
+    if (first == plan.tensors()) return;
+
+    const DeviceGuard guard(device_);
+    const cudaStream_t stream = current_stream(device_);
+    if (is_capturing(stream)) throw std::runtime_error("a step with sparse gradients cannot be captured");
+    refresh(plan, {}, stream);
+    const size_t bytes = plan.tensors() * sizeof *tables_.found_indices;
+    check(cudaMemsetAsync(tables_.found_indices, 0xff, bytes, stream), "preparing to look at indices");
+    check_indices({tables_.grads, static_cast<int64_t>(plan.tensors()), tables_.found_indices, stream});
+    std::vector<unsigned long long> found(plan.tensors());
+    fetch(found.data(), tables_.found_indices, found.size(), stream);
+    for (size_t i = first; i < found.size(); ++i) {
+      if (found[i] == kNoIndex || !is_ordered(i)) continue;
+      const RowIndex& index = *plan.row_index(i);
+      const auto entries = static_cast<unsigned long long>(index.entries);
+      const auto dim = static_cast<int>(found[i] / entries);
+      const auto entry = static_cast<int64_t>(found[i] % entries);
+      int64_t at = 0;
+      fetch(&at, index.data + dim * index.dim_stride + entry * index.entry_stride, 1, stream);
+      plan.refuse_row(i, dim, at);
+    }
+  }
+
   void add_grad_norm2(Plan& plan, double* sum) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
     refresh(plan, {}, stream);
     Launch launch = launch_of({}, {}, stream);
-    for (const Group& group : groups_) {
+    for_launches([&](const Group& group) {
       select(launch, group);
       sum_grad_chunks(group.of.format, group.of.access, launch);
-    }
+    });
     add_chunks(tables_.partials, static_cast<int64_t>(plan.chunks().size()), sum, stream);
     check(cudaGetLastError(), "summing gradients");
   }
@@ -171,12 +206,13 @@ class CudaPlan final : public DevicePlan {
     const bool moved = plan.operands_version() != operands_version_;
     if (moved) {
       refuse_if_capturing(stream);
-      describe_tensors(plan, stream);
+      describe_tensors(plan);
       operands_version_ = plan.operands_version();
     }
     // A graph has to find what it was captured with, whatever steps there have been since.
     if (!moved && !capturing && plan.grads_version() == grads_version_) return;
-    describe_grads(plan, stream, moved || capturing);
+    describe_grads(plan, moved || capturing);
+    uploads_.send(stream);
     grads_version_ = plan.grads_version();
   }
 
@@ -188,13 +224,15 @@ class CudaPlan final : public DevicePlan {
     }
   }
 
-  void describe_tensors(const Plan& plan, cudaStream_t stream) {
+  void describe_tensors(const Plan& plan) {
     const size_t tensors = plan.tensors(), chunks = plan.chunks().size();
-    size_t dims = 0;
+    size_t dims = 0, row_dims = 0;
     for (size_t i = 0; i < tensors; ++i) {
-      if (const BlockLayout* layout = plan.task(i).layout) dims += layout->dims * (1 + plan.task(i).operands);
+      const int lists = 1 + plan.task(i).operands;  // sizes, and an operand's strides
+      if (const BlockLayout* layout = plan.task(i).layout) dims += layout->dims * lists;
+      if (const RowIndex* index = plan.row_index(i)) row_dims += index->dims * lists;
     }
-    allocate(tensors, chunks, dims);
+    allocate(tensors, chunks, dims, row_dims);
 
     std::vector<TensorTask> tasks(tensors);
     std::vector<int64_t> all_dims;
@@ -217,27 +255,38 @@ class CudaPlan final : public DevicePlan {
       if (task.last_chunk == 0) task.first_chunk = static_cast<int64_t>(c);
       task.last_chunk = static_cast<int64_t>(c) + 1;
     }
-    upload(tables_.dims, all_dims, stream);
-    upload(tables_.tensors, tasks, stream);
-    upload(tables_.progress, std::vector<TensorProgress>(tensors), stream);
-    upload(tables_.queue, std::vector<ChunkQueue>(1), stream);
+    upload(tables_.dims, all_dims);
+    upload(tables_.tensors, tasks);
+    upload(tables_.progress, std::vector<TensorProgress>(tensors));
+    upload(tables_.queue, std::vector<ChunkQueue>(1));
     counts_.clear();
   }
 
-  void describe_grads(const Plan& plan, cudaStream_t stream, bool with_chunks) {
+  void describe_grads(const Plan& plan, bool with_chunks) {
     std::vector<Grad> grads(plan.tensors());
     std::vector<Class> classes(plan.tensors());
+    std::vector<GradRows> rows;
+    std::vector<int64_t> row_dims;
     for (size_t i = 0; i < plan.tensors(); ++i) {
       const cpu::TensorTask& task = plan.task(i);
-      grads[i] = {task.data[kGrad], plan.grad_is_own(i)};
-      const auto aligned = [](const void* data) {
-        return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
-      };
-      const bool in_words =
-          task.layout == nullptr && std::all_of(task.data, task.data + task.operands, aligned);
-      classes[i] = {plan.format(i), in_words ? kInWords : kByElement, plan.grad_can_store(i)};
+      grads[i] = {task.data[kGrad], nullptr, plan.grad_is_own(i)};
+      if (const RowIndex* index = plan.row_index(i)) {
+        const auto copied = [&](Dims from) {
+          row_dims.insert(row_dims.end(), from.begin(), from.end());
+          return tables_.row_dims + row_dims.size() - from.size();
+        };
+        const int64_t* const sizes = copied(plan.row_sizes(i));
+        const int64_t* const strides = tables_.row_dims + row_dims.size();
+        for (int k = 0; k < task.operands; ++k) copied(plan.row_strides(i, k));
+        rows.push_back({*index, sizes, strides, plan.units_of_row(i), plan.elements_of_row(i)});
+        grads[i].rows = tables_.rows + (rows.size() - 1);
+      }
+      classes[i] = {plan.format(i), is_in_words(plan, i) ? kInWords : kByElement, plan.grad_can_store(i)};
     }
-    upload(tables_.grads, grads, stream);
+    upload(tables_.grads, grads);
+    upload(tables_.rows, rows);
+    upload(tables_.row_dims, row_dims);
+    has_rows_ = !rows.empty();
     if (!with_chunks && classes == classes_) return;
     classes_ = std::move(classes);
 
@@ -252,13 +301,37 @@ class CudaPlan final : public DevicePlan {
         groups_.push_back({of(chunks[c]), position, 0});
       groups_.back().last = position + 1;
     }
-    upload(tables_.chunks, chunks, stream);
+    upload(tables_.chunks, chunks);
   }
 
-  void allocate(size_t tensors, size_t chunks, size_t dims) {
+  static bool is_in_words(const Plan& plan, size_t i) {
+    const cpu::TensorTask& task = plan.task(i);
+    const auto is_aligned = [](const void* data) {
+      return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
+    };
+    if (task.layout != nullptr || !std::all_of(task.data, task.data + task.operands, is_aligned))
+      return false;
+    if (plan.row_index(i) == nullptr) return true;
+    // Each row begins and ends where a word does.
+    for (int k = 0; k < task.operands; ++k) {
+      const auto is_of_words = [&](int64_t elements) {
+        return elements * task.element_size[k] % kWordBytes == 0;
+      };
+      if (!is_of_words(plan.elements_of_row(i)) ||
+          !std::ranges::all_of(plan.row_strides(i, k), is_of_words)) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  void allocate(size_t tensors, size_t chunks, size_t dims, size_t row_dims) {
     Layouter layouter;
     const size_t at_tensors = layouter.place<TensorTask>(tensors), at_dims = layouter.place<int64_t>(dims),
-                 at_grads = layouter.place<Grad>(tensors), at_chunks = layouter.place<NumberedChunk>(chunks),
+                 at_grads = layouter.place<Grad>(tensors), at_rows = layouter.place<GradRows>(tensors),
+                 at_row_dims = layouter.place<int64_t>(row_dims),
+                 at_found_indices = layouter.place<unsigned long long>(tensors),
+                 at_chunks = layouter.place<NumberedChunk>(chunks),
                  at_partials = layouter.place<double>(kPartials * chunks),
                  at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
                  at_counts = layouter.place<float*>(tensors),
@@ -267,13 +340,17 @@ class CudaPlan final : public DevicePlan {
     if (layouter.bytes() > bytes_) {
       // Freeing waits for kernels that read it. Graphs may read it again.
       if (captured_) kept_.push_back(std::move(memory_));
-      memory_ = new_device_bytes(layouter.bytes());
-      bytes_ = layouter.bytes();
+      // More than now, if it is not the first time: sparse gradients may have more entries at every step.
+      bytes_ = layouter.bytes() + (bytes_ > 0 ? layouter.bytes() / 2 : 0);
+      memory_ = new_device_bytes(bytes_);
     }
     std::byte* const base = memory_.get();
     tables_.tensors = reinterpret_cast<TensorTask*>(base + at_tensors);
     tables_.dims = reinterpret_cast<int64_t*>(base + at_dims);
     tables_.grads = reinterpret_cast<Grad*>(base + at_grads);
+    tables_.rows = reinterpret_cast<GradRows*>(base + at_rows);
+    tables_.row_dims = reinterpret_cast<int64_t*>(base + at_row_dims);
+    tables_.found_indices = reinterpret_cast<unsigned long long*>(base + at_found_indices);
     tables_.chunks = reinterpret_cast<NumberedChunk*>(base + at_chunks);
     tables_.partials = reinterpret_cast<double*>(base + at_partials);
     tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
@@ -285,10 +362,14 @@ class CudaPlan final : public DevicePlan {
   }
 
   template <class T>
-  void upload(T* to, const std::vector<T>& from, cudaStream_t stream) {
-    if (from.empty()) return;
-    const void* const data = static_cast<const void*>(from.data());
-    uploads_.copy(reinterpret_cast<std::byte*>(to), data, from.size() * sizeof(T), stream);
+  void upload(T* to, const std::vector<T>& from) {
+    if (!from.empty()) uploads_.add(reinterpret_cast<std::byte*>(to), from.data(), from.size() * sizeof(T));
+  }
+  // Waits for the device.
+  template <class T>
+  static void fetch(T* to, const T* from, size_t count, cudaStream_t stream) {
+    check(cudaMemcpyAsync(to, from, count * sizeof(T), cudaMemcpyDeviceToHost, stream), "looking at indices");
+    check(cudaStreamSynchronize(stream), "looking at indices");
   }
 
   Launch launch_of(const StepOptions& options, const DeviceInputs& inputs, cudaStream_t stream) const {
@@ -313,20 +394,41 @@ class CudaPlan final : public DevicePlan {
     launch.stores = group.of.can_store && (launch.use == GradUse::kScratch || launch.use == GradUse::kClear);
   }
 
+  // Calls launch(group) for those launches that a pass takes in which no updates are stored.
+  template <class Launch>
+  void for_launches(Launch launch) const {
+    for (size_t g = 0; g < groups_.size();) {
+      Group group = groups_[g];
+      const auto is_alike = [&](const Class& of) {
+        return of.format == group.of.format && of.access == group.of.access;
+      };
+      while (++g < groups_.size() && is_alike(groups_[g].of)) group.last = groups_[g].last;
+      launch(group);
+    }
+  }
+
   void run(Plan& plan, const BoundRule& rule, Launch launch) {
     const RuleTable& rules = table(rule.id);
+    const auto kernels_of = [&](const Group& group) -> const PassKernels& {
+      return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
+    };
     const auto for_groups = [&](auto among, auto pass) {
       for (const Group& group : groups_) {
         if (!among(group)) continue;
         select(launch, group);
-        pass(rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access]);
+        pass(kernels_of(group));
       }
     };
-    const auto all = [](const Group&) { return true; };
     const auto in_words = [](const Group& group) { return group.of.access == kInWords; };
     const auto by_element = std::not_fn(in_words);
     if (rules.ratio == nullptr) {
-      for_groups(all, [&](const PassKernels& kernels) { kernels.update(launch); });
+      for_launches([&](const Group& group) {
+        const PassKernels& kernels = kernels_of(group);
+        const auto update = has_rows_ ? kernels.update_rows : kernels.update;
+        if (update == nullptr) throw std::runtime_error("this rule takes no sparse gradients on CUDA");
+        select(launch, group);
+        update(launch);
+      });
     } else {
       TwoPhaseLaunch both{};
       both.hyper = hyper_of(rule);
@@ -368,6 +470,7 @@ class CudaPlan final : public DevicePlan {
   Tables tables_{};
   std::vector<Class> classes_;
   std::vector<Group> groups_;
+  bool has_rows_ = false;
   std::vector<float*> counts_;
   Uploads uploads_;
   bool captured_ = false;

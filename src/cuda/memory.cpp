@@ -69,10 +69,23 @@ Uploads::~Uploads() {
   }
 }
 
-void Uploads::copy(std::byte* to, const void* from, size_t bytes, cudaStream_t stream) {
+void Uploads::add(std::byte* to, const void* from, size_t bytes) {
+  const auto* const data = static_cast<const std::byte*>(from);
+  parts_.push_back({to, staged_.size(), staged_.size() + bytes});
+  staged_.insert(staged_.end(), data, data + bytes);
+}
+
+void Uploads::send(cudaStream_t stream) {
+  if (parts_.empty()) return;
+  const size_t bytes = staged_.size();
   const auto copy_from = [&](std::byte* pinned) {
-    std::memcpy(pinned, from, bytes);
-    check(cudaMemcpyAsync(to, pinned, bytes, cudaMemcpyHostToDevice, stream), "copying a plan's tables");
+    std::memcpy(pinned, staged_.data(), bytes);
+    for (const auto& [to, begin, end] : parts_) {
+      check(cudaMemcpyAsync(to, pinned + begin, end - begin, cudaMemcpyHostToDevice, stream),
+            "copying a plan's tables");
+    }
+    parts_.clear();
+    staged_.clear();
   };
   if (is_capturing(stream)) {
     captured_.push_back(new_pinned_bytes(bytes));

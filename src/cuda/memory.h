@@ -39,8 +39,8 @@ PinnedBytes new_pinned_bytes(size_t bytes);
 bool is_capturing(cudaStream_t stream);
 
 // Copies to the device without waiting: what is to be copied lies in one of a few pinned places, which is
-// taken again when its copy is known to be over. What is copied while a graph is captured stays where it is,
-// for the graph to copy again.
+// taken again when its copies are known to be over. What is copied while a graph is captured stays where it
+// is, for the graph to copy again.
 class Uploads {
  public:
   Uploads() = default;
@@ -48,14 +48,22 @@ class Uploads {
   Uploads& operator=(const Uploads&) = delete;
   ~Uploads();
 
-  void copy(std::byte* to, const void* from, size_t bytes, cudaStream_t stream);
+  void add(std::byte* to, const void* from, size_t bytes);
+  // Copies what has been added.
+  void send(cudaStream_t stream);
 
  private:
+  struct Part {
+    std::byte* to;
+    size_t begin, end;  // in staged_
+  };
   struct Slot {
     PinnedBytes memory;
     size_t bytes = 0;
     cudaEvent_t copied = nullptr;
   };
+  std::vector<Part> parts_;
+  std::vector<std::byte> staged_;
   std::array<Slot, 4> slots_;
   size_t next_ = 0;
   std::vector<PinnedBytes> captured_;

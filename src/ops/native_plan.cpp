@@ -186,9 +186,13 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
     plan.bind(i, operands);
   }
   plan.check_weights_apart();
+  if (native.device && !rows.empty()) {
+    native.counts.clear();  // nothing is bound if this throws
+    native.device->check_rows(plan);
+  }
   native.counts.resize(count);
   if (!rows.empty()) {
-    sum_entries(plan, num_threads());
+    if (!native.device) sum_entries(plan, num_threads());
     return true;
   }
   native.bound.note(weights, grads);

@@ -15,11 +15,30 @@ bool is_sparse(const Tensor& tensor) {
   return layout == aoti_torch_layout_sparse_coo();
 }
 
-// Calls one of torch's operators that make a tensor of a tensor.
-Tensor call(const char* name, const Tensor& tensor) {
-  std::array stack{torch::stable::detail::from(tensor)};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Tensor>(stack[0]);
+// Calls one of torch's operators.
+template <class Result = Tensor, class... Arguments>
+Result call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Result>(stack[0]);
+}
+
+Tensor sorting(const Tensor& numbers) {
+  constexpr bool kStable = true, kDescending = false;
+  return call("aten::argsort", "stable", numbers, kStable, int64_t{0}, kDescending);
+}
+
+// The entries of an index in an order in which those for one row follow one another, as they did before: from
+// the last dimension to the first.
+Tensor order_of(const Tensor& index) {
+  int64_t dim = index.size(0) - 1;
+  Tensor order = sorting(torch::stable::select(index, 0, dim));
+  while (--dim >= 0) {
+    const Tensor rows =
+        call("aten::index_select", "", torch::stable::select(index, 0, dim), int64_t{0}, order);
+    order = call("aten::index_select", "", order, int64_t{0}, sorting(rows));
+  }
+  return order;
 }
 
 // A sparse gradient as the engine sees it (see TensorOperands).
@@ -27,9 +46,11 @@ class SparseGrad {
  public:
   explicit SparseGrad(const Tensor& grad)
       : grad_(grad),
-        indices_(call("aten::_indices", grad)),
-        entries_(torch::stable::contiguous(call("aten::_values", grad))),
+        indices_(call("aten::_indices", "", grad)),
+        entries_(torch::stable::contiguous(call("aten::_values", "", grad))),
         strides_(indices_.size(0), 0) {
+    const auto is_coalesced = [&] { return call<bool>("aten::is_coalesced", "", grad); };
+    if (grad.is_cuda() && indices_.size(0) > 0 && !is_coalesced()) order_ = order_of(indices_);
     for (int64_t dim = 1; dim < entries_.dim(); ++dim) strides_.push_back(entries_.stride(dim));
   }
 
@@ -38,20 +59,25 @@ class SparseGrad {
     int64_t* sizes = nullptr;
     TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(grad_.get(), &sizes));
     const TensorView entries = ops::view(entries_, "gradient");
-    return {entries.data, entries.dtype, {sizes, strides_.size()}, strides_};
+    return {entries.data, entries.dtype, {sizes, strides_.size()}, strides_, entries.device};
   }
   RowIndex rows() const {
     return {.data = static_cast<const int64_t*>(indices_.data_ptr()),
             .dims = static_cast<int>(indices_.size(0)),
             .entries = indices_.size(1),
             .dim_stride = indices_.stride(0),
-            .entry_stride = indices_.stride(1)};
+            .entry_stride = indices_.stride(1),
+            .order = order_ ? static_cast<const int64_t*>(order_->data_ptr()) : nullptr};
   }
   // What these point into.
-  void hold(Tensors& parts) const { parts.insert(parts.end(), {indices_, entries_}); }
+  void hold(Tensors& parts) const {
+    parts.insert(parts.end(), {indices_, entries_});
+    if (order_) parts.push_back(*order_);
+  }
 
  private:
   Tensor grad_, indices_, entries_;
+  std::optional<Tensor> order_;
   std::vector<int64_t> strides_;
 };
 
@@ -82,8 +108,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("plan_bind_sparse(int plan, Tensor[] weights, Tensor[] grads) -> int");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
 // Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it.
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCPU, m) {
+  m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCUDA, m) {
   m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
 }
 

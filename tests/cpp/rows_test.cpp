@@ -6,119 +6,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "fusedstep/isa.h"
-#include "tests/cpp/model.h"
+#include "tests/cpp/sparse_grad.h"
 
 namespace fusedstep::test {
 namespace {
-
-int64_t product(Dims sizes) {
-  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
-}
-
-// A gradient of a tensor with these sizes: entries for rows given by their number in row-major order.
-class SparseGrad {
- public:
-  SparseGrad(DType dtype, Sizes sizes, int dims, const std::vector<int64_t>& rows, uint64_t seed)
-      : sizes_(std::move(sizes)),
-        dims_(dims),
-        rows_(rows),
-        strides_(dims, 0),
-        entries_(dtype, entry_sizes(), dense(entry_sizes())) {
-    entries_.fill(seed);
-    const Form form = dense(entry_sizes());
-    strides_.insert(strides_.end(), form.strides.begin() + 1, form.strides.end());
-    index_.resize(dims * rows.size());
-    for (size_t entry = 0; entry < rows.size(); ++entry) {
-      int64_t rest = rows[entry];
-      for (int d = dims; d-- > 0; rest /= sizes_[d]) index_[d * rows.size() + entry] = rest % sizes_[d];
-    }
-  }
-
-  void bind(Plan& plan, size_t i, TensorOperands operands) {
-    const TensorView entries = entries_.view();
-    const auto count = static_cast<int64_t>(rows_.size());
-    operands.grad = {entries.data, entries.dtype, sizes_, strides_};
-    operands.rows = RowIndex{index_.data(), dims_, count, /*dim_stride=*/count, /*entry_stride=*/1};
-    plan.bind(i, operands);
-  }
-
-  // What the gradient is as a dense one: entries for the same row are added in their order.
-  void copy_to(Operand& grad) const {
-    for (int64_t i = 0; i < grad.elements(); ++i) grad.set(i, 0);
-    const int64_t elements = row_elements();
-    for (size_t entry = 0; entry < rows_.size(); ++entry) {
-      for (int64_t k = 0; k < elements; ++k) {
-        const int64_t at = rows_[entry] * elements + k;
-        grad.set(at, grad.get(at) + entries_.get(static_cast<int64_t>(entry) * elements + k));
-      }
-    }
-  }
-
-  // Whether there is an entry for each row of the tensor.
-  std::vector<bool> has_row() const {
-    std::vector<bool> has(product(Dims(sizes_).first(dims_)));
-    for (const int64_t row : rows_) has[row] = true;
-    return has;
-  }
-  int64_t row_elements() const { return product(Dims(sizes_).subspan(dims_)); }
-  std::vector<int64_t>& index() { return index_; }
-
- private:
-  Sizes entry_sizes() const {
-    Sizes sizes{static_cast<int64_t>(rows_.size())};
-    sizes.insert(sizes.end(), sizes_.begin() + dims_, sizes_.end());
-    return sizes;
-  }
-
-  Sizes sizes_;
-  int dims_;
-  std::vector<int64_t> rows_, strides_, index_;
-  Operand entries_;
-};
-
-struct Table {
-  const char* name;
-  Sizes sizes;
-  Forms forms;
-  int dims = 1;  // those that the rows are indexed by
-};
-
-// Three are large enough for a team of threads.
-std::vector<Table> tables() {
-  return {
-      {"contiguous", {260, 128}, Forms::all(dense({260, 128}))},
-      {"short_rows", {600, 3}, Forms::all(dense({600, 3}))},
-      {"rows_longer_than_a_chunk", {2, 17000}, Forms::all(dense({2, 17000}))},
-      {"transposed", {220, 150}, Forms::all(dense({220, 150}, {1, 0}))},
-      {"sliced_rows", {200, 40}, Forms::all(slice({500, 40}, {3, 0}, {2, 1}))},
-      {"sliced_columns", {200, 40}, Forms::all(slice({200, 70}, {0, 5}, {1, 1}))},
-      {"every_second_column", {30, 300}, Forms::all(slice({30, 601}, {0, 1}, {1, 2}))},
-      {"sliced_weight_dense_states", {200, 40}, {slice({200, 70}, {0, 5}, {1, 1}), {}, {dense({200, 40})}}},
-      {"three_dims", {30, 6, 50}, Forms::all(dense({30, 6, 50}, {2, 0, 1}))},
-      {"two_indexed_dims", {30, 8, 50}, Forms::all(slice({30, 9, 50}, {0, 1, 0}, {1, 1, 1}, {1, 0, 2})), 2},
-      {"every_dim_indexed", {30, 20}, Forms::all(dense({30, 20}, {1, 0})), 2},
-      {"no_dim_indexed", {30, 20}, Forms::all(dense({30, 20})), 0},
-      {"rows_of_one", {900}, Forms::all(slice({2000}, {1}, {2}))},
-      {"empty_rows", {5, 0}, Forms::all(dense({5, 0}))},
-      {"no_rows", {0, 5}, Forms::all(dense({0, 5}))},
-  };
-}
-
-// Lists of rows for a table: none, one, all, some in disorder, and some of them several times.
-std::vector<std::vector<int64_t>> row_lists(int64_t rows) {
-  if (rows == 0) return {{}};
-  std::vector<int64_t> all(rows), some, repeated;
-  std::iota(all.begin(), all.end(), 0);
-  for (int64_t i = 0; i < (rows + 1) / 2; ++i) some.push_back((7919 * i + 3) % rows);
-  for (int64_t i = 0; i < 2 * rows; ++i) repeated.push_back(i * i % rows);
-  std::ranges::sort(some);
-  some.erase(std::ranges::unique(some).begin(), some.end());
-  std::ranges::reverse(some);
-  return {{}, {rows - 1}, all, some, repeated};
-}
 
 class RowsTest : public testing::TestWithParam<Case> {
  protected:
@@ -166,7 +59,7 @@ class RowsTest : public testing::TestWithParam<Case> {
 
 TEST_P(RowsTest, SameAsDenseWhereThereAreEntriesAndUnchangedElsewhere) {
   for (const Table& table : tables()) {
-    for (const auto& rows : row_lists(product(Dims(table.sizes).first(table.dims)))) {
+    for (const auto& rows : row_lists(rows_of(table))) {
       SCOPED_TRACE(testing::Message() << table.name << ", " << rows.size() << " entries");
       compare_with_dense(table, rows,
                          {{.threads = 1}, {.threads = 3, .grad_factor = 0.75, .maximize = true}});

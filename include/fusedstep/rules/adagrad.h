@@ -24,6 +24,8 @@ struct Adagrad {
   using Scalars = AdagradScalars<T>;
   static constexpr unsigned kFlagCombinations = 2;
   static constexpr int kStates = 1;
+  // Whether a sparse gradient's step is that of its rows alone.
+  static constexpr bool kZeroGradChangesNothing = !(kFlags & kAdagradDecay);
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {

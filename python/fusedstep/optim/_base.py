@@ -18,7 +18,7 @@ from torch.optim.optimizer import Optimizer, ParamsT, _get_capturable_supported_
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
 from fusedstep.optim._factors import PLAIN, Factors, is_one
-from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
+from fusedstep.optim._grads import by_place, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
@@ -121,7 +121,7 @@ class FusedOptimizer(Optimizer):
         whole = self._plans.get((index, 0))
         if whole and same(weights, whole.weights):
             return [(weights, grads)]
-        return by_device(weights, grads)
+        return by_place(weights, grads)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -38,6 +38,25 @@ def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
     )
 
 
+def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+    """How sums over the elements that the processes have are spread; None where each has all."""
+    if not is_dtensor(weight):
+        return None
+    from torch.distributed.tensor import Partial, Replicate
+
+    mesh, placements = _spread(weight)
+    return mesh, tuple(Replicate() if each.is_replicate() else Partial() for each in placements)
+
+
+def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
+    """A sum over all processes, of which this one has a part: spread_of_sums() says how."""
+    if spread is None:
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(part, *spread, run_check=False).full_tensor()
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A norm over all processes, of which ``item()`` would give this one's part."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor

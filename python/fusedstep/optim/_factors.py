@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -115,13 +115,15 @@ def _on_device(
 
 def _device_norm2(work: Iterable[Work], device: torch.device) -> Tensor:
     """The square of the 2-norm of all gradients, added up device by device."""
-    sums: dict[torch.device, Tensor] = {}
+    sums: dict[tuple[torch.device, Any], Tensor] = {}
     for item in work:
-        there = item.plan.device
-        if there not in sums:
-            sums[there] = torch.zeros((), dtype=torch.float64, device=there)
-        torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[there])
-    first, *others = (norm2.to(device) for norm2 in sums.values())
+        place = item.plan.device, item.plan.spread_of_sums
+        if place not in sums:
+            sums[place] = torch.zeros((), dtype=torch.float64, device=item.plan.device)
+        torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[place])
+    first, *others = (
+        _dtensor.total(norm2, spread).to(device) for (_, spread), norm2 in sums.items()
+    )
     for norm2 in others:
         first = first + norm2
     return first
@@ -129,16 +131,22 @@ def _device_norm2(work: Iterable[Work], device: torch.device) -> Tensor:
 
 def _grad_norm(work: list[Work]) -> float:
     """The 2-norm of all gradients of a step."""
-    on_cpu, on_device, others = [], [], []
+    on_cpu: dict[Any, list[int]] = {}  # plans, by how their weights are spread over processes
+    on_device, others = [], []
     for item in work:
-        if not item.plan or item.plan.is_distributed:
+        if not item.plan:
             others += [g.coalesce().values() if g.is_sparse else g for g in item.grads]
+        elif item.plan.is_on_device:
+            on_device.append(item)
         else:
-            (on_device if item.plan.is_on_device else on_cpu).append(item)
+            on_cpu.setdefault(item.plan.spread_of_sums, []).append(item.plan.handle)
     norms = []
-    if on_cpu:
-        handles = [item.plan.handle for item in on_cpu]
-        norms.append(torch.ops.fusedstep.plans_grad_norm(handles))
+    for spread, handles in on_cpu.items():
+        norm = torch.ops.fusedstep.plans_grad_norm(handles)
+        if spread is not None:
+            part = torch.tensor(norm * norm, dtype=torch.float64)
+            norm = math.sqrt(_dtensor.total(part, spread).item())
+        norms.append(norm)
     if on_device:
         norms.append(_device_norm2(on_device, torch.device("cpu")).sqrt().item())
     if others:

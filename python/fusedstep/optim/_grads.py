@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedstep import _ops
+from fusedstep.optim._dtensor import spread_of_sums
 from fusedstep.optim._factors import is_one
 
 if TYPE_CHECKING:
@@ -26,17 +27,17 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return weights, [grad for grad in grads if grad is not None]
 
 
-def by_device(
+def by_place(
     weights: list[Tensor], grads: list[Tensor]
 ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """The same, those of each device by themselves."""
-    devices = list(dict.fromkeys(p.device for p in weights))
-    if len(devices) == 1:
+    """The same, by themselves those of each device that are spread over processes alike."""
+    places = [(p.device, spread_of_sums(p)) for p in weights]
+    if len(set(places)) == 1:
         return [(weights, grads)]
-    parts = {device: ([], []) for device in devices}
-    for weight, grad in zip(weights, grads, strict=True):
-        parts[weight.device][0].append(weight)
-        parts[weight.device][1].append(grad)
+    parts = {place: ([], []) for place in places}
+    for place, weight, grad in zip(places, weights, grads, strict=True):
+        parts[place][0].append(weight)
+        parts[place][1].append(grad)
     return parts.values()
 
 
@@ -63,5 +64,5 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
         elif clears:
             grad.zero_()
         elif place not in treated:
-            grad.mul_(factor)
+            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
             treated.add(place)

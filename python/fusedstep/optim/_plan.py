@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedstep import _ops
-from fusedstep.optim._dtensor import is_dtensor, local, local_gradient
+from fusedstep.optim._dtensor import local, local_gradient, spread_of_sums
 from fusedstep.optim._factors import Factors
 
 
@@ -29,7 +29,10 @@ class GradUse(IntEnum):
 
 
 class Plan:
-    """Addresses, layouts and chunks of a list of weights; frees the native part when it dies."""
+    """Addresses, layouts and chunks of a list of weights; frees the native part when it dies.
+
+    The weights are on one device, and spread over processes alike.
+    """
 
     __slots__ = (
         "__weakref__",
@@ -39,6 +42,7 @@ class Plan:
         "handle",
         "is_distributed",
         "names",
+        "spread_of_sums",
         "weights",
     )
 
@@ -52,7 +56,8 @@ class Plan:
         self.names = names
         self.weights = list(weights)
         self.device = weights[0].device
-        self.is_distributed = any(map(is_dtensor, weights))
+        self.spread_of_sums = spread_of_sums(weights[0])
+        self.is_distributed = self.spread_of_sums is not None
         self.had_sparse = had_sparse  # at the last step: a gradient
         slots = [local(state[name]) for name in names for state in states]
         steps = [state["step"] for state in states]

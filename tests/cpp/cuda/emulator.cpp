@@ -13,6 +13,7 @@
 namespace fusedstep::emulator {
 
 Index thread_index, block_index, blocks_in_grid;
+int launches = 0;
 
 namespace {
 
@@ -134,6 +135,7 @@ double value_of_neighbour(double value, int distance, int width) {
 }
 
 void run(int64_t blocks, int threads, const std::function<void()>& body) {
+  ++launches;
   body_to_run = &body;
   blocks_in_grid.x = static_cast<unsigned>(blocks);
   for (int64_t block = 0; block < blocks; ++block) {
@@ -166,6 +168,11 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+cudaError_t cudaMemsetAsync(void* memory, int value, size_t bytes, cudaStream_t) {
+  std::memset(memory, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
   *event = reinterpret_cast<cudaEvent_t>(event);
   return cudaSuccess;

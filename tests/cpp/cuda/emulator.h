@@ -27,6 +27,9 @@ struct Index {
 };
 extern Index thread_index, block_index, blocks_in_grid;
 
+// How often run() has been called.
+extern int launches;
+
 // Runs `body` in each thread of each block.
 void run(int64_t blocks, int threads, const std::function<void()>& body);
 // Waits until all threads of the block that have not ended are here.
@@ -52,6 +55,12 @@ inline unsigned atomicAdd(unsigned* at, unsigned value) {
   *at += value;
   return before;
 }
+inline unsigned long long atomicMin(unsigned long long* at, unsigned long long value) {
+  const unsigned long long before = *at;
+  *at = value < before ? value : before;
+  return before;
+}
+[[noreturn]] inline void __trap() { std::abort(); }
 inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline double __shfl_down_sync(unsigned, double value, int distance, int width) {

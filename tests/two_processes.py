@@ -1,0 +1,295 @@
+"""What two processes do together: shards of DTensor weights, gradients in the buckets of DDP."""
+
+import copy
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import fusedstep
+from cases import CASES, PLAIN
+from fusedstep import optim
+from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+
+SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
+PROCESSES = 2
+ELEMENTWISE = next(case for case in PLAIN if case.elementwise)
+
+
+class Process(NamedTuple):
+    """One of them, and the device that its part of everything is on."""
+
+    rank: int
+    device: torch.device
+
+    def spread(self, tensor, placement):
+        from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+        mesh = init_device_mesh(self.device.type, (PROCESSES,))
+        return distribute_tensor(tensor.detach().to(self.device, copy=True), mesh, [placement])
+
+    def subjects(self, placement):
+        """Parameters, and the same spread over the processes; all with gradients."""
+        weights = [weight.to(self.device) for weight in make_weights(SHAPES, torch.float32)]
+        spread = [torch.nn.Parameter(self.spread(weight, placement)) for weight in weights]
+        params = as_parameters(weights)
+        self.set_gradients(params, spread, placement, step=1)
+        return params, spread
+
+    def set_gradients(self, params, spread, placement, step):
+        gradients = make_gradients(SHAPES, torch.float32, step)
+        for param, shards, gradient in zip(params, spread, gradients, strict=True):
+            param.grad = gradient.to(self.device)
+            shards.grad = self.spread(gradient, placement)
+
+
+Work = Callable[[Process], None]
+
+
+def shards_are_stepped_as_the_whole(here):
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    for case in CASES:
+        for placement in (Shard(0), Replicate()):
+            native = case.elementwise or placement == Replicate()
+            params, spread = here.subjects(placement)
+            ours = case.build(params)
+            theirs = case.build(spread, fused=True if native else None)
+            for step in (1, 2):
+                here.set_gradients(params, spread, placement, step)
+                ours.step()
+                theirs.step()
+            assert bool(theirs._plans) == native
+            what = f"{case}, {placement}"
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                state = {name: theirs.state[shards][name] for name in case.states}
+                assert all(isinstance(value, DTensor) for value in state.values())
+                if native:
+                    assert_same_bits(whole, param.detach(), what)
+                    for name, value in state.items():
+                        assert_same_bits(value.full_tensor(), ours.state[param][name], what)
+                else:
+                    torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def a_compiled_step_leaves_shards_to_the_step(here):
+    from torch.distributed.tensor import Shard
+
+    params, spread = here.subjects(Shard(0))
+    optim.Adam(params).step()
+    torch.compile(optim.Adam(spread, fused=True).step, backend="aot_eager")()
+    for param, shards in zip(params, spread, strict=True):
+        assert_same_bits(shards.detach().full_tensor(), param.detach(), "weight")
+
+
+def each_process_verifies_its_shards(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        placement = Shard(0) if case.elementwise else Replicate()
+        _, spread = here.subjects(placement)
+        report = fusedstep.verify(case.build(spread), lambda: None, steps=2)
+        assert report.ok, report
+
+    def spoil(optimizer, args, kwargs):
+        if here.rank == 1:
+            spread[3]._local_tensor[7, 8] += 1
+
+    optimizer = case.build(spread)
+    report = fusedstep.verify(optimizer, steps=1)
+    # Before the comparison: the newest hook that asks for the first place has it.
+    handle = optimizer.register_step_post_hook(spoil)
+    handle.hooks_dict_ref().move_to_end(handle.id, last=False)
+    optimizer.step()
+    assert report.ok == (here.rank == 0), report
+
+
+def states_of_shards_are_loaded(here):
+    from torch.distributed.tensor import Shard
+
+    for case in CASES:
+        _, spread = here.subjects(Shard(0))
+        optimizer = case.build(spread, fused=None)
+        optimizer.step()
+        twins = [torch.nn.Parameter(param.detach().clone()) for param in spread]
+        for param, twin in zip(spread, twins, strict=True):
+            twin.grad = param.grad.clone()
+        loaded = case.build(twins, fused=None)
+        loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        optimizer.step()
+        loaded.step()
+        for param, twin in zip(spread, twins, strict=True):
+            assert_same_bits(param.to_local(), twin.to_local(), str(case))
+
+
+def max_norm_is_that_of_all_shards(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        for placement in (Shard(0), Replicate()):
+            params, spread = here.subjects(placement)
+            expected = case.build(params, fused=False).step(max_norm=0.5)
+            norm = case.build(spread, fused=None).step(max_norm=0.5, zero_grad=True)
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-5, atol=0)
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+                assert not shards.grad.full_tensor().any()
+
+
+def max_norm_takes_one_collective(here):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    for placement, collectives in ((Shard(0), 1), (Replicate(), 0)):
+        _, spread = here.subjects(placement)
+        optimizer = ELEMENTWISE.build([{"params": spread[:2]}, {"params": spread[2:], "lr": 0.1}])
+        with CommDebugMode() as counted:
+            optimizer.step(max_norm=0.5)
+        assert counted.get_total_counts() == collectives
+
+
+def max_norm_counts_what_all_processes_have_once(here):
+    """In one group: shards, copies, and a weight that is no DTensor."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    params, spread = here.subjects(Shard(0))
+    spread[1:3] = here.subjects(Replicate())[1][1:3]
+    (spread[3],) = as_parameters(params[3:])
+    spread[3].grad = params[3].grad.clone()
+    optimizer, twin = ELEMENTWISE.build(params), ELEMENTWISE.build(spread)
+    expected, norm = optimizer.step(max_norm=0.5), twin.step(max_norm=0.5)
+    torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
+    for param, shards in zip(params[:3], spread[:3], strict=True):
+        torch.testing.assert_close(shards.detach().full_tensor(), param.detach())
+    torch.testing.assert_close(spread[3], params[3])
+
+
+def an_optimizers_own_max_norm_is_that_of_all_shards(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for placement in (Shard(0), Replicate()):
+        params, spread = here.subjects(placement)
+        optim.Lamb(params, fused=False, variant="nvlamb", max_grad_norm=0.5).step()
+        optim.Lamb(spread, variant="nvlamb", max_grad_norm=0.5).step()
+        for param, shards in zip(params, spread, strict=True):
+            whole = shards.detach().full_tensor()
+            torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+
+
+def what_cannot_be_right_is_refused_by_name(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in CASES:
+        params, spread = here.subjects(Shard(0))
+        if not case.elementwise:
+            with pytest.raises(RuntimeError, match="norm of whole params"):
+                case.build(spread, fused=True)
+            continue
+        optimizer = case.build(spread)
+        others = [here.spread(param.grad, Replicate()) for param in params]
+        before = [weight.to_local().detach().clone() for weight in spread]
+        for weight, other in zip(spread, others, strict=True):
+            weight.grad = other
+        with pytest.raises(RuntimeError, match="same mesh and placements"):
+            optimizer.step()
+        for weight, kept in zip(spread, before, strict=True):
+            assert_same_bits(weight.to_local().detach(), kept, str(case))
+
+
+def gradients_in_the_buckets_of_ddp(here):
+    for case in CASES:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 2)
+        ).to(here.device)
+        twin = copy.deepcopy(model)
+        parallel = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer, reference = case.build(model.parameters()), case.build(twin.parameters())
+        for step in range(4):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(PROCESSES, 8, 20, generator=generator).to(here.device)
+            parallel(inputs[here.rank]).square().mean().backward()
+            sum(twin(each).square().mean() for each in inputs).div(PROCESSES).backward()
+            # The same gradients to the bit: how they are summed is not the optimizer's affair.
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                torch.testing.assert_close(param.grad, other.grad)
+                other.grad.copy_(param.grad)
+            buckets = [param.grad.data_ptr() for param in model.parameters()]
+            optimizer.step(zero_grad=True)
+            reference.step()
+            reference.zero_grad()
+            for param, other in zip(model.parameters(), twin.parameters(), strict=True):
+                assert_same_bits(param.detach(), other.detach(), f"{case}, step {step}")
+            assert buckets == [param.grad.data_ptr() for param in model.parameters()]
+
+
+WORKS = (
+    shards_are_stepped_as_the_whole,
+    a_compiled_step_leaves_shards_to_the_step,
+    each_process_verifies_its_shards,
+    states_of_shards_are_loaded,
+    max_norm_is_that_of_all_shards,
+    max_norm_takes_one_collective,
+    max_norm_counts_what_all_processes_have_once,
+    an_optimizers_own_max_norm_is_that_of_all_shards,
+    what_cannot_be_right_is_refused_by_name,
+    gradients_in_the_buckets_of_ddp,
+)
+
+
+def _process(rank: int, backend: str, folder: str, works: list[Work]) -> None:
+    """Does one work after another, together with the other process."""
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        os.environ["NCCL_NVLS_ENABLE"] = "0"  # NVLink multicast: nothing for tests to set up
+    dist.init_process_group(
+        backend,
+        f"file://{folder}/meeting",
+        rank=rank,
+        world_size=PROCESSES,
+        device_id=device if device.type == "cuda" else None,
+    )
+    for work in works:
+        try:
+            work(Process(rank, device))
+            dist.barrier()
+        except BaseException:
+            text = f"process {rank}:\n{traceback.format_exc()}"
+            Path(folder, f"{work.__name__}.failed.{rank}").write_text(text)
+            # The other process is not left waiting: it is ended when this one ends so.
+            os._exit(1)
+        Path(folder, f"{work.__name__}.done").touch()
+    # Not by way of destructors: gloo's threads now and then outlive their group there, and abort.
+    os._exit(0)
+
+
+def failures_by_name(backend: str) -> dict[str, str]:
+    """What went wrong in each of the works, which two processes do one after another.
+
+    Processes take seconds to start. After a failure there are new ones for what is left.
+    """
+    left, found = list(WORKS), {}
+    while left:
+        with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
+            died = ""
+            try:
+                mp.spawn(_process, (backend, folder, left), nprocs=PROCESSES)
+            except mp.ProcessExitedException as error:
+                died = str(error)
+            left = [work for work in left if not Path(folder, f"{work.__name__}.done").exists()]
+            if left:
+                name = left.pop(0).__name__
+                texts = [path.read_text() for path in Path(folder).glob(f"{name}.failed.*")]
+                found[name] = "".join(texts) or died
+    return found
