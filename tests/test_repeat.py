@@ -259,6 +259,54 @@ def test_what_a_step_is_repeated_over(cls, change, told):
     assert (told.answers == [True] * 4) == (change in SMALL)
 
 
+# Enough for the host's threads to share the look at them.
+MANY = 1000
+
+
+def step_many(cls, change, index):
+    """A step of many tensors, a change to the states of one, and another step."""
+    params = [Parameter(torch.full((3,), float(number))) for number in range(MANY)]
+    optimizer = cls(params, lr=0.01, fused=True)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones(3)
+        optimizer.step()
+    for name, value in optimizer.state[params[index]].items():
+        change(name, value)
+    optimizer.step()
+    return optimizer
+
+
+def move(name, value):
+    value.data = value.data + 1
+
+
+def move_count(name, value):
+    if name == "step":
+        value.data = value.data + 10
+
+
+def move_moments(name, value):
+    if name != "step":
+        value.data = value.data + 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("index", [0, 700, MANY - 1])
+@pytest.mark.parametrize("change", [move, move_count, move_moments])
+@pytest.mark.parametrize("cls", [optim.Adam, optim.Lamb, optim.Adan])
+def test_one_moved_state_of_many_is_found(cls, change, index, threads, told, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        repeated = contents(step_many(cls, change, index))
+        assert told.answers == [True, True, change is move_count]
+        monkeypatch.setattr(_ops, "bind", None)
+        assert_same_contents(repeated, contents(step_many(cls, change, index)))
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("cls", CLASSES)
 def test_frozen_weights_do_not_hinder(cls, told):
     optimizer, params = build(cls)
