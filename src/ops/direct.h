@@ -32,9 +32,12 @@ class Rebinding {
   explicit Rebinding(NativePlan& native);
 
   size_t tensors() const { return bound_->tensors(); }
-  // What tensor i's operands are now; false if bind_plan() has to look at them.
-  bool compare(size_t i, const TensorView& weight, const TensorView& grad) {
+  // What tensor i's operands are now; false if bind_plan() has to look at them. `grad_held_by` is what the
+  // caller gets to the gradient by.
+  bool compare(size_t i, const TensorView& weight, const TensorView& grad,
+               const void* grad_held_by = nullptr) {
     if (i >= bound_->tensors()) return false;
+    bound_->note_places(i, grad, grad_held_by);
     const Bound::Is is = bound_->compare(i, weight, grad);
     if (is == Bound::Is::kGradMoved) moved_.emplace_back(i, grad.data);
     return is != Bound::Is::kOther;
@@ -47,7 +50,7 @@ class Rebinding {
  private:
   std::shared_ptr<NativePlan> held_;
   NativePlan* native_;
-  const Bound* bound_;
+  Bound* bound_;
   std::vector<std::pair<size_t, void*>> moved_;
 };
 

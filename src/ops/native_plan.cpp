@@ -74,10 +74,12 @@ constexpr int64_t kLookElements = 64;
 // device would have them spin where a program's own threads may be at work. `look` must not throw.
 template <class Look>
 void look_at(const NativePlan& native, size_t count, Look look) {
-  run_ranges(native.device ? 1 : num_threads(), static_cast<int64_t>(count), kLookElements,
-             [&](int64_t begin, int64_t end) {
-               for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) look(i);
-             });
+  const auto items = static_cast<int64_t>(count);
+  // Torch is asked only where it matters: that costs as much as a look.
+  const bool alone = native.device || items * kLookElements < kSerialElements;
+  run_ranges(alone ? 1 : num_threads(), items, kLookElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) look(i);
+  });
 }
 
 // The same as Tensor::data_ptr(), with null for an error.

@@ -74,13 +74,19 @@ std::optional<std::vector<TensorView>> views(PyObject* list) {
 // How far ahead of the tensor that is looked at others are asked for.
 constexpr size_t kAhead = 8;
 
+// Asks for what will be looked at: an object of a list of `count`, and what is bound as tensor i.
+void prefetch(const Rebinding& bound, size_t i, PyObject* list, Py_ssize_t at, Py_ssize_t count) {
+  const Py_ssize_t ahead = at + Py_ssize_t{kAhead};
+  if (ahead < count) __builtin_prefetch(PyList_GetItem(list, ahead));
+  bound.prefetch(i + kAhead);
+}
+
 // Compares a weight and its gradient with what is bound; false if the operator has to look at them.
 bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
-  bound.prefetch(i + kAhead);
   const std::optional<TensorView> weight_view = view(weight);
   if (!weight_view) return false;
   const std::optional<TensorView> grad_view = view(grad);
-  return grad_view && bound.compare(i, *weight_view, *grad_view);
+  return grad_view && bound.compare(i, *weight_view, *grad_view, grad);
 }
 
 bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
@@ -88,6 +94,7 @@ bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
   const Py_ssize_t count = PyList_Size(weights);
   if (static_cast<size_t>(count) != bound.tensors() || count != PyList_Size(grads)) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch(bound, i, weights, i, count);
     if (!compare(bound, i, PyList_GetItem(weights, i), PyList_GetItem(grads, i))) return false;
   }
   return bound.finish();
@@ -280,6 +287,7 @@ class PartOfStep {
     Py_ssize_t i = 0;
     for (Py_ssize_t p = 0; p < count; ++p) {
       PyObject* param = PyList_GetItem(params_, p);
+      if (bound_) prefetch(*bound_, static_cast<size_t>(i), params_, p, count);
       const Object grad(PyObject_GetAttr(param, names.grad));
       if (!grad) return false;
       const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
