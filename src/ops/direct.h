@@ -44,8 +44,8 @@ class Rebinding {
   }
   void prefetch(size_t i) const { bound_->prefetch(i); }
   // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
-  // to.
-  FUSEDSTEP_API bool finish();
+  // to. `look_at_states` unless they cannot have moved.
+  FUSEDSTEP_API bool finish(bool look_at_states = true);
 
  private:
   std::shared_ptr<NativePlan> held_;

@@ -250,7 +250,7 @@ bool is_undisturbed(PyObject* empty, PyObject* silent) {
 
 // Names that are looked up at every step.
 struct Names {
-  PyObject *grad, *groups, *state, *params, *lr, *grad_scale, *found_inf;
+  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf;
 };
 Names names{};
 
@@ -278,7 +278,8 @@ class PartOfStep {
   }
 
   // Whether the same parameters have a gradient, and these and the states can be bound as the last step's.
-  bool bind() {
+  // States need no look if nobody has ever had them.
+  bool bind(bool look_at_states) {
     PyObject* weights = PyTuple_GetItem(part_, kWeights);
     const Py_ssize_t count = PyList_Size(params_), with_grads = PyList_Size(weights);
     if (writes_grads()) grads_.emplace(PyList_New(0));
@@ -297,7 +298,7 @@ class PartOfStep {
       if (grads_ && PyList_Append(grads_->get(), grad.get()) != 0) return false;
       ++i;
     }
-    return i == with_grads && (!bound_ || bound_->finish());
+    return i == with_grads && (!bound_ || bound_->finish(look_at_states));
   }
 
   bool updates() const { return bound_.has_value(); }
@@ -345,7 +346,9 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   PyObject *state = PyDict_GetItemWithError(attributes.get(), names.state),
            *groups = PyDict_GetItemWithError(attributes.get(), names.groups),
            *parts = PyTuple_GetItem(last, kParts);
-  if (state == nullptr || groups == nullptr || !has_values(state, PyTuple_GetItem(last, kValues))) {
+  const bool accessed = PyDict_GetItemWithError(attributes.get(), names.accessed) != Py_False;
+  if (state == nullptr || groups == nullptr ||
+      (accessed && !has_values(state, PyTuple_GetItem(last, kValues)))) {
     return false;
   }
   const Py_ssize_t count = PyList_Size(groups);
@@ -356,7 +359,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
       return false;
     }
   }
-  if (!std::ranges::all_of(step, &PartOfStep::bind)) return false;
+  if (!std::ranges::all_of(step, [&](PartOfStep& part) { return part.bind(accessed); })) return false;
 
   const fusedstep::ops::StepFunction function =
       fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
@@ -445,7 +448,8 @@ PyMODINIT_FUNC PyInit__bind() {
   torchs_tensors = exchange_table();
   names = {.grad = PyUnicode_InternFromString("grad"),
            .groups = PyUnicode_InternFromString("_groups"),
-           .state = PyUnicode_InternFromString("state"),
+           .state = PyUnicode_InternFromString("_state"),
+           .accessed = PyUnicode_InternFromString("_state_was_accessed"),
            .params = PyUnicode_InternFromString("params"),
            .lr = PyUnicode_InternFromString("lr"),
            .grad_scale = PyUnicode_InternFromString("grad_scale"),
