@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer, ParamsT, _get_capturable_supported_devices
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
+from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_device, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
+from fusedstep.optim._watched import WatchedState
 
 #: Every optimizer by a name that a compiled graph knows it by.
 _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
@@ -47,7 +49,7 @@ class Work(NamedTuple):
         return zip(self.weights, self.grads, strict=True)
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(WatchedState, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native operator
@@ -149,19 +151,6 @@ class FusedOptimizer(Optimizer):
         # torch.compile reads everything in an attribute of the name param_groups, learning rates
         # included, and compiles anew when any of it changes. Code to be compiled goes by _groups.
         self._groups = groups
-
-    @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        # Whoever has had it may exchange what is in it, or move its memory, at any time: from then
-        # on every step looks. Code that lets nothing of it out goes by _state.
-        self._state_was_accessed = True
-        return self._state
-
-    @state.setter
-    def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        # The first one comes from torch's constructor, which keeps it to itself.
-        self._state_was_accessed = "_state" in self.__dict__
-        self._state = state
 
     def _register(self) -> None:
         self._name = next(_names)
@@ -592,20 +581,12 @@ class FusedOptimizer(Optimizer):
         if group["differentiable"] and state["step"].requires_grad:
             raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
         if group.get("capturable"):
-            _check_capturable(weight, state["step"], group)
+            check_capturable(weight, state["step"], group)
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
         copies = {name: tensor.clone() for name, tensor in state.items()}
         weight.copy_(self._traceable(group, weight.clone(), grad, copies))
         for name, tensor in copies.items():
             state[name].copy_(tensor)
-
-
-def _check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:
-    devices = _get_capturable_supported_devices(supports_xla=not group["foreach"])
-    if weight.device.type != step.device.type or weight.device.type not in devices:
-        raise AssertionError(
-            f"If capturable=True, params and state_steps must be on supported devices: {devices}."
-        )
 
 
 def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
