@@ -43,17 +43,24 @@ class Bound {
   }
   void move_grad(size_t i, void* data) { pairs_[i].grad = data; }
 
+  // Where tensor i's gradient is now, and what the caller holds it by: what prefetch() goes by.
+  void note_places(size_t i, const TensorView& grad, const void* held_by) {
+    pairs_[i].grad_sizes = address_of_sizes(grad);
+    pairs_[i].grad_held_by = held_by;
+  }
   void prefetch(size_t i) const {
     if (i >= pairs_.size()) return;
     prefetch_tensor(pairs_[i].weight_sizes);
     prefetch_tensor(pairs_[i].grad_sizes);
+    __builtin_prefetch(pairs_[i].grad_held_by);
   }
 
  private:
   struct Pair {
     const void *weight, *grad;
     uintptr_t weight_sizes, grad_sizes;  // where their sizes were
-    uint32_t shape;                      // in shapes_: sizes, strides of the weight, strides of the gradient
+    const void* grad_held_by;
+    uint32_t shape;  // in shapes_: sizes, strides of the weight, strides of the gradient
     uint16_t dims;
     DType dtype;
   };

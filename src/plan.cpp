@@ -187,7 +187,8 @@ int element_size(DType dtype) {
   return 0;
 }
 
-Plan::Plan(size_t tensors, int slots, int device) : slots_(slots), device_(device), entries_(tensors) {}
+Plan::Plan(size_t tensors, int slots, int device)
+    : slots_(slots), device_(device), entries_(tensors), formats_(tensors) {}
 
 void Plan::bind(size_t i, const TensorOperands& operands) {
   Entry& entry = entries_[i];
@@ -200,14 +201,14 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const Format format = changed ? checked_format(i, operands, slots_) : entry.format;
+  const Format format = changed ? checked_format(i, operands, slots_) : formats_[i];
   if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides.subspan(indexed_dims));
     entry.layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides);
-    entry.format = format;
+    formats_[i] = format;
     entry.shape = shape_of({views, views + count});
     entry.weight_bytes = span_bytes(operands.weight);
     entry.grad_bytes = span_bytes(operands.grad);
@@ -262,6 +263,7 @@ void Plan::refresh(int64_t wave_bytes) {
   if (!stale_ && wave_bytes == wave_bytes_) return;
   wave_bytes_ = wave_bytes;
   chunks_.clear();
+  first_chunks_.clear();
   waves_.clear();
   cost_.assign(1, 0);
   Wave wave{};
@@ -282,6 +284,7 @@ void Plan::refresh(int64_t wave_bytes) {
     }
     if (bytes > 0 && bytes + tensor_bytes > wave_bytes) close(i);
     bytes += tensor_bytes;
+    first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
     const int64_t per_chunk = std::max<int64_t>(1, kChunkElements / layout.elements_per_unit());
     for (int64_t begin = 0; begin < units; begin += per_chunk) {
       const int64_t end = std::min(begin + per_chunk, units);
@@ -290,6 +293,7 @@ void Plan::refresh(int64_t wave_bytes) {
     }
   }
   close(entries_.size());
+  first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
   partial_norms.resize(2 * chunks_.size());
   stale_ = false;
   ++operands_version_;
@@ -307,7 +311,7 @@ void Plan::refuse_row(size_t i, int dim, int64_t at) const {
 
 bool Plan::grad_can_store(size_t i) const {
   const Entry& entry = entries_[i];
-  const bool precise = entry.format == Format::kFloat || entry.format == Format::kDouble;
+  const bool precise = formats_[i] == Format::kFloat || formats_[i] == Format::kDouble;
   return entry.grad_is_own && precise;
 }
 

@@ -69,7 +69,7 @@ class Plan {
   // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands.
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
-  Format format(size_t i) const { return entries_[i].format; }
+  Format format(size_t i) const { return formats_[i]; }
   cpu::TensorTask& task(size_t i) { return entries_[i].task; }
   const cpu::TensorTask& task(size_t i) const { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
@@ -104,6 +104,8 @@ class Plan {
   bool shares_are_known() const { return !shared_with_.empty(); }
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
+  // Tensor i has chunks [first_chunk(i), first_chunk(i + 1)).
+  int64_t first_chunk(size_t i) const { return first_chunks_[i]; }
   // Calls run(task, begin, end) for a chunk: once, or for each row that it has a part of.
   template <class Run>
   void run_parts(const Chunk& chunk, Run run) const {
@@ -132,7 +134,6 @@ class Plan {
  private:
   struct Entry {
     cpu::TensorTask task{};
-    Format format{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<RowIndex> index;
     std::optional<Rows> rows;
@@ -158,7 +159,9 @@ class Plan {
   uint64_t operands_version_ = 1, grads_version_ = 1;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
+  std::vector<Format> formats_;  // apart from the entries: every step looks at all of them
   std::vector<Chunk> chunks_;
+  std::vector<int64_t> first_chunks_;
   std::vector<Wave> waves_;
   std::vector<int64_t> cost_;
   std::vector<Plan*> shared_with_;  // the plans among which shared gradients were last looked for

@@ -1,7 +1,9 @@
 // One OpenMP session over a list of chunks.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <span>
+#include <vector>
 
 namespace fusedstep {
 
@@ -26,6 +28,18 @@ template <class Work>
 void run_session(int threads, std::span<const int64_t> cost, Work& work, Order order = Order::kForwards) {
   const auto call = [](void* context, int64_t i) { (*static_cast<Work*>(context))(i); };
   run_session(threads, cost, call, &work, order);
+}
+
+// Calls work(begin, end) for ranges that make up [0, count), of items that cost `each`.
+template <class Work>
+void run_ranges(int threads, int64_t count, int64_t each, Work work) {
+  constexpr int64_t kRange = 64;
+  if (count * each < kSerialElements) return work(int64_t{0}, count);
+  std::vector<int64_t> cost;
+  for (int64_t begin = 0; begin < count; begin += kRange) cost.push_back(begin * each);
+  cost.push_back(count * each);
+  auto range = [&](int64_t i) { work(i * kRange, std::min((i + 1) * kRange, count)); };
+  run_session(threads, cost, range);
 }
 
 }  // namespace fusedstep

@@ -21,9 +21,9 @@ int64_t wave_bytes(int threads) {
 }
 
 // One session over chunks [first, last): `kernel_of(tensor)` for each of them.
-template <class KernelOf, class TreatmentOf, class Reduce>
-void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, KernelOf kernel_of,
-                TreatmentOf treatment_of, Reduce reduce) {
+template <class ScalarsOf, class KernelOf, class TreatmentOf, class Reduce>
+void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, ScalarsOf scalars_of,
+                KernelOf kernel_of, TreatmentOf treatment_of, Reduce reduce) {
   const cpu::KernelTable& table = kernels();
   const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
   auto work = [&](int64_t i) {
@@ -33,7 +33,8 @@ void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order orde
     const cpu::SpanKernel& kernel = kernel_of(chunk.tensor);
     const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
     const char* isa = "";
-    plan.run_parts(chunk, [&](const cpu::TensorTask& task, int64_t begin, int64_t end) {
+    plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t begin, int64_t end) {
+      task.scalars = scalars_of(chunk.tensor);
       isa = table.run(kernel, task, treatment, begin, end, &lanes[0][0]);
     });
     reduce(c, lanes);
@@ -87,6 +88,9 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
   return sum;
 }
 
+// A tensor's ratio costs as much as this many elements.
+constexpr int64_t kRatioElements = 64;
+
 // A rule's kernels for a plan's tensors.
 class RuleOfFormats {
  public:
@@ -105,12 +109,13 @@ class RuleOfFormats {
 };
 
 void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfFormats& kernels,
-              const StepOptions& options) {
+              const Scalars& scalars, const StepOptions& options) {
+  const auto scalars_of = [&](uint32_t tensor) { return scalars.of(tensor); };
   const Treatments treatments(plan, options);
   const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
   const auto stores = [&](uint32_t tensor) { return scratch && plan.grad_can_store(tensor); };
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards, scalars_of,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
@@ -119,16 +124,19 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfF
         plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
         plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
       });
-  for (int64_t first = wave.first_chunk, last; first < wave.last_chunk; first = last) {
-    const uint32_t tensor = plan.chunks()[first].tensor;
-    for (last = first; last < wave.last_chunk && plan.chunks()[last].tensor == tensor;) ++last;
-    const auto norm2 = [&](int which) {
-      return sum_chunks(first, last, [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
-    };
-    plan.task(tensor).ratio = rule.trust_ratio(norm2(0), norm2(1));
-  }
+  const auto first_tensor = static_cast<int64_t>(wave.first), last_tensor = static_cast<int64_t>(wave.last);
+  run_ranges(options.threads, last_tensor - first_tensor, kRatioElements, [&](int64_t begin, int64_t end) {
+    for (int64_t tensor = first_tensor + begin; tensor < first_tensor + end; ++tensor) {
+      const int64_t first = plan.first_chunk(tensor), last = plan.first_chunk(tensor + 1);
+      if (first == last) continue;
+      const auto norm2 = [&](int which) {
+        return sum_chunks(first, last, [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
+      };
+      plan.task(tensor).ratio = rule.trust_ratio(norm2(0), norm2(1));
+    }
+  });
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards, scalars_of,
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
@@ -153,6 +161,7 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const
     scalars.of_tensor[i] = last_index;
   }
   scalars.blocks.resize(index.size());
+  if (index.size() == 1) scalars.of_tensor.clear();
   for (const auto& [key, i] : index) rule.prepare(key.first, key.second, scalars.blocks[i].bytes);
   return scalars;
 }
@@ -164,18 +173,16 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
     Plan::find_shared_grads(alone);
   }
   const Scalars scalars = prepare_scalars(plan, rule, steps);
-  for (size_t i = 0; i < plan.tensors(); ++i) {
-    plan.task(i).scalars = scalars.blocks[scalars.of_tensor[i]].bytes;
-  }
   const RuleOfFormats kernels_of(plan, rule);
 
   if (rule.trust_ratio) {
-    for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, options);
+    for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, scalars, options);
     return;
   }
   const Treatments treatments(plan, options);
   run_chunks(
       plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
+      [&](uint32_t tensor) { return scalars.of(tensor); },
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor].phase[cpu::kUpdate]; },
       [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
 }
@@ -205,7 +212,7 @@ double grad_norm2(Plan& plan, int threads) {
   plan.refresh(wave_bytes(threads));
   const auto chunks = static_cast<int64_t>(plan.chunks().size());
   run_chunks(
-      plan, threads, 0, chunks, Order::kForwards,
+      plan, threads, 0, chunks, Order::kForwards, [](uint32_t) { return nullptr; },
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels().grads(plan.format(tensor))->norm; },
       [](uint32_t) { return cpu::GradTreatment{}; },
       [&](int64_t chunk, double(&lanes)[2][kLanes]) { plan.partial_norms[chunk] = sum_lanes(lanes[0]); });

@@ -72,7 +72,9 @@ struct alignas(64) ScalarsBlock {
 // The scalars for each distinct step count and precision among a plan's tensors, prepared once.
 struct Scalars {
   std::vector<ScalarsBlock> blocks;
-  std::vector<uint32_t> of_tensor;
+  std::vector<uint32_t> of_tensor;  // the block of each; empty if there is one block
+
+  const void* of(size_t tensor) const { return blocks[of_tensor.empty() ? 0 : of_tensor[tensor]].bytes; }
 };
 FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps);
 

@@ -1,6 +1,8 @@
 """Steps that repeat the last one: whatever has changed since, they are as steps from the start."""
 
+import copy
 from collections import defaultdict
+from itertools import chain
 
 import pytest
 import torch
@@ -257,6 +259,176 @@ def test_what_a_step_is_repeated_over(cls, change, told):
     run(cls, change)
     assert told.answers[0] is True
     assert (told.answers == [True] * 4) == (change in SMALL)
+
+
+# Enough for the host's threads to share the look at them.
+MANY = 1000
+
+
+def step_many(cls, change, index):
+    """A step of many tensors, a change to the states of one, and another step."""
+    params = [Parameter(torch.full((3,), float(number))) for number in range(MANY)]
+    optimizer = cls(params, lr=0.01, fused=True)
+    for _ in range(3):
+        for p in params:
+            p.grad = torch.ones(3)
+        optimizer.step()
+    for name, value in optimizer.state[params[index]].items():
+        change(name, value)
+    optimizer.step()
+    return optimizer
+
+
+def move(name, value):
+    value.data = value.data + 1
+
+
+def move_count(name, value):
+    if name == "step":
+        value.data = value.data + 10
+
+
+def move_moments(name, value):
+    if name != "step":
+        value.data = value.data + 1
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("index", [0, 700, MANY - 1])
+@pytest.mark.parametrize("change", [move, move_count, move_moments])
+@pytest.mark.parametrize("cls", [optim.Adam, optim.Lamb, optim.Adan])
+def test_one_moved_state_of_many_is_found(cls, change, index, threads, told, monkeypatch):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        repeated = contents(step_many(cls, change, index))
+        assert told.answers == [True, True, change is move_count]
+        monkeypatch.setattr(_ops, "bind", None)
+        assert_same_contents(repeated, contents(step_many(cls, change, index)))
+    finally:
+        torch.set_num_threads(before)
+
+
+def by_name(optimizer):
+    return list(optimizer.state.values())
+
+
+def by_dictionary(optimizer):
+    return list(optimizer.state_dict()["state"].values())
+
+
+def by_pickling(optimizer):
+    return list(optimizer.__getstate__()["state"].values())
+
+
+def by_copy(optimizer):
+    return list(copy.copy(optimizer).state.values())
+
+
+def by_hook(optimizer):
+    found = []
+    optimizer.register_state_dict_post_hook(
+        lambda _, dictionary: found.extend(dictionary["state"].values())
+    )
+    optimizer.state_dict()
+    return found
+
+
+def by_closure_over_steps(optimizer):
+    found = []
+    handle = optimizer.register_step_post_hook(
+        lambda stepped, *_: found.extend(stepped.state.values())
+    )
+    optimizer.step()
+    handle.remove()
+    return found
+
+
+def by_lists(optimizer):
+    found = []
+    for group in optimizer.param_groups:
+        lists = [[] for _ in range(len(optimizer._state_names(group)) + 3)]
+        optimizer._init_group(group, *lists)
+        found += [dict(enumerate(tensors)) for tensors in zip(*lists[2:], strict=True)]
+    return found
+
+
+def by_loading(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+    return by_name(optimizer)
+
+
+def by_setting(optimizer):
+    state = defaultdict(dict)
+    optimizer.state = state
+    optimizer.step()
+    return list(state.values())
+
+
+def by_making_anew(optimizer):
+    state = defaultdict(dict)
+    groups = optimizer.param_groups
+    optimizer.__setstate__({"state": state, "param_groups": groups})
+    optimizer.step()
+    return list(state.values())
+
+
+ROUTES = [
+    by_name,
+    by_dictionary,
+    by_pickling,
+    by_copy,
+    by_hook,
+    by_closure_over_steps,
+    by_lists,
+    by_loading,
+    by_setting,
+    by_making_anew,
+]
+
+
+def step_with_states_held(cls, route):
+    """Takes hold of the states by a route, and moves them some steps later."""
+    optimizer, params = build(cls)
+    for seed in (1, 2):
+        set_grads(params, seed)
+        optimizer.step()
+    held = route(optimizer)
+    for seed in (3, 4, 5):
+        set_grads(params, seed)
+        optimizer.step()
+    old = []  # a step that does not see the change is to fail, not to crash
+    for value in chain.from_iterable(of_weight.values() for of_weight in held):
+        old.append(value.detach())
+        value.data = value.data + 1
+    optimizer.step()
+    return contents(optimizer)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_states_may_move_whoever_has_got_at_them(cls, route, monkeypatch):
+    repeated = step_with_states_held(cls, route)
+    monkeypatch.setattr(_ops, "bind", None)
+    assert_same_contents(repeated, step_with_states_held(cls, route))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_training_lets_no_state_out(cls):
+    optimizer, params = build(cls)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for seed in (1, 2, 3):
+        set_grads(params, seed)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    params.append(Parameter(torch.ones(5)))
+    optimizer.add_param_group({"params": params[-1]})
+    set_grads(params, 4)
+    optimizer.step(max_norm=1.0, zero_grad=True)
+    assert not optimizer._state_was_accessed
+    assert optimizer.state
+    assert optimizer._state_was_accessed
 
 
 @pytest.mark.parametrize("cls", CLASSES)

@@ -32,22 +32,25 @@ class Rebinding {
   explicit Rebinding(NativePlan& native);
 
   size_t tensors() const { return bound_->tensors(); }
-  // What tensor i's operands are now; false if bind_plan() has to look at them.
-  bool compare(size_t i, const TensorView& weight, const TensorView& grad) {
+  // What tensor i's operands are now; false if bind_plan() has to look at them. `grad_held_by` is what the
+  // caller gets to the gradient by.
+  bool compare(size_t i, const TensorView& weight, const TensorView& grad,
+               const void* grad_held_by = nullptr) {
     if (i >= bound_->tensors()) return false;
+    bound_->note_places(i, grad, grad_held_by);
     const Bound::Is is = bound_->compare(i, weight, grad);
     if (is == Bound::Is::kGradMoved) moved_.emplace_back(i, grad.data);
     return is != Bound::Is::kOther;
   }
   void prefetch(size_t i) const { bound_->prefetch(i); }
   // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
-  // to.
-  FUSEDSTEP_API bool finish();
+  // to. `look_at_states` unless they cannot have moved.
+  FUSEDSTEP_API bool finish(bool look_at_states = true);
 
  private:
   std::shared_ptr<NativePlan> held_;
   NativePlan* native_;
-  const Bound* bound_;
+  Bound* bound_;
   std::vector<std::pair<size_t, void*>> moved_;
 };
 

@@ -1,10 +1,13 @@
 #include "src/ops/native_plan.h"
 
 #include <algorithm>
+#include <atomic>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+
+#include "src/session.h"
 
 namespace fusedstep::ops {
 namespace {
@@ -62,6 +65,42 @@ void check_steps(const Tensors& steps, int device) {
                                   " of the list: the step count must be one float32 number on the CPU" +
                                   (device == kHost ? "" : ", or all of them on the weights' device"));
   }
+}
+
+// To look where a tensor is costs as much as this many elements: a few accesses to memory, one after another.
+constexpr int64_t kLookElements = 64;
+
+// Calls look(i) for i in [0, count). Only those of plans on the CPU are shared among its threads: a step on a
+// device would have them spin where a program's own threads may be at work. `look` must not throw.
+template <class Look>
+void look_at(const NativePlan& native, size_t count, Look look) {
+  const auto items = static_cast<int64_t>(count);
+  // Torch is asked only where it matters: that costs as much as a look.
+  const bool alone = native.device || items * kLookElements < kSerialElements;
+  run_ranges(alone ? 1 : num_threads(), items, kLookElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) look(i);
+  });
+}
+
+// The same as Tensor::data_ptr(), with null for an error.
+void* data_of(const Tensor& tensor) {
+  void* data = nullptr;
+  return aoti_torch_get_data_ptr(tensor.get(), &data) == AOTI_TORCH_SUCCESS ? data : nullptr;
+}
+
+// Raises the step counts on the host.
+void raise_counts(NativePlan& native) {
+  std::atomic<bool> all = true;
+  look_at(native, native.steps.size(), [&](size_t i) {
+    auto* const count = static_cast<float*>(data_of(native.steps[i]));
+    if (count == nullptr) {
+      all = false;
+      return;
+    }
+    native.counts[i] = *count + 1.0;
+    *count = static_cast<float>(native.counts[i]);
+  });
+  check(all, "a step count has no memory");
 }
 
 void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptions& options) {
@@ -203,22 +242,23 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
 
 bool states_are_in_place(const NativePlan& native) {
   constexpr size_t kAhead = 16;
-  for (size_t i = 0; i < native.states.size(); ++i) {
+  std::atomic<bool> all = true;
+  look_at(native, native.states.size(), [&](size_t i) {
     if (i + kAhead < native.states.size()) {
       __builtin_prefetch(native.states[i + kAhead].get());
       prefetch_tensor(native.state_places[i + kAhead].sizes);
     }
-    if (native.states[i].data_ptr() != native.state_places[i].data) return false;
-  }
-  return true;
+    if (data_of(native.states[i]) != native.state_places[i].data) all = false;
+  });
+  return all;
 }
 
 Rebinding::Rebinding(int64_t plan) : held_(find_plan(plan)), native_(held_.get()), bound_(&native_->bound) {}
 
 Rebinding::Rebinding(NativePlan& native) : native_(&native), bound_(&native.bound) {}
 
-bool Rebinding::finish() {
-  if (bound_->tensors() == 0 || !states_are_in_place(*native_)) return false;
+bool Rebinding::finish(bool look_at_states) {
+  if (bound_->tensors() == 0 || (look_at_states && !states_are_in_place(*native_))) return false;
   for (const auto& [i, data] : moved_) {
     native_->plan.move_grad(i, data);
     native_->bound.move_grad(i, data);
@@ -235,11 +275,7 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
         "grads must be from 0 to 3, not " + std::to_string(grads.use));
   const bool host_counts = native.steps[0].is_cpu();
   check(!(host_counts && native.found_inf), "the count of a step that may be left out must be on its device");
-  for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
-    float* const count = step_count(native.steps[i]);
-    native.counts[i] = *count + 1.0;
-    *count = static_cast<float>(native.counts[i]);
-  }
+  if (host_counts) raise_counts(native);
   const StepOptions options{.threads = num_threads(),
                             .grad_factor = grads.factor,
                             .maximize = grads.maximize,

@@ -74,13 +74,19 @@ std::optional<std::vector<TensorView>> views(PyObject* list) {
 // How far ahead of the tensor that is looked at others are asked for.
 constexpr size_t kAhead = 8;
 
+// Asks for what will be looked at: an object of a list of `count`, and what is bound as tensor i.
+void prefetch(const Rebinding& bound, size_t i, PyObject* list, Py_ssize_t at, Py_ssize_t count) {
+  const Py_ssize_t ahead = at + Py_ssize_t{kAhead};
+  if (ahead < count) __builtin_prefetch(PyList_GetItem(list, ahead));
+  bound.prefetch(i + kAhead);
+}
+
 // Compares a weight and its gradient with what is bound; false if the operator has to look at them.
 bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
-  bound.prefetch(i + kAhead);
   const std::optional<TensorView> weight_view = view(weight);
   if (!weight_view) return false;
   const std::optional<TensorView> grad_view = view(grad);
-  return grad_view && bound.compare(i, *weight_view, *grad_view);
+  return grad_view && bound.compare(i, *weight_view, *grad_view, grad);
 }
 
 bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
@@ -88,6 +94,7 @@ bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
   const Py_ssize_t count = PyList_Size(weights);
   if (static_cast<size_t>(count) != bound.tensors() || count != PyList_Size(grads)) return false;
   for (Py_ssize_t i = 0; i < count; ++i) {
+    prefetch(bound, i, weights, i, count);
     if (!compare(bound, i, PyList_GetItem(weights, i), PyList_GetItem(grads, i))) return false;
   }
   return bound.finish();
@@ -243,7 +250,7 @@ bool is_undisturbed(PyObject* empty, PyObject* silent) {
 
 // Names that are looked up at every step.
 struct Names {
-  PyObject *grad, *groups, *state, *params, *lr, *grad_scale, *found_inf;
+  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf;
 };
 Names names{};
 
@@ -271,7 +278,8 @@ class PartOfStep {
   }
 
   // Whether the same parameters have a gradient, and these and the states can be bound as the last step's.
-  bool bind() {
+  // States need no look if nobody has ever had them.
+  bool bind(bool look_at_states) {
     PyObject* weights = PyTuple_GetItem(part_, kWeights);
     const Py_ssize_t count = PyList_Size(params_), with_grads = PyList_Size(weights);
     if (writes_grads()) grads_.emplace(PyList_New(0));
@@ -280,6 +288,7 @@ class PartOfStep {
     Py_ssize_t i = 0;
     for (Py_ssize_t p = 0; p < count; ++p) {
       PyObject* param = PyList_GetItem(params_, p);
+      if (bound_) prefetch(*bound_, static_cast<size_t>(i), params_, p, count);
       const Object grad(PyObject_GetAttr(param, names.grad));
       if (!grad) return false;
       const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
@@ -289,7 +298,7 @@ class PartOfStep {
       if (grads_ && PyList_Append(grads_->get(), grad.get()) != 0) return false;
       ++i;
     }
-    return i == with_grads && (!bound_ || bound_->finish());
+    return i == with_grads && (!bound_ || bound_->finish(look_at_states));
   }
 
   bool updates() const { return bound_.has_value(); }
@@ -337,7 +346,9 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   PyObject *state = PyDict_GetItemWithError(attributes.get(), names.state),
            *groups = PyDict_GetItemWithError(attributes.get(), names.groups),
            *parts = PyTuple_GetItem(last, kParts);
-  if (state == nullptr || groups == nullptr || !has_values(state, PyTuple_GetItem(last, kValues))) {
+  const bool accessed = PyDict_GetItemWithError(attributes.get(), names.accessed) != Py_False;
+  if (state == nullptr || groups == nullptr ||
+      (accessed && !has_values(state, PyTuple_GetItem(last, kValues)))) {
     return false;
   }
   const Py_ssize_t count = PyList_Size(groups);
@@ -348,7 +359,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
       return false;
     }
   }
-  if (!std::ranges::all_of(step, &PartOfStep::bind)) return false;
+  if (!std::ranges::all_of(step, [&](PartOfStep& part) { return part.bind(accessed); })) return false;
 
   const fusedstep::ops::StepFunction function =
       fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
@@ -437,7 +448,8 @@ PyMODINIT_FUNC PyInit__bind() {
   torchs_tensors = exchange_table();
   names = {.grad = PyUnicode_InternFromString("grad"),
            .groups = PyUnicode_InternFromString("_groups"),
-           .state = PyUnicode_InternFromString("state"),
+           .state = PyUnicode_InternFromString("_state"),
+           .accessed = PyUnicode_InternFromString("_state_was_accessed"),
            .params = PyUnicode_InternFromString("params"),
            .lr = PyUnicode_InternFromString("lr"),
            .grad_scale = PyUnicode_InternFromString("grad_scale"),

@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <mutex>
 #include <set>
 #include <thread>
 #if defined(__x86_64__)
@@ -58,7 +59,27 @@ TEST(SessionTest, EveryItemRunsOnce) {
   }
 }
 
+TEST(SessionTest, EveryItemOfARangeIsInOneRange) {
+  for (const int64_t count : {1, 63, 64, 65, 1000}) {
+    for (const int64_t each : {int64_t{0}, int64_t{1}, kSerialElements}) {
+      for (const int threads : {1, 2, 7}) {
+        std::vector<std::atomic<int>> runs(count);
+        std::mutex mutex;
+        std::set<std::thread::id> ran;
+        run_ranges(threads, count, each, [&](int64_t begin, int64_t end) {
+          for (int64_t i = begin; i < end; ++i) ++runs.at(i);
+          const std::lock_guard lock(mutex);
+          ran.insert(std::this_thread::get_id());
+        });
+        for (int64_t i = 0; i < count; ++i) ASSERT_EQ(runs[i], 1) << i << " of " << count;
+        EXPECT_EQ(ran.size() > 1, threads > 1 && each == kSerialElements && count > 64);
+      }
+    }
+  }
+}
+
 TEST(SessionTest, NothingToDo) {
+  run_ranges(3, 0, 1, [](int64_t begin, int64_t end) { EXPECT_EQ(begin, end); });
   auto work = [](int64_t) { FAIL(); };
   run_session(3, std::vector<int64_t>{}, work);
   run_session(3, std::vector<int64_t>{7}, work);

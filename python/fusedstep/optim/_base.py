@@ -13,16 +13,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
-from torch.optim.optimizer import Optimizer, ParamsT, _get_capturable_supported_devices
+from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
+from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_place, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
+from fusedstep.optim._watched import WatchedState
 
 #: Every optimizer by a name that a compiled graph knows it by.
 _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
@@ -47,7 +49,7 @@ class Work(NamedTuple):
         return zip(self.weights, self.grads, strict=True)
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(WatchedState, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native operator
@@ -193,12 +195,14 @@ class FusedOptimizer(Optimizer):
                 for name in self._state_names(group) if p.dtype in _SIXTEEN_BITS else ():
                     value = saved.get(name)
                     if isinstance(value, Tensor) and value.itemsize > 2:
-                        self.state[p][name] = value.to(p.device, torch.float32)
+                        self._state[p][name] = value.to(p.device, torch.float32)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "param_groups" in self.__dict__:
             self.param_groups = self.__dict__.pop("param_groups")
+        if "state" in self.__dict__:
+            self._state, self._state_was_accessed = self.__dict__.pop("state"), True
         if "_name" not in self.__dict__:
             self._register()
         self._forget_plans()
@@ -208,11 +212,11 @@ class FusedOptimizer(Optimizer):
         if "_loading" in self.__dict__:
             self._keep_wide_states(self._loading)
         for group in self.param_groups:
-            weights = [p for p in group["params"] if self.state.get(p)]
+            weights = [p for p in group["params"] if self._state.get(p)]
             for p in weights:
-                step = self.state[p].get("step")
+                step = self._state[p].get("step")
                 if isinstance(step, (int, float)):
-                    self.state[p]["step"] = _new_step(p, group).fill_(step)
+                    self._state[p]["step"] = _new_step(p, group).fill_(step)
             if self._wants_native(group) and not self._obstacle(weights):
                 self._place_states(group, weights)
 
@@ -220,10 +224,10 @@ class FusedOptimizer(Optimizer):
     def _create_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Gives a state to those weights that have none."""
         names = self._state_names(group)
-        weights = [p for p in weights if not self.state[p].keys() >= {"step", *names}]
+        weights = [p for p in weights if not self._state[p].keys() >= {"step", *names}]
         value = self._initial_value(group)
         for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
-            state = self.state[p]
+            state = self._state[p]
             state.setdefault("step", _new_step(p, group))
             if name not in state:
                 if value != 0:
@@ -237,12 +241,14 @@ class FusedOptimizer(Optimizer):
         weights = [
             p
             for p in weights
-            if all(name in self.state[p] and self.state[p][name].shape == p.shape for name in names)
+            if all(
+                name in self._state[p] and self._state[p][name].shape == p.shape for name in names
+            )
         ]
         for p in weights:
-            self.state[p]["step"] = _new_step(p, group).copy_(self.state[p]["step"])
+            self._state[p]["step"] = _new_step(p, group).copy_(self._state[p]["step"])
         for p, name, tensor in self._zeros(group, weights, native=True):
-            self.state[p][name] = tensor.copy_(self.state[p][name])
+            self._state[p][name] = tensor.copy_(self._state[p][name])
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
@@ -268,7 +274,7 @@ class FusedOptimizer(Optimizer):
         """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
         if weight.dtype not in _SIXTEEN_BITS:
             return False
-        state = self.state.get(weight, {})
+        state = self._state.get(weight, {})
         dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
         return (dtypes or [group["state_dtype"]])[0] is torch.float32
 
@@ -341,14 +347,14 @@ class FusedOptimizer(Optimizer):
             raise RuntimeError(error)
         native = self._is_native(group, weights)
         self._create_states(group, weights)
-        if not all(isinstance(self.state[p]["step"], Tensor) for p in weights):
+        if not all(isinstance(self._state[p]["step"], Tensor) for p in weights):
             raise RuntimeError(
                 "API has changed, `state_steps` argument must contain a list of singleton tensors"
             )
         if not native:
             return None
         self._count_together(weights)
-        plan = Plan(weights, [self.state[p] for p in weights], names, sparse)
+        plan = Plan(weights, [self._state[p] for p in weights], names, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan
@@ -360,13 +366,13 @@ class FusedOptimizer(Optimizer):
 
     def _count_together(self, weights: list[Tensor]) -> None:
         """Moves the step counts of weights on a device there if the host cannot keep all."""
-        steps = [self.state[p]["step"] for p in weights]
+        steps = [self._state[p]["step"] for p in weights]
         if weights[0].is_cpu or not (
             self._may_be_left_out() or any(not step.is_cpu for step in steps)
         ):
             return
         for p, step in zip(weights, steps, strict=True):
-            self.state[p]["step"] = step.to(p.device)
+            self._state[p]["step"] = step.to(p.device)
 
     # The step
 
@@ -472,7 +478,7 @@ class FusedOptimizer(Optimizer):
 
     def _bind_groups(self) -> list[Work]:
         """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
-        if self._seen is None or not self._seen.is_of(self.state):
+        if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
         work = []
         for index, group in enumerate(self.param_groups):
@@ -482,7 +488,7 @@ class FusedOptimizer(Optimizer):
             launches = self._launches(index, group, weights, grads)
             work += [self._bind((index, part), group, *pair) for part, pair in enumerate(launches)]
         if self._plans and self._seen is None:
-            self._seen = Snapshot(self.state)
+            self._seen = Snapshot(self._state)
         return work
 
     def _bind(
@@ -556,7 +562,7 @@ class FusedOptimizer(Optimizer):
             self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        state = self.state[weight]
+        state = self._state[weight]
         if group["maximize"]:
             grad = -grad
         if weight.is_complex():
@@ -575,20 +581,12 @@ class FusedOptimizer(Optimizer):
         if group["differentiable"] and state["step"].requires_grad:
             raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
         if group.get("capturable"):
-            _check_capturable(weight, state["step"], group)
+            check_capturable(weight, state["step"], group)
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
         copies = {name: tensor.clone() for name, tensor in state.items()}
         weight.copy_(self._traceable(group, weight.clone(), grad, copies))
         for name, tensor in copies.items():
             state[name].copy_(tensor)
-
-
-def _check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:
-    devices = _get_capturable_supported_devices(supports_xla=not group["foreach"])
-    if weight.device.type != step.device.type or weight.device.type not in devices:
-        raise AssertionError(
-            f"If capturable=True, params and state_steps must be on supported devices: {devices}."
-        )
 
 
 def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:

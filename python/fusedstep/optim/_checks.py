@@ -1,9 +1,12 @@
-"""Checks of hyper-parameters, with torch's texts."""
+"""Checks of hyper-parameters and what goes with them, with torch's texts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 
 def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: bool = True) -> None:
@@ -61,3 +64,11 @@ def check_betas(
 def as_number(option: float | Tensor) -> float | Tensor:
     """A one-element tensor without dimensions, which would go over to the weight."""
     return option.squeeze() if isinstance(option, Tensor) else option
+
+
+def check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:
+    devices = _get_capturable_supported_devices(supports_xla=not group["foreach"])
+    if weight.device.type != step.device.type or weight.device.type not in devices:
+        raise AssertionError(
+            f"If capturable=True, params and state_steps must be on supported devices: {devices}."
+        )

@@ -34,7 +34,7 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
             work.append((index, group, weights))
     for index, group, weights in work:
         grads = [p.grad for p in weights]
-        states = [optimizer.state[p] for p in weights]
+        states = [optimizer._state[p] for p in weights]
         slots = [state[slot] for slot in optimizer._state_names(group) for state in states]
         steps = [state["step"] for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
@@ -83,7 +83,7 @@ def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
     if owner._obstacle(weights) or any(map(is_dtensor, weights)) or _is_edited_in_graph(group):
         return False
     owner._create_states(group, weights)
-    return all(torch.is_tensor(owner.state[p]["step"]) for p in weights)
+    return all(torch.is_tensor(owner._state[p]["step"]) for p in weights)
 
 
 @torch.compiler.assume_constant_result

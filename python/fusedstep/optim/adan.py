@@ -163,7 +163,7 @@ class Adan(FusedOptimizer):
         """Forget all steps so far: the next one is again a first."""
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state.get(p, {})
+                state = self._state.get(p, {})
                 for name in {"step", *self._state_names(group)} & state.keys():
                     state[name].zero_()
 
@@ -224,7 +224,7 @@ class Adan(FusedOptimizer):
             return
         if group["maximize"]:
             grads = torch._foreach_neg(grads)
-        self._imperative_lists(group, weights, grads, [self.state[p] for p in weights])
+        self._imperative_lists(group, weights, grads, [self._state[p] for p in weights])
 
     def _imperative_lists(
         self,

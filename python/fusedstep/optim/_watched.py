@@ -1,0 +1,26 @@
+"""The state of an optimizer that knows whether anybody has had it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+class WatchedState:
+    """Gives an optimizer its attribute ``state``.
+
+    Whoever has had it may exchange what is in it, or move the memory of that, at any time: from
+    then on every step looks. Code of the optimizer that lets nothing of it out goes by ``_state``.
+    """
+
+    @property
+    def state(self) -> dict[Tensor, dict[str, Any]]:
+        self._state_was_accessed = True
+        return self._state
+
+    @state.setter
+    def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+        # The first one comes from torch's constructor, which keeps it to itself.
+        self._state_was_accessed = "_state" in self.__dict__
+        self._state = state
