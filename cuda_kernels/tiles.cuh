@@ -220,7 +220,8 @@ __device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, 
   if (!tiles.grad_crosses()) return;
   for_batch(tiles, [&](int b, int element) { tiles.own_grad(element) = read[b].grad[0]; });
   __syncthreads();
-  for_whole_batch(tiles, [&](int b, int element) { read[b].grad[0] = tiles.grad(element); });
+  // The last element alone is its owner's, who may already write it.
+  for_batch(tiles, [&](int b, int element) { read[b].grad[0] = tiles.grad(element); });
 }
 
 // Writes the gradient, where `body` stores any, and waits for all threads of the block.
