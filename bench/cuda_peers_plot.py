@@ -17,26 +17,16 @@ from matplotlib.figure import Figure
 import plot as plots
 from cuda_peers_report import subtitle
 from plot import COLOURS
-from report import Results, columns, of_lists, optimizers
+from report import Results, columns, of_lists
 
 
 def plot_share(results: Results, path: Path) -> None:
-    names = optimizers(results)
+    names = plots.measured(results)
     figure = Figure(figsize=(9, 2.8 * len(names) + 0.8), layout="constrained")
     axes = figure.subplots(len(names), 1, squeeze=False)
     for (axis,), optimizer in zip(axes, names, strict=True):
         _share_panel(axis, results, optimizer)
-    handles = {}
-    for (axis,) in axes:
-        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    titles = [title for title in results["implementations"].values() if title in handles]
-    figure.legend(
-        [handles[title] for title in titles],
-        titles,
-        loc="outside lower center",
-        ncols=5,
-        frameon=False,
-    )
+    plots.add_legend(figure, results["implementations"].values(), 5)
     figure.suptitle(subtitle(results), fontsize=9)
     figure.savefig(path, dpi=150)
 

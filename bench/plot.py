@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -62,30 +62,44 @@ def _allocators(results: dict[str, Any]) -> list[str | None]:
     return list(dict.fromkeys(row.get("allocator") for row in results["rows"] if "limit" in row))
 
 
+def measured(results: dict[str, Any]) -> list[str]:
+    """The optimizers of which at least a limit was measured."""
+    return [
+        name
+        for name in optimizers(results)
+        if any("limit" in row for row in of_lists(results, name))
+    ] or optimizers(results)
+
+
+def add_legend(figure: Figure, titles: Iterable[str], ncols: int) -> None:
+    """Below the panels: what any of them shows of `titles`."""
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    shown = [title for title in titles if title in handles]
+    figure.legend(
+        [handles[title] for title in shown],
+        shown,
+        loc="outside lower center",
+        ncols=min(len(shown), ncols) or 1,
+        frameon=False,
+    )
+
+
 def plot_time(results: dict[str, Any], path: Path, title: str | None = None) -> None:
     """Bars by shape list, with the limit and the kernels alone as lines across each group.
 
     Single sizes have their own plot.
     """
-    names, allocators = optimizers(results), _allocators(results) or ["nothing measured"]
+    names, allocators = measured(results), _allocators(results) or ["nothing measured"]
     size = (7 * len(allocators), 3.2 * len(names) + 0.8)
     figure = Figure(figsize=size, layout="constrained")
     axes = figure.subplots(len(names), len(allocators), squeeze=False, sharey="row")
     for line, optimizer in zip(axes, names, strict=True):
         for axis, allocator in zip(line, allocators, strict=True):
             _time_panel(axis, results, optimizer, allocator)
-    handles: dict[str, Any] = {}
-    for axis in axes.flat:
-        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
     titles = [*results["implementations"].values(), *LINES]
-    titles = [title for title in titles if title in handles]
-    figure.legend(
-        [handles[title] for title in titles],
-        titles,
-        loc="outside lower center",
-        ncols=min(len(titles), 4 * len(allocators)),
-        frameon=False,
-    )
+    add_legend(figure, titles, 4 * len(allocators) if len(allocators) > 1 else 3)
     figure.suptitle(title or subtitle(results), fontsize=9)
     figure.savefig(path, dpi=150)
 
