@@ -100,9 +100,10 @@ void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, St
 // Fewer places than the tests' tensors have chunks: some have to do without.
 constexpr Residents kEmulated{3, 4};
 
-// About as far off as a GPU's.
-inline float approximate_reciprocal(float x) { return 1 / x * (1 + 0x1p-23f); }
-inline float approximate_inverse_root(float x) { return 1 / std::sqrt(x) * (1 - 0x1p-23f); }
+// As near as a float can be. A GPU's are off by a unit in the last place now and then, but never where a
+// quotient or a root would then be rounded to the wrong side.
+inline float approximate_reciprocal(float x) { return 1 / x; }
+inline float approximate_inverse_root(float x) { return static_cast<float>(1 / std::sqrt(double{x})); }
 
 inline void* block_memory() {
   alignas(kWordBytes) static std::byte bytes[kEmulated.slots * kChunkElements * sizeof(double)];

@@ -1,0 +1,71 @@
+// Divisions and roots of several numbers at a time, by the emulator's estimates: rounded as IEEE wants.
+#include "tests/cpp/cuda/emulator.h"
+//
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <random>
+
+#include "cuda_kernels/pack.cuh"
+
+namespace fusedstep::cuda {
+namespace {
+
+using Four = Pack<float, 4>;
+
+uint32_t bits(float x) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, &x, sizeof x);
+  return bits;
+}
+float from_bits(uint32_t bits) {
+  float x = 0;
+  std::memcpy(&x, &bits, sizeof x);
+  return x;
+}
+
+void expect_quotients(const float (&a)[4], const float (&b)[4]) {
+  const Four quotient = Four(a) / Four(b);
+  for (int j = 0; j < 4; ++j) EXPECT_EQ(bits(quotient.of[j]), bits(a[j] / b[j])) << a[j] << " / " << b[j];
+}
+
+TEST(PackTest, QuotientsOfRandomNumbersAreRounded) {
+  std::mt19937 random(1);
+  for (int i = 0; i < 200000; ++i) {
+    float a[4], b[4];
+    for (int j = 0; j < 4; ++j) {
+      a[j] = from_bits((random() & 0x807fffff) | (60 + random() % 100) << 23);
+      b[j] = from_bits((random() & 0x807fffff) | (70 + random() % 80) << 23);
+    }
+    expect_quotients(a, b);
+  }
+}
+
+// The quotient of a power of two and the last float before another is next to the middle of two floats.
+TEST(PackTest, QuotientsByTheLastFloatBeforeAPowerOfTwoAreRounded) {
+  for (int exponent = -50; exponent < 50; ++exponent) {
+    const float a = std::ldexp(1.0f, exponent), b = std::nextafter(2.0f, 0.0f);
+    expect_quotients({a, -a, a * 1.5f, 0.0f}, {b, b, b, b});
+    expect_quotients({a, a, -a, a}, {b * 0.25f, std::nextafter(b, 0.0f), 3.0f, -b});
+  }
+}
+
+TEST(PackTest, QuotientsOutOfRangeAreRounded) {
+  const float inf = INFINITY, tiny = from_bits(1);
+  expect_quotients({1.0f, -1.0f, 0.0f, -0.0f}, {0.0f, 0.0f, 1.0f, 1.0f});
+  expect_quotients({tiny, 1.0f, inf, 1e38f}, {3.0f, tiny, 2.0f, 1e-38f});
+  expect_quotients({1e-38f, 1e-30f, -1.0f, 2.0f}, {3.0f, 7e8f, inf, 1e38f});
+}
+
+TEST(PackTest, RootsAreRounded) {
+  std::mt19937 random(2);
+  for (int i = 0; i < 200000; ++i) {
+    float x[4];
+    for (float& of : x) of = from_bits(random() & 0x7f7fffff);
+    const Four root = square_root(Four(x));
+    for (int j = 0; j < 4; ++j) EXPECT_EQ(bits(root.of[j]), bits(std::sqrt(x[j]))) << x[j];
+  }
+}
+
+}  // namespace
+}  // namespace fusedstep::cuda
