@@ -20,9 +20,10 @@ int64_t wave_bytes(int threads) {
   return second_level * std::max(threads, 1);
 }
 
-// One session over chunks [first, last): `kernel_of(tensor)` for each of them.
-template <class ScalarsOf, class KernelOf, class TreatmentOf, class Reduce>
-void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, ScalarsOf scalars_of,
+// One session over chunks [first, last): `kernel_of(tensor)` for each of them. `complete(task, tensor)` adds
+// to a tensor's task what differs from step to step.
+template <class Complete, class KernelOf, class TreatmentOf, class Reduce>
+void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, Complete complete,
                 KernelOf kernel_of, TreatmentOf treatment_of, Reduce reduce) {
   const cpu::KernelTable& table = kernels();
   const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
@@ -34,7 +35,7 @@ void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order orde
     const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
     const char* isa = "";
     plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t begin, int64_t end) {
-      task.scalars = scalars_of(chunk.tensor);
+      complete(task, chunk.tensor);
       isa = table.run(kernel, task, treatment, begin, end, &lanes[0][0]);
     });
     reduce(c, lanes);
@@ -88,8 +89,9 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
   return sum;
 }
 
-// A tensor's ratio costs as much as this many elements.
-constexpr int64_t kRatioElements = 64;
+// Ratios of tensors with no more chunks than these are found in the session that needs them, by whoever has
+// such a chunk: many small tensors are then shared among the threads.
+constexpr int64_t kFewChunks = 4;
 
 // A rule's kernels for a plan's tensors.
 class RuleOfFormats {
@@ -110,12 +112,12 @@ class RuleOfFormats {
 
 void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfFormats& kernels,
               const Scalars& scalars, const StepOptions& options) {
-  const auto scalars_of = [&](uint32_t tensor) { return scalars.of(tensor); };
   const Treatments treatments(plan, options);
   const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
   const auto stores = [&](uint32_t tensor) { return scratch && plan.grad_can_store(tensor); };
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards, scalars_of,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
+      [&](cpu::TensorTask& task, uint32_t tensor) { task.scalars = scalars.of(tensor); },
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
       },
@@ -124,19 +126,25 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfF
         plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
         plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
       });
-  const auto first_tensor = static_cast<int64_t>(wave.first), last_tensor = static_cast<int64_t>(wave.last);
-  run_ranges(options.threads, last_tensor - first_tensor, kRatioElements, [&](int64_t begin, int64_t end) {
-    for (int64_t tensor = first_tensor + begin; tensor < first_tensor + end; ++tensor) {
-      const int64_t first = plan.first_chunk(tensor), last = plan.first_chunk(tensor + 1);
-      if (first == last) continue;
-      const auto norm2 = [&](int which) {
-        return sum_chunks(first, last, [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
-      };
-      plan.task(tensor).ratio = rule.trust_ratio(norm2(0), norm2(1));
-    }
-  });
+  const auto few_chunks = [&](int64_t tensor) {
+    return plan.first_chunk(tensor + 1) - plan.first_chunk(tensor) <= kFewChunks;
+  };
+  const auto ratio_of = [&](int64_t tensor) {
+    const auto norm2 = [&](int which) {
+      return sum_chunks(plan.first_chunk(tensor), plan.first_chunk(tensor + 1),
+                        [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
+    };
+    return rule.trust_ratio(norm2(0), norm2(1));
+  };
+  for (auto tensor = static_cast<int64_t>(wave.first); tensor < static_cast<int64_t>(wave.last); ++tensor) {
+    if (!few_chunks(tensor)) plan.task(tensor).ratio = ratio_of(tensor);
+  }
   run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards, scalars_of,
+      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
+      [&](cpu::TensorTask& task, uint32_t tensor) {
+        task.scalars = scalars.of(tensor);
+        if (few_chunks(tensor)) task.ratio = ratio_of(tensor);
+      },
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
@@ -182,7 +190,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
   const Treatments treatments(plan, options);
   run_chunks(
       plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
-      [&](uint32_t tensor) { return scalars.of(tensor); },
+      [&](cpu::TensorTask& task, uint32_t tensor) { task.scalars = scalars.of(tensor); },
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor].phase[cpu::kUpdate]; },
       [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
 }
@@ -212,7 +220,7 @@ double grad_norm2(Plan& plan, int threads) {
   plan.refresh(wave_bytes(threads));
   const auto chunks = static_cast<int64_t>(plan.chunks().size());
   run_chunks(
-      plan, threads, 0, chunks, Order::kForwards, [](uint32_t) { return nullptr; },
+      plan, threads, 0, chunks, Order::kForwards, [](cpu::TensorTask&, uint32_t) {},
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels().grads(plan.format(tensor))->norm; },
       [](uint32_t) { return cpu::GradTreatment{}; },
       [&](int64_t chunk, double(&lanes)[2][kLanes]) { plan.partial_norms[chunk] = sum_lanes(lanes[0]); });

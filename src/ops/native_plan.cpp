@@ -70,18 +70,6 @@ void check_steps(const Tensors& steps, int device) {
 // To look where a tensor is costs as much as this many elements: a few accesses to memory, one after another.
 constexpr int64_t kLookElements = 64;
 
-// Calls look(i) for i in [0, count). Only those of plans on the CPU are shared among its threads: a step on a
-// device would have them spin where a program's own threads may be at work. `look` must not throw.
-template <class Look>
-void look_at(const NativePlan& native, size_t count, Look look) {
-  const auto items = static_cast<int64_t>(count);
-  // Torch is asked only where it matters: that costs as much as a look.
-  const bool alone = native.device || items * kLookElements < kSerialElements;
-  run_ranges(alone ? 1 : num_threads(), items, kLookElements, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) look(i);
-  });
-}
-
 // The same as Tensor::data_ptr(), with null for an error.
 void* data_of(const Tensor& tensor) {
   void* data = nullptr;
@@ -90,17 +78,12 @@ void* data_of(const Tensor& tensor) {
 
 // Raises the step counts on the host.
 void raise_counts(NativePlan& native) {
-  std::atomic<bool> all = true;
-  look_at(native, native.steps.size(), [&](size_t i) {
+  for (size_t i = 0; i < native.counts.size(); ++i) {
     auto* const count = static_cast<float*>(data_of(native.steps[i]));
-    if (count == nullptr) {
-      all = false;
-      return;
-    }
+    check(count != nullptr, "a step count has no memory");
     native.counts[i] = *count + 1.0;
     *count = static_cast<float>(native.counts[i]);
-  });
-  check(all, "a step count has no memory");
+  }
 }
 
 void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptions& options) {
@@ -241,14 +224,20 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
 }
 
 bool states_are_in_place(const NativePlan& native) {
-  constexpr size_t kAhead = 16;
+  constexpr int64_t kAhead = 16;
+  const auto count = static_cast<int64_t>(native.states.size());
+  // Shared among the CPU's threads: a step on a device would have them spin where a program's own may be at
+  // work. Torch is asked for their number only where it matters: that costs as much as a look.
+  const bool alone = native.device || count * kLookElements < kSerialElements;
   std::atomic<bool> all = true;
-  look_at(native, native.states.size(), [&](size_t i) {
-    if (i + kAhead < native.states.size()) {
-      __builtin_prefetch(native.states[i + kAhead].get());
-      prefetch_tensor(native.state_places[i + kAhead].sizes);
+  run_ranges(alone ? 1 : num_threads(), count, kLookElements, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < count) {
+        __builtin_prefetch(native.states[i + kAhead].get());
+        prefetch_tensor(native.state_places[i + kAhead].sizes);
+      }
+      if (data_of(native.states[i]) != native.state_places[i].data) all = false;
     }
-    if (data_of(native.states[i]) != native.state_places[i].data) all = false;
   });
   return all;
 }
