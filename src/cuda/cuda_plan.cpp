@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 #include <functional>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <vector>
@@ -363,7 +364,8 @@ class CudaPlan final : public DevicePlan {
 
   template <class T>
   void upload(T* to, const std::vector<T>& from) {
-    if (!from.empty()) uploads_.add(reinterpret_cast<std::byte*>(to), from.data(), from.size() * sizeof(T));
+    const void* const bytes = static_cast<const void*>(from.data());
+    if (!from.empty()) uploads_.add(reinterpret_cast<std::byte*>(to), bytes, from.size() * sizeof(T));
   }
   // Waits for the device.
   template <class T>
@@ -397,13 +399,14 @@ class CudaPlan final : public DevicePlan {
   // Calls launch(group) for those launches that a pass takes in which no updates are stored.
   template <class Launch>
   void for_launches(Launch launch) const {
-    for (size_t g = 0; g < groups_.size();) {
-      Group group = groups_[g];
-      const auto is_alike = [&](const Class& of) {
-        return of.format == group.of.format && of.access == group.of.access;
-      };
-      while (++g < groups_.size() && is_alike(groups_[g].of)) group.last = groups_[g].last;
-      launch(group);
+    for (auto first = groups_.begin(); first != groups_.end();) {
+      const auto end = std::find_if(first, groups_.end(), [&](const Group& group) {
+        return group.of.format != first->of.format || group.of.access != first->of.access;
+      });
+      Group together = *first;
+      together.last = std::prev(end)->last;
+      launch(together);
+      first = end;
     }
   }
 
