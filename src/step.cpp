@@ -89,10 +89,6 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
   return sum;
 }
 
-// Ratios of tensors with no more chunks than these are found in the session that needs them, by whoever has
-// such a chunk: many small tensors are then shared among the threads.
-constexpr int64_t kFewChunks = 4;
-
 // A rule's kernels for a plan's tensors.
 class RuleOfFormats {
  public:
@@ -126,8 +122,10 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfF
         plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
         plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
       });
-  const auto few_chunks = [&](int64_t tensor) {
-    return plan.first_chunk(tensor + 1) - plan.first_chunk(tensor) <= kFewChunks;
+  // The ratio of a tensor with one chunk is found by whoever has that: the small ones of a list are then
+  // shared among the threads.
+  const auto has_one_chunk = [&](int64_t tensor) {
+    return plan.first_chunk(tensor + 1) - plan.first_chunk(tensor) == 1;
   };
   const auto ratio_of = [&](int64_t tensor) {
     const auto norm2 = [&](int which) {
@@ -137,13 +135,13 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfF
     return rule.trust_ratio(norm2(0), norm2(1));
   };
   for (auto tensor = static_cast<int64_t>(wave.first); tensor < static_cast<int64_t>(wave.last); ++tensor) {
-    if (!few_chunks(tensor)) plan.task(tensor).ratio = ratio_of(tensor);
+    if (!has_one_chunk(tensor)) plan.task(tensor).ratio = ratio_of(tensor);
   }
   run_chunks(
       plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
       [&](cpu::TensorTask& task, uint32_t tensor) {
         task.scalars = scalars.of(tensor);
-        if (few_chunks(tensor)) task.ratio = ratio_of(tensor);
+        if (has_one_chunk(tensor)) task.ratio = plan.task(tensor).ratio = ratio_of(tensor);
       },
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
