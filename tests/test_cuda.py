@@ -334,6 +334,14 @@ def test_gradients_elsewhere_are_refused():
     assert_same_bits(weight.detach(), before, "weight")
 
 
+def assert_reported(code, environment):
+    """In a process of its own: after an error of the device nothing else works there."""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert "reported: CUDA error" in done.stdout, done.stdout + done.stderr
+
+
 @needs_cuda
 def test_an_error_of_an_earlier_kernel_is_reported(subprocess_environment):
     code = """
@@ -350,10 +358,7 @@ try:
 except RuntimeError as error:
     print("reported:", error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=subprocess_environment, capture_output=True, text=True
-    )
-    assert "reported: CUDA error" in done.stdout, done.stdout + done.stderr
+    assert_reported(code, subprocess_environment)
 
 
 def test_without_the_library_it_is_said_how_to_get_it(monkeypatch, tmp_path):

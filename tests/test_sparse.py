@@ -4,8 +4,6 @@ On a CUDA device too, to the bits of the dense step on the CPU.
 """
 
 import copy
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -26,7 +24,7 @@ from stepping import (
     make_weights,
     threads,
 )
-from test_cuda import needs_cuda
+from test_cuda import assert_reported, needs_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -469,7 +467,4 @@ try:
 except RuntimeError as error:
     print("reported:", error)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=subprocess_environment, capture_output=True, text=True
-    )
-    assert "reported: CUDA error" in done.stdout, done.stdout + done.stderr
+    assert_reported(code, subprocess_environment)
