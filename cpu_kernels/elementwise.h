@@ -5,8 +5,12 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Elements between the one worked on and the one asked of memory.
-constexpr int64_t kPrefetchDistance = 256;
+// Asks memory for what comes this many bytes after what is worked on.
+template <class T>
+FUSEDSTEP_FN void prefetch_ahead(const T* array) {
+  constexpr int64_t kBytes = 1024;
+  __builtin_prefetch(reinterpret_cast<const char*>(array) + kBytes);
+}
 
 // A span's operands under their types, and the rule's scalars.
 template <class Rule, class Weight, class State>
@@ -43,9 +47,9 @@ struct Arrays {
     for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
   }
   FUSEDSTEP_FN void prefetch(int64_t i) const {
-    __builtin_prefetch(weight + i + kPrefetchDistance);
-    __builtin_prefetch(grad + i + kPrefetchDistance);
-    for (int k = 0; k < kStates; ++k) __builtin_prefetch(state[k] + i + kPrefetchDistance);
+    prefetch_ahead(weight + i);
+    prefetch_ahead(grad + i);
+    for (int k = 0; k < kStates; ++k) prefetch_ahead(state[k] + i);
   }
 };
 

@@ -13,7 +13,7 @@ void norm_span(const Span& span) {
     for (int64_t i = begin; i < end; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
-        __builtin_prefetch(grad + i + lane + kPrefetchDistance);
+        prefetch_ahead(grad + i + lane);
         sums.add_square(lane, load<V>(grad, i + lane));
       }
     }

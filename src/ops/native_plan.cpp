@@ -48,8 +48,6 @@ DType dtype_of(const Tensor& tensor, const char* what) {
   throw std::runtime_error(std::string(what) + " must be float32, float64, bfloat16 or float16");
 }
 
-float* step_count(const Tensor& step) { return static_cast<float*>(step.data_ptr()); }
-
 // A number that a step reads on the plan's device; null if there is none.
 template <class T>
 const T* number(const std::optional<Tensor>& tensor) {
@@ -76,13 +74,21 @@ void* data_of(const Tensor& tensor) {
   return aoti_torch_get_data_ptr(tensor.get(), &data) == AOTI_TORCH_SUCCESS ? data : nullptr;
 }
 
+void note_counts(NativePlan& native) {
+  native.count_places.resize(native.steps.size());
+  for (size_t i = 0; i < native.steps.size(); ++i) {
+    auto* const count = static_cast<float*>(data_of(native.steps[i]));
+    check(count != nullptr, "a step count has no memory");
+    native.count_places[i] = count;
+  }
+}
+
 // Raises the step counts on the host.
 void raise_counts(NativePlan& native) {
   for (size_t i = 0; i < native.counts.size(); ++i) {
-    auto* const count = static_cast<float*>(data_of(native.steps[i]));
-    check(count != nullptr, "a step count has no memory");
-    native.counts[i] = *count + 1.0;
-    *count = static_cast<float>(native.counts[i]);
+    float& count = *native.count_places[i];
+    native.counts[i] = count + 1.0;
+    count = static_cast<float>(native.counts[i]);
   }
 }
 
@@ -90,10 +96,7 @@ void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptio
   const DeviceInputs inputs{number<float>(native.lr), number<double>(native.grad_factor),
                             number<float>(native.found_inf)};
   if (!native.steps[0].is_cpu()) {
-    std::vector<float*> counts;
-    counts.reserve(native.steps.size());
-    for (const Tensor& step : native.steps) counts.push_back(step_count(step));
-    native.device->step_counted(native.plan, rule, counts, options, inputs);
+    native.device->step_counted(native.plan, rule, native.count_places, options, inputs);
     return;
   }
   native.device->step(native.plan, rule, native.counts, options, inputs);
@@ -200,6 +203,7 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
   if (std::ranges::any_of(weights, moved)) return false;
   native.bound.clear();
+  note_counts(native);
   const std::vector<TensorView> states = views(native.states, "state");
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
@@ -247,7 +251,11 @@ Rebinding::Rebinding(int64_t plan) : held_(find_plan(plan)), native_(held_.get()
 Rebinding::Rebinding(NativePlan& native) : native_(&native), bound_(&native.bound) {}
 
 bool Rebinding::finish(bool look_at_states) {
-  if (bound_->tensors() == 0 || (look_at_states && !states_are_in_place(*native_))) return false;
+  if (bound_->tensors() == 0) return false;
+  if (look_at_states) {
+    if (!states_are_in_place(*native_)) return false;
+    note_counts(*native_);
+  }
   for (const auto& [i, data] : moved_) {
     native_->plan.move_grad(i, data);
     native_->bound.move_grad(i, data);

@@ -42,7 +42,8 @@ struct NativePlan {
   Tensors parts;  // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
-  Bound bound;  // what was bound last, if no gradient was sparse,
+  std::vector<float*> count_places;  // where the counts are on the host, since they were bound
+  Bound bound;                       // what was bound last, if no gradient was sparse,
   struct Place {
     const void* data;
     uintptr_t sizes;
