@@ -107,9 +107,14 @@ void accumulate_span(const Span& span) {
   }
   if (i == count) return;
   const int64_t tail = count - count % kLanes;
-  alignas(64) double last[2][kLanes];
   LaneSums weight, update;
   rows(i, tail, weight, update);
+  if (tail == count) {
+    weight.add_to(weight_lanes);
+    update.add_to(update_lanes);
+    return;
+  }
+  alignas(64) double last[2][kLanes];
   weight.save(last[0]);
   update.save(last[1]);
   for (i = tail; i < count; ++i) {

@@ -116,6 +116,10 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
   if constexpr (sizeof(Word) == 4) {
     for (; rows == 16 && c + 16 <= columns; c += 16) {
       if constexpr (kGather) {
+        // The next block's, into the second-level cache: the hardware looks no further than a page.
+        for (int64_t next = 0; next < 16; ++next) {
+          __builtin_prefetch(array + (columns + c + next) * column_stride, 0, 2);
+        }
         transpose_16x16(array + c * column_stride, column_stride, tile + c, columns);
       } else {
         transpose_16x16(tile + c, columns, array + c * column_stride, column_stride);
