@@ -44,7 +44,7 @@ def set_gradients(params, twins, step, scale=1.0):
     gradients = make_gradients([p.shape for p in params], params[0].dtype, step)
     for param, twin, grad in zip(params, twins, gradients, strict=True):
         param.grad = grad * scale
-        twin.grad = param.grad.cuda()
+        twin.grad = param.grad.to(twin.device)
 
 
 def assert_same(optimizer, params, twin_optimizer, twins, what):
