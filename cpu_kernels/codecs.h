@@ -96,8 +96,7 @@ struct Codec<bf16> : ScalarBf16 {
   FUSEDSTEP_FN static void store(bf16* to, const Pack<float>& x) {
     const __m512i bits = _mm512_castps_si512(x.v);
     const __mmask16 odd = _mm512_test_epi32_mask(bits, _mm512_set1_epi32(0x10000));
-    const __m512i half =
-        _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fff), odd, _mm512_set1_epi32(0x8000));
+    const __m512i half = _mm512_mask_mov_epi32(_mm512_set1_epi32(0x7fff), odd, _mm512_set1_epi32(0x8000));
     const __mmask16 number = _mm512_cmp_ps_mask(x.v, x.v, _CMP_ORD_Q);
     const __m512i rounded = _mm512_mask_add_epi32(_mm512_set1_epi32(0x7fc00000), number, bits, half);
     // The upper words, side by side.

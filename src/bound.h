@@ -1,7 +1,6 @@
 // Operands as a plan has bound them, laid out to be compared with those of the next step in one pass: nearly
 // always they are the same, and thousands of them lie in no cache.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -31,11 +30,15 @@ class Bound {
   // address.
   Is compare(size_t i, const TensorView& weight, const TensorView& grad) const {
     const Pair& known = pairs_[i];
-    const Dims shape = Dims(shapes_).subspan(known.shape, 3 * known.dims);
+    const int64_t* const shape = shapes_.data() + known.shape;
     const auto matches = [&](const TensorView& view, size_t strides) {
-      return view.dtype == known.dtype && view.device == device_ && view.sizes.size() == known.dims &&
-             std::equal(view.sizes.begin(), view.sizes.end(), shape.begin()) &&
-             std::equal(view.strides.begin(), view.strides.end(), shape.begin() + strides);
+      if (view.dtype != known.dtype || view.device != device_ || view.sizes.size() != known.dims)
+        return false;
+      bool same = true;  // by hand: most have two dimensions, and std::equal calls memcmp
+      for (size_t d = 0; d < known.dims; ++d) {
+        same &= view.sizes[d] == shape[d] && view.strides[d] == shape[strides + d];
+      }
+      return same;
     };
     if (weight.data != known.weight || !matches(weight, known.dims)) return Is::kOther;
     if (!matches(grad, 2 * size_t{known.dims})) return Is::kOther;

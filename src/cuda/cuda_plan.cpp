@@ -81,14 +81,39 @@ class Layouter {
   size_t bytes_ = 0;
 };
 
-struct Tables {
-  TensorTask* tensors;
-  int64_t* dims;
+// What the device is told of gradients, and the chunks in the order in which these have them taken.
+struct GradTables {
   Grad* grads;
   GradRows* rows;
   int64_t* row_dims;
-  unsigned long long* found_indices;
   NumberedChunk* chunks;
+};
+struct PlacedGradTables {
+  size_t grads, rows, row_dims, chunks;  // from where the memory begins
+
+  PlacedGradTables(Layouter& layouter, size_t tensors, size_t chunk_count, size_t row_dim_count)
+      : grads(layouter.place<Grad>(tensors)),
+        rows(layouter.place<GradRows>(tensors)),
+        row_dims(layouter.place<int64_t>(row_dim_count)),
+        chunks(layouter.place<NumberedChunk>(chunk_count)) {}
+  GradTables in(std::byte* memory) const {
+    return {reinterpret_cast<Grad*>(memory + grads), reinterpret_cast<GradRows*>(memory + rows),
+            reinterpret_cast<int64_t*>(memory + row_dims), reinterpret_cast<NumberedChunk*>(memory + chunks)};
+  }
+};
+
+// What is known of the gradients that a step takes.
+struct Grads {
+  GradTables tables;
+  std::vector<Class> classes;
+  std::vector<Group> groups;
+  bool has_rows = false;
+};
+
+struct Tables {
+  TensorTask* tensors;
+  int64_t* dims;
+  unsigned long long* found_indices;
   double *partials, *ratios;
   Scalars* scalars;
   float** counts;
@@ -166,7 +191,8 @@ class CudaPlan final : public DevicePlan {
     refresh(plan, {}, stream);
     const size_t bytes = plan.tensors() * sizeof *tables_.found_indices;
     check(cudaMemsetAsync(tables_.found_indices, 0xff, bytes, stream), "preparing to look at indices");
-    check_indices({tables_.grads, static_cast<int64_t>(plan.tensors()), tables_.found_indices, stream});
+    check_indices(
+        {grads_->tables.grads, static_cast<int64_t>(plan.tensors()), tables_.found_indices, stream});
     std::vector<unsigned long long> found(plan.tensors());
     fetch(found.data(), tables_.found_indices, found.size(), stream);
     for (size_t i = first; i < found.size(); ++i) {
@@ -202,19 +228,39 @@ class CudaPlan final : public DevicePlan {
       Plan* const alone[] = {&plan};
       Plan::find_shared_grads(alone);
     }
-    const bool capturing = is_capturing(stream);
-    captured_ = captured_ || capturing;
     const bool moved = plan.operands_version() != operands_version_;
     if (moved) {
       refuse_if_capturing(stream);
       describe_tensors(plan);
       operands_version_ = plan.operands_version();
     }
-    // A graph has to find what it was captured with, whatever steps there have been since.
-    if (!moved && !capturing && plan.grads_version() == grads_version_) return;
-    describe_grads(plan, moved || capturing);
+    if (is_capturing(stream)) {
+      // A graph has to find what it was captured with, whatever steps there have been since: in memory of its
+      // own, so that it need not be copied there again whenever the graph runs.
+      captured_ = true;
+      Layouter layouter;
+      const PlacedGradTables placed(layouter, plan.tensors(), plan.chunks().size(), row_dims_of(plan));
+      kept_.push_back(new_device_bytes(layouter.bytes()));
+      captured_grads_ = {.tables = placed.in(kept_.back().get())};
+      grads_ = &captured_grads_;
+      describe_grads(plan, captured_grads_, true);
+      uploads_.send_apart();
+      return;
+    }
+    grads_ = &eager_grads_;
+    if (!moved && plan.grads_version() == grads_version_) return;
+    describe_grads(plan, eager_grads_, moved);
     uploads_.send(stream);
     grads_version_ = plan.grads_version();
+  }
+
+  static size_t row_dims_of(const Plan& plan) {
+    size_t dims = 0;
+    for (size_t i = 0; i < plan.tensors(); ++i) {
+      const int lists = 1 + plan.task(i).operands;  // sizes, and an operand's strides
+      if (const RowIndex* index = plan.row_index(i)) dims += index->dims * lists;
+    }
+    return dims;
   }
 
   void refuse_if_capturing(cudaStream_t stream) const {
@@ -227,13 +273,12 @@ class CudaPlan final : public DevicePlan {
 
   void describe_tensors(const Plan& plan) {
     const size_t tensors = plan.tensors(), chunks = plan.chunks().size();
-    size_t dims = 0, row_dims = 0;
+    size_t dims = 0;
     for (size_t i = 0; i < tensors; ++i) {
       const int lists = 1 + plan.task(i).operands;  // sizes, and an operand's strides
       if (const BlockLayout* layout = plan.task(i).layout) dims += layout->dims * lists;
-      if (const RowIndex* index = plan.row_index(i)) row_dims += index->dims * lists;
     }
-    allocate(tensors, chunks, dims, row_dims);
+    allocate(tensors, chunks, dims, row_dims_of(plan));
 
     std::vector<TensorTask> tasks(tensors);
     std::vector<int64_t> all_dims;
@@ -263,7 +308,7 @@ class CudaPlan final : public DevicePlan {
     counts_.clear();
   }
 
-  void describe_grads(const Plan& plan, bool with_chunks) {
+  void describe_grads(const Plan& plan, Grads& known, bool with_chunks) {
     std::vector<Grad> grads(plan.tensors());
     std::vector<Class> classes(plan.tensors());
     std::vector<GradRows> rows;
@@ -274,35 +319,35 @@ class CudaPlan final : public DevicePlan {
       if (const RowIndex* index = plan.row_index(i)) {
         const auto copied = [&](Dims from) {
           row_dims.insert(row_dims.end(), from.begin(), from.end());
-          return tables_.row_dims + row_dims.size() - from.size();
+          return known.tables.row_dims + row_dims.size() - from.size();
         };
         const int64_t* const sizes = copied(plan.row_sizes(i));
-        const int64_t* const strides = tables_.row_dims + row_dims.size();
+        const int64_t* const strides = known.tables.row_dims + row_dims.size();
         for (int k = 0; k < task.operands; ++k) copied(plan.row_strides(i, k));
         rows.push_back({*index, sizes, strides, plan.units_of_row(i), plan.elements_of_row(i)});
-        grads[i].rows = tables_.rows + (rows.size() - 1);
+        grads[i].rows = known.tables.rows + (rows.size() - 1);
       }
       classes[i] = {plan.format(i), is_in_words(plan, i) ? kInWords : kByElement, plan.grad_can_store(i)};
     }
-    upload(tables_.grads, grads);
-    upload(tables_.rows, rows);
-    upload(tables_.row_dims, row_dims);
-    has_rows_ = !rows.empty();
-    if (!with_chunks && classes == classes_) return;
-    classes_ = std::move(classes);
+    upload(known.tables.grads, grads);
+    upload(known.tables.rows, rows);
+    upload(known.tables.row_dims, row_dims);
+    known.has_rows = !rows.empty();
+    if (!with_chunks && classes == known.classes) return;
+    known.classes = std::move(classes);
 
     std::vector<NumberedChunk> chunks;
     for (const Chunk& chunk : plan.chunks()) chunks.push_back({chunk, static_cast<int64_t>(chunks.size())});
-    const auto of = [&](const NumberedChunk& chunk) { return classes_[chunk.chunk.tensor]; };
+    const auto of = [&](const NumberedChunk& chunk) { return known.classes[chunk.chunk.tensor]; };
     std::ranges::stable_sort(chunks, {}, of);
-    groups_.clear();
+    known.groups.clear();
     for (size_t c = 0; c < chunks.size(); ++c) {
       const auto position = static_cast<int64_t>(c);
-      if (groups_.empty() || groups_.back().of != of(chunks[c]))
-        groups_.push_back({of(chunks[c]), position, 0});
-      groups_.back().last = position + 1;
+      if (known.groups.empty() || known.groups.back().of != of(chunks[c]))
+        known.groups.push_back({of(chunks[c]), position, 0});
+      known.groups.back().last = position + 1;
     }
-    upload(tables_.chunks, chunks);
+    upload(known.tables.chunks, chunks);
   }
 
   static bool is_in_words(const Plan& plan, size_t i) {
@@ -329,15 +374,13 @@ class CudaPlan final : public DevicePlan {
   void allocate(size_t tensors, size_t chunks, size_t dims, size_t row_dims) {
     Layouter layouter;
     const size_t at_tensors = layouter.place<TensorTask>(tensors), at_dims = layouter.place<int64_t>(dims),
-                 at_grads = layouter.place<Grad>(tensors), at_rows = layouter.place<GradRows>(tensors),
-                 at_row_dims = layouter.place<int64_t>(row_dims),
                  at_found_indices = layouter.place<unsigned long long>(tensors),
-                 at_chunks = layouter.place<NumberedChunk>(chunks),
                  at_partials = layouter.place<double>(kPartials * chunks),
                  at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
                  at_counts = layouter.place<float*>(tensors),
                  at_progress = layouter.place<TensorProgress>(tensors),
                  at_waiting = layouter.place<WaitingChunk>(chunks), at_queue = layouter.place<ChunkQueue>(1);
+    const PlacedGradTables at_eager_grads(layouter, tensors, chunks, row_dims);
     if (layouter.bytes() > bytes_) {
       // Freeing waits for kernels that read it. Graphs may read it again.
       if (captured_) kept_.push_back(std::move(memory_));
@@ -348,11 +391,8 @@ class CudaPlan final : public DevicePlan {
     std::byte* const base = memory_.get();
     tables_.tensors = reinterpret_cast<TensorTask*>(base + at_tensors);
     tables_.dims = reinterpret_cast<int64_t*>(base + at_dims);
-    tables_.grads = reinterpret_cast<Grad*>(base + at_grads);
-    tables_.rows = reinterpret_cast<GradRows*>(base + at_rows);
-    tables_.row_dims = reinterpret_cast<int64_t*>(base + at_row_dims);
+    eager_grads_.tables = at_eager_grads.in(base);
     tables_.found_indices = reinterpret_cast<unsigned long long*>(base + at_found_indices);
-    tables_.chunks = reinterpret_cast<NumberedChunk*>(base + at_chunks);
     tables_.partials = reinterpret_cast<double*>(base + at_partials);
     tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
     tables_.scalars = reinterpret_cast<Scalars*>(base + at_scalars);
@@ -378,7 +418,7 @@ class CudaPlan final : public DevicePlan {
     const bool as_it_is = options.grad_factor == 1 && inputs.grad_factor == nullptr;
     Launch launch{};
     launch.tensors = tables_.tensors;
-    launch.grads = tables_.grads;
+    launch.grads = grads_->tables.grads;
     launch.sign = options.maximize ? -1 : 1;
     launch.grad_factor = options.grad_factor;
     launch.more_factor = inputs.grad_factor;
@@ -391,7 +431,7 @@ class CudaPlan final : public DevicePlan {
   }
 
   void select(Launch& launch, const Group& group) const {
-    launch.chunks = tables_.chunks + group.first;
+    launch.chunks = grads_->tables.chunks + group.first;
     launch.chunk_count = group.last - group.first;
     launch.stores = group.of.can_store && (launch.use == GradUse::kScratch || launch.use == GradUse::kClear);
   }
@@ -399,8 +439,9 @@ class CudaPlan final : public DevicePlan {
   // Calls launch(group) for those launches that a pass takes in which no updates are stored.
   template <class Launch>
   void for_launches(Launch launch) const {
-    for (auto first = groups_.begin(); first != groups_.end();) {
-      const auto end = std::find_if(first, groups_.end(), [&](const Group& group) {
+    const std::vector<Group>& groups = grads_->groups;
+    for (auto first = groups.begin(); first != groups.end();) {
+      const auto end = std::find_if(first, groups.end(), [&](const Group& group) {
         return group.of.format != first->of.format || group.of.access != first->of.access;
       });
       Group together = *first;
@@ -416,7 +457,7 @@ class CudaPlan final : public DevicePlan {
       return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
     };
     const auto for_groups = [&](auto among, auto pass) {
-      for (const Group& group : groups_) {
+      for (const Group& group : grads_->groups) {
         if (!among(group)) continue;
         select(launch, group);
         pass(kernels_of(group));
@@ -427,7 +468,7 @@ class CudaPlan final : public DevicePlan {
     if (rules.ratio == nullptr) {
       for_launches([&](const Group& group) {
         const PassKernels& kernels = kernels_of(group);
-        const auto update = has_rows_ ? kernels.update_rows : kernels.update;
+        const auto update = grads_->has_rows ? kernels.update_rows : kernels.update;
         if (update == nullptr) throw std::runtime_error("this rule takes no sparse gradients on CUDA");
         select(launch, group);
         update(launch);
@@ -443,7 +484,7 @@ class CudaPlan final : public DevicePlan {
         both.pass = launch;
         kernels.two_phases(both);
       });
-      if (std::ranges::any_of(groups_, by_element)) {
+      if (std::ranges::any_of(grads_->groups, by_element)) {
         for_groups(by_element, [&](const PassKernels& kernels) { kernels.accumulate(launch); });
         rules.ratio(ratio_launch(plan, rule, launch.stream));
         for_groups(by_element, [&](const PassKernels& kernels) {
@@ -471,9 +512,8 @@ class CudaPlan final : public DevicePlan {
   DeviceBytes memory_;
   size_t bytes_ = 0;
   Tables tables_{};
-  std::vector<Class> classes_;
-  std::vector<Group> groups_;
-  bool has_rows_ = false;
+  Grads eager_grads_{}, captured_grads_{};
+  const Grads* grads_ = &eager_grads_;  // what the step under way goes by
   std::vector<float*> counts_;
   Uploads uploads_;
   bool captured_ = false;

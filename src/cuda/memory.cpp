@@ -75,22 +75,21 @@ void Uploads::add(std::byte* to, const void* from, size_t bytes) {
   staged_.insert(staged_.end(), data, data + bytes);
 }
 
+void Uploads::copy_parts(const std::byte* staged, cudaStream_t stream) {
+  for (const auto& [to, begin, end] : parts_) {
+    check(cudaMemcpyAsync(to, staged + begin, end - begin, cudaMemcpyHostToDevice, stream),
+          "copying a plan's tables");
+  }
+}
+
+void Uploads::clear() {
+  parts_.clear();
+  staged_.clear();
+}
+
 void Uploads::send(cudaStream_t stream) {
   if (parts_.empty()) return;
   const size_t bytes = staged_.size();
-  const auto copy_from = [&](std::byte* pinned) {
-    std::memcpy(pinned, staged_.data(), bytes);
-    for (const auto& [to, begin, end] : parts_) {
-      check(cudaMemcpyAsync(to, pinned + begin, end - begin, cudaMemcpyHostToDevice, stream),
-            "copying a plan's tables");
-    }
-    parts_.clear();
-    staged_.clear();
-  };
-  if (is_capturing(stream)) {
-    captured_.push_back(new_pinned_bytes(bytes));
-    return copy_from(captured_.back().get());
-  }
   Slot& slot = slots_[next_++ % slots_.size()];
   if (slot.copied == nullptr) {
     check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "making an event");
@@ -101,8 +100,20 @@ void Uploads::send(cudaStream_t stream) {
     slot.memory = new_pinned_bytes(bytes);
     slot.bytes = bytes;
   }
-  copy_from(slot.memory.get());
+  std::memcpy(slot.memory.get(), staged_.data(), bytes);
+  copy_parts(slot.memory.get(), stream);
+  clear();
   check(cudaEventRecord(slot.copied, stream), "recording an event");
+}
+
+void Uploads::send_apart() {
+  const RelaxedCapture relaxed;
+  cudaStream_t apart = nullptr;
+  check(cudaStreamCreateWithFlags(&apart, cudaStreamNonBlocking), "making a stream");
+  const std::unique_ptr<CUstream_st, cudaError_t (*)(cudaStream_t)> owner(apart, cudaStreamDestroy);
+  copy_parts(staged_.data(), apart);
+  check(cudaStreamSynchronize(apart), "copying a plan's tables");
+  clear();
 }
 
 }  // namespace fusedstep::cuda

@@ -39,8 +39,7 @@ PinnedBytes new_pinned_bytes(size_t bytes);
 bool is_capturing(cudaStream_t stream);
 
 // Copies to the device without waiting: what is to be copied lies in one of a few pinned places, which is
-// taken again when its copies are known to be over. What is copied while a graph is captured stays where it
-// is, for the graph to copy again.
+// taken again when its copies are known to be over.
 class Uploads {
  public:
   Uploads() = default;
@@ -51,6 +50,8 @@ class Uploads {
   void add(std::byte* to, const void* from, size_t bytes);
   // Copies what has been added.
   void send(cudaStream_t stream);
+  // Does so at once and waits for it, and leaves nothing in a graph that is captured.
+  void send_apart();
 
  private:
   struct Part {
@@ -62,11 +63,13 @@ class Uploads {
     size_t bytes = 0;
     cudaEvent_t copied = nullptr;
   };
+  void copy_parts(const std::byte* staged, cudaStream_t stream);
+  void clear();
+
   std::vector<Part> parts_;
   std::vector<std::byte> staged_;
   std::array<Slot, 4> slots_;
   size_t next_ = 0;
-  std::vector<PinnedBytes> captured_;
 };
 
 }  // namespace fusedstep::cuda
