@@ -50,6 +50,27 @@ def test_backward_over_a_changed_gradient_is_an_error(case):
         loss.backward()
 
 
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_backward_over_a_changed_state_is_an_error(case, fused):
+    """In the step after somebody first had the states, and in later ones."""
+    (param,) = as_parameters(make_weights([(10,)], torch.float32))
+    optimizer = case.build([param], fused=fused)
+    for step in range(5):
+        param.grad = torch.full_like(param, step + 1.0)
+        optimizer.step()
+        if step < 2:
+            continue
+        factor = torch.ones(10, requires_grad=True)
+        names = [name for name in optimizer.state[param] if name != "step"]
+        losses = [(factor * optimizer.state[param][name]).sum() for name in names]
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        for loss in losses:
+            with pytest.raises(RuntimeError, match=MODIFIED):
+                loss.backward()
+
+
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_weight_without_gradient_keeps_its_version(case):
     params = as_parameters(make_weights([(3,), (4,)], torch.float32))

@@ -11,7 +11,14 @@ import torch
 
 from cases import CASES, PLAIN
 from peers import PEERS
-from stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
+from stepping import (
+    as_parameters,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    make_gradients,
+    make_weights,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
@@ -179,13 +186,14 @@ def skip_where_it_is_none(case, wrong):
         pytest.skip("weights updated one at a time may share memory")
 
 
-def check_nothing_changed_by_error(case, wrong, warm, groups):
+def check_nothing_changed_by_error(case, wrong, warm, groups, **options):
     shapes = ((7,), (33, 31), (4, 5), (6,), (2, 3))
     params = as_parameters(make_weights(shapes, torch.float32))
     if groups == 2:
-        optimizer = case.build([{"params": params[:2]}, {"params": params[2:], "eps": 1e-4}])
+        parts = [{"params": params[:2]}, {"params": params[2:], "eps": 1e-4}]
+        optimizer = case.build(parts, **options)
     else:
-        optimizer = case.build(params)
+        optimizer = case.build(params, **options)
     gradients = make_gradients(shapes, torch.float32, 1)
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient
@@ -231,6 +239,45 @@ def test_nothing_changes_when_a_later_step_fails(case, wrong, groups):
 def test_nothing_changes_when_the_first_step_fails(case, wrong, groups):
     skip_where_it_is_none(case, wrong)
     check_nothing_changed_by_error(case, wrong, warm=False, groups=groups)
+
+
+UNFUSED = WRONG[1:5]  # what torch's operations would broadcast, or stop at half way
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("wrong", UNFUSED, ids=lambda wrong: wrong.spoil.__name__)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_changes_when_an_unfused_step_fails(case, wrong, groups):
+    check_nothing_changed_by_error(case, wrong, warm=True, groups=groups, fused=False)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", torch.tensor([0.1, 0.2])),
+        ("lr", None),
+        ("lr", "a"),
+        ("eps", "x"),
+        ("weight_decay", "x"),
+        ("betas", (0.9,)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_nothing_changes_when_a_later_group_has_a_bad_option(case, name, value, fused):
+    if name not in case.build(as_parameters(make_weights([(1,)], torch.float32))).defaults:
+        pytest.skip("it has no such option")
+    params = as_parameters(make_weights([(7,), (33, 31)], torch.float32))
+    optimizer = case.build([{"params": params[:1]}, {"params": params[1:]}], fused=fused)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.param_groups[1][name] = value
+    before = contents(optimizer)
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=f"{name}="):
+        optimizer.step()
+    assert_same_contents(contents(optimizer), before)
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

@@ -92,6 +92,15 @@ def options_changed_between_steps(build):
     return contents(optimizer)
 
 
+def weights_in_a_tuple(build):
+    params = weights()
+    optimizer = build(params)
+    train(optimizer, params, [1])
+    optimizer.param_groups[0]["params"] = tuple(params)
+    train(optimizer, params, [2, 3])
+    return contents(optimizer)
+
+
 def weights_added_and_removed_by_hand(build):
     params = weights()
     optimizer = build(params[:2])

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy
 import pytest
 import torch
 
@@ -108,6 +109,28 @@ def test_clearing_alone_changes_no_bit_of_the_step(case, zero_grad, mode):
     assert_same_contents(contents(optimizer), contents(twin))
     for param in params_of(optimizer):
         assert param.grad is None if zero_grad == "none" else not param.grad.any()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("true", [1, numpy.True_])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_what_is_true_clears(case, true, fused):
+    param = torch.nn.Parameter(torch.ones(5))
+    param.grad = torch.ones(5)
+    case.build([param], fused=fused).step(zero_grad=true)
+    assert not param.grad.any()
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_clearing_takes_a_gradient_out_of_its_graph(case, fused):
+    param = torch.nn.Parameter(torch.ones(5))
+    (param**3).sum().backward(create_graph=True)
+    grad = param.grad
+    case.build([param], fused=fused).step(zero_grad=True)
+    assert param.grad is grad
+    assert not grad.requires_grad
+    assert not grad.any()
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

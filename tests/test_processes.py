@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
+from fusedstep import _ops
 from stepping import (
     CHUNK,
     as_parameters,
@@ -88,6 +89,39 @@ def test_two_optimizers_in_two_threads(case):
         worker.join()
     for result in results:
         assert_same_contents(result, contents(expected))
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch):
+    """Of their own accord they would have to wait for an hour."""
+    if not repeated:
+        monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
+    param = torch.nn.Parameter(torch.ones(1 << 20))
+    param.grad = torch.ones_like(param)
+    optimizer = case.build([param])
+    optimizer.step()
+    gate, seen, interval = threading.Lock(), [], sys.getswitchinterval()
+
+    def look():
+        with gate:
+            seen.append(True)
+
+    gate.acquire()
+    worker = threading.Thread(target=look)
+    worker.start()
+    sys.setswitchinterval(3600)
+    try:
+        gate.release()
+        for _ in range(300):
+            optimizer.step()
+            if seen:
+                break
+        was_seen = bool(seen)
+    finally:
+        sys.setswitchinterval(interval)
+        worker.join()
+    assert was_seen
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

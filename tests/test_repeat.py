@@ -269,6 +269,7 @@ def step_many(cls, change, index):
     """A step of many tensors, a change to the states of one, and another step."""
     params = [Parameter(torch.full((3,), float(number))) for number in range(MANY)]
     optimizer = cls(params, lr=0.01, fused=True)
+    assert not optimizer.state  # from now on somebody has it
     for _ in range(3):
         for p in params:
             p.grad = torch.ones(3)

@@ -157,6 +157,19 @@ def max_norm_takes_one_collective(here):
         assert counted.get_total_counts() == collectives
 
 
+def norms_of_a_step_take_one_collective(here):
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    for placement, collectives in ((Shard(0), 1), (Replicate(), 0)):
+        _, spread = here.subjects(placement)
+        groups = [{"params": spread[:2]}, {"params": spread[2:], "lr": 0.1}]
+        optimizer = optim.Lamb(groups, fused=None if collectives else False)
+        with CommDebugMode() as counted:
+            optimizer.step()
+        assert counted.get_total_counts() == collectives
+
+
 def max_norm_counts_what_all_processes_have_once(here):
     """In one group: shards, copies, and a weight that is no DTensor."""
     from torch.distributed.tensor import Replicate, Shard
@@ -239,6 +252,7 @@ WORKS = (
     states_of_shards_are_loaded,
     max_norm_is_that_of_all_shards,
     max_norm_takes_one_collective,
+    norms_of_a_step_take_one_collective,
     max_norm_counts_what_all_processes_have_once,
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,

@@ -228,7 +228,7 @@ class Object {
 
 // A Repeat and its Parts are named tuples of python/fusedstep/optim/_repeat.py.
 enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kRaiseVersions, kRepeatFields };
-enum InPart : Py_ssize_t { kItems, kWeights, kPlan, kOptions, kUse };
+enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse };
 
 // Whether an object has no attribute of its own by this name, or None.
 bool is_unset(PyObject* attributes, PyObject* name) {
@@ -314,11 +314,19 @@ class PartOfStep {
     options_ = static_cast<size_t>(PyByteArray_Size(PyTuple_GetItem(part_, kOptions))) / sizeof(double);
   }
 
+  // Whether the states, which autograd may know of, are missing: nobody had had them yet when the last step
+  // was taken down.
+  bool lacks_states() const {
+    return PyList_Size(PyTuple_GetItem(part_, kStates)) == 0 &&
+           PyList_Size(PyTuple_GetItem(part_, kWeights)) > 0;
+  }
   // Tells autograd what the step overwrites.
-  bool raise_versions(PyObject* raise) const {
-    const Object weights(PyObject_CallFunctionObjArgs(raise, PyTuple_GetItem(part_, kWeights), nullptr));
-    if (!weights || !grads_) return static_cast<bool>(weights);
-    return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(raise, grads_->get(), nullptr)));
+  bool raise_versions(PyObject* raise, bool of_states) const {
+    const auto of = [&](PyObject* tensors) {
+      return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(raise, tensors, nullptr)));
+    };
+    return of(PyTuple_GetItem(part_, kWeights)) && (!grads_ || of(grads_->get())) &&
+           (!of_states || of(PyTuple_GetItem(part_, kStates)));
   }
 
  private:
@@ -359,6 +367,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
       return false;
     }
   }
+  if (accessed && std::ranges::any_of(step, &PartOfStep::lacks_states)) return false;
   if (!std::ranges::all_of(step, [&](PartOfStep& part) { return part.bind(accessed); })) return false;
 
   const fusedstep::ops::StepFunction function =
@@ -369,7 +378,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   bool writes_grads = false;
   for (PartOfStep& part : step) {
     if (!part.updates()) continue;
-    if (!part.raise_versions(PyTuple_GetItem(last, kRaiseVersions))) return {};
+    if (!part.raise_versions(PyTuple_GetItem(last, kRaiseVersions), accessed)) return {};
     part.read();
     plans.push_back(part.plan());
     writes_grads = writes_grads || part.writes_grads();

@@ -509,6 +509,19 @@ TYPED_TEST(OptimTest, ABackwardThroughAChangedWeightThrows) {
   EXPECT_NE(error_of([&] { loss.backward(); }).find("modified by an inplace operation"), std::string::npos);
 }
 
+TYPED_TEST(OptimTest, ABackwardThroughAChangedStateThrows) {
+  const Tensor weight = torch::randn({10}, torch::requires_grad()),
+               factor = torch::ones({10}, torch::requires_grad());
+  typename TypeParam::Optimizer optimizer({weight}, TypeParam::options());
+  weight.mutable_grad() = torch::ones({10});
+  optimizer.step();
+  using State = typename TypeParam::State;
+  const Tensor state = static_cast<State&>(*optimizer.state().at(weight.unsafeGetTensorImpl())).slot(0);
+  const Tensor loss = (factor * state).sum();
+  optimizer.step();
+  EXPECT_NE(error_of([&] { loss.backward(); }).find("modified by an inplace operation"), std::string::npos);
+}
+
 TEST(LambTest, LeavesItsUpdateInTheGradientOrLeavesTheGradientAlone) {
   const Tensors stored = make_weights(), kept = clones(stored);
   Lamb storing(stored, LambRow::options()), keeping(kept, LambRow::options().keep_grad(true));

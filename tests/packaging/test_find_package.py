@@ -1,11 +1,14 @@
 """A C++ project finds an installed fusedstep by find_package, and steps."""
 
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RELEASE = HERE.parents[1] / "build" / "release"
+ROOT = HERE.parents[1]
+RELEASE = ROOT / "build" / "release"
 
 
 def run(*command: object) -> None:
@@ -13,14 +16,28 @@ def run(*command: object) -> None:
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-def test_consumer_of_find_package_takes_a_step(tmp_path):
+def write_programs(folder):
+    """The consumer, and the examples of the README and of the headers."""
+    shutil.copytree(HERE / "consumer", folder)
+    (in_readme,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    header = (ROOT / "include/fusedstep/optim/fused.h").read_text()
+    (folder / "readme.cpp").write_text(in_readme)
+    lines = header.split("#pragma once")[0].splitlines()
+    in_header = [line.removeprefix("//   ") for line in lines if line.startswith("//   ")]
+    (folder / "header.cpp").write_text("\n".join(in_header) + "\n")
+    return sorted(folder.glob("*.cpp"))
+
+
+def test_programs_that_find_the_package_take_steps(tmp_path):
     prefix, build = tmp_path / "prefix", tmp_path / "build"
+    programs = write_programs(tmp_path / "consumer")
     run("cmake", "--install", RELEASE, "--prefix", prefix, "--component", "development")
     run(
-        *("cmake", "-S", HERE / "consumer", "-B", build, "-G", "Ninja"),
+        *("cmake", "-S", tmp_path / "consumer", "-B", build, "-G", "Ninja"),
         f"-DCMAKE_PREFIX_PATH={prefix}",
         f"-DPython_EXECUTABLE={sys.executable}",
         "-DCMAKE_BUILD_TYPE=Release",
     )
     run("cmake", "--build", build)
-    run(build / "consumer")
+    for program in programs:
+        run(build / program.stem)

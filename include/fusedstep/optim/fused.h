@@ -1,4 +1,18 @@
-// What the C++ optimizers share: states by name, the plan behind each parameter group, and the step.
+// What the C++ optimizers share: states by name, the plan behind each parameter group, and the step. They are
+// used as torch::optim's:
+//
+//   #include <fusedstep/optim/adam.h>
+//   #include <torch/torch.h>
+//
+//   int main() {
+//     torch::nn::Linear model(4, 1);
+//     fusedstep::optim::Adam optimizer(model->parameters(),
+//     fusedstep::optim::AdamOptions(1e-2).amsgrad(true)); for (int step = 0; step < 3; ++step) {
+//       optimizer.zero_grad();
+//       model(torch::ones({8, 4})).square().mean().backward();
+//       optimizer.step();
+//     }
+//   }
 #pragma once
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/optim/optimizer.h>
@@ -175,6 +189,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     for (const Work& group : work) {
       Derived::launch(*group.options, group.plan, take_factor(group, factor));
       raise_versions(group.weights);
+      raise_versions(group.states);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) raise_versions(group.grads);
     }
     return loss;
@@ -194,7 +209,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   struct Work {
     const Options* options;
     int64_t plan;
-    Tensors weights, grads;
+    Tensors weights, grads, states;
   };
 
   void bind_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan,
@@ -228,7 +243,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
       TORCH_CHECK(bind.call(plan->handle(), weights, grads) >= 0,
                   "the weights of a group must be on one device");
     }
-    work.push_back({&options, plan->handle(), std::move(weights), std::move(grads)});
+    states.insert(states.end(), steps.begin(), steps.end());
+    work.push_back({&options, plan->handle(), std::move(weights), std::move(grads), std::move(states)});
   }
 
   // Over all groups: a gradient that one of them wrote would be another's.

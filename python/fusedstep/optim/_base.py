@@ -17,10 +17,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors
-from fusedstep.optim._checks import check_capturable
+from fusedstep.optim._checks import check_operands, numeric
 from fusedstep.optim._factors import PLAIN, Factors, is_one
-from fusedstep.optim._grads import by_place, shared_grads, treat_grads, with_gradients
+from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
+from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
@@ -49,7 +50,7 @@ class Work(NamedTuple):
         return zip(self.weights, self.grads, strict=True)
 
 
-class FusedOptimizer(WatchedState, Optimizer):
+class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native operator
@@ -415,6 +416,7 @@ class FusedOptimizer(WatchedState, Optimizer):
                 raise ValueError("max_norm and closure: step() returns the norm or the loss")
         if zero_grad not in (False, True, "none"):
             raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
+        zero_grad = zero_grad if zero_grad == "none" else bool(zero_grad)  # of numpy, perhaps
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             if "capturable" in self.defaults and not self._is_on_host():
                 self._accelerator_graph_capture_health_check()
@@ -474,6 +476,8 @@ class FusedOptimizer(WatchedState, Optimizer):
                     weight.grad = None
         else:
             treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
+            if zero_grad:
+                cut_off([grad for item in work for grad in item.grads])
         return None if max_norm is None else torch.as_tensor(factors.norm, dtype=torch.float64)
 
     def _bind_groups(self) -> list[Work]:
@@ -501,6 +505,8 @@ class FusedOptimizer(WatchedState, Optimizer):
             plan = self._plan(place, group, weights, grads)
             if plan:
                 plan.bind(weights, grads, sparse)
+        if not plan:
+            check_operands(weights, grads)
         return Work(group, weights, grads, plan)
 
     def _update_groups(
@@ -511,34 +517,48 @@ class FusedOptimizer(WatchedState, Optimizer):
         Returns the weights and gradients of which no step has scaled or zeroed the gradient.
         """
         uses = [self._grad_use(item.group, factors, zero_grad) for item in work]
+        options = [self._checked_options(item, factors) for item in work]
         untreated = shared_grads(work) if any(uses) else []
-        for item, use in zip(work, uses, strict=True):
-            group, weights, grads, plan = item
+        imperative = [item for item in work if not item.plan]
+        factor = factors.on_host if imperative else 1
+        # First, for what a native step leaves in a gradient is of no use to who shares its memory.
+        self._imperative_groups(
+            [
+                (group, weights, torch._foreach_mul(grads, factor) if factor != 1 else grads)
+                for group, weights, grads, _ in imperative
+            ]
+        )
+        for item, values, use in zip(work, options, uses, strict=True):
+            _, weights, grads, plan = item
             if plan:
-                self._native_step(group, plan, factors, use)
+                factor = 1.0 if factors is PLAIN else factors.on_host
+                _ops.take_step(self._operator, plan.handle, values, factor, use)
                 increment_version(weights)
+                increment_version(self._accessed_states(weights))
                 if use:
                     increment_version(grads)
                 elif factors is not PLAIN and not is_one(factors.grad):
                     untreated.extend(item.pairs())
             else:
-                factor = factors.on_host
-                scaled = torch._foreach_mul(grads, factor) if factor != 1 else grads
-                self._imperative_steps(group, weights, scaled)
                 untreated.extend(item.pairs())
         if _ops.bind and factors is PLAIN and not zero_grad:
             self._last_step = last_step(self, work, uses)
         return untreated
 
-    def _native_step(
-        self, group: dict[str, Any], plan: Plan, factors: Factors, use: GradUse
-    ) -> None:
-        lr = None
-        if plan.is_on_device:
-            lr = plan.set_device_inputs(group["lr"], factors)
-        options = self._options(group, None if lr is None else 0.0)
-        factor = 1.0 if factors is PLAIN else factors.on_host
-        _ops.take_step(self._operator, plan.handle, options, factor, use)
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        """Options as a native step takes them; an error before any group has stepped."""
+        group, _, _, plan = item
+        if not plan and (group["differentiable"] or group.get("capturable")):
+            return ()  # autograd and graphs follow them
+        try:
+            lr = None
+            if plan and plan.is_on_device:
+                lr = plan.set_device_inputs(group["lr"], factors)
+            options = self._options(group, None if lr is None else 0.0)
+            list(map(float, options))
+            return options
+        except (RuntimeError, TypeError, ValueError) as error:
+            raise type(error)(f"Invalid options of a group, {numeric(group)}: {error}") from error
 
     def _grad_use(
         self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
@@ -554,42 +574,8 @@ class FusedOptimizer(WatchedState, Optimizer):
             return GradUse.LEAVE
         return GradUse.SCALE
 
-    def _imperative_steps(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        """The twin of a native step."""
-        for weight, grad in zip(weights, grads, strict=True):
-            self._imperative_step(group, weight, grad)
-
-    def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        state = self._state[weight]
-        if group["maximize"]:
-            grad = -grad
-        if weight.is_complex():
-            state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
-            weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
-
-        if not (group["differentiable"] or group.get("capturable")):
-            if self._has_wide_states(group, weight):
-                wide = weight.float()
-                self._imperative(group, wide, grad.float(), state)
-                weight.copy_(wide)
-            else:
-                self._imperative(group, weight, grad, state)
-            return
-
-        if group["differentiable"] and state["step"].requires_grad:
-            raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
-        if group.get("capturable"):
-            check_capturable(weight, state["step"], group)
-        # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
-        copies = {name: tensor.clone() for name, tensor in state.items()}
-        weight.copy_(self._traceable(group, weight.clone(), grad, copies))
-        for name, tensor in copies.items():
-            state[name].copy_(tensor)
-
 
 def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
     """A step count of zero, on the host unless a device graph counts the steps."""
     device = weight.device if group.get("capturable") else "cpu"
-    return torch.zeros((), dtype=torch.float32, device=device)
+    return torch.tensor(0.0, dtype=torch.float32, device=device)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 
@@ -64,6 +65,36 @@ def check_betas(
 def as_number(option: float | Tensor) -> float | Tensor:
     """A one-element tensor without dimensions, which would go over to the weight."""
     return option.squeeze() if isinstance(option, Tensor) else option
+
+
+def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
+    """What native kernels refuse, where torch's operations would broadcast or stop half way."""
+    for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
+        what = f"tensor {index} of the list: the gradient"
+        if grad.shape != weight.shape:
+            shapes = f"{list(grad.shape)} is not the weight's, {list(weight.shape)}"
+            raise RuntimeError(f"{what}'s shape {shapes}")
+        if grad.dtype != weight.dtype:
+            dtypes = [str(each.dtype).removeprefix("torch.") for each in (grad, weight)]
+            raise RuntimeError(f"{what} is {dtypes[0]} but the weight is {dtypes[1]}")
+        if grad.device != weight.device:
+            raise RuntimeError(f"{what} is on {grad.device} but the weight is on {weight.device}")
+        plain = type(weight) in (Tensor, Parameter) and weight.layout is torch.strided
+        if plain and torch._debug_has_internal_overlap(weight) == 1:
+            raise RuntimeError(
+                f"tensor {index} of the list: the weight overlaps itself in memory "
+                "(an expanded tensor?); clone() it first"
+            )
+
+
+def numeric(group: dict[str, Any]) -> str:
+    """The options of a group that are numbers or should be, for an error's text."""
+    others = {"params", "param_names", "foreach", "fused", "state_dtype"}
+    return ", ".join(
+        f"{name}={value!r}"
+        for name, value in group.items()
+        if name not in others and not isinstance(value, bool)
+    )
 
 
 def check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:

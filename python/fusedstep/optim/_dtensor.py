@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -55,6 +56,24 @@ def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(part, *spread, run_check=False).full_tensor()
+
+
+def norms(tensors: list[Tensor]) -> list[float]:
+    """The 2-norms of whole tensors, by one collective for all that are spread alike."""
+    found: list[float] = [0.0] * len(tensors)
+    alike: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        alike.setdefault(spread_of_sums(tensor), []).append(index)
+    for spread, indices in alike.items():
+        parts = [
+            torch.linalg.vector_norm(local(tensors[index]), dtype=torch.float64).square()
+            for index in indices
+        ]
+        for index, norm in zip(
+            indices, total(torch.stack(parts), spread).sqrt().tolist(), strict=True
+        ):
+            found[index] = norm
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

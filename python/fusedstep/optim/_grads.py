@@ -22,7 +22,7 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The weights that have a gradient, with these."""
     grads = [p.grad for p in params]
     if all(map(is_not, grads, repeat(None))):
-        return params, grads
+        return list(params), grads
     weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
     return weights, [grad for grad in grads if grad is not None]
 
@@ -49,6 +49,15 @@ def shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
     found = _ops.plans_shared_grads([item.plan.handle for item in native])
     places = zip(found[::2], found[1::2], strict=True)
     return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
+
+
+def cut_off(grads: list[Tensor]) -> None:
+    """Takes gradients out of graphs that they are part of, as ``zero_grad`` does."""
+    for grad in grads:
+        if grad.grad_fn is not None:
+            grad.detach_()
+        elif grad.requires_grad:
+            grad.requires_grad_(False)
 
 
 def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> None:

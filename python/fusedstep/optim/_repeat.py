@@ -29,6 +29,8 @@ class Part(NamedTuple):
     """Names and values of the group, one behind another."""
     weights: list[Tensor]
     """Those that had a gradient."""
+    states: list[Tensor]
+    """Theirs, if anybody has had them."""
     plan: int
     options: bytearray
     """What the operator takes as options, as numbers in double. The first is the learning rate."""
@@ -61,13 +63,14 @@ def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) 
             return None
         items = list(chain.from_iterable(group.items()))
         if not mine:
-            parts.append(Part(items, [], 0, bytearray(), GradUse.LEAVE))
+            parts.append(Part(items, [], [], 0, bytearray(), GradUse.LEAVE))
             continue
         ((_, _, _, plan), use) = mine[0]
         if plan is None or plan.is_distributed or plan.had_sparse or not plan.counts_on_host:
             return None
         options = bytearray(array.array("d", optimizer._options(group)))
-        parts.append(Part(items, plan.weights, plan.handle, options, use))
+        states = optimizer._accessed_states(plan.weights)
+        parts.append(Part(items, plan.weights, states, plan.handle, options, use))
     silent = (frame_callback, _profiler_enabled)
     if not optimizer._is_on_host():
         silent += (torch._C._cuda_isCurrentStreamCapturing,)

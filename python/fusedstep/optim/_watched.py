@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -24,3 +25,10 @@ class WatchedState:
         # The first one comes from torch's constructor, which keeps it to itself.
         self._state_was_accessed = "_state" in self.__dict__
         self._state = state
+
+    def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]:
+        """The states of weights, if anybody has had them: autograd may have, too."""
+        if not self._state_was_accessed:
+            return []
+        values = chain.from_iterable(self._state[p].values() for p in weights)
+        return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]

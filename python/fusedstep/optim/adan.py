@@ -18,6 +18,7 @@ from fusedstep.optim._checks import (
     check_lr,
     check_state_dtype,
 )
+from fusedstep.optim._dtensor import is_dtensor
 
 __all__ = ["Adan"]
 
@@ -218,6 +219,7 @@ class Adan(FusedOptimizer):
             not in_lists
             or any(p.is_complex() or self._has_wide_states(group, p) for p in weights)
             or len(set(map(id, weights))) != len(weights)
+            or any(map(is_dtensor, weights))  # which has not all operations over lists
         ):
             # It goes by one weight at a time, and so must the errors, which are torch's.
             super()._imperative_steps(group | {"foreach": False}, weights, grads)

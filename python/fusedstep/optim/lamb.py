@@ -17,7 +17,7 @@ from fusedstep.optim._checks import (
     check_lr,
     check_state_dtype,
 )
-from fusedstep.optim._dtensor import whole
+from fusedstep.optim._dtensor import is_dtensor, norms, whole
 
 __all__ = ["Lamb"]
 
@@ -237,9 +237,51 @@ class Lamb(FusedOptimizer):
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Lamb does not support sparse gradients"
 
+    def _imperative_groups(
+        self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
+    ) -> None:
+        """As ever, but for weights spread over processes: their norms in one collective."""
+        apart = [
+            any(map(is_dtensor, weights))
+            and not (group["differentiable"] or group["capturable"])
+            and not any(weight.is_complex() for weight in weights)
+            for group, weights, _ in groups
+        ]
+        begun = []
+        for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
+            for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
+                wide = weight.float() if self._has_wide_states(group, weight) else weight
+                grad = (-grad if group["maximize"] else grad).to(wide.dtype)
+                update, lr = self._direction(group, wide, grad, self._state[weight])
+                begun.append((group, weight, wide, update, lr))
+        found = norms([part for _, _, wide, update, _ in begun for part in (wide, update)])
+        for (group, weight, wide, update, lr), *pair in zip(
+            begun, found[::2], found[1::2], strict=True
+        ):
+            _apply(group, wide, update, lr, *pair)
+            if wide is not weight:
+                weight.copy_(wide)
+        super()._imperative_groups(
+            [part for part, is_apart in zip(groups, apart, strict=True) if not is_apart]
+        )
+
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
+        update, lr = self._direction(group, weight, grad, state)
+        _apply(
+            group,
+            weight,
+            update,
+            lr,
+            whole(torch.linalg.vector_norm(weight)).item() if _adapts(group) else 1.0,
+            whole(torch.linalg.vector_norm(update)).item() if _adapts(group) else 1.0,
+        )
+
+    def _direction(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> tuple[Tensor, float]:
+        """The update and its learning rate, but for the trust ratio."""
         beta1, beta2 = map(float, group["betas"])
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         state["step"] += 1
@@ -261,16 +303,9 @@ class Lamb(FusedOptimizer):
             else:
                 update.add_(weight, alpha=group["weight_decay"])
 
-        trust_ratio = 1.0
-        if _adapts(group):
-            weight_norm = whole(torch.linalg.vector_norm(weight)).item()
-            update_norm = whole(torch.linalg.vector_norm(update)).item()
-            if weight_norm and update_norm:
-                trust_ratio = min(weight_norm, group["max_weight_norm"]) / update_norm
-                trust_ratio = max(min(trust_ratio, group["max_ratio"]), group["min_ratio"])
         if group["debias"] == "lr":
             lr *= math.sqrt(bias2) / bias1
-        weight.add_(update, alpha=-lr * trust_ratio)
+        return update, lr
 
     def _traceable(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -320,6 +355,21 @@ class Lamb(FusedOptimizer):
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]
+
+
+def _apply(
+    group: dict[str, Any],
+    weight: Tensor,
+    update: Tensor,
+    lr: float,
+    weight_norm: float,
+    update_norm: float,
+) -> None:
+    trust_ratio = 1.0
+    if _adapts(group) and weight_norm and update_norm:
+        trust_ratio = min(weight_norm, group["max_weight_norm"]) / update_norm
+        trust_ratio = max(min(trust_ratio, group["max_ratio"]), group["min_ratio"])
+    weight.add_(update, alpha=-lr * trust_ratio)
 
 
 def _debiases_moments(group: dict[str, Any]) -> bool:
