@@ -46,11 +46,13 @@ constexpr RuleKernels formats_of() {
 #undef FUSEDSTEP_KERNELS
 }
 
+// A warp of each block has a tensor a thread: powers in double are slow where several warps share a
+// multiprocessor.
 template <template <unsigned> class Rule>
 __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   using R = Rule<0>;  // scalars do not depend on the flags
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i >= launch.tensor_count || left_out(launch.found_inf)) return;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
+  if (threadIdx.x >= kWarp || i >= launch.tensor_count || left_out(launch.found_inf)) return;
   typename R::Hyper hyper;
   memcpy(&hyper, &launch.hyper, sizeof hyper);
   if (launch.lr != nullptr) hyper.lr = static_cast<double>(*launch.lr);
@@ -67,7 +69,7 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
 
 template <template <unsigned> class Rule>
 void launch_prepare(const PrepareLaunch& launch) {
-  const int64_t blocks = (launch.tensor_count + kThreads - 1) / kThreads;
+  const int64_t blocks = (launch.tensor_count + kWarp - 1) / kWarp;
   launch_blocks(prepare_kernel<Rule>, blocks, launch.stream, launch);
 }
 

@@ -97,7 +97,7 @@ def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch)
     """Of their own accord they would have to wait for an hour."""
     if not repeated:
         monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
-    param = torch.nn.Parameter(torch.ones(1 << 20))
+    param = torch.nn.Parameter(torch.ones(1 << 23))
     param.grad = torch.ones_like(param)
     optimizer = case.build([param])
     optimizer.step()

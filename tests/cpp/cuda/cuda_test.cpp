@@ -114,6 +114,25 @@ TEST_P(CudaTest, CountsOnTheDeviceAreRaisedThere) {
   EXPECT_EQ(counts, (std::vector<float>{4, 2, 4}));
 }
 
+TEST_P(CudaTest, CountsOnTheDeviceOfMoreTensorsThanAWarpHasThreads) {
+  const std::vector<Tensor> tensors = dense_tensors(GetParam(), Sizes(70, 30));
+  Model actual(GetParam(), tensors), expected(GetParam(), tensors);
+  for (Model* model : {&actual, &expected}) model->fill_grads(1);
+  std::vector<float> counts;
+  std::vector<double> raised;
+  std::vector<float*> places;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    counts.push_back(static_cast<float>(i % 5));
+    raised.push_back(counts.back() + 1);
+  }
+  for (float& count : counts) places.push_back(&count);
+  bind(actual);
+  device().step_counted(actual.plan(), actual.rule().bound, places, {}, {});
+  step_cpu(expected, raised, {});
+  expect_same(actual, expected);
+  EXPECT_EQ(counts, std::vector<float>(raised.begin(), raised.end()));
+}
+
 // Nothing changes, but for gradients that are to be zero.
 TEST_P(CudaTest, AStepCanBeLeftOut) {
   for (const GradUse grads : {GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
