@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from cases import CASES, PLAIN
@@ -550,3 +551,15 @@ def test_operators_name_bad_arguments(case, argument, value):
     after = (*arguments[0], *arguments[2], *arguments[3])
     for tensor, expected in zip(after, before, strict=True):
         assert_same_bits(tensor, expected, "operand")
+
+
+@pytest.mark.parametrize("cls", [optim.Adam, optim.AdamW, optim.Adagrad])
+def test_a_step_of_fake_tensors_as_with_torch(cls):
+    """Tools that estimate memory take it."""
+    with FakeTensorMode():
+        param = torch.nn.Parameter(torch.zeros(5))
+        param.grad = torch.zeros(5)
+        optimizer = cls([param])
+        for _ in range(2):
+            optimizer.step()
+    assert len(optimizer.state[param]) > 1

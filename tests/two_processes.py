@@ -157,6 +157,19 @@ def max_norm_takes_one_collective(here):
         assert counted.get_total_counts() == collectives
 
 
+def unfused_steps_take_shards(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in PLAIN:
+        for placement in (Shard(0), Replicate()):
+            params, spread = here.subjects(placement)
+            case.build(params, fused=False).step()
+            case.build(spread, fused=False).step()
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+
+
 def norms_of_a_step_take_one_collective(here):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
@@ -253,6 +266,7 @@ WORKS = (
     max_norm_is_that_of_all_shards,
     max_norm_takes_one_collective,
     norms_of_a_step_take_one_collective,
+    unfused_steps_take_shards,
     max_norm_counts_what_all_processes_have_once,
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,
