@@ -189,4 +189,16 @@ FUSEDSTEP_FN void store(Stored* array, int64_t i, const V& x) {
   }
 }
 
+// What is left of x when it has been stored.
+template <class Stored, class V>
+FUSEDSTEP_FN V rounded(const V& x) {
+  if constexpr (requires { V::size(); }) {
+    Stored stored[V::size()];
+    Codec<Stored>::store(stored, x);
+    return Codec<Stored>::load(stored);
+  } else {
+    return Codec<Stored>::decode(Codec<Stored>::encode(x));
+  }
+}
+
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

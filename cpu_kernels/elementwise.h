@@ -15,21 +15,41 @@ FUSEDSTEP_FN void prefetch_ahead(const T* array) {
 // A span's operands under their types, and the rule's scalars.
 template <class Rule, class Weight, class State>
 struct Arrays {
-  using T = typename Codec<Weight>::Compute;
+  using Stored = typename StoredOf<Weight>::Type;
+  using T = typename Codec<Stored>::Compute;
   using Scalars = typename Rule::template Scalars<T>;
   static constexpr int kStates = Rule::kStates;
+  static constexpr bool kHasMaster = StoredOf<Weight>::kHasMaster;
 
-  Weight *weight, *grad;
-  State* state[kStates];
-  const Scalars scalars;  // by value: a store through an operand cannot change it
+  Stored *weight, *grad;
+  State* state[kStates + kHasMaster];  // the last is the master copy
+  const Scalars scalars;               // by value: a store through an operand cannot change it
   const T grad_factor;
 
   explicit Arrays(const Span& span)
-      : weight(static_cast<Weight*>(span.operand[kWeight])),
-        grad(static_cast<Weight*>(span.operand[kGrad])),
+      : weight(static_cast<Stored*>(span.operand[kWeight])),
+        grad(static_cast<Stored*>(span.operand[kGrad])),
         scalars(*static_cast<const Scalars*>(span.scalars)),
         grad_factor(static_cast<T>(span.grad_factor)) {
-    for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(span.operand[kFirstState + k]);
+    for (int k = 0; k < kStates + kHasMaster; ++k) {
+      state[k] = static_cast<State*>(span.operand[kFirstState + k]);
+    }
+  }
+
+  template <class V>
+  FUSEDSTEP_FN V load_weight(int64_t i) const {
+    const V p = load<V>(weight, i);
+    if constexpr (kHasMaster) {
+      const V master = load<V>(state[kStates], i);
+      return where_equal(rounded<Stored>(master), p, master, p);
+    } else {
+      return p;
+    }
+  }
+  template <class V>
+  FUSEDSTEP_FN void store_weight(int64_t i, const V& p) const {
+    store(weight, i, p);
+    if constexpr (kHasMaster) store(state[kStates], i, p);
   }
 
   // By one, or minus one to maximize, or what a scaled loss and clipped norms ask for: always multiplied,
@@ -49,43 +69,47 @@ struct Arrays {
   FUSEDSTEP_FN void prefetch(int64_t i) const {
     prefetch_ahead(weight + i);
     prefetch_ahead(grad + i);
-    for (int k = 0; k < kStates; ++k) prefetch_ahead(state[k] + i);
+    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k] + i);
   }
 };
 
-// Operands a rule with n states touches, as bits.
-constexpr uint32_t kWeightBit = 1u << kWeight, kGradBit = 1u << kGrad;
-constexpr uint32_t state_bits(int n) { return ((1u << n) - 1) << kFirstState; }
+// Operands that a rule touches, as bits.
+constexpr uint32_t kGradBit = 1u << kGrad;
+template <class Rule>
+constexpr uint32_t kStateBits = ((1u << Rule::kStates) - 1) << kFirstState;
+template <class Rule, class Weight>
+constexpr uint32_t kWeightBits =
+    1u << kWeight | (StoredOf<Weight>::kHasMaster ? 1u << (kFirstState + Rule::kStates) : 0);
 
 template <class V, class Rule, class Weight, class State>
 FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
-  V p = load<V>(a.weight, i), s[Rule::kStates];
+  V p = a.template load_weight<V>(i), s[Rule::kStates];
   const V g = a.template load_grad<V>(i);
   a.load_states(s, i);
   Rule::update(a.scalars, p, g, s);
-  store(a.weight, i, p);
+  a.store_weight(i, p);
   a.store_states(s, i);
 }
 
 template <class Rule, class Weight, class State>
 void update_span(const Span& span) {
   const Arrays<Rule, Weight, State> a(span);
-  using V = Pack<typename Codec<Weight>::Compute>;
+  using T = typename decltype(a)::T;
+  using V = Pack<T>;
   const int64_t count = span.count;
   int64_t i = 0;
   for (; i + V::size() <= count; i += V::size()) {
     a.prefetch(i);
     update_at<V>(a, i);
   }
-  for (; i < count; ++i) update_at<typename Codec<Weight>::Compute>(a, i);
+  for (; i < count; ++i) update_at<T>(a, i);
 }
 
 template <class Rule, class Weight, class State>
 constexpr RuleKernels elementwise_kernels() {
-  constexpr uint32_t states = state_bits(Rule::kStates);
+  constexpr uint32_t written = kWeightBits<Rule, Weight> | kStateBits<Rule>;
   RuleKernels kernels{};
-  kernels.phase[kUpdate] = {update_span<Rule, Weight, State>, kWeightBit | kGradBit | states,
-                            kWeightBit | states};
+  kernels.phase[kUpdate] = {update_span<Rule, Weight, State>, written | kGradBit, written};
   return kernels;
 }
 

@@ -62,9 +62,10 @@ void add_span(const Span& span) {
 
 template <class Stored>
 constexpr GradKernels grad_kernels() {
+  constexpr uint32_t kSumBit = 1u << kWeight;
   return {{norm_span<Stored>, kGradBit, 0},
           {scale_span<Stored>, kGradBit, kGradBit},
-          {add_span<Stored>, kWeightBit | kGradBit, kWeightBit}};
+          {add_span<Stored>, kSumBit | kGradBit, kSumBit}};
 }
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -51,7 +51,7 @@ const RuleKernels* find(rules::RuleId rule, unsigned flags, Format format) {
 #define FUSEDSTEP_STRING(x) FUSEDSTEP_STRING_(x)
 
 const GradKernels* grads(Format format) {
-#define FUSEDSTEP_KERNELS(name, Weight, State) grad_kernels<Weight>(),
+#define FUSEDSTEP_KERNELS(name, Weight, State) grad_kernels<typename StoredOf<Weight>::Type>(),
   static constexpr GradKernels table[] = {FUSEDSTEP_FORMATS(FUSEDSTEP_KERNELS)};
 #undef FUSEDSTEP_KERNELS
   return &table[static_cast<int>(format)];

@@ -25,6 +25,11 @@ struct Pack {
   FUSEDSTEP_FN friend Pack square_root(const Pack& a) { return Pack(a.v.sqrt()); }
   FUSEDSTEP_FN friend Pack maximum(const Pack& a, const Pack& b) { return Pack(at::vec::maximum(a.v, b.v)); }
 
+  // x where a and b are equal, else y.
+  FUSEDSTEP_FN friend Pack where_equal(const Pack& a, const Pack& b, const Pack& x, const Pack& y) {
+    return Pack(Vector::blendv(y.v, x.v, a.v == b.v));
+  }
+
   // ATen's fmadd rounds twice where the instruction is missing; this one never does.
   FUSEDSTEP_FN friend Pack mul_add(const Pack& a, const Pack& b, const Pack& c) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -39,6 +44,11 @@ struct Pack {
 #endif
   }
 };
+
+template <class T>
+FUSEDSTEP_FN T where_equal(T a, T b, T x, T y) {
+  return a == b ? x : y;
+}
 
 // The two halves of a register of floats, as doubles.
 FUSEDSTEP_FN void widen(const Pack<float>& x, Pack<double>& low, Pack<double>& high) {

@@ -71,7 +71,7 @@ struct NoNorms {
 // from second moments rounded to zero, a huge one.
 template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
 FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
-  const V p = load<V>(a.weight, i), g = a.template load_grad<V>(i);
+  const V p = a.template load_weight<V>(i), g = a.template load_grad<V>(i);
   V s[Rule::kStates];
   a.load_states(s, i);
   const V u = Rule::accumulate(a.scalars, p, g, s, norms);
@@ -84,7 +84,7 @@ FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i,
 template <class Rule, class Weight, class State, bool kStore>
 void accumulate_span(const Span& span) {
   const Arrays<Rule, Weight, State> a(span);
-  using T = typename Codec<Weight>::Compute;
+  using T = typename decltype(a)::T;
   using V = Pack<T>;
   double *weight_lanes = span.norms, *update_lanes = span.norms + kLanes;
   const auto rows = [&](int64_t begin, int64_t end, LaneSums & weight, LaneSums & update)
@@ -128,7 +128,7 @@ void accumulate_span(const Span& span) {
 
 template <class V, bool kStored, class Rule, class Weight, class State, class T>
 FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ratio) {
-  V p = load<V>(a.weight, i), u;
+  V p = a.template load_weight<V>(i), u;
   if constexpr (kStored) {
     u = load<V>(a.grad, i);
   } else {
@@ -139,13 +139,13 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ra
     a.store_states(s, i);
   }
   Rule::apply(a.scalars, ratio, p, u);
-  store(a.weight, i, p);
+  a.store_weight(i, p);
 }
 
 template <class Rule, class Weight, class State, bool kStored>
 void apply_span(const Span& span) {
   const Arrays<Rule, Weight, State> a(span);
-  using T = typename Codec<Weight>::Compute;
+  using T = typename decltype(a)::T;
   using V = Pack<T>;
   const T ratio = static_cast<T>(span.ratio);
   const int64_t count = span.count;
@@ -156,12 +156,13 @@ void apply_span(const Span& span) {
 
 template <class Rule, class Weight, class State>
 constexpr RuleKernels two_phase_kernels() {
-  constexpr uint32_t states = state_bits(Rule::kStates), all = kWeightBit | kGradBit | states;
+  constexpr uint32_t weight = kWeightBits<Rule, Weight>, states = kStateBits<Rule>,
+                     all = weight | kGradBit | states;
   RuleKernels kernels{};
   kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State, true>, all, kGradBit | states};
   kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State, false>, all, 0};
-  kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, kWeightBit | kGradBit, kWeightBit};
-  kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, all, kWeightBit | states};
+  kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, weight | kGradBit, weight};
+  kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, all, weight | states};
   return kernels;
 }
 

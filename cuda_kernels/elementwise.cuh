@@ -20,15 +20,18 @@ struct Elements {
 template <class Rule_, class Weight, class State>
 struct Operands {
   using Rule = Rule_;
-  using T = ComputeOf<Weight>;
-  static constexpr int kStates = Rule::kStates, kOperands = kFirstState + kStates;
+  using Stored = typename StoredOf<Weight>::Type;
+  using T = ComputeOf<Stored>;
+  // The last state may be the weight's master copy.
+  static constexpr bool kHasMaster = StoredOf<Weight>::kHasMaster;
+  static constexpr int kStates = Rule::kStates + kHasMaster, kOperands = kFirstState + kStates;
   // Elements of one access of the weight.
-  static constexpr int kWidth = kWordBytes / sizeof(Weight);
+  static constexpr int kWidth = kWordBytes / sizeof(Stored);
   using At = Place<kOperands>;
   template <int N>
   using Read = Elements<kStates, T, N>;
 
-  Weight *weight, *grad;
+  Stored *weight, *grad;
   State* state[kStates];
   typename Rule::template Scalars<T> scalars;
   T factor, scale;      // what the gradient is multiplied by as it is read; in memory, before
@@ -37,8 +40,8 @@ struct Operands {
   __device__ Operands(const Launch& launch, const Chunk& chunk) {
     const TensorTask& task = launch.tensors[chunk.tensor];
     const Grad& gradient = launch.grads[chunk.tensor];
-    weight = static_cast<Weight*>(task.data[kWeight]);
-    grad = static_cast<Weight*>(gradient.data);
+    weight = static_cast<Stored*>(task.data[kWeight]);
+    grad = static_cast<Stored*>(gradient.data);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(task.data[kFirstState + k]);
     // Number by number: as bytes they would be read one by one.
@@ -55,12 +58,12 @@ struct Operands {
   }
 
   static __device__ int element_size(int operand) {
-    return operand < kFirstState ? sizeof(Weight) : sizeof(State);
+    return operand < kFirstState ? sizeof(Stored) : sizeof(State);
   }
   // Makes offsets those from other elements.
   __device__ __forceinline__ void start_at(void* const* data) {
-    weight = static_cast<Weight*>(data[kWeight]);
-    grad = static_cast<Weight*>(data[kGrad]);
+    weight = static_cast<Stored*>(data[kWeight]);
+    grad = static_cast<Stored*>(data[kGrad]);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(data[kFirstState + k]);
   }
@@ -73,31 +76,64 @@ struct Operands {
     load_states<kReuse>(at, read);
     return read;
   }
+  // All of the weight, where no other state is needed.
+  template <Reuse kReuse, class Place, int N>
+  __device__ __forceinline__ void load_weight(const Place& at, Elements<kStates, T, N>& read) const {
+    load<kReuse>(weight + at.offset[kWeight], read.weight);
+    if constexpr (kHasMaster) {
+      load<kReuse>(state[Rule::kStates] + at.offset[kFirstState + Rule::kStates], read.state[Rule::kStates]);
+    }
+  }
+  template <Reuse kReuse, class Place, int N>
+  __device__ __forceinline__ void store_weight(const Place& at, const Elements<kStates, T, N>& read) const {
+    store<kReuse>(weight + at.offset[kWeight], read.weight);
+    if constexpr (kHasMaster) {
+      store<kReuse>(state[Rule::kStates] + at.offset[kFirstState + Rule::kStates], read.state[Rule::kStates]);
+    }
+  }
   template <Reuse kReuse, class Place, int N>
   __device__ __forceinline__ void load_states(const Place& at, Elements<kStates, T, N>& read) const {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
-  template <Reuse kReuse, class Place, int N>
-  __device__ __forceinline__ void store_weight(const Place& at, const Elements<kStates, T, N>& read) const {
-    store<kReuse>(weight + at.offset[kWeight], read.weight);
-  }
+  // Those of the rule.
   template <Reuse kReuse, class Place, int N>
   __device__ __forceinline__ void store_states(const Place& at, const Elements<kStates, T, N>& read) const {
 #pragma unroll
-    for (int k = 0; k < kStates; ++k) store<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
+    for (int k = 0; k < Rule::kStates; ++k)
+      store<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
   // The gradient in memory times the scale, as memory holds it.
   template <class Place, int N>
   __device__ __forceinline__ void scale_grad(const Place& at, T (&x)[N]) const {
 #pragma unroll
-    for (int j = 0; j < N; ++j) x[j] = Codec<Weight>::decode(Codec<Weight>::encode(x[j] * scale));
+    for (int j = 0; j < N; ++j) x[j] = Codec<Stored>::decode(Codec<Stored>::encode(x[j] * scale));
     store<kOnce>(grad + at.offset[kGrad], x);
   }
   template <int N, class Place>
   __device__ __forceinline__ void clear_grad(const Place& at) const {
     const T zeros[N] = {};
     store<kOnce>(grad + at.offset[kGrad], zeros);
+  }
+  // N elements of the weight from `first` on: where a master copy rounds to them, that.
+  template <int N, int kRead>
+  __device__ __forceinline__ Pack<T, N> weight_of(const Elements<kStates, T, kRead>& read, int first) const {
+    Pack<T, N> p(read.weight + first);
+    if constexpr (kHasMaster) {
+      const T* const masters = read.state[Rule::kStates] + first;
+#pragma unroll
+      for (int j = 0; j < N; ++j) {
+        const T rounded = Codec<Stored>::decode(Codec<Stored>::encode(masters[j]));
+        p.of[j] = rounded == p.of[j] ? masters[j] : p.of[j];
+      }
+    }
+    return p;
+  }
+  template <int N, int kRead>
+  __device__ __forceinline__ void put_weight(const Pack<T, N>& p, Elements<kStates, T, kRead>& read,
+                                             int first) const {
+    p.copy_to(read.weight + first);
+    if constexpr (kHasMaster) p.copy_to(read.state[Rule::kStates] + first);
   }
   // Calls run(first, p, g, states) with the elements from `first` on, by reference but for the gradient: as
   // many at a time as registers allow.
@@ -107,13 +143,13 @@ struct Operands {
     using V = Pack<T, kTogether>;
 #pragma unroll
     for (int first = 0; first < N; first += kTogether) {
-      V p(read.weight + first), s[kStates];
+      V p = weight_of<kTogether>(read, first), s[Rule::kStates];
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) s[k] = V(read.state[k] + first);
+      for (int k = 0; k < Rule::kStates; ++k) s[k] = V(read.state[k] + first);
       run(first, p, V(read.grad + first) * V(factor), s);
-      p.copy_to(read.weight + first);
+      put_weight(p, read, first);
 #pragma unroll
-      for (int k = 0; k < kStates; ++k) s[k].copy_to(read.state[k] + first);
+      for (int k = 0; k < Rule::kStates; ++k) s[k].copy_to(read.state[k] + first);
     }
   }
 };

@@ -125,7 +125,7 @@ void sum_grad_chunks(Format format, Access access, const Launch& launch) {
   switch (format) {
 #define FUSEDSTEP_CASE(name, Weight, State) \
   case Format::k##name:                     \
-    return launch_sum<Weight>(access, launch);
+    return launch_sum<StoredOf<Weight>::Type>(access, launch);
     FUSEDSTEP_FORMATS(FUSEDSTEP_CASE)
 #undef FUSEDSTEP_CASE
     case Format::kCount:

@@ -3,8 +3,8 @@
 #include <array>
 #include <utility>
 
+#include "cuda_kernels/one_chunk.cuh"
 #include "cuda_kernels/rows.cuh"
-#include "cuda_kernels/two_phase.cuh"
 
 namespace fusedstep::cuda {
 namespace {
@@ -29,6 +29,7 @@ constexpr PassKernels kernels_of() {
     if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
   } else if constexpr (kAccess == kInWords) {
     kernels.two_phases = launch_two_phases<Rule, kFlags, Weight, State>;
+    kernels.one_chunk = launch_one_chunk<Rule, kFlags, Weight, State>;
   } else {
     kernels.accumulate = launch_accumulate<R, Weight, State>;
     kernels.apply_stored = launch_apply<Updates::kStored, R, Weight, State>;

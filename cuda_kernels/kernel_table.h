@@ -141,11 +141,13 @@ struct IndexLaunch {
 
 // An elementwise rule has `update` and, if a gradient of zero changes nothing, `update_rows` for steps of
 // which some gradients are sparse. A two-phase rule has `two_phases` for tensors that are gone over in
-// words, and for others `accumulate` and one `apply` or the other, as Launch::stores says.
+// words, and `one_chunk` where each of these is no more than a chunk, and for others `accumulate` and one
+// `apply` or the other, as Launch::stores says.
 struct PassKernels {
   void (*update)(const Launch&);
   void (*update_rows)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);
+  void (*one_chunk)(const TwoPhaseLaunch&);
   void (*accumulate)(const Launch&);
   void (*apply_stored)(const Launch&);
   void (*apply_recomputed)(const Launch&);

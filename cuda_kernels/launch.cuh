@@ -42,11 +42,11 @@ __device__ __forceinline__ void* block_memory() {
   return bytes;
 }
 
-// kThreads threads, and a warp to control them.
+// With so many threads, and `memory` bytes of shared memory that the kernel may be launched with.
 template <class... Parameters, class... Arguments>
-void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t memory, Stream stream,
-                       const Arguments&... arguments) {
-  kernel<<<static_cast<unsigned>(blocks), kThreads + kWarp, memory, stream>>>(arguments...);
+void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t memory,
+                        Stream stream, const Arguments&... arguments) {
+  kernel<<<static_cast<unsigned>(blocks), threads, memory, stream>>>(arguments...);
 }
 
 // With `per_multiprocessor` blocks on each, and up to `most_slots` slots. The kernel may then be launched

@@ -107,8 +107,7 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
   __shared__ T found[kNorms][kTileElements + kLanes];  // padded: norms in banks of their own
   Tiles<Body> tiles(launch, chunk, memory);
   double total = 0;
-  for (int tile = 0; tiles.has(tile); ++tile) {
-    tiles.enter(tile);
+  for (bool has = tiles.enter(0, 1); has; has = tiles.advance()) {
     Body body = body_of_tensor;
     body.start_at(tiles.data());
     typename Tiles<Body>::At at[kTileBatch];
@@ -312,8 +311,8 @@ template <class Operands, Updates kUpdates>
 struct Apply : Operands {
   using At = typename Operands::At;
   using T = typename Operands::T;
-  static constexpr int kReads = kUpdates == Updates::kHeld     ? 1
-                                : kUpdates == Updates::kStored ? kFirstState
+  static constexpr int kReads = kUpdates == Updates::kHeld     ? 1 + Operands::kHasMaster
+                                : kUpdates == Updates::kStored ? kFirstState + Operands::kHasMaster
                                                                : Operands::kOperands;
   static constexpr bool scales = false;  // the gradient has been
   template <int N>
@@ -334,7 +333,7 @@ struct Apply : Operands {
       return this->template load_all<kOnce, N>(at);
     } else {
       Read<N> read;
-      cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
+      this->template load_weight<kOnce>(at, read);
       if constexpr (kUpdates == Updates::kStored) {
         cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
       } else {
@@ -351,8 +350,12 @@ struct Apply : Operands {
 
   template <class Place>
   __device__ __forceinline__ void load_rest(const Place& at, Read<1>& read) const {
-    cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
-    if constexpr (kUpdates == Updates::kRecomputed) this->template load_states<kOnce>(at, read);
+    if constexpr (kUpdates == Updates::kRecomputed) {
+      cuda::load<kOnce>(this->weight + at.offset[kWeight], read.weight);
+      this->template load_states<kOnce>(at, read);
+    } else {
+      this->template load_weight<kOnce>(at, read);
+    }
   }
   template <class Place>
   __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
@@ -368,9 +371,9 @@ struct Apply : Operands {
       });
       this->template store_states<kOnce>(at, read);
     } else {
-      Pack<T, N> p(read.weight);
+      Pack<T, N> p = this->template weight_of<N>(read, 0);
       Operands::Rule::apply(this->scalars, ratio, p, Pack<T, N>(read.grad));
-      p.copy_to(read.weight);
+      this->put_weight(p, read, 0);
     }
     this->template store_weight<kOnce>(at, read);
   }

@@ -235,23 +235,26 @@ __global__ void __launch_bounds__(kThreads + kWarp, kTwoPhaseBlocks)
   }
 }
 
+// residents(), asked once a device.
+template <auto kKernel>
+Residents residents_of(int device, int per_multiprocessor, int most_slots, size_t slot_bytes) {
+  static std::mutex mutex;
+  static std::map<int, Residents> known;  // by the device
+  const std::lock_guard lock(mutex);
+  const auto [at, is_new] = known.try_emplace(device);
+  if (is_new) at->second = residents(device, kKernel, per_multiprocessor, most_slots, slot_bytes);
+  return at->second;
+}
+
 template <template <unsigned> class Rule, unsigned kFlags, class Weight, class State>
 void launch_two_phases(const TwoPhaseLaunch& asked) {
   TwoPhaseLaunch launch = asked;
-  constexpr size_t kSlotBytes = kChunkElements * sizeof(ComputeOf<Weight>);
+  constexpr size_t kSlotBytes = kChunkElements * sizeof(typename Operands<Rule<kFlags>, Weight, State>::T);
   constexpr auto kKernel = two_phase_kernel<Rule, kFlags, Weight, State>;
-  static std::mutex mutex;
-  static std::map<int, Residents> known;  // by the device
-  Residents here{};
-  {
-    const std::lock_guard lock(mutex);
-    const auto [at, is_new] = known.try_emplace(launch.device);
-    if (is_new) at->second = residents(launch.device, kKernel, kTwoPhaseBlocks, kTwoPhaseSlots, kSlotBytes);
-    here = at->second;
-  }
+  const Residents here = residents_of<kKernel>(launch.device, kTwoPhaseBlocks, kTwoPhaseSlots, kSlotBytes);
   launch.slots = here.slots;
-  launch_controlled(kKernel, std::min(here.blocks, launch.pass.chunk_count), here.slots * kSlotBytes,
-                    launch.pass.stream, launch);
+  launch_with_memory(kKernel, std::min(here.blocks, launch.pass.chunk_count), kThreads + kWarp,
+                     here.slots * kSlotBytes, launch.pass.stream, launch);
 }
 
 }  // namespace fusedstep::cuda

@@ -12,11 +12,12 @@ namespace fusedstep::cuda {
 constexpr int batch_of(int streams) { return streams > 2 ? 1 : 2; }
 
 // The blocks of threads that share a chunk in a pass without sums: small ones, so that all of the GPU is at
-// work to the end.
+// work to the end. In tiles each has two, of which the second is looked for while the first is on its way.
+constexpr int kTilesOfPart = 2;
 template <Access kAccess, class Body>
-constexpr int kParts = kChunkElements /
-                       (kThreads *
-                        (kAccess == kInWords ? Body::kWidth * batch_of(Body::kReads) : kTileBatch));
+constexpr int kParts = kChunkElements / (kAccess == kInWords
+                                             ? kThreads * Body::kWidth * batch_of(Body::kReads)
+                                             : kTileElements * kTilesOfPart);
 
 // The number of elements that are worked on together.
 template <int N>
@@ -56,9 +57,7 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
                                           bool clears_only) {
   __shared__ typename Tiles<Body>::Memory memory;
   Tiles<Body> tiles(launch, chunk, memory);
-  for (int tile = part; tiles.has(tile); tile += kParts<kByElement, Body>) {
-    if (tile != part) __syncthreads();
-    tiles.enter(tile);
+  for (bool has = tiles.enter(part, kParts<kByElement, Body>); has; has = tiles.advance()) {
     Body body(launch, chunk);
     body.start_at(tiles.data());
     typename Tiles<Body>::At at[kTileBatch];
@@ -67,6 +66,8 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
       typename Body::template Read<1> read[kTileBatch];
       read_tile(body, tiles, at, read);
       for_batch(tiles, [&](int b, int) { body.work(at[b], read[b]); });
+    } else {
+      tiles.look_ahead();
     }
     if (body.clears) {
       for_batch(tiles, [&](int b, int) { body.template clear_grad<1>(at[b]); });

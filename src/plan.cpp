@@ -24,19 +24,27 @@ const char* name(DType dtype) {
   return "?";
 }
 
-// States have the weight's dtype, or float32 where the weight has 16 bits.
-Format format_of(size_t i, DType weight, DType state) {
+// States have the weight's dtype, or float32 where the weight has 16 bits; these with a master copy or
+// without.
+Format format_of(size_t i, DType weight, DType state, bool has_master) {
   static constexpr struct {
     DType weight, state;
+    bool has_master;
     Format format;
-  } kFormats[] = {{DType::kFloat, DType::kFloat, Format::kFloat},
-                  {DType::kDouble, DType::kDouble, Format::kDouble},
-                  {DType::kBFloat16, DType::kBFloat16, Format::kBFloat16},
-                  {DType::kHalf, DType::kHalf, Format::kHalf},
-                  {DType::kBFloat16, DType::kFloat, Format::kBFloat16Float},
-                  {DType::kHalf, DType::kFloat, Format::kHalfFloat}};
+  } kFormats[] = {{DType::kFloat, DType::kFloat, false, Format::kFloat},
+                  {DType::kDouble, DType::kDouble, false, Format::kDouble},
+                  {DType::kBFloat16, DType::kBFloat16, false, Format::kBFloat16},
+                  {DType::kHalf, DType::kHalf, false, Format::kHalf},
+                  {DType::kBFloat16, DType::kFloat, false, Format::kBFloat16Float},
+                  {DType::kHalf, DType::kFloat, false, Format::kHalfFloat},
+                  {DType::kBFloat16, DType::kFloat, true, Format::kBFloat16Master},
+                  {DType::kHalf, DType::kFloat, true, Format::kHalfMaster}};
   for (const auto& known : kFormats) {
-    if (known.weight == weight && known.state == state) return known.format;
+    if (known.weight == weight && known.state == state && known.has_master == has_master) return known.format;
+  }
+  if (has_master) {
+    refuse(i, std::string("a master copy takes a weight of 16 bits with float32 states; the weight is ") +
+                  name(weight) + ", a state " + name(state));
   }
   refuse(i, std::string("a state is ") + name(state) + " but the weight is " + name(weight));
 }
@@ -161,12 +169,12 @@ void check_rows(size_t i, const RowIndex& rows, Dims sizes) {
 }
 
 // Throws unless the operands can be updated together.
-Format checked_format(size_t i, const TensorOperands& operands, int slots) {
+Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters) {
   check_grad(i, operands.weight, operands.grad);
-  Format format = format_of(i, operands.weight.dtype, operands.weight.dtype);
+  Format format = format_of(i, operands.weight.dtype, operands.weight.dtype, false);
   for (int k = 0; k < slots; ++k) {
     check_state(i, operands.weight, operands.states[k]);
-    format = format_of(i, operands.weight.dtype, operands.states[k].dtype);
+    format = format_of(i, operands.weight.dtype, operands.states[k].dtype, masters);
     if (operands.states[k].dtype != operands.states[0].dtype) refuse(i, "its states have different dtypes");
   }
   return format;
@@ -187,8 +195,8 @@ int element_size(DType dtype) {
   return 0;
 }
 
-Plan::Plan(size_t tensors, int slots, int device)
-    : slots_(slots), device_(device), entries_(tensors), formats_(tensors) {}
+Plan::Plan(size_t tensors, int slots, int device, bool masters)
+    : slots_(slots), device_(device), masters_(masters), entries_(tensors), formats_(tensors) {}
 
 void Plan::bind(size_t i, const TensorOperands& operands) {
   Entry& entry = entries_[i];
@@ -201,7 +209,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const Format format = changed ? checked_format(i, operands, slots_) : formats_[i];
+  const Format format = changed ? checked_format(i, operands, slots_, masters_) : formats_[i];
   if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;

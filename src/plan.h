@@ -50,11 +50,13 @@ struct Wave {
 
 class Plan {
  public:
-  // `slots` states for each of `tensors` tensors, all on one device.
-  Plan(size_t tensors, int slots, int device = kHost);
+  // `slots` states for each of `tensors` tensors, all on one device. With `masters` the last one is a master
+  // copy of the weight (see Mastered).
+  Plan(size_t tensors, int slots, int device = kHost, bool masters = false);
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
+  bool has_masters() const { return masters_; }
   int device() const { return device_; }
 
   // Takes note of tensor i's operands. Only addresses may differ from the last time for this to be cheap.
@@ -154,6 +156,7 @@ class Plan {
   void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);
 
   int slots_, device_;
+  bool masters_;
   bool stale_ = true;
   bool weights_moved_ = true;
   uint64_t operands_version_ = 1, grads_version_ = 1;

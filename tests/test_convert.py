@@ -130,7 +130,7 @@ def test_groups_keep_their_options():
     weights, theirs = grouped(lr=0.125, eps=1e-3, amsgrad=True, foreach=True)
     train(theirs, weights, [1])
     ours = fusedstep.convert(theirs)
-    chosen = {"foreach": None, "fused": None, "state_dtype": None}
+    chosen = {"foreach": None, "fused": None, "state_dtype": None, "master_weights": False}
     for group, expected in zip(ours.param_groups, theirs.param_groups, strict=True):
         assert group == expected | chosen
     assert ours.defaults == theirs.defaults | chosen
@@ -536,18 +536,25 @@ def test_import_takes_our_optimizers_only():
         fusedstep.import_state_dict(theirs, theirs.state_dict())
 
 
-@pytest.mark.parametrize(
-    ("name", "attributes", "text"),
-    [
-        ("apex-adam", {"master_weights": True}, "master_weights=True has no counterpart"),
-        ("apex-adagrad", {"adagrad_w_mode": 1}, "adagrad_w_mode=True has no counterpart"),
-    ],
-)
-def test_refuses_relatives_with_another_formula(name, attributes, text):
-    case = ROW[name.removeprefix("apex-")]
-    _, other = foreign(case, name)
-    vars(other).update(attributes)
-    with pytest.raises(ValueError, match=text):
+def test_master_weights_of_apex_go_on():
+    case = ROW["adam"]
+    params, ours = run(case, SHAPES, torch.bfloat16, steps=3, master_weights=True)
+    _, whole = run(case, SHAPES, torch.bfloat16, steps=6, master_weights=True)
+    masters = [ours.state[param].pop("master_param") for param in params]
+    other = dressed(
+        ours,
+        *LAYOUTS["apex-adam"],
+        adam_w_mode=0,
+        master_weights=True,
+        param_groups_master=[{"params": masters}],
+    )
+    assert_same_contents(steps_on(fusedstep.convert(other), params), contents(whole))
+
+
+def test_refuses_a_relative_with_another_formula():
+    _, other = foreign(ROW["adagrad"], "apex-adagrad")
+    other.adagrad_w_mode = 1
+    with pytest.raises(ValueError, match="adagrad_w_mode=True has no counterpart"):
         fusedstep.convert(other)
 
 

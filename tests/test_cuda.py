@@ -69,11 +69,10 @@ def test_same_bits_as_on_the_cpu_over_100_steps(case, dtype):
 
 
 @needs_cuda
+@pytest.mark.parametrize("options", [{"state_dtype": torch.float32}, {"master_weights": True}])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_bits_with_states_of_another_dtype(case):
-    optimizer, params, twin_optimizer, twins = subjects(
-        case, torch.bfloat16, state_dtype=torch.float32
-    )
+def test_same_bits_with_states_of_another_dtype(case, options):
+    optimizer, params, twin_optimizer, twins = subjects(case, torch.bfloat16, **options)
     for step in range(1, 4):
         set_gradients(params, twins, step)
         optimizer.step()

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cases import PLAIN
+from fusedstep import optim
 from layouts import Layout
 from stepping import (
     Reference,
@@ -112,6 +113,21 @@ def test_lamb_has_a_trust_ratio():
         moves.append((scale - param).mean().item())
     # The update is all ones: the ratio of the norms is the value of the weight.
     assert moves == pytest.approx([case.lr, 8 * case.lr], rel=1e-4)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_small_moves_of_a_bf16_weight_add_up(fused):
+    """torch's AdamW rounds a weight of 1 back to 1 at each of 200 steps of 1e-3."""
+    weights = [torch.ones(100, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    params = as_parameters(weights)
+    optimizer = optim.AdamW(params, lr=1e-3, master_weights=True, fused=fused)
+    for _ in range(200):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    moved, expected = params
+    assert expected[0].item() == pytest.approx(0.8, abs=2e-3)  # the decay takes the rest
+    assert_same_bits(moved, expected.to(torch.bfloat16), "weight")
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

@@ -97,11 +97,12 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    own = ("state_dtype", inspect.Parameter.KEYWORD_ONLY, None)
-    assert described[0] == [*described[1], own]
+    own = {"state_dtype": None, "master_weights": False}
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    assert described[0] == [*described[1], *((name, keyword, own[name]) for name in own)]
     assert all(case.namesake is theirs for case in rows_of(name))
     param = [torch.zeros(3, requires_grad=True)]
-    assert ours(param).defaults == theirs(param).defaults | {"state_dtype": None}
+    assert ours(param).defaults == theirs(param).defaults | own
 
 
 def test_lamb_has_its_papers_defaults():
@@ -125,6 +126,7 @@ def test_lamb_has_its_papers_defaults():
         "fused": None,
         "keep_grad": False,
         "state_dtype": None,
+        "master_weights": False,
     }
     positional = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == ["params", "lr", "betas", "eps", "weight_decay"]

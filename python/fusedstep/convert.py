@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fusedstep import _twin, optim
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._imperative import MASTER
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
 _CHOICES = ("foreach", "fused")
@@ -70,6 +71,10 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
         >>> ...  # train on
     """
     cls = _counterpart(optimizer)
+    masters = None
+    if getattr(optimizer, "master_weights", False):  # apex's, which may have taken no step yet
+        overrides = {"master_weights": True} | overrides
+        masters = getattr(optimizer, "param_groups_master", None)
     accepted = inspect.signature(cls).parameters
     defaults = {
         name: value
@@ -85,6 +90,10 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
         _translated(group, [optimizer.state.get(p, {}) for p in group["params"]], cls)
         for group in optimizer.param_groups
     ]
+    for group, members in zip(masters, states, strict=True) if masters else ():
+        for master, state in zip(group["params"], members, strict=True):
+            if state:
+                state[MASTER] = master.detach()
     _give_states(converted, states)
     return converted
 
@@ -176,8 +185,6 @@ def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
 
 
 def _adam(optimizer: Optimizer) -> type[Optimizer]:
-    if getattr(optimizer, "master_weights", False):
-        raise ValueError("the optimizer's master_weights=True has no counterpart here")
     return optim.AdamW if optimizer.adam_w_mode else optim.Adam
 
 
@@ -327,6 +334,7 @@ def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:
     """A state as a weight's has to be; that of a 16-bit weight may be float32, or be asked to."""
     if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
         return value
-    wide = value.itemsize > 2 or group["state_dtype"] is torch.float32
+    asked = group["state_dtype"] is torch.float32 or group["master_weights"]
+    wide = value.itemsize > 2 or asked
     is_small = weight.dtype in (torch.bfloat16, torch.float16)
     return value.to(weight.device, torch.float32 if wide and is_small else weight.dtype)

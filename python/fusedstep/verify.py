@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fusedstep import _ops, _twin
 from fusedstep.optim import _dtensor
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._imperative import MASTER, value_of
 
 
 def verify(
@@ -270,6 +271,8 @@ class _Watch:
             for p, weight in copies.items():
                 found = {"weight": weight, **twin.state.get(weight, {})}
                 before = {"weight": p, **optimizer.state.get(p, {})}
+                if MASTER in before:  # in double nothing is rounded from it
+                    found[MASTER] = weight
                 expected = call.expected.setdefault(p, {})
                 for what, value in found.items():
                     if not _is_inexact(value):
@@ -324,14 +327,16 @@ def _copy_of(
     copies, states = {}, {}
     groups = [group["params"] for group in optimizer.param_groups]
     for p in dict.fromkeys(p for params in groups for p in params):
-        twin = copies[p] = copied(p.detach())
+        state = optimizer.state.get(p, {})
+        has_copy = copied is _in_double and MASTER in state
+        twin = copies[p] = copied(value_of(p, state[MASTER]) if has_copy else p.detach())
         if p.grad is not None:
             twin.grad = p.grad.detach().to(twin.dtype, copy=True)
             twin.grad *= 1 + units * torch.finfo(p.dtype).eps
         units = -units
         states[twin] = {
             name: copied(value) if _is_inexact(value) else copy.deepcopy(value)
-            for name, value in optimizer.state.get(p, {}).items()
+            for name, value in state.items()
         }
     groups = [[copies[p] for p in params] for params in groups]
     return _twin.imperative_twin(optimizer, groups, states), copies

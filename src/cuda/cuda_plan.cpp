@@ -63,6 +63,7 @@ struct Class {
 struct Group {
   Class of;
   int64_t first, last;
+  bool one_chunk;  // each tensor has
 };
 
 // The lists in device memory, one behind another.
@@ -343,8 +344,11 @@ class CudaPlan final : public DevicePlan {
     known.groups.clear();
     for (size_t c = 0; c < chunks.size(); ++c) {
       const auto position = static_cast<int64_t>(c);
-      if (known.groups.empty() || known.groups.back().of != of(chunks[c]))
-        known.groups.push_back({of(chunks[c]), position, 0});
+      if (known.groups.empty() || known.groups.back().of != of(chunks[c])) {
+        known.groups.push_back({of(chunks[c]), position, 0, true});
+      } else if (chunks[c].chunk.tensor == chunks[c - 1].chunk.tensor) {
+        known.groups.back().one_chunk = false;
+      }
       known.groups.back().last = position + 1;
     }
     upload(known.tables.chunks, chunks);
@@ -460,7 +464,7 @@ class CudaPlan final : public DevicePlan {
       for (const Group& group : grads_->groups) {
         if (!among(group)) continue;
         select(launch, group);
-        pass(kernels_of(group));
+        pass(kernels_of(group), group);
       }
     };
     const auto in_words = [](const Group& group) { return group.of.access == kInWords; };
@@ -480,14 +484,14 @@ class CudaPlan final : public DevicePlan {
       both.waiting = tables_.waiting;
       both.queue = tables_.queue;
       both.device = device_;
-      for_groups(in_words, [&](const PassKernels& kernels) {
+      for_groups(in_words, [&](const PassKernels& kernels, const Group& group) {
         both.pass = launch;
-        kernels.two_phases(both);
+        (group.one_chunk ? kernels.one_chunk : kernels.two_phases)(both);
       });
       if (std::ranges::any_of(grads_->groups, by_element)) {
-        for_groups(by_element, [&](const PassKernels& kernels) { kernels.accumulate(launch); });
+        for_groups(by_element, [&](const PassKernels& kernels, auto&) { kernels.accumulate(launch); });
         rules.ratio(ratio_launch(plan, rule, launch.stream));
-        for_groups(by_element, [&](const PassKernels& kernels) {
+        for_groups(by_element, [&](const PassKernels& kernels, auto&) {
           (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
         });
       }

@@ -11,8 +11,8 @@
 namespace fusedstep::ops {
 namespace {
 
-int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& steps) {
-  return register_plan(make_plan(weights, states, steps));
+int64_t plan_new(const Tensors& weights, const Tensors& states, const Tensors& steps, bool masters) {
+  return register_plan(make_plan(weights, states, steps, masters));
 }
 
 bool plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
@@ -87,7 +87,7 @@ std::vector<std::string> capabilities() {
 }
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
-  m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps) -> int");
+  m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps, bool masters=False) -> int");
   m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> bool");
   m.def("plan_device_inputs(int plan, Tensor? lr, Tensor? grad_factor, Tensor? found_inf) -> ()");
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");

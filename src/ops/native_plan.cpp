@@ -168,7 +168,8 @@ void check(bool condition, const std::string& text) {
   if (!condition) throw std::runtime_error(text);
 }
 
-std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps) {
+std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps,
+                                      bool masters) {
   const size_t count = weights.size();
   if (count == 0) throw std::runtime_error("weights must not be empty");
   check(states.size() % count == 0 && states.size() / count <= kMaxStates,
@@ -182,7 +183,8 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
           "tensor " + std::to_string(i) +
               " of the list: the weight overlaps itself in memory (an expanded tensor?); clone() it first");
   }
-  auto native = std::make_unique<NativePlan>(states, steps, static_cast<int>(states.size() / count), device);
+  const int slots = static_cast<int>(states.size() / count);
+  auto native = std::make_unique<NativePlan>(states, steps, slots, device, masters);
   if (device != kHost) native->device = new_device_plan(device);
   return native;
 }
@@ -264,9 +266,10 @@ bool Rebinding::finish(bool look_at_states) {
 }
 
 void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
-  check(native.plan.slots() == rule.states, "the plan has " + std::to_string(native.plan.slots()) +
-                                                " states for each weight, the rule needs " +
-                                                std::to_string(rule.states));
+  const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
+  check(native.plan.slots() == states, "the plan has " + std::to_string(native.plan.slots()) +
+                                           " states for each weight, the rule needs " +
+                                           std::to_string(states));
   check(!native.counts.empty(), "the plan has not been bound");
   check(grads.use >= 0 && grads.use <= static_cast<int64_t>(GradUse::kClear),
         "grads must be from 0 to 3, not " + std::to_string(grads.use));

@@ -32,8 +32,8 @@ int num_threads();
 
 // A plan with the states that it updates. The states are held, so that their memory outlives the plan.
 struct NativePlan {
-  NativePlan(Tensors states, Tensors steps, int slots, int device)
-      : plan(steps.size(), slots, device), states(std::move(states)), steps(std::move(steps)) {}
+  NativePlan(Tensors states, Tensors steps, int slots, int device, bool masters)
+      : plan(steps.size(), slots, device, masters), states(std::move(states)), steps(std::move(steps)) {}
 
   Plan plan;
   std::unique_ptr<DevicePlan> device;  // null on the CPU
@@ -58,8 +58,10 @@ void drop_plan(int64_t handle);
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, const std::string& text);
 
-// A plan over these states. Throws std::runtime_error, naming the argument, if they do not fit together.
-std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps);
+// A plan over these states, of which the last may be `masters` (see Plan). Throws std::runtime_error, naming
+// the argument, if they do not fit together.
+std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps,
+                                      bool masters);
 // Takes note of where weights, gradients and states are. Throws std::runtime_error, naming the operand, if
 // they cannot be updated together. Returns false if a weight is on another device than the plan.
 bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
@@ -99,7 +101,8 @@ struct StepOperators<kRule> {
                          const Tensors& steps, const Tensor& options) {
     const double* values = numbers(options, kNumbers);
     const BoundRule rule = rule_of(values);
-    const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps);
+    const bool masters = states.size() == (rule.states + 1) * weights.size();
+    const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps, masters);
     check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
           "weights must all be on one device");
     take_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});

@@ -125,8 +125,11 @@ std::vector<Case> all_cases() {
   for (const RuleCase& rule : all_rules()) {
     std::vector<Case> of_rule;
     for (const DType dtype : kDTypes) of_rule.push_back({rule, dtype});
-    for (const DType dtype : {DType::kBFloat16, DType::kHalf})
-      of_rule.push_back({rule, dtype, DType::kFloat});
+    for (const bool has_master : {false, true}) {
+      for (const DType dtype : {DType::kBFloat16, DType::kHalf}) {
+        of_rule.push_back({rule, dtype, DType::kFloat, has_master});
+      }
+    }
     for (size_t format = 0; format < of_rule.size(); ++format) {
       if (!kSanitized || format % rule.flag_combinations == rule.flags) cases.push_back(of_rule[format]);
     }
@@ -142,7 +145,8 @@ std::vector<Case> two_phase_cases() {
 
 std::string name(const Case& test_case) {
   const std::string weight = test_case.rule.name + "_" + name(test_case.dtype);
-  return test_case.state_dtype == test_case.dtype ? weight : weight + "_" + name(test_case.state_dtype);
+  if (test_case.state_dtype == test_case.dtype) return weight;
+  return weight + "_" + name(test_case.state_dtype) + (test_case.has_master ? "_master" : "");
 }
 
 void PrintTo(const Case& test_case, std::ostream* out) { *out << name(test_case); }

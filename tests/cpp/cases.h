@@ -30,6 +30,10 @@ struct Case {
   RuleCase rule;
   DType dtype;
   DType state_dtype = dtype;
+  bool has_master = false;
+
+  int states() const { return rule.states + (has_master ? 1 : 0); }
+  Plan plan(size_t tensors, int device = kHost) const { return Plan(tensors, states(), device, has_master); }
 };
 
 inline constexpr DType kDTypes[] = {DType::kFloat, DType::kDouble, DType::kBFloat16, DType::kHalf};

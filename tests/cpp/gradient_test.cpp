@@ -90,7 +90,7 @@ TEST_P(GradientTest, SharedGradientsAreNotWritten) {
     tensors[1].grad.fill(3);
     Model separate(GetParam(), tensors);
     separate.step({.grad_factor = 0.5});
-    Plan plan(2, GetParam().rule.states);
+    Plan plan = GetParam().plan(2);
     TensorOperands second = tensors[1].operands();
     second.grad = tensors[0].grad.view();
     plan.bind(0, tensors[0].operands());

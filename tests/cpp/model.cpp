@@ -9,7 +9,7 @@ namespace fusedstep::test {
 
 Tensor::Tensor(const Case& test_case, const Sizes& sizes, const Forms& forms, uint64_t seed, int64_t margin)
     : weight(test_case.dtype, sizes, forms.weight, margin), grad(test_case.dtype, sizes, forms.grad, margin) {
-  for (int k = 0; k < test_case.rule.states; ++k) {
+  for (int k = 0; k < test_case.states(); ++k) {
     states.emplace_back(test_case.state_dtype, sizes, forms.states[k % forms.states.size()], margin);
     for (int64_t i = 0; i < weight.elements(); ++i) states.back().set(i, 0);
   }
@@ -36,7 +36,7 @@ std::vector<Tensor> dense_tensors(const Case& test_case, const Sizes& sizes) {
 }
 
 Model::Model(const Case& test_case, std::vector<Tensor> tensors)
-    : rule_(test_case.rule), tensors_(std::move(tensors)), plan_(tensors_.size(), rule_.states) {}
+    : rule_(test_case.rule), tensors_(std::move(tensors)), plan_(test_case.plan(tensors_.size())) {}
 
 void Model::step(const StepOptions& options) { step(count_ + 1, options); }
 

@@ -108,7 +108,7 @@ TEST(PlanTest, RefusesAFreshBadTensorToo) {
 
 // A step of `now` by a plan that was made for `before` and has stepped it.
 void expect_noticed(const Case& case_before, Tensor before, const Case& case_now, Tensor now) {
-  Plan plan(1, case_now.rule.states);
+  Plan plan = case_now.plan(1);
   const double first = 1, second = 2;
   before.grad.fill(5);
   plan.bind(0, before.operands());
@@ -272,7 +272,7 @@ TEST_P(TwoPhaseTest, SharedGradientsAreReadByBoth) {
   Model separate(GetParam(), tensors);
   separate.step({.grads = GradUse::kLeave});
 
-  Plan plan(2, GetParam().rule.states);
+  Plan plan = GetParam().plan(2);
   TensorOperands second = tensors[1].operands();
   second.grad = tensors[0].grad.view();
   plan.bind(0, tensors[0].operands());

@@ -22,7 +22,7 @@ class RowsTest : public testing::TestWithParam<Case> {
     Forms forms = table.forms;
     if (forms.grad.strides.empty()) forms.grad = dense(table.sizes);
     Tensor sparse(GetParam(), table.sizes, forms, /*seed=*/7, /*margin=*/64);
-    Plan plan(1, GetParam().rule.states), dense_plan(1, GetParam().rule.states);
+    Plan plan = GetParam().plan(1), dense_plan = GetParam().plan(1);
     uint64_t step = 0;
     for (const StepOptions& options : steps) {
       ++step;
@@ -100,12 +100,12 @@ void step(Plan& plan) {
 // One plan over gradients of every kind and number of rows in turn, beside a new plan for each.
 TEST(RowsPlanTest, GradientsMayBeSparseAtOneStepAndDenseAtTheNext) {
   Tensor reused = table_tensor(), fresh = table_tensor();
-  Plan plan(1, elementwise_cases()[0].rule.states);
+  Plan plan = elementwise_cases()[0].plan(1);
   const std::vector<std::vector<int64_t>> steps = {{3, 1, 3}, {},   {0, 1, 2, 3}, {-1},
                                                    {9},       {-1}, {},           {4, 4, 5}};
   for (size_t i = 0; i < steps.size(); ++i) {
     SCOPED_TRACE(testing::Message() << "step " << i);
-    Plan new_plan(1, elementwise_cases()[0].rule.states);
+    Plan new_plan = elementwise_cases()[0].plan(1);
     const bool is_dense = steps[i] == std::vector<int64_t>{-1};
     for (auto [tensor, its_plan] : {std::pair{&reused, &plan}, {&fresh, &new_plan}}) {
       SparseGrad grad(DType::kFloat, kTable, 1, is_dense ? std::vector<int64_t>{} : steps[i], /*seed=*/i);
@@ -126,7 +126,7 @@ TEST(RowsPlanTest, GradientsMayBeSparseAtOneStepAndDenseAtTheNext) {
 TEST(RowsPlanTest, AnExpandedGradientIsNotTakenForASparseOne) {
   Tensor tensor(elementwise_cases()[0], kTable, {dense(kTable), expanded(kTable, {0}), {dense(kTable)}}, 1);
   Tensor expected = tensor;
-  Plan plan(1, elementwise_cases()[0].rule.states), new_plan(1, elementwise_cases()[0].rule.states);
+  Plan plan = elementwise_cases()[0].plan(1), new_plan = elementwise_cases()[0].plan(1);
   SparseGrad none(DType::kFloat, kTable, 1, {}, /*seed=*/1);
   none.bind(plan, 0, tensor.operands());
   step(plan);
@@ -143,7 +143,7 @@ TEST(RowsPlanTest, TheNormIsThatOfTheSums) {
   Tensor tensor = table_tensor(), other = table_tensor();
   SparseGrad grad(DType::kFloat, kTable, 1, {3, 1, 3, 40, 3}, /*seed=*/1);
   grad.copy_to(other.grad);
-  Plan plan(1, elementwise_cases()[0].rule.states);
+  Plan plan = elementwise_cases()[0].plan(1);
   grad.bind(plan, 0, tensor.operands());
   sum_entries(plan, 1);
   double sum = 0;
@@ -156,7 +156,7 @@ TEST(RowsPlanTest, SparseGradientsAreNotWritten) {
     Tensor tensor = table_tensor(), other = table_tensor();
     SparseGrad grad(DType::kFloat, kTable, 1, {3, 1}, /*seed=*/1);
     grad.copy_to(other.grad);
-    Plan plan(1, elementwise_cases()[0].rule.states);
+    Plan plan = elementwise_cases()[0].plan(1);
     grad.bind(plan, 0, tensor.operands());
     run_step(plan, elementwise_cases()[0].rule.bound, std::vector<double>{1},
              {.grad_factor = 0.5, .grads = use});
@@ -171,7 +171,7 @@ TEST(RowsPlanTest, RowsOutsideOfTheTensorAreRefused) {
     Tensor tensor = table_tensor();
     const Tensor before = tensor;
     SparseGrad grad(DType::kFloat, kTable, 1, {3, 1, 7}, /*seed=*/1);
-    Plan plan(1, elementwise_cases()[0].rule.states);
+    Plan plan = elementwise_cases()[0].plan(1);
     grad.bind(plan, 0, tensor.operands());
     grad.index()[1] = outside;
     try {

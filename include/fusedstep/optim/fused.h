@@ -75,8 +75,8 @@ class Plan {
        const std::vector<torch::Tensor>& steps)
       : key_(key(weights, states, steps)) {
     static const auto op =
-        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList)>("fusedstep::plan_new");
-    handle_ = op.call(weights, states, steps);
+        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList, bool)>("fusedstep::plan_new");
+    handle_ = op.call(weights, states, steps, /*masters=*/false);
   }
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;

@@ -21,7 +21,7 @@ from fusedstep.optim._checks import check_operands, numeric
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
-from fusedstep.optim._imperative import ImperativeTwin
+from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
@@ -71,6 +71,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         "differentiable": False,
         "fused": None,
         "state_dtype": None,
+        "master_weights": False,
     }
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -124,7 +125,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         whole = self._plans.get((index, 0))
         if whole and same(weights, whole.weights):
             return [(weights, grads)]
-        return by_place(weights, grads)
+        return by_place(weights, grads, [self._has_master(group, p) for p in weights])
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -193,7 +194,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         for group in self.param_groups:
             for p, key in zip(group["params"], keys, strict=False):
                 saved = dictionary["state"].get(key, {})
-                for name in self._state_names(group) if p.dtype in _SIXTEEN_BITS else ():
+                for name in self._names_of(group, p) if p.dtype in _SIXTEEN_BITS else ():
                     value = saved.get(name)
                     if isinstance(value, Tensor) and value.itemsize > 2:
                         self._state[p][name] = value.to(p.device, torch.float32)
@@ -224,26 +225,29 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     @torch.no_grad()
     def _create_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Gives a state to those weights that have none."""
-        names = self._state_names(group)
-        weights = [p for p in weights if not self._state[p].keys() >= {"step", *names}]
+        weights = [
+            p for p in weights if not self._state[p].keys() >= {"step", *self._names_of(group, p)}
+        ]
         value = self._initial_value(group)
         for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
             state = self._state[p]
             state.setdefault("step", _new_step(p, group))
             if name not in state:
-                if value != 0:
+                if value != 0 and name != MASTER:
                     tensor.fill_(complex(value, value) if p.is_complex() else value)
                 state[name] = tensor
+            elif self._has_master(group, p):  # which came later: no state is narrower than it
+                state[name] = state[name].to(tensor.dtype)
 
     @torch.no_grad()
     def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        names = self._state_names(group)
         weights = [
             p
             for p in weights
             if all(
-                name in self._state[p] and self._state[p][name].shape == p.shape for name in names
+                name in self._state[p] and self._state[p][name].shape == p.shape
+                for name in self._names_of(group, p)
             )
         ]
         for p in weights:
@@ -255,10 +259,10 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         self, group: dict[str, Any], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
         """A zeroed tensor for each state of each weight."""
-        names = self._state_names(group)
-        wide = [self._has_wide_states(group, p) for p in weights]
-        for some_wide in set(wide):
-            some = [p for p, is_wide in zip(weights, wide, strict=True) if is_wide is some_wide]
+        kinds = [(self._has_wide_states(group, p), self._names_of(group, p)) for p in weights]
+        for kind in dict.fromkeys(kinds):
+            some_wide, names = kind
+            some = [p for p, its_kind in zip(weights, kinds, strict=True) if its_kind == kind]
             if native:
                 shards = [_dtensor.local(p) for p in some]
                 tensors = torch.ops.fusedstep.new_states(shards, len(names), some_wide)
@@ -273,11 +277,20 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
-        if weight.dtype not in _SIXTEEN_BITS:
-            return False
+        if weight.dtype not in _SIXTEEN_BITS or group["master_weights"]:
+            return weight.dtype in _SIXTEEN_BITS
         state = self._state.get(weight, {})
         dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
         return (dtypes or [group["state_dtype"]])[0] is torch.float32
+
+    def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Whether what is updated is a float32 copy, which the weight is rounded from."""
+        return group["master_weights"] and weight.dtype in _SIXTEEN_BITS
+
+    def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        """Names of the states of the weight's shape, in the order of a plan."""
+        names = self._state_names(group)
+        return (*names, MASTER) if self._has_master(group, weight) else names
 
     # The choice of code
 
@@ -331,7 +344,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Plan | None:
         """The native plan of a group's weights; None where the imperative twin updates them."""
-        names = self._state_names(group)
+        names = self._names_of(group, weights[0])
         plan = self._plans.get(place)
         if (
             plan
@@ -355,7 +368,8 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         if not native:
             return None
         self._count_together(weights)
-        plan = Plan(weights, [self._state[p] for p in weights], names, sparse)
+        has_masters = self._has_master(group, weights[0])
+        plan = Plan(weights, [self._state[p] for p in weights], names, has_masters, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan

@@ -35,7 +35,8 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
     for index, group, weights in work:
         grads = [p.grad for p in weights]
         states = [optimizer._state[p] for p in weights]
-        slots = [state[slot] for slot in optimizer._state_names(group) for state in states]
+        names = optimizer._names_of(group, weights[0])
+        slots = [state[name] for name in names for state in states]
         steps = [state["step"] for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)
@@ -81,6 +82,8 @@ def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
     if not all(p.is_cpu for p in weights):
         return False
     if owner._obstacle(weights) or any(map(is_dtensor, weights)) or _is_edited_in_graph(group):
+        return False
+    if len({owner._has_master(group, p) for p in weights}) > 1:
         return False
     owner._create_states(group, weights)
     return all(torch.is_tensor(owner._state[p]["step"]) for p in weights)

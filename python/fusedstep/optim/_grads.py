@@ -28,10 +28,10 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def by_place(
-    weights: list[Tensor], grads: list[Tensor]
+    weights: list[Tensor], grads: list[Tensor], kinds: list[bool]
 ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-    """The same, by themselves those of each device that are spread over processes alike."""
-    places = [(p.device, spread_of_sums(p)) for p in weights]
+    """The same, by themselves those of a kind and device that are spread over processes alike."""
+    places = [(p.device, spread_of_sums(p), kind) for p, kind in zip(weights, kinds, strict=True)]
     if len(set(places)) == 1:
         return [(weights, grads)]
     parts = {place: ([], []) for place in places}

@@ -9,6 +9,14 @@ from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable
 
+#: The state that a weight's master copy is.
+MASTER = "master_param"
+
+
+def value_of(weight: Tensor, master: Tensor) -> Tensor:
+    """What a weight was rounded from; itself where it has been changed since."""
+    return torch.where(master.to(weight.dtype) == weight, master, weight.float())
+
 
 class ImperativeTwin:
     """What steps weights where no native kernel does."""
@@ -30,17 +38,16 @@ class ImperativeTwin:
         state = self._state[weight]
         if group["maximize"]:
             grad = -grad
-        if weight.is_complex():
+        if weight.is_complex():  # and has no master copy
+            group = group | {"master_weights": False}
             state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
             weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
 
+        wide = self._widened(group, weight, state)
+        grad = grad.to(wide.dtype)
         if not (group["differentiable"] or group.get("capturable")):
-            if self._has_wide_states(group, weight):
-                wide = weight.float()
-                self._imperative(group, wide, grad.float(), state)
-                weight.copy_(wide)
-            else:
-                self._imperative(group, weight, grad, state)
+            self._imperative(group, wide, grad, state)
+            self._write_back(group, weight, wide, state)
             return
 
         if group["differentiable"] and state["step"].requires_grad:
@@ -48,7 +55,24 @@ class ImperativeTwin:
         if group.get("capturable"):
             check_capturable(weight, state["step"], group)
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
-        copies = {name: tensor.clone() for name, tensor in state.items()}
-        weight.copy_(self._traceable(group, weight.clone(), grad, copies))
+        copies = {name: tensor.clone() for name, tensor in state.items() if name != MASTER}
+        new = self._traceable(group, wide.clone(), grad, copies)
         for name, tensor in copies.items():
             state[name].copy_(tensor)
+        self._write_back(group, weight, new, state)
+
+    def _widened(self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """What is updated in the place of a weight: itself or, in float32, its value."""
+        if not self._has_wide_states(group, weight):
+            return weight
+        if not self._has_master(group, weight):
+            return weight.float()
+        return value_of(weight, state[MASTER])
+
+    def _write_back(
+        self, group: dict[str, Any], weight: Tensor, wide: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if wide is not weight:
+            weight.copy_(wide)
+            if self._has_master(group, weight):
+                state[MASTER].copy_(wide)

@@ -51,6 +51,7 @@ class Plan:
         weights: list[Tensor],
         states: list[dict[str, Tensor]],
         names: tuple[str, ...],
+        has_masters: bool,
         had_sparse: bool,
     ) -> None:
         self.names = names
@@ -63,7 +64,7 @@ class Plan:
         steps = [state["step"] for state in states]
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
-        self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps)
+        self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
         weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
 
     @property

@@ -68,6 +68,10 @@ class Adam(FusedOptimizer):
             is True (default: None)
         state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
             float16 weights; None keeps all states in the weight's dtype (default: None)
+        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
+            state ``master_param`` and update that, so that moves too small for the weight's dtype
+            add up; the weight is the copy rounded, and its states are float32. A weight that is
+            changed otherwise is taken as it is then (default: False)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
 
@@ -114,6 +118,7 @@ class Adam(FusedOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
     ) -> None:
         check_lr(lr, foreach=foreach, capturable=capturable)
         check_eps(eps)
@@ -132,6 +137,7 @@ class Adam(FusedOptimizer):
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
             "state_dtype": state_dtype,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

@@ -59,6 +59,10 @@ class AdamW(Adam):
             is True (default: None)
         state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
             float16 weights; None keeps all states in the weight's dtype (default: None)
+        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
+            state ``master_param`` and update that, so that moves too small for the weight's dtype
+            add up; the weight is the copy rounded, and its states are float32. A weight that is
+            changed otherwise is taken as it is then (default: False)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -95,6 +99,7 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
     ) -> None:
         super().__init__(
             params,
@@ -110,6 +115,7 @@ class AdamW(Adam):
             fused=fused,
             decoupled_weight_decay=True,
             state_dtype=state_dtype,
+            master_weights=master_weights,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -81,6 +81,10 @@ class Adan(FusedOptimizer):
             then runs without native kernels (default: False)
         state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
             float16 weights; None keeps all states in the weight's dtype (default: None)
+        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
+            state ``master_param`` and update that, so that moves too small for the weight's dtype
+            add up; the weight is the copy rounded, and its states are float32. A weight that is
+            changed otherwise is taken as it is then (default: False)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -125,6 +129,7 @@ class Adan(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
     ) -> None:
         if not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid Max grad norm: {max_grad_norm}")
@@ -147,6 +152,7 @@ class Adan(FusedOptimizer):
             "capturable": capturable,
             "differentiable": differentiable,
             "state_dtype": state_dtype,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 

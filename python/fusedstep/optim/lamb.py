@@ -130,6 +130,10 @@ class Lamb(FusedOptimizer):
             is True (default: None)
         state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
             float16 weights; None keeps all states in the weight's dtype (default: None)
+        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
+            state ``master_param`` and update that, so that moves too small for the weight's dtype
+            add up; the weight is the copy rounded, and its states are float32. A weight that is
+            changed otherwise is taken as it is then (default: False)
         keep_grad (bool, optional): leave ``.grad`` as it was (default: False)
 
     Raises:
@@ -181,6 +185,7 @@ class Lamb(FusedOptimizer):
         fused: bool | None = None,
         keep_grad: bool = False,
         state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
     ) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {variant!r}")
@@ -223,6 +228,7 @@ class Lamb(FusedOptimizer):
             "fused": fused,
             "keep_grad": keep_grad,
             "state_dtype": state_dtype,
+            "master_weights": master_weights,
         }
         super().__init__(params, defaults)
 
@@ -250,7 +256,7 @@ class Lamb(FusedOptimizer):
         begun = []
         for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
             for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
-                wide = weight.float() if self._has_wide_states(group, weight) else weight
+                wide = self._widened(group, weight, self._state[weight])
                 grad = (-grad if group["maximize"] else grad).to(wide.dtype)
                 update, lr = self._direction(group, wide, grad, self._state[weight])
                 begun.append((group, weight, wide, update, lr))
@@ -259,8 +265,7 @@ class Lamb(FusedOptimizer):
             begun, found[::2], found[1::2], strict=True
         ):
             _apply(group, wide, update, lr, *pair)
-            if wide is not weight:
-                weight.copy_(wide)
+            self._write_back(group, weight, wide, self._state[weight])
         super()._imperative_groups(
             [part for part, is_apart in zip(groups, apart, strict=True) if not is_apart]
         )

@@ -25,7 +25,7 @@ class CudaRowsTest : public testing::TestWithParam<Case> {
   }
   Plan new_plan(size_t tensors, int device) {
     if (device == kDevice) device_ = new_device_plan(kDevice);
-    return Plan(tensors, GetParam().rule.states, device);
+    return GetParam().plan(tensors, device);
   }
   SparseGrad grad(const Table& table, const std::vector<int64_t>& rows, uint64_t seed) const {
     return SparseGrad(GetParam().dtype, table.sizes, table.dims, rows, seed);

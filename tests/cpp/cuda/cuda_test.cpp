@@ -205,6 +205,34 @@ TEST_P(CudaTest, FollowsWhatMoves) {
   compare(4);
 }
 
+class CudaTwoPhaseTest : public CudaTest {};
+
+// They go through both phases by themselves; with a larger one among them all go as that does.
+TEST_P(CudaTwoPhaseTest, TensorsOfOneChunk) {
+  for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+    SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
+    forget_device();
+    const std::vector<Tensor> tensors = dense_tensors(GetParam(), {0, 1, 3, 16, 127, 129, 1000, 4096});
+    Model actual(GetParam(), tensors), expected(GetParam(), tensors);
+    for (const double count : {1.0, 2.0}) {
+      const std::vector<double> counts(tensors.size(), count);
+      const StepOptions options{.grad_factor = 0.75, .grads = grads};
+      for (Model* model : {&actual, &expected}) model->fill_grads(static_cast<uint64_t>(count));
+      step_cuda(actual, counts, options);
+      step_cpu(expected, counts, options);
+      expect_same(actual, expected, grads);
+      if (HasFatalFailure()) return;
+    }
+    std::vector<float> steps(tensors.size(), 2);
+    std::vector<float*> places;
+    for (float& step : steps) places.push_back(&step);
+    const float found_inf = 1;
+    device().step_counted(actual.plan(), actual.rule().bound, places, {.grads = grads},
+                          {.found_inf = &found_inf});
+    expect_same(actual, expected, grads);
+  }
+}
+
 class CudaLayoutTest : public CudaTest {};
 
 // A rule of each family, in each format.
@@ -213,7 +241,7 @@ std::vector<Case> cases_of_families() {
   for (const Case& each : all_cases()) {
     const auto alike = [&](const Case& other) {
       return other.rule.two_phase == each.rule.two_phase && other.dtype == each.dtype &&
-             other.state_dtype == each.state_dtype;
+             other.state_dtype == each.state_dtype && other.has_master == each.has_master;
     };
     if (std::ranges::none_of(found, alike)) found.push_back(each);
   }
@@ -242,6 +270,8 @@ TEST_P(CudaLayoutTest, SameBitsAsOnTheCpu) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Families, CudaLayoutTest, testing::ValuesIn(cases_of_families()),
+                         [](const auto& info) { return name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Rules, CudaTwoPhaseTest, testing::ValuesIn(two_phase_cases()),
                          [](const auto& info) { return name(info.param); });
 INSTANTIATE_TEST_SUITE_P(Rules, CudaTest, testing::ValuesIn(all_cases()),
                          [](const auto& info) { return name(info.param); });

@@ -92,9 +92,9 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream, const 
 }
 
 template <class... Parameters, class... Arguments>
-void launch_controlled(void (*kernel)(Parameters...), int64_t blocks, size_t, Stream,
-                       const Arguments&... arguments) {
-  emulator::run(blocks, kThreads + kWarp, [&] { kernel(arguments...); });
+void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t, Stream,
+                        const Arguments&... arguments) {
+  emulator::run(blocks, threads, [&] { kernel(arguments...); });
 }
 
 // Fewer places than the tests' tensors have chunks: some have to do without.
