@@ -44,6 +44,7 @@ struct Operands {
     grad = static_cast<Stored*>(gradient.data);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(task.data[kFirstState + k]);
+    wait_for_kernel_before();  // which may have prepared them
     // Number by number: as bytes they would be read one by one.
     using Numbers = decltype(scalars);
     scalars = launch.scalars_of_tensor != nullptr
@@ -247,7 +248,7 @@ __global__ void __launch_bounds__(kThreads, kResident<kAccess, Body>)
 
 template <Access kAccess, class Body>
 void launch_last_pass(const Launch& launch) {
-  launch_blocks(last_pass<kAccess, Body>, launch.chunk_count * kParts<kAccess, Body>, launch.stream, launch);
+  launch_blocks(last_pass<kAccess, Body>, launch.chunk_count * kParts<kAccess, Body>, launch.queue, launch);
 }
 
 template <Access kAccess, class Rule, class Weight, class State>

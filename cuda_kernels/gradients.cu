@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ L
 template <class Stored>
 void launch_sum(Access access, const Launch& launch) {
   const auto kernel = access == kInWords ? sum_kernel<kInWords, Stored> : sum_kernel<kByElement, Stored>;
-  launch_blocks(kernel, launch.chunk_count, launch.stream, launch);
+  launch_blocks(kernel, launch.chunk_count, launch.queue, launch);
 }
 
 __global__ void __launch_bounds__(kThreads) add_kernel(const double* partials, int64_t count, double* sum) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) index_kernel(const __grid_constant__
 }  // namespace
 
 void check_indices(const IndexLaunch& launch) {
-  launch_blocks(index_kernel, launch.tensor_count * kIndexBlocks, launch.stream, launch);
+  launch_blocks(index_kernel, launch.tensor_count * kIndexBlocks, Queue{launch.stream}, launch);
 }
 
 void sum_grad_chunks(Format format, Access access, const Launch& launch) {
@@ -134,7 +134,7 @@ void sum_grad_chunks(Format format, Access access, const Launch& launch) {
 }
 
 void add_chunks(const double* partials, int64_t count, double* sum, Stream stream) {
-  launch_blocks(add_kernel, 1, stream, partials, count, sum);
+  launch_blocks(add_kernel, 1, Queue{stream}, partials, count, sum);
 }
 
 }  // namespace fusedstep::cuda

@@ -52,6 +52,7 @@ constexpr RuleKernels formats_of() {
 template <template <unsigned> class Rule>
 __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   using R = Rule<0>;  // scalars do not depend on the flags
+  let_next_kernel_begin();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   if (threadIdx.x >= kWarp || i >= launch.tensor_count || left_out(launch.found_inf)) return;
   typename R::Hyper hyper;
@@ -71,7 +72,7 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
 template <template <unsigned> class Rule>
 void launch_prepare(const PrepareLaunch& launch) {
   const int64_t blocks = (launch.tensor_count + kWarp - 1) / kWarp;
-  launch_blocks(prepare_kernel<Rule>, blocks, launch.stream, launch);
+  launch_blocks(prepare_kernel<Rule>, blocks, Queue{launch.stream}, launch);
 }
 
 template <template <unsigned> class Rule, unsigned... kFlags>

@@ -15,6 +15,13 @@ namespace fusedstep::cuda {
 
 using Stream = CUstream_st*;
 
+// Where a kernel is launched. An `early` one may begin while the one before it is still at work, and waits
+// for that before it reads what it may have written (see wait_for_kernel_before).
+struct Queue {
+  Stream stream;
+  bool early = false;
+};
+
 // Bytes that a rule's hyper-parameters have, or its scalars for a step.
 constexpr size_t kHyperBytes = 128, kScalarsBytes = 128;
 
@@ -78,7 +85,7 @@ struct Launch {
   bool stores;       // whether gradients hold the update between two phases
   double* partials;  // [chunks][kPartials]: sums of squares of weight and update
   double* ratios;    // [tensors]
-  Stream stream;
+  Queue queue;
 };
 
 // How far a tensor is in a launch of both phases: chunks that have been added up, those that have been

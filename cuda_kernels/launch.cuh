@@ -19,10 +19,40 @@ struct Residents {
 };
 
 #if defined(__CUDACC__)
+// With so many threads, and `memory` bytes of shared memory that the kernel may be launched with.
 template <class... Parameters, class... Arguments>
-void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream stream,
+void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t memory,
+                        Queue queue, const Arguments&... arguments) {
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = static_cast<unsigned>(threads);
+  config.dynamicSmemBytes = memory;
+  config.stream = queue.stream;
+  config.attrs = &early;
+  config.numAttrs = queue.early ? 1 : 0;
+  cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Queue queue,
                    const Arguments&... arguments) {
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(arguments...);
+  launch_with_memory(kernel, blocks, kThreads, 0, queue, arguments...);
+}
+
+// Lets the next kernel on the stream begin, if it is an early one.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+// For what an early kernel reads that the one before writes.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 __device__ __forceinline__ float approximate_reciprocal(float x) {
@@ -40,13 +70,6 @@ __device__ __forceinline__ float approximate_inverse_root(float x) {
 __device__ __forceinline__ void* block_memory() {
   extern __shared__ uint4 bytes[];
   return bytes;
-}
-
-// With so many threads, and `memory` bytes of shared memory that the kernel may be launched with.
-template <class... Parameters, class... Arguments>
-void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t memory,
-                        Stream stream, const Arguments&... arguments) {
-  kernel<<<static_cast<unsigned>(blocks), threads, memory, stream>>>(arguments...);
 }
 
 // With `per_multiprocessor` blocks on each, and up to `most_slots` slots. The kernel may then be launched

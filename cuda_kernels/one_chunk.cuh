@@ -48,7 +48,7 @@ void launch_one_chunk(const TwoPhaseLaunch& launch) {
   constexpr size_t kHeldBytes = kChunkElements * sizeof(T);
   constexpr auto kKernel = one_chunk_kernel<Rule, kFlags, Weight, State>;
   residents_of<kKernel>(launch.device, /*per_multiprocessor=*/1, /*most_slots=*/1, kHeldBytes);
-  launch_with_memory(kKernel, launch.pass.chunk_count, kThreads, kHeldBytes, launch.pass.stream, launch);
+  launch_with_memory(kKernel, launch.pass.chunk_count, kThreads, kHeldBytes, launch.pass.queue, launch);
 }
 
 }  // namespace fusedstep::cuda

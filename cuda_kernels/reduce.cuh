@@ -107,7 +107,8 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
   __shared__ T found[kNorms][kTileElements + kLanes];  // padded: norms in banks of their own
   Tiles<Body> tiles(launch, chunk, memory);
   double total = 0;
-  for (bool has = tiles.enter(0, 1); has; has = tiles.advance()) {
+  for (int tile = 0; tiles.has(tile); ++tile) {
+    tiles.enter(tile);
     Body body = body_of_tensor;
     body.start_at(tiles.data());
     typename Tiles<Body>::At at[kTileBatch];
@@ -399,7 +400,7 @@ __global__ void __launch_bounds__(kThreads) ratio_kernel(const __grid_constant__
 
 template <class Rule, class Weight, class State>
 void launch_accumulate(const Launch& launch) {
-  launch_blocks(accumulate_kernel<Rule, Weight, State>, launch.chunk_count, launch.stream, launch);
+  launch_blocks(accumulate_kernel<Rule, Weight, State>, launch.chunk_count, launch.queue, launch);
 }
 
 template <Updates kUpdates, class Rule, class Weight, class State>
@@ -409,7 +410,7 @@ void launch_apply(const Launch& launch) {
 
 template <template <unsigned> class Rule>
 void launch_ratio(const RatioLaunch& launch) {
-  launch_blocks(ratio_kernel<Rule>, launch.tensor_count, launch.stream, launch);
+  launch_blocks(ratio_kernel<Rule>, launch.tensor_count, Queue{launch.stream}, launch);
 }
 
 }  // namespace fusedstep::cuda

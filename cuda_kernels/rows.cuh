@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) last_pass_of_rows(const __grid_const
 template <Access kAccess, class Rule, class Weight, class State>
 void launch_update_rows(const Launch& launch) {
   using Body = Update<Operands<Rule, Weight, State>>;
-  launch_blocks(last_pass_of_rows<kAccess, Body>, launch.chunk_count * kParts<kAccess, Body>, launch.stream,
+  launch_blocks(last_pass_of_rows<kAccess, Body>, launch.chunk_count * kParts<kAccess, Body>, launch.queue,
                 launch);
 }
 

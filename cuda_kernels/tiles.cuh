@@ -45,19 +45,14 @@ class Divisor {
 };
 
 // What the threads of a block share about a tile.
-template <int kOperands>
-struct TileShape {
+template <int kOperands, class T>
+struct TileMemory {
   void* data[kOperands];                          // its first element
   alignas(16) int shift[kTileBlocks][kOperands];  // from where its rows would be if it were one block
   int stride[kOperands][2];                       // to the next row, to the next column
   int rows, columns, elements;                    // of all its blocks
   Divisor by_rows, by_columns, by_block_rows;
   bool grad_crosses;
-};
-
-template <int kOperands, class T>
-struct TileMemory {
-  TileShape<kOperands> shape[2];  // of the tile that is worked on, and of the next
   T grad[kTileElements * 3 / 2];  // column by column, an odd number of places for each: in banks of their own
 };
 
@@ -71,38 +66,27 @@ class Tiles {
 
   // Borrows all three: what a thread keeps in registers should be its elements.
   __device__ Tiles(const Launch& launch, const Chunk& chunk, Memory& memory)
-      : launch_(launch),
-        chunk_(chunk),
-        layout_(launch.tensors[chunk.tensor].layout),
-        memory_(memory),
-        shape_(memory.shape) {}
+      : launch_(launch), chunk_(chunk), layout_(launch.tensors[chunk.tensor].layout), memory_(memory) {}
 
-  // Every `step`-th tile from `first` on, all threads of the block together:
-  //   for (bool has = tiles.enter(first); has; has = tiles.advance()) { ...; tiles.look_ahead(); ... }
-  // What comes next is found out while the tile's elements are on their way from memory.
-  __device__ __forceinline__ bool enter(int first, int step) {
-    tile_ = first;
-    step_ = step;
-    if (!has(tile_)) return false;
-    describe(tile_, *shape_);
+  __device__ bool has(int tile) const { return first_unit(tile) < chunk_.end; }
+
+  // For all threads of the block, when none is at a tile any more.
+  __device__ void enter(int tile) {
+    const int64_t first = first_unit(tile), left = chunk_.end - first;
+    const int units = left < units_per_tile() ? static_cast<int>(left) : units_per_tile();
+    if (!is_flat()) {
+      describe_blocks(first, units);
+    } else if (const int k = static_cast<int>(threadIdx.x); k < kOperands) {
+      describe_operand(k, first, 0, 1);
+      if (k == 0) describe(1, 1, units);
+    }
     __syncthreads();
-    return true;
-  }
-  __device__ __forceinline__ void look_ahead() const {
-    if (has(tile_ + step_)) describe(tile_ + step_, *other_shape());
-  }
-  __device__ __forceinline__ bool advance() {
-    tile_ += step_;
-    if (!has(tile_)) return false;
-    shape_ = other_shape();
-    __syncthreads();
-    return true;
   }
 
-  __device__ __forceinline__ int elements() const { return shape_->elements; }
-  __device__ __forceinline__ int columns() const { return shape_->columns; }
+  __device__ __forceinline__ int elements() const { return memory_.elements; }
+  __device__ __forceinline__ int columns() const { return memory_.columns; }
   // Where the tile starts in each operand: places are from there.
-  __device__ __forceinline__ void* const* data() const { return shape_->data; }
+  __device__ __forceinline__ void* const* data() const { return memory_.data; }
 
   // That of the gradient is by its own numbering.
   __device__ __forceinline__ At place(int element) const {
@@ -116,7 +100,7 @@ class Tiles {
 
   // Whether the gradient has a numbering of its own, and its elements in shared memory: by that numbering,
   // and by the others'.
-  __device__ __forceinline__ bool grad_crosses() const { return shape_->grad_crosses; }
+  __device__ __forceinline__ bool grad_crosses() const { return memory_.grad_crosses; }
   __device__ __forceinline__ T& own_grad(int element) const { return staged(by_column(element)); }
   __device__ __forceinline__ T& grad(int element) const { return staged(by_row(element)); }
 
@@ -124,11 +108,6 @@ class Tiles {
   struct Position {
     int row, column;
   };
-
-  using Shape = TileShape<kOperands>;
-
-  __device__ bool has(int tile) const { return first_unit(tile) < chunk_.end; }
-  __device__ Shape* other_shape() const { return shape_ == memory_.shape ? shape_ + 1 : memory_.shape; }
 
   __device__ bool is_flat() const { return layout_.sizes == nullptr; }
   __device__ int units_per_tile() const {
@@ -139,32 +118,22 @@ class Tiles {
   }
 
   __device__ __forceinline__ Position by_row(int element) const {
-    const int row = shape_->by_columns(element);
-    return {row, element - row * shape_->columns};
+    const int row = memory_.by_columns(element);
+    return {row, element - row * memory_.columns};
   }
   __device__ __forceinline__ Position by_column(int element) const {
-    const int column = shape_->by_rows(element);
-    return {element - column * shape_->rows, column};
+    const int column = memory_.by_rows(element);
+    return {element - column * memory_.rows, column};
   }
   __device__ __forceinline__ int offset(int k, const Position& at) const {
-    return shape_->shift[shape_->by_block_rows(at.row)][k] + at.row * shape_->stride[k][0] +
-           at.column * shape_->stride[k][1];
+    return memory_.shift[memory_.by_block_rows(at.row)][k] + at.row * memory_.stride[k][0] +
+           at.column * memory_.stride[k][1];
   }
   __device__ __forceinline__ T& staged(const Position& at) const {
-    return memory_.grad[at.column * (shape_->rows | 1) + at.row];
+    return memory_.grad[at.column * (memory_.rows | 1) + at.row];
   }
 
-  __device__ void describe(int tile, Shape& shape) const {
-    const int64_t first = first_unit(tile), left = chunk_.end - first;
-    const int units = left < units_per_tile() ? static_cast<int>(left) : units_per_tile();
-    if (!is_flat()) {
-      describe_blocks(shape, first, units);
-    } else if (const int k = static_cast<int>(threadIdx.x); k < kOperands) {
-      describe_operand(shape, k, first, 0, 1);
-      if (k == 0) describe_all(shape, 1, 1, units);
-    }
-  }
-  __device__ void describe_blocks(Shape& shape, int64_t first, int blocks) const {
+  __device__ void describe_blocks(int64_t first, int blocks) {
     for (int i = static_cast<int>(threadIdx.x); i < blocks * kOperands; i += kThreads) {
       const int block = i / kOperands, k = i % kOperands;
       const int64_t* const strides = layout_.strides + k * layout_.dims;
@@ -178,37 +147,36 @@ class Tiles {
         size = seek(layout_, at, [&](int dim, int64_t position) { offset += position * strides[dim]; });
       }
       const int64_t down = strides[layout_.dims - 2];
-      shape.shift[block][k] = block == 0 ? 0 : static_cast<int>(offset - of_first - block * size.rows * down);
+      memory_.shift[block][k] =
+          block == 0 ? 0 : static_cast<int>(offset - of_first - block * size.rows * down);
       if (block != 0) continue;
-      describe_operand(shape, k, offset, down, strides[layout_.dims - 1]);
-      if (k == 0) describe_all(shape, blocks, static_cast<int>(size.rows), static_cast<int>(size.columns));
+      describe_operand(k, offset, down, strides[layout_.dims - 1]);
+      if (k == 0) describe(blocks, static_cast<int>(size.rows), static_cast<int>(size.columns));
     }
   }
-  __device__ void describe_operand(Shape& shape, int k, int64_t start, int64_t down, int64_t along) const {
+  __device__ void describe_operand(int k, int64_t start, int64_t down, int64_t along) {
     void* const data =
         k == kGrad ? launch_.grads[chunk_.tensor].data : launch_.tensors[chunk_.tensor].data[k];
-    shape.data[k] = static_cast<char*>(data) + start * Body::element_size(k);
-    shape.shift[0][k] = 0;
-    shape.stride[k][0] = static_cast<int>(down);
-    shape.stride[k][1] = static_cast<int>(along);
+    memory_.data[k] = static_cast<char*>(data) + start * Body::element_size(k);
+    memory_.shift[0][k] = 0;
+    memory_.stride[k][0] = static_cast<int>(down);
+    memory_.stride[k][1] = static_cast<int>(along);
     const auto magnitude = [](int64_t stride) { return stride < 0 ? -stride : stride; };
-    if (k == kGrad) shape.grad_crosses = down != 0 && magnitude(down) < magnitude(along);
+    if (k == kGrad) memory_.grad_crosses = down != 0 && magnitude(down) < magnitude(along);
   }
-  static __device__ void describe_all(Shape& shape, int blocks, int rows, int columns) {
-    shape.rows = blocks * rows;
-    shape.columns = columns;
-    shape.elements = blocks * rows * columns;
-    shape.by_rows = Divisor(blocks * rows);
-    shape.by_columns = Divisor(columns);
-    shape.by_block_rows = Divisor(rows);
+  __device__ void describe(int blocks, int rows, int columns) {
+    memory_.rows = blocks * rows;
+    memory_.columns = columns;
+    memory_.elements = blocks * rows * columns;
+    memory_.by_rows = Divisor(blocks * rows);
+    memory_.by_columns = Divisor(columns);
+    memory_.by_block_rows = Divisor(rows);
   }
 
   const Launch& launch_;
   const Chunk& chunk_;
   const BlockLayout& layout_;
   Memory& memory_;
-  Shape* shape_;
-  int tile_ = 0, step_ = 1;
 };
 
 // Calls run(b, element) for the elements of a tile that a thread has.
@@ -246,7 +214,6 @@ __device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, 
     body.load_rest(at[b], read[b]);
     body.load_grad(at[b], read[b]);
   });
-  tiles.look_ahead();
   if (body.scales) {
     for_batch(tiles, [&](int b, int) { body.scale_grad(at[b], read[b].grad); });
   }

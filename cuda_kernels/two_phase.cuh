@@ -254,7 +254,7 @@ void launch_two_phases(const TwoPhaseLaunch& asked) {
   const Residents here = residents_of<kKernel>(launch.device, kTwoPhaseBlocks, kTwoPhaseSlots, kSlotBytes);
   launch.slots = here.slots;
   launch_with_memory(kKernel, std::min(here.blocks, launch.pass.chunk_count), kThreads + kWarp,
-                     here.slots * kSlotBytes, launch.pass.stream, launch);
+                     here.slots * kSlotBytes, launch.pass.queue, launch);
 }
 
 }  // namespace fusedstep::cuda

@@ -12,8 +12,8 @@ namespace fusedstep::cuda {
 constexpr int batch_of(int streams) { return streams > 2 ? 1 : 2; }
 
 // The blocks of threads that share a chunk in a pass without sums: small ones, so that all of the GPU is at
-// work to the end. In tiles each has two, of which the second is looked for while the first is on its way.
-constexpr int kTilesOfPart = 2;
+// work to the end. To start in tiles takes as long as one of them: each has several.
+constexpr int kTilesOfPart = 4;
 template <Access kAccess, class Body>
 constexpr int kParts = kChunkElements / (kAccess == kInWords
                                              ? kThreads * Body::kWidth * batch_of(Body::kReads)
@@ -57,8 +57,11 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
                                           bool clears_only) {
   __shared__ typename Tiles<Body>::Memory memory;
   Tiles<Body> tiles(launch, chunk, memory);
-  for (bool has = tiles.enter(part, kParts<kByElement, Body>); has; has = tiles.advance()) {
-    Body body(launch, chunk);
+  const Body of_tensor(launch, chunk);
+  for (int tile = part; tiles.has(tile); tile += kParts<kByElement, Body>) {
+    if (tile != part) __syncthreads();
+    tiles.enter(tile);
+    Body body = of_tensor;
     body.start_at(tiles.data());
     typename Tiles<Body>::At at[kTileBatch];
     find_places(tiles, at);
@@ -66,8 +69,6 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
       typename Body::template Read<1> read[kTileBatch];
       read_tile(body, tiles, at, read);
       for_batch(tiles, [&](int b, int) { body.work(at[b], read[b]); });
-    } else {
-      tiles.look_ahead();
     }
     if (body.clears) {
       for_batch(tiles, [&](int b, int) { body.template clear_grad<1>(at[b]); });

@@ -36,6 +36,14 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
+// Whether a kernel may begin before the one ahead of it has ended.
+bool can_start_early(int device) {
+  int capability = 0;
+  check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device),
+        "asking for a device");
+  return capability >= 9;
+}
+
 Hyper hyper_of(const BoundRule& rule) {
   static_assert(sizeof(Hyper) == BoundRule::kHyperBytes);
   Hyper hyper{};
@@ -125,7 +133,7 @@ struct Tables {
 
 class CudaPlan final : public DevicePlan {
  public:
-  explicit CudaPlan(int device) : device_(device) {}
+  explicit CudaPlan(int device) : device_(device), starts_early_(can_start_early(device)) {}
 
   void step(Plan& plan, const BoundRule& rule, std::span<const double> counts, const StepOptions& options,
             const DeviceInputs& inputs) override {
@@ -174,6 +182,7 @@ class CudaPlan final : public DevicePlan {
     table(rule.id).prepare(prepare);
     Launch launch = launch_of(options, inputs, stream);
     launch.scalars_of_tensor = tables_.scalars;
+    launch.queue.early = starts_early_;
     run(plan, rule, launch);
   }
 
@@ -430,7 +439,7 @@ class CudaPlan final : public DevicePlan {
     launch.use = options.grads == GradUse::kScale && as_it_is ? GradUse::kLeave : options.grads;
     launch.partials = tables_.partials;
     launch.ratios = tables_.ratios;
-    launch.stream = stream;
+    launch.queue.stream = stream;
     return launch;
   }
 
@@ -465,6 +474,7 @@ class CudaPlan final : public DevicePlan {
         if (!among(group)) continue;
         select(launch, group);
         pass(kernels_of(group), group);
+        launch.queue.early = false;
       }
     };
     const auto in_words = [](const Group& group) { return group.of.access == kInWords; };
@@ -476,6 +486,7 @@ class CudaPlan final : public DevicePlan {
         if (update == nullptr) throw std::runtime_error("this rule takes no sparse gradients on CUDA");
         select(launch, group);
         update(launch);
+        launch.queue.early = false;
       });
     } else {
       TwoPhaseLaunch both{};
@@ -490,7 +501,7 @@ class CudaPlan final : public DevicePlan {
       });
       if (std::ranges::any_of(grads_->groups, by_element)) {
         for_groups(by_element, [&](const PassKernels& kernels, auto&) { kernels.accumulate(launch); });
-        rules.ratio(ratio_launch(plan, rule, launch.stream));
+        rules.ratio(ratio_launch(plan, rule, launch.queue.stream));
         for_groups(by_element, [&](const PassKernels& kernels, auto&) {
           (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
         });
@@ -512,6 +523,7 @@ class CudaPlan final : public DevicePlan {
   }
 
   int device_;
+  bool starts_early_;                                  // a kernel, before another has ended
   uint64_t operands_version_ = 0, grads_version_ = 0;  // of what the device knows
   DeviceBytes memory_;
   size_t bytes_ = 0;

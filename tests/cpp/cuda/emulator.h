@@ -87,12 +87,12 @@ void __stcs(Word* to, Word word) {
 namespace fusedstep::cuda {
 
 template <class... Parameters, class... Arguments>
-void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Stream, const Arguments&... arguments) {
+void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, Queue, const Arguments&... arguments) {
   emulator::run(blocks, kThreads, [&] { kernel(arguments...); });
 }
 
 template <class... Parameters, class... Arguments>
-void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t, Stream,
+void launch_with_memory(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t, Queue,
                         const Arguments&... arguments) {
   emulator::run(blocks, threads, [&] { kernel(arguments...); });
 }
@@ -104,6 +104,9 @@ constexpr Residents kEmulated{3, 4};
 // quotient or a root would then be rounded to the wrong side.
 inline float approximate_reciprocal(float x) { return 1 / x; }
 inline float approximate_inverse_root(float x) { return static_cast<float>(1 / std::sqrt(double{x})); }
+
+inline void let_next_kernel_begin() {}
+inline void wait_for_kernel_before() {}
 
 inline void* block_memory() {
   alignas(kWordBytes) static std::byte bytes[kEmulated.slots * kChunkElements * sizeof(double)];
