@@ -37,25 +37,30 @@ struct Operands {
   T factor, scale;      // what the gradient is multiplied by as it is read; in memory, before
   bool scales, clears;  // whether it is so multiplied; whether it is zero in the end
 
-  __device__ Operands(const Launch& launch, const Chunk& chunk) {
+  // Without the scalars if the caller takes them later.
+  __device__ Operands(const Launch& launch, const Chunk& chunk, bool with_scalars = true) {
     const TensorTask& task = launch.tensors[chunk.tensor];
     const Grad& gradient = launch.grads[chunk.tensor];
     weight = static_cast<Stored*>(task.data[kWeight]);
     grad = static_cast<Stored*>(gradient.data);
 #pragma unroll
     for (int k = 0; k < kStates; ++k) state[k] = static_cast<State*>(task.data[kFirstState + k]);
-    wait_for_kernel_before();  // which may have prepared them
-    // Number by number: as bytes they would be read one by one.
-    using Numbers = decltype(scalars);
-    scalars = launch.scalars_of_tensor != nullptr
-                  ? *reinterpret_cast<const Numbers*>(launch.scalars_of_tensor[chunk.tensor].bytes)
-                  : *reinterpret_cast<const Numbers*>(launch.scalars.bytes);
-
     const double whole = launch.grad_factor * (launch.more_factor != nullptr ? *launch.more_factor : 1.0);
     scales = gradient.own && launch.use == GradUse::kScale;
     clears = gradient.own && launch.use == GradUse::kClear;
     scale = static_cast<T>(whole);
     factor = static_cast<T>(launch.sign * (scales ? 1.0 : whole));
+    if (with_scalars) take_scalars(launch, chunk);
+  }
+
+  // The kernel before this one may have prepared them: best when elements have been asked for.
+  __device__ __forceinline__ void take_scalars(const Launch& launch, const Chunk& chunk) {
+    wait_for_kernel_before();
+    // Number by number: as bytes they would be read one by one.
+    using Numbers = decltype(scalars);
+    scalars = launch.scalars_of_tensor != nullptr
+                  ? *reinterpret_cast<const Numbers*>(launch.scalars_of_tensor[chunk.tensor].bytes)
+                  : *reinterpret_cast<const Numbers*>(launch.scalars.bytes);
   }
 
   static __device__ int element_size(int operand) {
@@ -229,9 +234,9 @@ __device__ __forceinline__ void go_over_part(const Launch& launch, const Chunk& 
     for_tiles<Body>(launch, of_plan, part, clears_only);
   } else {
     const Chunk chunk = of_plan;
-    const Body body(launch, chunk);
+    Body body(launch, chunk, /*with_scalars=*/false);
     if (!clears_only) {
-      for_words(body, chunk, part);
+      for_words(body, chunk, part, [&] { body.take_scalars(launch, chunk); });
     } else if (body.clears) {
       for_words(Clear<Body>(launch, chunk), chunk, part);
     }

@@ -111,14 +111,12 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
     tiles.enter(tile);
     Body body = body_of_tensor;
     body.start_at(tiles.data());
-    typename Tiles<Body>::At at[kTileBatch];
-    find_places(tiles, at);
     typename Body::template Read<1> read[kTileBatch];
-    read_tile(body, tiles, at, read);
+    read_tile(body, tiles, read);
     for_batch(tiles, [&](int b, int element) {
-      body.work(at[b], read[b], [&](int norm, int, T x) { found[norm][element] = x; });
+      body.work(tiles.place(element), read[b], [&](int norm, int, T x) { found[norm][element] = x; });
     });
-    write_tile(body, tiles, at, read);
+    write_tile(body, tiles, read);
     const int span = launch.tensors[chunk.tensor].layout.long_rows ? tiles.columns() : tiles.elements();
     const int per_span = (span + kSegmentElements - 1) / static_cast<int>(kSegmentElements);
     const int slots = tiles.elements() / span * per_span;

@@ -27,7 +27,7 @@ constexpr int kTileBatch = kTileElements / kThreads;
 
 // Blocks of threads that a multiprocessor is to hold: as many as the registers of a batch allow.
 template <class Body>
-constexpr int kTileResident = Body::kOperands * sizeof(typename Body::T) <= 16 ? 3 : 2;
+constexpr int kTileResident = Body::kOperands * sizeof(typename Body::T) <= 16 ? 4 : 2;
 
 // Divides numbers below kTileElements by one up to kTileElements: a product instead.
 class Divisor {
@@ -200,22 +200,22 @@ __device__ __forceinline__ void for_whole_batch(const Tiles& tiles, Run run) {
   }
 }
 
-template <class Tiles>
-__device__ __forceinline__ void find_places(const Tiles& tiles, typename Tiles::At (&at)[kTileBatch]) {
-  for_whole_batch(tiles, [&](int b, int element) { at[b] = tiles.place(element); });
-}
+// Has the places that are worked out after it worked out anew. To keep those of a batch while it is on its
+// way from memory takes registers, and with them threads that would wait meanwhile for other batches.
+__device__ __forceinline__ void forget_places() { asm volatile("" ::: "memory"); }
 
-// Reads the elements at `at`, and multiplies the gradient in memory where that is asked for. What a thread
+// Reads a thread's elements, and multiplies the gradient in memory where that is asked for. What a thread
 // reads is asked for before it is waited for.
-template <class Body, class Tiles, class At, class Read>
-__device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, const At (&at)[kTileBatch],
-                                          Read (&read)[kTileBatch]) {
-  for_whole_batch(tiles, [&](int b, int) {
-    body.load_rest(at[b], read[b]);
-    body.load_grad(at[b], read[b]);
+template <class Body, class Tiles, class Read>
+__device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, Read (&read)[kTileBatch]) {
+  for_whole_batch(tiles, [&](int b, int element) {
+    const auto at = tiles.place(element);
+    body.load_rest(at, read[b]);
+    body.load_grad(at, read[b]);
   });
+  forget_places();
   if (body.scales) {
-    for_batch(tiles, [&](int b, int) { body.scale_grad(at[b], read[b].grad); });
+    for_batch(tiles, [&](int b, int element) { body.scale_grad(tiles.place(element), read[b].grad); });
   }
   if (!tiles.grad_crosses()) return;
   for_batch(tiles, [&](int b, int element) { tiles.own_grad(element) = read[b].grad[0]; });
@@ -225,14 +225,15 @@ __device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, 
 }
 
 // Writes the gradient, where `body` stores any, and waits for all threads of the block.
-template <class Body, class Tiles, class At, class Read>
-__device__ __forceinline__ void write_tile(const Body& body, const Tiles& tiles, const At (&at)[kTileBatch],
-                                           Read (&read)[kTileBatch]) {
+template <class Body, class Tiles, class Read>
+__device__ __forceinline__ void write_tile(const Body& body, const Tiles& tiles, Read (&read)[kTileBatch]) {
   const bool crosses = tiles.grad_crosses() && body.stores;
   if (crosses) for_batch(tiles, [&](int b, int element) { tiles.grad(element) = read[b].grad[0]; });
   __syncthreads();
   if (crosses) for_batch(tiles, [&](int b, int element) { read[b].grad[0] = tiles.own_grad(element); });
-  if (body.stores) for_batch(tiles, [&](int b, int) { body.store_grad(at[b], read[b]); });
+  if (body.stores) {
+    for_batch(tiles, [&](int b, int element) { body.store_grad(tiles.place(element), read[b]); });
+  }
 }
 
 }  // namespace fusedstep::cuda

@@ -24,9 +24,14 @@ template <int N>
 using Width = std::integral_constant<int, N>;
 
 // Goes over one part of a chunk in words. `body.load(width, place)` reads elements, `body.finish(width,
-// place, read)` does the rest: what a thread reads is asked for before it is waited for.
-template <class Body>
-__device__ __forceinline__ void for_words(const Body& body, const Chunk& chunk, int part) {
+// place, read)` does the rest: what a thread reads is asked for before it is waited for. Calls between() when
+// the first elements are on their way.
+struct NothingMore {
+  __device__ __forceinline__ void operator()() const {}
+};
+template <class Body, class Between = NothingMore>
+__device__ __forceinline__ void for_words(const Body& body, const Chunk& chunk, int part,
+                                          const Between& between = {}) {
   const int thread = static_cast<int>(threadIdx.x);
   constexpr int kWidth = Body::kWidth, kBatch = batch_of(Body::kReads);
   constexpr int64_t kPartElements = kThreads * kWidth * kBatch;
@@ -40,6 +45,7 @@ __device__ __forceinline__ void for_words(const Body& body, const Chunk& chunk, 
   for (int b = 0; b < kBatch; ++b) {
     if (index(b) + kWidth <= end) read[b] = body.load(Width<kWidth>(), Body::At::flat(index(b)));
   }
+  between();
 #pragma unroll
   for (int b = 0; b < kBatch; ++b) {
     if (index(b) + kWidth <= end) body.finish(Width<kWidth>(), Body::At::flat(index(b)), read[b]);
@@ -63,15 +69,13 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
     tiles.enter(tile);
     Body body = of_tensor;
     body.start_at(tiles.data());
-    typename Tiles<Body>::At at[kTileBatch];
-    find_places(tiles, at);
     if (!clears_only) {
       typename Body::template Read<1> read[kTileBatch];
-      read_tile(body, tiles, at, read);
-      for_batch(tiles, [&](int b, int) { body.work(at[b], read[b]); });
+      read_tile(body, tiles, read);
+      for_batch(tiles, [&](int b, int element) { body.work(tiles.place(element), read[b]); });
     }
     if (body.clears) {
-      for_batch(tiles, [&](int b, int) { body.template clear_grad<1>(at[b]); });
+      for_batch(tiles, [&](int, int element) { body.template clear_grad<1>(tiles.place(element)); });
     }
   }
 }

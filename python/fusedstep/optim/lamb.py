@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -279,8 +280,8 @@ class Lamb(FusedOptimizer):
             weight,
             update,
             lr,
-            whole(torch.linalg.vector_norm(weight)).item() if _adapts(group) else 1.0,
-            whole(torch.linalg.vector_norm(update)).item() if _adapts(group) else 1.0,
+            _norm(weight) if _adapts(group) else 1.0,
+            _norm(update) if _adapts(group) else 1.0,
         )
 
     def _direction(
@@ -360,6 +361,12 @@ class Lamb(FusedOptimizer):
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]
+
+
+def _norm(tensor: Tensor) -> float:
+    norm = whole(torch.linalg.vector_norm(tensor))
+    # Tools that estimate memory step tensors that have shapes and no numbers.
+    return 1.0 if isinstance(norm, FakeTensor) else norm.item()
 
 
 def _apply(
