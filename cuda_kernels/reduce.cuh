@@ -111,12 +111,19 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
     tiles.enter(tile);
     Body body = body_of_tensor;
     body.start_at(tiles.data());
-    typename Body::template Read<1> read[kTileBatch];
-    read_tile(body, tiles, read);
-    for_batch(tiles, [&](int b, int element) {
-      body.work(tiles.place(element), read[b], [&](int norm, int, T x) { found[norm][element] = x; });
-    });
-    write_tile(body, tiles, read);
+    const auto go_over_batch = [&](const auto& batch) {
+      typename Body::template Read<1> read[kTileBatch];
+      read_tile(body, tiles, batch, read);
+      batch.each([&](int b, int element) {
+        body.work(batch.place(b, element), read[b], [&](int norm, int, T x) { found[norm][element] = x; });
+      });
+      write_tile(body, tiles, batch, read);
+    };
+    if (tiles.is_regular()) {
+      go_over_batch(RegularBatch(tiles));
+    } else {
+      go_over_batch(AnyBatch(tiles));
+    }
     const int span = launch.tensors[chunk.tensor].layout.long_rows ? tiles.columns() : tiles.elements();
     const int per_span = (span + kSegmentElements - 1) / static_cast<int>(kSegmentElements);
     const int slots = tiles.elements() / span * per_span;

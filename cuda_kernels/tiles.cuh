@@ -44,6 +44,14 @@ class Divisor {
   unsigned factor_;
 };
 
+// From an element that a thread has to its next, in each operand, and in what is shared of the gradient, by
+// its own numbering and by the others'.
+template <int kOperands>
+struct TileSteps {
+  int of[kOperands];
+  int own_grad, grad;
+};
+
 // What the threads of a block share about a tile.
 template <int kOperands, class T>
 struct TileMemory {
@@ -52,7 +60,8 @@ struct TileMemory {
   int stride[kOperands][2];                       // to the next row, to the next column
   int rows, columns, elements;                    // of all its blocks
   Divisor by_rows, by_columns, by_block_rows;
-  bool grad_crosses;
+  bool grad_crosses, regular;
+  TileSteps<kOperands> steps;     // if it is regular
   T grad[kTileElements * 3 / 2];  // column by column, an odd number of places for each: in banks of their own
 };
 
@@ -77,8 +86,7 @@ class Tiles {
     if (!is_flat()) {
       describe_blocks(first, units);
     } else if (const int k = static_cast<int>(threadIdx.x); k < kOperands) {
-      describe_operand(k, first, 0, 1);
-      if (k == 0) describe(1, 1, units);
+      describe_operand(k, first, 0, 1, {1, 1, units});
     }
     __syncthreads();
   }
@@ -87,6 +95,10 @@ class Tiles {
   __device__ __forceinline__ int columns() const { return memory_.columns; }
   // Where the tile starts in each operand: places are from there.
   __device__ __forceinline__ void* const* data() const { return memory_.data; }
+
+  // Whether it is whole, and of one block whose rows and columns threads go along in step.
+  __device__ __forceinline__ bool is_regular() const { return memory_.regular; }
+  __device__ __forceinline__ const TileSteps<kOperands>& steps() const { return memory_.steps; }
 
   // That of the gradient is by its own numbering.
   __device__ __forceinline__ At place(int element) const {
@@ -107,6 +119,9 @@ class Tiles {
  private:
   struct Position {
     int row, column;
+  };
+  struct Extent {
+    int blocks, rows, columns;
   };
 
   __device__ bool is_flat() const { return layout_.sizes == nullptr; }
@@ -129,8 +144,10 @@ class Tiles {
     return memory_.shift[memory_.by_block_rows(at.row)][k] + at.row * memory_.stride[k][0] +
            at.column * memory_.stride[k][1];
   }
+  // Places of a column in shared memory: an odd number.
+  __device__ __forceinline__ int pitch() const { return memory_.rows | 1; }
   __device__ __forceinline__ T& staged(const Position& at) const {
-    return memory_.grad[at.column * (memory_.rows | 1) + at.row];
+    return memory_.grad[at.column * pitch() + at.row];
   }
 
   __device__ void describe_blocks(int64_t first, int blocks) {
@@ -150,11 +167,11 @@ class Tiles {
       memory_.shift[block][k] =
           block == 0 ? 0 : static_cast<int>(offset - of_first - block * size.rows * down);
       if (block != 0) continue;
-      describe_operand(k, offset, down, strides[layout_.dims - 1]);
-      if (k == 0) describe(blocks, static_cast<int>(size.rows), static_cast<int>(size.columns));
+      describe_operand(k, offset, down, strides[layout_.dims - 1],
+                       {blocks, static_cast<int>(size.rows), static_cast<int>(size.columns)});
     }
   }
-  __device__ void describe_operand(int k, int64_t start, int64_t down, int64_t along) {
+  __device__ void describe_operand(int k, int64_t start, int64_t down, int64_t along, const Extent& extent) {
     void* const data =
         k == kGrad ? launch_.grads[chunk_.tensor].data : launch_.tensors[chunk_.tensor].data[k];
     memory_.data[k] = static_cast<char*>(data) + start * Body::element_size(k);
@@ -162,15 +179,26 @@ class Tiles {
     memory_.stride[k][0] = static_cast<int>(down);
     memory_.stride[k][1] = static_cast<int>(along);
     const auto magnitude = [](int64_t stride) { return stride < 0 ? -stride : stride; };
-    if (k == kGrad) memory_.grad_crosses = down != 0 && magnitude(down) < magnitude(along);
+    const bool crosses = k == kGrad && down != 0 && magnitude(down) < magnitude(along);
+    const auto [blocks, rows, columns] = extent;
+    const int64_t to_row = rows == 1 ? kThreads * along : kThreads / columns * down;
+    memory_.steps.of[k] = static_cast<int>(crosses ? kThreads / rows * along : to_row);
+    if (k == kGrad) describe(extent, crosses);
   }
-  __device__ void describe(int blocks, int rows, int columns) {
+  __device__ void describe(const Extent& extent, bool crosses) {
+    const auto [blocks, rows, columns] = extent;
+    memory_.grad_crosses = crosses;
     memory_.rows = blocks * rows;
     memory_.columns = columns;
     memory_.elements = blocks * rows * columns;
     memory_.by_rows = Divisor(blocks * rows);
     memory_.by_columns = Divisor(columns);
     memory_.by_block_rows = Divisor(rows);
+    const bool along_rows = rows == 1 || kThreads % columns == 0;
+    const bool along_columns = !crosses || kThreads % rows == 0;
+    memory_.regular = blocks == 1 && rows * columns == kTileElements && along_rows && along_columns;
+    memory_.steps.own_grad = kThreads / rows * pitch();
+    memory_.steps.grad = rows == 1 ? kThreads : kThreads / columns;
   }
 
   const Launch& launch_;
@@ -179,60 +207,113 @@ class Tiles {
   Memory& memory_;
 };
 
-// Calls run(b, element) for the elements of a tile that a thread has.
-template <class Tiles, class Run>
-__device__ __forceinline__ void for_batch(const Tiles& tiles, Run run) {
-#pragma unroll
-  for (int b = 0; b < kTileBatch; ++b) {
-    const int element = b * kThreads + static_cast<int>(threadIdx.x);
-    if (element < tiles.elements()) run(b, element);
-  }
-}
+// The elements of a tile that a thread has. Calls run(b, element) for each of them,
+template <class Tiles>
+struct AnyBatch {
+  using At = typename Tiles::At;
+  using T = typename Tiles::T;
 
-// The same with the last element where there is none: without branches, for what may be done twice.
-template <class Tiles, class Run>
-__device__ __forceinline__ void for_whole_batch(const Tiles& tiles, Run run) {
-  const int last = tiles.elements() - 1;
-#pragma unroll
-  for (int b = 0; b < kTileBatch; ++b) {
-    const int element = b * kThreads + static_cast<int>(threadIdx.x);
-    run(b, element < last ? element : last);
-  }
-}
+  const Tiles& tiles;
 
-// Has the places that are worked out after it worked out anew. To keep those of a batch while it is on its
-// way from memory takes registers, and with them threads that would wait meanwhile for other batches.
-__device__ __forceinline__ void forget_places() { asm volatile("" ::: "memory"); }
+  __device__ __forceinline__ explicit AnyBatch(const Tiles& tiles_) : tiles(tiles_) {}
+
+  __device__ __forceinline__ At place(int, int element) const { return tiles.place(element); }
+  __device__ __forceinline__ T& own_grad(int, int element) const { return tiles.own_grad(element); }
+  __device__ __forceinline__ T& grad(int, int element) const { return tiles.grad(element); }
+
+  template <class Run>
+  __device__ __forceinline__ void each(Run run) const {
+#pragma unroll
+    for (int b = 0; b < kTileBatch; ++b) {
+      const int element = b * kThreads + static_cast<int>(threadIdx.x);
+      if (element < tiles.elements()) run(b, element);
+    }
+  }
+  // and with the last element where there is none: without branches, for what may be done twice.
+  template <class Run>
+  __device__ __forceinline__ void each_whole(Run run) const {
+    const int last = tiles.elements() - 1;
+#pragma unroll
+    for (int b = 0; b < kTileBatch; ++b) {
+      const int element = b * kThreads + static_cast<int>(threadIdx.x);
+      run(b, element < last ? element : last);
+    }
+  }
+  // Has places worked out anew after it. To keep those of a batch while it is on its way from memory takes
+  // registers, and with them threads that would wait meanwhile for other batches.
+  __device__ __forceinline__ void forget_places() const { asm volatile("" ::: "memory"); }
+};
+
+// The same in a regular tile: from each element to the thread's next it is the same step.
+template <class Tiles>
+class RegularBatch {
+ public:
+  using At = typename Tiles::At;
+  using T = typename Tiles::T;
+
+  __device__ __forceinline__ explicit RegularBatch(const Tiles& tiles)
+      : first_(tiles.place(static_cast<int>(threadIdx.x))),
+        own_(&tiles.own_grad(static_cast<int>(threadIdx.x))),
+        grad_(&tiles.grad(static_cast<int>(threadIdx.x))),
+        steps_(tiles.steps()) {}
+
+  __device__ __forceinline__ At place(int b, int) const {
+    At at = first_;
+#pragma unroll
+    for (int k = 0; k < Tiles::kOperands; ++k) at.offset[k] += b * steps_.of[k];
+    return at;
+  }
+  __device__ __forceinline__ T& own_grad(int b, int) const { return own_[b * steps_.own_grad]; }
+  __device__ __forceinline__ T& grad(int b, int) const { return grad_[b * steps_.grad]; }
+
+  template <class Run>
+  __device__ __forceinline__ void each(Run run) const {
+#pragma unroll
+    for (int b = 0; b < kTileBatch; ++b) run(b, b * kThreads + static_cast<int>(threadIdx.x));
+  }
+  template <class Run>
+  __device__ __forceinline__ void each_whole(Run run) const {
+    each(run);
+  }
+  __device__ __forceinline__ void forget_places() const {}
+
+ private:
+  At first_;
+  T *own_, *grad_;
+  TileSteps<Tiles::kOperands> steps_;
+};
 
 // Reads a thread's elements, and multiplies the gradient in memory where that is asked for. What a thread
 // reads is asked for before it is waited for.
-template <class Body, class Tiles, class Read>
-__device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, Read (&read)[kTileBatch]) {
-  for_whole_batch(tiles, [&](int b, int element) {
-    const auto at = tiles.place(element);
+template <class Body, class Tiles, class Batch, class Read>
+__device__ __forceinline__ void read_tile(const Body& body, const Tiles& tiles, const Batch& batch,
+                                          Read (&read)[kTileBatch]) {
+  batch.each_whole([&](int b, int element) {
+    const auto at = batch.place(b, element);
     body.load_rest(at, read[b]);
     body.load_grad(at, read[b]);
   });
-  forget_places();
+  batch.forget_places();
   if (body.scales) {
-    for_batch(tiles, [&](int b, int element) { body.scale_grad(tiles.place(element), read[b].grad); });
+    batch.each([&](int b, int element) { body.scale_grad(batch.place(b, element), read[b].grad); });
   }
   if (!tiles.grad_crosses()) return;
-  for_batch(tiles, [&](int b, int element) { tiles.own_grad(element) = read[b].grad[0]; });
+  batch.each([&](int b, int element) { batch.own_grad(b, element) = read[b].grad[0]; });
   __syncthreads();
   // The last element alone is its owner's, who may already write it.
-  for_batch(tiles, [&](int b, int element) { read[b].grad[0] = tiles.grad(element); });
+  batch.each([&](int b, int element) { read[b].grad[0] = batch.grad(b, element); });
 }
 
 // Writes the gradient, where `body` stores any, and waits for all threads of the block.
-template <class Body, class Tiles, class Read>
-__device__ __forceinline__ void write_tile(const Body& body, const Tiles& tiles, Read (&read)[kTileBatch]) {
+template <class Body, class Tiles, class Batch, class Read>
+__device__ __forceinline__ void write_tile(const Body& body, const Tiles& tiles, const Batch& batch,
+                                           Read (&read)[kTileBatch]) {
   const bool crosses = tiles.grad_crosses() && body.stores;
-  if (crosses) for_batch(tiles, [&](int b, int element) { tiles.grad(element) = read[b].grad[0]; });
+  if (crosses) batch.each([&](int b, int element) { batch.grad(b, element) = read[b].grad[0]; });
   __syncthreads();
-  if (crosses) for_batch(tiles, [&](int b, int element) { read[b].grad[0] = tiles.own_grad(element); });
+  if (crosses) batch.each([&](int b, int element) { read[b].grad[0] = batch.own_grad(b, element); });
   if (body.stores) {
-    for_batch(tiles, [&](int b, int element) { body.store_grad(tiles.place(element), read[b]); });
+    batch.each([&](int b, int element) { body.store_grad(batch.place(b, element), read[b]); });
   }
 }
 

@@ -56,6 +56,19 @@ __device__ __forceinline__ void for_words(const Body& body, const Chunk& chunk, 
   }
 }
 
+template <class Body, class Tiles, class Batch>
+__device__ __forceinline__ void go_over_tile(const Body& body, const Tiles& tiles, const Batch& batch,
+                                             bool clears_only) {
+  if (!clears_only) {
+    typename Body::template Read<1> read[kTileBatch];
+    read_tile(body, tiles, batch, read);
+    batch.each([&](int b, int element) { body.work(batch.place(b, element), read[b]); });
+  }
+  if (body.clears) {
+    batch.each([&](int b, int element) { body.template clear_grad<1>(batch.place(b, element)); });
+  }
+}
+
 // The same in tiles. The gradient is read and cleared by itself, `body.work(place, read)` does the rest.
 // `clears_only`: and is left out.
 template <class Body>
@@ -69,13 +82,10 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
     tiles.enter(tile);
     Body body = of_tensor;
     body.start_at(tiles.data());
-    if (!clears_only) {
-      typename Body::template Read<1> read[kTileBatch];
-      read_tile(body, tiles, read);
-      for_batch(tiles, [&](int b, int element) { body.work(tiles.place(element), read[b]); });
-    }
-    if (body.clears) {
-      for_batch(tiles, [&](int, int element) { body.template clear_grad<1>(tiles.place(element)); });
+    if (tiles.is_regular()) {
+      go_over_tile(body, tiles, RegularBatch(tiles), clears_only);
+    } else {
+      go_over_tile(body, tiles, AnyBatch(tiles), clears_only);
     }
   }
 }
