@@ -15,31 +15,6 @@ struct Elements {
   T weight[N], grad[N], state[kStates][N];
 };
 
-// N elements that were read one by one, side by side; and one by one again.
-template <int kStates, class T, int N>
-__device__ __forceinline__ Elements<kStates, T, N> together(const Elements<kStates, T, 1> (&each)[N]) {
-  Elements<kStates, T, N> all;
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    all.weight[j] = each[j].weight[0];
-    all.grad[j] = each[j].grad[0];
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) all.state[k][j] = each[j].state[k][0];
-  }
-  return all;
-}
-template <int kStates, class T, int N>
-__device__ __forceinline__ void apart(const Elements<kStates, T, N>& all,
-                                      Elements<kStates, T, 1> (&each)[N]) {
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    each[j].weight[0] = all.weight[j];
-    each[j].grad[0] = all.grad[j];
-#pragma unroll
-    for (int k = 0; k < kStates; ++k) each[j].state[k][0] = all.state[k][j];
-  }
-}
-
 // What a block of threads works on: a tensor's operands under their types, the rule's scalars, and what
 // becomes of the gradient.
 template <class Rule_, class Weight, class State>
@@ -216,8 +191,7 @@ struct Update : Operands {
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
     if (this->scales) this->scale_grad(at, read.grad);
-    compute(read);
-    write(at, read);
+    work(at, read);
     if (this->clears) this->template clear_grad<N>(at);
   }
 
@@ -230,14 +204,10 @@ struct Update : Operands {
   __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
     cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
   }
-  template <int N>
-  __device__ __forceinline__ void compute(Elements<Operands::kStates, T, N>& read) const {
+  template <class Place, int N>
+  __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     this->with_packs(read,
                      [&](int, auto& p, auto g, auto& s) { Operands::Rule::update(this->scalars, p, g, s); });
-  }
-  template <class Place, int N>
-  __device__ __forceinline__ void write(const Place& at,
-                                        const Elements<Operands::kStates, T, N>& read) const {
     this->template store_weight<kOnce>(at, read);
     this->template store_states<kOnce>(at, read);
   }

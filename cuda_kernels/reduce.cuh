@@ -350,8 +350,7 @@ struct Apply : Operands {
   }
   template <int N>
   __device__ __forceinline__ void finish(Width<N>, const At& at, Read<N> read) const {
-    compute(read);
-    write(at, read);
+    work(at, read);
     if (this->clears) this->template clear_grad<N>(at);
   }
 
@@ -368,24 +367,20 @@ struct Apply : Operands {
   __device__ __forceinline__ void load_grad(const Place& at, Read<1>& read) const {
     cuda::load<kOnce>(this->grad + at.offset[kGrad], read.grad);
   }
-  template <int N>
-  __device__ __forceinline__ void compute(Elements<Operands::kStates, T, N>& read) const {
+  template <class Place, int N>
+  __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     if constexpr (kUpdates == Updates::kRecomputed) {
       this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
         const NoNorms norms;
         const auto u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
         Operands::Rule::apply(this->scalars, ratio, p, u);
       });
+      this->template store_states<kOnce>(at, read);
     } else {
       Pack<T, N> p = this->template weight_of<N>(read, 0);
       Operands::Rule::apply(this->scalars, ratio, p, Pack<T, N>(read.grad));
       this->put_weight(p, read, 0);
     }
-  }
-  template <class Place, int N>
-  __device__ __forceinline__ void write(const Place& at,
-                                        const Elements<Operands::kStates, T, N>& read) const {
-    if constexpr (kUpdates == Updates::kRecomputed) this->template store_states<kOnce>(at, read);
     this->template store_weight<kOnce>(at, read);
   }
 

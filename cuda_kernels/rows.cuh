@@ -107,8 +107,7 @@ __device__ __forceinline__ void update_rows(const Launch& launch, const Chunk& c
         load<kOnce>(body.weight + place.at.offset[kWeight], read.weight);
         body.template load_states<kOnce>(place.at, read);
         load_sum<kOnce>(rows, body.grad, place, read.grad);
-        body.compute(read);
-        body.write(place.at, read);
+        body.work(place.at, read);
       });
 }
 

@@ -62,18 +62,15 @@ __device__ __forceinline__ void go_over_tile(const Body& body, const Tiles& tile
   if (!clears_only) {
     typename Body::template Read<1> read[kTileBatch];
     read_tile(body, tiles, batch, read);
-    auto all = together(read);
-    body.compute(all);
-    apart(all, read);
-    batch.each([&](int b, int element) { body.write(batch.place(b, element), read[b]); });
+    batch.each([&](int b, int element) { body.work(batch.place(b, element), read[b]); });
   }
   if (body.clears) {
     batch.each([&](int b, int element) { body.template clear_grad<1>(batch.place(b, element)); });
   }
 }
 
-// The same in tiles. The gradient is read and cleared by itself, `body.compute(read)` and `body.write(place,
-// read)` do the rest. `clears_only`: and is left out.
+// The same in tiles. The gradient is read and cleared by itself, `body.work(place, read)` does the rest.
+// `clears_only`: and is left out.
 template <class Body>
 __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chunk, int part,
                                           bool clears_only) {
