@@ -56,19 +56,13 @@ struct BlockSize {
   int64_t rows, columns;
 };
 
-// a / b. A GPU divides numbers of 32 bits in a fraction of the time.
-FUSEDSTEP_FN uint64_t quotient(uint64_t a, uint64_t b) {
-  if (((a | b) >> 32) != 0) return a / b;
-  return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
-}
-
 // The size of block `index`. Calls advance(dim, position) for where it starts.
 template <class Advance>
 FUSEDSTEP_FN BlockSize seek(const BlockLayout& layout, int64_t index, Advance advance) {
   const int row_dim = layout.dims - 2;
   auto number = static_cast<uint64_t>(index);
   const auto digit = [&](int64_t base) {
-    const uint64_t rest = quotient(number, static_cast<uint64_t>(base));
+    const uint64_t rest = number / static_cast<uint64_t>(base);
     const auto found = static_cast<int64_t>(number - rest * static_cast<uint64_t>(base));
     number = rest;
     return found;
