@@ -144,9 +144,9 @@ std::vector<Case> two_phase_cases() {
 }
 
 std::string name(const Case& test_case) {
-  const std::string weight = test_case.rule.name + "_" + name(test_case.dtype);
-  if (test_case.state_dtype == test_case.dtype) return weight;
-  return weight + "_" + name(test_case.state_dtype) + (test_case.has_master ? "_master" : "");
+  std::string text = test_case.rule.name + "_" + name(test_case.dtype);
+  if (test_case.state_dtype != test_case.dtype) text += "_" + name(test_case.state_dtype);
+  return test_case.has_master ? text + "_master" : text;
 }
 
 void PrintTo(const Case& test_case, std::ostream* out) { *out << name(test_case); }

@@ -12,8 +12,8 @@ namespace fusedstep::test {
 namespace {
 
 Case lamb(DType dtype = DType::kFloat) {
-  for (Case c : two_phase_cases()) {
-    if (c.rule.states == 2 && c.dtype == dtype) return c;
+  for (const Case& each : two_phase_cases()) {
+    if (each.rule.states == 2) return {each.rule, dtype};
   }
   throw std::logic_error("no two-phase rule with two states");
 }
