@@ -15,11 +15,9 @@ from stepping import (
     assert_same_bits,
     assert_same_contents,
     contents,
-    forced_isa,
     make_gradients,
     make_weights,
     run,
-    threads,
     train,
 )
 
@@ -89,17 +87,6 @@ def test_a_weight_that_has_been_changed_is_taken_as_it_is(case, dtype, fused):
     for each in (optimizer, fresh):
         train(each, each.param_groups[0]["params"], [4])
     assert_same_contents(contents(optimizer), contents(fresh))
-
-
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_bits_for_every_isa_and_thread_count(case, dtype):
-    with forced_isa("base"), threads(1):
-        expected = contents(run_mastered(case, dtype)[1])
-    for isa in fusedstep.isas():
-        for count in (1, 3):
-            with forced_isa(isa), threads(count):
-                assert_same_contents(contents(run_mastered(case, dtype)[1]), expected)
 
 
 LAYOUTS = (

@@ -62,15 +62,19 @@ def test_states_are_float32_and_as_exact(case, dtype, fused):
             )
 
 
+@pytest.mark.parametrize("master_weights", [False, True])
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_same_bits_for_every_isa_and_thread_count(case, dtype):
+def test_same_bits_for_every_isa_and_thread_count(case, dtype, master_weights):
+    def found():
+        return contents(run_wide(case, dtype, master_weights=master_weights)[1])
+
     with forced_isa("base"), threads(1):
-        expected = contents(run_wide(case, dtype)[1])
+        expected = found()
     for isa in fusedstep.isas():
         for count in (1, 3):
             with forced_isa(isa), threads(count):
-                assert_same_contents(contents(run_wide(case, dtype)[1]), expected)
+                assert_same_contents(found(), expected)
 
 
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
