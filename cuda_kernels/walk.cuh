@@ -12,7 +12,7 @@ namespace fusedstep::cuda {
 constexpr int batch_of(int streams) { return streams > 2 ? 1 : 2; }
 
 // The blocks of threads that share a chunk in a pass without sums: small ones, so that all of the GPU is at
-// work to the end. To start in tiles takes as long as one of them: each has several.
+// work to the end. In tiles it makes no difference: the fewer blocks.
 constexpr int kTilesOfPart = 4;
 template <Access kAccess, class Body>
 constexpr int kParts = kChunkElements / (kAccess == kInWords
