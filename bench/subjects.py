@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import torch
@@ -58,6 +59,18 @@ def _fill_weight(tensor: Tensor, index: int) -> Tensor:
 
 def _fill_gradient(tensor: Tensor, index: int, step: int) -> Tensor:
     return _fill(tensor, index + 1000 * step)
+
+
+class Gradients:
+    """Those of weights, in place; other numbers each time that they are made anew."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self._params, self._steps = params, itertools.count(CHECKED_STEPS + 1)
+
+    def renew(self) -> None:
+        step = next(self._steps)
+        for index, param in enumerate(self._params):
+            _fill_gradient(param.grad, index, step)
 
 
 def _fill(tensor: Tensor, seed: int) -> Tensor:

@@ -40,6 +40,11 @@ from rows import Row
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 LEAST_TURN, SLOW = 0.02, 1.0
 
+#: Steps by the same gradients at most, and how many of them are worth new ones. While gradients
+#: stay, their difference is zero, and Adan's mean of it decays to denormal numbers, with which some
+#: processors are slow.
+MOST_STEPS, MANY_STEPS = 500, 50
+
 #: Walks that there is time for where the limit is looked for once more.
 LEAST_SEARCH = 30
 
@@ -103,17 +108,24 @@ def available_memory() -> int:
 class Contestant:
     """One implementation of one row: what it runs, and the seconds its runs took."""
 
-    def __init__(self, name: str, run: Callable[[int], list[float]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        run: Callable[[int], list[float]],
+        renew: Callable[[], object] | None = None,
+    ) -> None:
         self.name = name
         self.samples: list[float] = []
         self.medians: list[float] = []
         """Of each turn."""
         (self.estimate,) = run(1)
-        self._run = run
+        self._run, self._renew = run, renew
 
     def take_turn(self, seconds: float) -> None:
         """One run to warm the caches up, unless it takes most of the time, then as many as fit."""
-        count = max(1, min(int(seconds / max(self.estimate, 1e-7)), 1000))
+        count = max(1, int(min(seconds / max(self.estimate, 1e-7), MOST_STEPS)))
+        if count > MANY_STEPS and self._renew:
+            self._renew()
         if count > 1:
             self._run(1)
         samples = self._run(count)
@@ -280,7 +292,9 @@ class Measurement:
             self._problems[implementation.name] = {"wrong": wrong}
             return None
         stepper.set_lr(TIMED_LR)
-        return Contestant(implementation.name, step_timer(stepper))
+        return Contestant(
+            implementation.name, step_timer(stepper), subjects.Gradients(params).renew
+        )
 
     def _figures(self, samples: Samples) -> dict[str, dict[str, Any]]:
         figures: dict[str, dict[str, Any]] = {}

@@ -2,6 +2,8 @@
 #pragma once
 #include <ATen/cpu/vec/vec.h>
 
+#include <concepts>
+
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -45,7 +47,7 @@ struct Pack {
   }
 };
 
-template <class T>
+template <std::floating_point T>
 FUSEDSTEP_FN T where_equal(T a, T b, T x, T y) {
   return a == b ? x : y;
 }

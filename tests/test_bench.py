@@ -21,6 +21,7 @@ import onednn_library
 import report
 import shapes
 import subjects
+import worker
 from benchmark import BENCH, LIBRARIES, needs_kernels, needs_limit, needs_onednn
 from cases import CASES, PLAIN
 from rows import Row
@@ -92,6 +93,22 @@ def test_check_accepts_a_right_step_and_no_other(case, shape_list):
     assert check(case.build(params, fused=False), params) is None
     params = subjects.make(shape_list, torch.float32)
     assert "off" in check(WithAnotherRate(case.build(params, fused=False)), params)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_long_turns_leave_no_denormal_numbers(case):
+    params = subjects.make(SOME, torch.float32)
+    optimizer = case.build(params)
+    contestant = worker.Contestant(
+        "ours", worker.step_timer(optimizer), subjects.Gradients(params).renew
+    )
+    for _ in range(5):
+        contestant.take_turn(math.inf)
+    assert len(contestant.samples) > 2000
+    tiny = torch.finfo(torch.float32).tiny
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            assert not ((value != 0) & (value.abs() < tiny)).any(), name
 
 
 @pytest.mark.parametrize(

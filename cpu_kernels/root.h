@@ -1,0 +1,36 @@
+// Square roots without the divider: it has enough to do with divisions, while the units for products idle.
+#pragma once
+#include "cpu_kernels/pack.h"
+
+namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+#if defined(CPU_CAPABILITY_AVX512)
+
+// Floats whose square root comes from an estimate. It has IEEE's bits where numbers are rounded to nearest:
+// two numbers that converge to the root g and to h = 1 / (2 root) (Goldschmidt), then one correction by the
+// exact remainder, x - g^2 (Markstein, 1990, theorem 5). From the smallest root on whose remainder is no
+// denormal.
+struct EstimatingPack : Pack<float> {
+  using Pack<float>::Pack;
+  FUSEDSTEP_FN EstimatingPack(const Pack<float>& x) : Pack<float>(x) {}
+
+  FUSEDSTEP_FN static bool is_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
+
+  FUSEDSTEP_FN friend Pack<float> square_root(const EstimatingPack& a) {
+    constexpr int kLeast = (127 - 96) << 23, kInfinity = 255 << 23;
+    const __m512 x = a.v, half = _mm512_set1_ps(0.5f);
+    const __m512i above = _mm512_sub_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(kLeast));
+    const __mmask16 beyond = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(kInfinity - kLeast));
+    if (__builtin_expect(beyond != 0, 0)) return Pack<float>(a.v.sqrt());
+    const __m512 estimate = _mm512_rsqrt14_ps(x);
+    __m512 g = _mm512_mul_ps(x, estimate), h = _mm512_mul_ps(half, estimate);
+    const __m512 error = _mm512_fnmadd_ps(g, h, half);
+    g = _mm512_fmadd_ps(g, error, g);
+    h = _mm512_fmadd_ps(h, error, h);
+    return Pack<float>(_mm512_fmadd_ps(_mm512_fnmadd_ps(g, g, x), h, g));
+  }
+};
+
+#endif
+
+}  // namespace fusedstep::cpu::FUSEDSTEP_ISA
