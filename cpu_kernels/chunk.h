@@ -25,6 +25,16 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
   if (size == 8) run(uint64_t{});
 }
 
+// Where each operand has the first of some rows, and how far on the next one.
+struct Rows {
+  void* operand[kMaxOperands] = {};
+  int64_t bytes[kMaxOperands] = {};
+
+  void go_to_next() {
+    for (int k = 0; k < kMaxOperands; ++k) operand[k] = static_cast<char*>(operand[k]) + bytes[k];
+  }
+};
+
 // A kernel with what becomes of the gradient on the way.
 struct Work {
   const SpanKernel& kernel;
@@ -37,14 +47,39 @@ struct Work {
     return ((kernel.writes | (scales() || treatment.clear ? kGradBit : 0)) >> operand & 1) != 0;
   }
 
-  // Over `count` elements that lie side by side in every operand.
-  void run(void* const (&operand)[kMaxOperands], int64_t count) const {
-    Span span{};
-    std::copy_n(operand, task.operands, span.operand);
+  // Over rows of `count` elements that lie side by side in every operand.
+  void run(Rows where, int64_t rows, int64_t count) const {
+    if (treats()) {  // row by row, so that each meets its gradient in the cache
+      for (; rows > 1; --rows) {
+        run_treated(where, count);
+        where.go_to_next();
+      }
+      return run_treated(where, count);
+    }
+    Span span = span_of(where, rows, count);
+    span.grad_factor = treatment.factor;
+    kernel.run(span);
+  }
+
+  // Whether there is more to do than the kernel, which should then meet the gradient in the cache.
+  bool treats() const { return scales() || treatment.clear; }
+
+ private:
+  bool scales() const { return treatment.scale != nullptr; }
+
+  Span span_of(const Rows& where, int64_t rows, int64_t count) const {
+    Span span;
+    std::copy_n(where.operand, kMaxOperands, span.operand);
+    std::copy_n(where.bytes, kMaxOperands, span.row_bytes);
+    span.rows = rows;
     span.count = count;
     span.scalars = task.scalars;
     span.ratio = task.ratio;
     span.norms = norms;
+    return span;
+  }
+  void run_treated(const Rows& row, int64_t count) const {
+    Span span = span_of(row, 1, count);
     if (scales()) {
       span.grad_factor = treatment.scale_factor;
       treatment.scale->run(span);
@@ -53,50 +88,39 @@ struct Work {
     kernel.run(span);
     if (treatment.clear) std::memset(span.operand[kGrad], 0, count * task.element_size[kGrad]);
   }
-
-  // Whether there is more to do than the kernel, which should then meet the gradient in the cache.
-  bool treats() const { return scales() || treatment.clear; }
-
- private:
-  bool scales() const { return treatment.scale != nullptr; }
 };
 
 inline void run_dense(const Work& work, int64_t begin, int64_t end) {
   const int64_t step = work.treats() ? kTileElements : end - begin;
+  Rows row;
   for (; begin < end; begin += step) {
-    void* operand[kMaxOperands];
     for (int k = 0; k < work.task.operands; ++k) {
-      operand[k] = static_cast<char*>(work.task.data[k]) + begin * work.task.element_size[k];
+      row.operand[k] = static_cast<char*>(work.task.data[k]) + begin * work.task.element_size[k];
     }
-    work.run(operand, std::min(step, end - begin));
+    work.run(row, 1, std::min(step, end - begin));
   }
 }
 
-// Blocks of long rows: a row at a time, in place in those operands in which it is contiguous. The others go
-// through a tile of the whole block.
+// Blocks of long rows, in place in those operands in which a row is contiguous. The others go through a tile
+// of the whole block.
 inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
+  Rows rows;
   for (; begin < end; ++begin) {
     const Block block = locate(layout, task.operands, begin);
-    char* first[kMaxOperands];
-    int64_t step[kMaxOperands];  // bytes from a row to the next
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
       const int64_t size = task.element_size[k];
       const bool in_place = strides[1] == 1;
-      first[k] = in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * size : tiles[k];
-      step[k] = (in_place ? strides[0] : block.columns) * size;
+      rows.operand[k] = in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * size : tiles[k];
+      rows.bytes[k] = (in_place ? strides[0] : block.columns) * size;
       if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    for (int64_t r = 0; r < block.rows; ++r) {
-      void* operand[kMaxOperands];
-      for (int k = 0; k < task.operands; ++k) operand[k] = first[k] + r * step[k];
-      work.run(operand, block.columns);
-    }
+    work.run(rows, block.rows, block.columns);
     for (int k = 0; k < task.operands; ++k) {
-      if (first[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
+      if (rows.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
   }
 }
@@ -106,19 +130,19 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
+  Rows row;
   for (; begin < end; ++begin) {
     const Block block = locate(layout, task.operands, begin);
-    void* operand[kMaxOperands];
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
       const bool in_place = strides[1] == 1 && (strides[0] == block.columns || block.rows == 1);
-      operand[k] =
+      row.operand[k] =
           in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * task.element_size[k] : tiles[k];
       if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    work.run(operand, block.rows * block.columns);
+    work.run(row, 1, block.rows * block.columns);
     for (int k = 0; k < task.operands; ++k) {
-      if (operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
+      if (row.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
   }
 }
@@ -129,8 +153,8 @@ inline void run_packed(const Work& work, int64_t begin, int64_t end) {
   const int64_t blocks = task.layout->blocks_per_tile;
   if (blocks == 1) return run_blocks(work, begin, end);
   alignas(64) Tile tiles[kMaxOperands];
-  void* operand[kMaxOperands];
-  for (int k = 0; k < task.operands; ++k) operand[k] = tiles[k];
+  Rows row;
+  for (int k = 0; k < task.operands; ++k) row.operand[k] = tiles[k];
   while (begin < end) {
     const int64_t last = std::min(begin + blocks, end);
     int64_t packed = 0;
@@ -141,7 +165,7 @@ inline void run_packed(const Work& work, int64_t begin, int64_t end) {
       }
       packed += block.rows * block.columns;
     }
-    work.run(operand, packed);
+    work.run(row, 1, packed);
     int64_t done = 0;
     for (; begin < last; ++begin) {
       const Block block = locate(*task.layout, task.operands, begin);

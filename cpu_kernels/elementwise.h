@@ -13,7 +13,12 @@ FUSEDSTEP_FN void prefetch_ahead(const T* array) {
   __builtin_prefetch(reinterpret_cast<const char*>(array) + kBytes);
 }
 
-// A span's operands under their types, and the rule's scalars.
+template <class Stored>
+FUSEDSTEP_FN void step(Stored*& array, int64_t bytes) {
+  array = reinterpret_cast<Stored*>(reinterpret_cast<char*>(array) + bytes);
+}
+
+// A row's operands under their types, and the rule's scalars.
 template <class Rule, class Weight, class State>
 struct Arrays {
   using Stored = typename StoredOf<Weight>::Type;
@@ -67,12 +72,26 @@ struct Arrays {
   FUSEDSTEP_FN void store_states(const V (&s)[kStates], int64_t i) const {
     for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
   }
+  FUSEDSTEP_FN void go_to_next_row(const Span& span) {
+    step(weight, span.row_bytes[kWeight]);
+    step(grad, span.row_bytes[kGrad]);
+    for (int k = 0; k < kStates + kHasMaster; ++k) step(state[k], span.row_bytes[kFirstState + k]);
+  }
   FUSEDSTEP_FN void prefetch(int64_t i) const {
     prefetch_ahead(weight + i);
     prefetch_ahead(grad + i);
     for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k] + i);
   }
 };
+
+template <class Operands, class Row>
+FUSEDSTEP_FN void for_rows(const Span& span, Operands& operands, Row row) {
+  for (int64_t left = span.rows;;) {
+    row();
+    if (--left == 0) return;
+    operands.go_to_next_row(span);
+  }
+}
 
 // Operands that a rule touches, as bits.
 constexpr uint32_t kGradBit = 1u << kGrad;
@@ -94,27 +113,32 @@ FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
 
 template <class Rule, class Weight, class State>
 void update_span(const Span& span) {
-  const Arrays<Rule, Weight, State> a(span);
+  Arrays<Rule, Weight, State> a(span);
   using T = typename decltype(a)::T;
   using V = Pack<T>;
   const int64_t count = span.count;
-  int64_t i = 0;
-  const auto update = [&]<class Register>() __attribute__((always_inline)) {
-    a.prefetch(i);
-    update_at<Register>(a, i);
-    i += V::size();
-  };
 #if defined(CPU_CAPABILITY_AVX512)
-  // Half of the roots beside the divider, whose time would be the loop's otherwise.
-  if constexpr (std::is_same_v<T, float>) {
-    for (const int64_t end = EstimatingPack::is_exact() ? count : 0; i + 2 * V::size() <= end;) {
-      update.template operator()<V>();
-      update.template operator()<EstimatingPack>();
-    }
-  }
+  const int64_t estimated = std::is_same_v<T, float> && EstimatingPack::is_exact() ? count : 0;
 #endif
-  while (i + V::size() <= count) update.template operator()<V>();
-  for (; i < count; ++i) update_at<T>(a, i);
+  for_rows(span, a, [&] {
+    int64_t i = 0;
+    const auto update = [&]<class Register>() __attribute__((always_inline)) {
+      a.prefetch(i);
+      update_at<Register>(a, i);
+      i += V::size();
+    };
+#if defined(CPU_CAPABILITY_AVX512)
+    // Half of the roots beside the divider, whose time would be the loop's otherwise.
+    if constexpr (std::is_same_v<T, float>) {
+      while (i + 2 * V::size() <= estimated) {
+        update.template operator()<V>();
+        update.template operator()<EstimatingPack>();
+      }
+    }
+#endif
+    while (i + V::size() <= count) update.template operator()<V>();
+    for (; i < count; ++i) update_at<T>(a, i);
+  });
 }
 
 template <class Rule, class Weight, class State>

@@ -4,12 +4,26 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
+// A row's gradient, and what stands in the weight's place.
 template <class Stored>
-void norm_span(const Span& span) {
+struct GradArrays {
+  Stored *weight, *grad;
+
+  explicit GradArrays(const Span& span)
+      : weight(static_cast<Stored*>(span.operand[kWeight])),
+        grad(static_cast<Stored*>(span.operand[kGrad])) {}
+
+  FUSEDSTEP_FN void go_to_next_row(const Span& span) {
+    step(weight, span.row_bytes[kWeight]);
+    step(grad, span.row_bytes[kGrad]);
+  }
+};
+
+template <class Stored>
+FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
-  const auto* grad = static_cast<const Stored*>(span.operand[kGrad]);
-  const auto rows = [&](int64_t begin, int64_t end, LaneSums & sums) __attribute__((always_inline)) {
+  const auto add_squares = [&](int64_t begin, int64_t end, LaneSums & sums) __attribute__((always_inline)) {
     for (int64_t i = begin; i < end; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
@@ -18,46 +32,56 @@ void norm_span(const Span& span) {
       }
     }
   };
-  const int64_t count = span.count;
   int64_t i = 0;
   for (; i + kSegmentElements <= count; i += kSegmentElements) {
     LaneSums sums;
-    rows(i, i + kSegmentElements, sums);
-    sums.add_to(span.norms);
+    add_squares(i, i + kSegmentElements, sums);
+    sums.add_to(norms);
   }
   if (i == count) return;
   const int64_t tail = count - count % kLanes;
   alignas(64) double last[kLanes];
   LaneSums sums;
-  rows(i, tail, sums);
+  add_squares(i, tail, sums);
   sums.save(last);
   for (i = tail; i < count; ++i) {
     const auto g = static_cast<double>(load<T>(grad, i));
     last[i - tail] += g * g;
   }
-  for (int lane = 0; lane < kLanes; ++lane) span.norms[lane] += last[lane];
+  for (int lane = 0; lane < kLanes; ++lane) norms[lane] += last[lane];
+}
+
+template <class Stored>
+void norm_span(const Span& span) {
+  GradArrays<Stored> a(span);
+  for_rows(span, a, [&] { norm_row(a.grad, span.count, span.norms); });
 }
 
 template <class Stored>
 void scale_span(const Span& span) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
-  auto* grad = static_cast<Stored*>(span.operand[kGrad]);
+  GradArrays<Stored> a(span);
   const T factor = static_cast<T>(span.grad_factor);
-  int64_t i = 0;
-  for (; i + V::size() <= span.count; i += V::size()) store(grad, i, load<V>(grad, i) * V(factor));
-  for (; i < span.count; ++i) store(grad, i, load<T>(grad, i) * factor);
+  for_rows(span, a, [&] {
+    int64_t i = 0;
+    for (; i + V::size() <= span.count; i += V::size()) store(a.grad, i, load<V>(a.grad, i) * V(factor));
+    for (; i < span.count; ++i) store(a.grad, i, load<T>(a.grad, i) * factor);
+  });
 }
 
 template <class Stored>
 void add_span(const Span& span) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
-  auto* sum = static_cast<Stored*>(span.operand[kWeight]);
-  const auto* grad = static_cast<const Stored*>(span.operand[kGrad]);
-  int64_t i = 0;
-  for (; i + V::size() <= span.count; i += V::size()) store(sum, i, load<V>(sum, i) + load<V>(grad, i));
-  for (; i < span.count; ++i) store(sum, i, load<T>(sum, i) + load<T>(grad, i));
+  GradArrays<Stored> a(span);
+  for_rows(span, a, [&] {
+    int64_t i = 0;
+    for (; i + V::size() <= span.count; i += V::size()) {
+      store(a.weight, i, load<V>(a.weight, i) + load<V>(a.grad, i));
+    }
+    for (; i < span.count; ++i) store(a.weight, i, load<T>(a.weight, i) + load<T>(a.grad, i));
+  });
 }
 
 template <class Stored>

@@ -10,10 +10,11 @@
 
 namespace fusedstep::cpu {
 
-// `count` elements that lie side by side in every operand.
+// Rows of `count` elements that lie side by side in every operand.
 struct Span {
-  void* operand[kMaxOperands];
-  int64_t count;
+  void* operand[kMaxOperands];      // of the first row
+  int64_t row_bytes[kMaxOperands];  // from a row to the next
+  int64_t rows, count;
   const void* scalars;  // the rule's Scalars<float or double>
   double grad_factor;   // what the gradient is multiplied by as it is read
   double ratio;         // second phase: the tensor's trust ratio

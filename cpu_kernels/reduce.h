@@ -81,13 +81,12 @@ FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i,
   }
 }
 
-template <class Rule, class Weight, class State, bool kStore>
-void accumulate_span(const Span& span) {
-  const Arrays<Rule, Weight, State> a(span);
-  using T = typename decltype(a)::T;
+template <bool kStore, class Rule, class Weight, class State>
+FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t count, double* norms) {
+  using T = typename Arrays<Rule, Weight, State>::T;
   using V = Pack<T>;
-  double *weight_lanes = span.norms, *update_lanes = span.norms + kLanes;
-  const auto rows = [&](int64_t begin, int64_t end, LaneSums & weight, LaneSums & update)
+  double *weight_lanes = norms, *update_lanes = norms + kLanes;
+  const auto accumulate = [&](int64_t begin, int64_t end, LaneSums & weight, LaneSums & update)
       __attribute__((always_inline)) {
     for (int64_t i = begin; i < end; i += kLanes) {
 #pragma GCC unroll 4
@@ -97,18 +96,17 @@ void accumulate_span(const Span& span) {
       }
     }
   };
-  const int64_t count = span.count;
   int64_t i = 0;
   for (; i + kSegmentElements <= count; i += kSegmentElements) {
     LaneSums weight, update;
-    rows(i, i + kSegmentElements, weight, update);
+    accumulate(i, i + kSegmentElements, weight, update);
     weight.add_to(weight_lanes);
     update.add_to(update_lanes);
   }
   if (i == count) return;
   const int64_t tail = count - count % kLanes;
   LaneSums weight, update;
-  rows(i, tail, weight, update);
+  accumulate(i, tail, weight, update);
   if (tail == count) {
     weight.add_to(weight_lanes);
     update.add_to(update_lanes);
@@ -124,6 +122,12 @@ void accumulate_span(const Span& span) {
     weight_lanes[lane] += last[0][lane];
     update_lanes[lane] += last[1][lane];
   }
+}
+
+template <class Rule, class Weight, class State, bool kStore>
+void accumulate_span(const Span& span) {
+  Arrays<Rule, Weight, State> a(span);
+  for_rows(span, a, [&] { accumulate_row<kStore>(a, span.count, span.norms); });
 }
 
 template <class V, bool kStored, class Rule, class Weight, class State, class T>
@@ -144,14 +148,16 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ra
 
 template <class Rule, class Weight, class State, bool kStored>
 void apply_span(const Span& span) {
-  const Arrays<Rule, Weight, State> a(span);
+  Arrays<Rule, Weight, State> a(span);
   using T = typename decltype(a)::T;
   using V = Pack<T>;
   const T ratio = static_cast<T>(span.ratio);
   const int64_t count = span.count;
-  int64_t i = 0;
-  for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
-  for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
+  for_rows(span, a, [&] {
+    int64_t i = 0;
+    for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
+    for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
+  });
 }
 
 template <class Rule, class Weight, class State>
