@@ -126,6 +126,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+#: The process, the allocator and the rows of each that has come to an end.
+Parts = list[tuple[str, str, list[dict[str, Any]]]]
+
+
 @dataclass
 class Run:
     """What the processes of a run have in common."""
@@ -207,11 +211,11 @@ def chosen(arguments: argparse.Namespace) -> list[tuple[Process, str]]:
     return [pair for pair in pairs if pair[1] in allocators or pair[0] == OURS]
 
 
-def merged(parts: list[tuple[str, str, list[dict[str, Any]]]]) -> list[dict[str, Any]]:
+def merged(parts: Parts) -> list[dict[str, Any]]:
     """The rows of all processes, those of one name and allocator in one.
 
-    `parts` are the process, the allocator and the rows of each. A peer's `times` is what its
-    step takes of ours in the same process. Ours and the limit are medians over the processes.
+    A peer's `times` is what its step takes of ours in the same process. Ours and the limit are
+    medians over the processes.
     """
     together: dict[tuple[str, str], list[tuple[str, dict[str, Any]]]] = {}
     for peer, allocator, rows in parts:
@@ -249,7 +253,12 @@ def _merged_row(allocator: str, found: list[tuple[str, dict[str, Any]]]) -> dict
     return row
 
 
-def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Collected, list]:
+def collect(
+    arguments: argparse.Namespace,
+    console: Console,
+    keep: Callable[[output.Collected, Parts], object],
+) -> tuple[output.Collected, Parts]:
+    """What all processes measure. What there is after each of them is given to `keep`."""
     collected, others = output.Collected(), Others()
     target = TARGETS[arguments.device]
     envs, collected.notes = environments(list(target.allocators))
@@ -265,7 +274,7 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
     run = Run(request, arguments.device, arguments.packages, logs, collected.note)
     budget = target.seconds if arguments.budget is None else arguments.budget
     end = time.monotonic() + budget
-    parts = []
+    parts: Parts = []
     with progress_over(console) as progress:
         task = progress.add_task("starting", total=len(pairs))
         for number, (process, allocator) in enumerate(pairs):
@@ -285,11 +294,12 @@ def collect(arguments: argparse.Namespace, console: Console) -> tuple[output.Col
             progress.advance(task)
             if not run.facts:
                 break  # none begins where the first could not
-        collected.facts, collected.rows = run.facts, merged(parts)
-        if arguments.device == "cuda":
-            for row in collected.rows:
-                del row["allocator"]  # that of the host's memory
-        else:
+            collected.facts, collected.rows = run.facts, merged(parts)
+            if arguments.device == "cuda":
+                for row in collected.rows:
+                    del row["allocator"]  # that of the host's memory
+            keep(collected, parts)
+        if arguments.device == "cpu":
             for each in kernels_alone(
                 arguments.libraries, envs["glibc"], run.facts, collected.rows, collected.note
             ):
@@ -305,19 +315,25 @@ def main() -> None:
     target = TARGETS[arguments.device]
     if arguments.device == "cpu":
         output.check_libraries(arguments.libraries)
-    collected, parts = collect(arguments, Console(stderr=True))
+
+    def keep(collected: output.Collected, parts: Parts) -> tuple[dict[str, Any], Path]:
+        results = collected.results() | {
+            "processes": [
+                {"peer": peer, "allocator": allocator, "rows": rows}
+                for peer, allocator, rows in parts
+            ]
+        }
+        slug = collected.machine.slug
+        if arguments.device == "cuda":
+            slug = "-".join(results["device"].lower().split())
+        folder = output.results_folder(arguments.output, slug, "peers")
+        output.write(folder, results, target.report.markdown(results))
+        return results, folder
+
+    collected, parts = collect(arguments, Console(stderr=True), keep)
     if not collected.rows:
         sys.exit("\n".join([f"nothing was measured for {arguments.filter!r}", *collected.notes]))
-    results = collected.results() | {
-        "processes": [
-            {"peer": peer, "allocator": allocator, "rows": rows} for peer, allocator, rows in parts
-        ]
-    }
-    slug = collected.machine.slug
-    if arguments.device == "cuda":
-        slug = "-".join(results["device"].lower().split())
-    folder = output.results_folder(arguments.output, slug, "peers")
-    output.write(folder, results, target.report.markdown(results))
+    results, folder = keep(collected, parts)
     target.plot(results, folder)
     output.show(target.report.tables(results), target.report.remarks(results), folder)
 
