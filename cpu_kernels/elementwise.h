@@ -120,25 +120,26 @@ void update_span(const Span& span) {
 #if defined(CPU_CAPABILITY_AVX512)
   const int64_t estimated = std::is_same_v<T, float> && EstimatingPack::is_exact() ? count : 0;
 #endif
-  for_rows(span, a, [&] {
-    int64_t i = 0;
-    const auto update = [&]<class Register>() __attribute__((always_inline)) {
-      a.prefetch(i);
-      update_at<Register>(a, i);
-      i += V::size();
-    };
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) {
+        int64_t i = 0;
+        const auto update = [&]<class Register>() __attribute__((always_inline)) {
+          a.prefetch(i);
+          update_at<Register>(a, i);
+          i += V::size();
+        };
 #if defined(CPU_CAPABILITY_AVX512)
-    // Half of the roots beside the divider, whose time would be the loop's otherwise.
-    if constexpr (std::is_same_v<T, float>) {
-      while (i + 2 * V::size() <= estimated) {
-        update.template operator()<V>();
-        update.template operator()<EstimatingPack>();
-      }
-    }
+        // Half of the roots beside the divider, whose time would be the loop's otherwise.
+        if constexpr (std::is_same_v<T, float>) {
+          while (i + 2 * V::size() <= estimated) {
+            update.template operator()<V>();
+            update.template operator()<EstimatingPack>();
+          }
+        }
 #endif
-    while (i + V::size() <= count) update.template operator()<V>();
-    for (; i < count; ++i) update_at<T>(a, i);
-  });
+        while (i + V::size() <= count) update.template operator()<V>();
+        for (; i < count; ++i) update_at<T>(a, i);
+      });
 }
 
 template <class Rule, class Weight, class State>

@@ -54,7 +54,8 @@ FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
 template <class Stored>
 void norm_span(const Span& span) {
   GradArrays<Stored> a(span);
-  for_rows(span, a, [&] { norm_row(a.grad, span.count, span.norms); });
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) { norm_row(a.grad, span.count, span.norms); });
 }
 
 template <class Stored>
@@ -63,11 +64,12 @@ void scale_span(const Span& span) {
   using V = Pack<T>;
   GradArrays<Stored> a(span);
   const T factor = static_cast<T>(span.grad_factor);
-  for_rows(span, a, [&] {
-    int64_t i = 0;
-    for (; i + V::size() <= span.count; i += V::size()) store(a.grad, i, load<V>(a.grad, i) * V(factor));
-    for (; i < span.count; ++i) store(a.grad, i, load<T>(a.grad, i) * factor);
-  });
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) {
+        int64_t i = 0;
+        for (; i + V::size() <= span.count; i += V::size()) store(a.grad, i, load<V>(a.grad, i) * V(factor));
+        for (; i < span.count; ++i) store(a.grad, i, load<T>(a.grad, i) * factor);
+      });
 }
 
 template <class Stored>
@@ -75,13 +77,14 @@ void add_span(const Span& span) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
   GradArrays<Stored> a(span);
-  for_rows(span, a, [&] {
-    int64_t i = 0;
-    for (; i + V::size() <= span.count; i += V::size()) {
-      store(a.weight, i, load<V>(a.weight, i) + load<V>(a.grad, i));
-    }
-    for (; i < span.count; ++i) store(a.weight, i, load<T>(a.weight, i) + load<T>(a.grad, i));
-  });
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) {
+        int64_t i = 0;
+        for (; i + V::size() <= span.count; i += V::size()) {
+          store(a.weight, i, load<V>(a.weight, i) + load<V>(a.grad, i));
+        }
+        for (; i < span.count; ++i) store(a.weight, i, load<T>(a.weight, i) + load<T>(a.grad, i));
+      });
 }
 
 template <class Stored>

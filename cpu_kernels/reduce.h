@@ -127,7 +127,8 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
 template <class Rule, class Weight, class State, bool kStore>
 void accumulate_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
-  for_rows(span, a, [&] { accumulate_row<kStore>(a, span.count, span.norms); });
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) { accumulate_row<kStore>(a, span.count, span.norms); });
 }
 
 template <class V, bool kStored, class Rule, class Weight, class State, class T>
@@ -153,11 +154,12 @@ void apply_span(const Span& span) {
   using V = Pack<T>;
   const T ratio = static_cast<T>(span.ratio);
   const int64_t count = span.count;
-  for_rows(span, a, [&] {
-    int64_t i = 0;
-    for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
-    for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
-  });
+  for_rows(
+      span, a, [&]() __attribute__((always_inline)) {
+        int64_t i = 0;
+        for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
+        for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
+      });
 }
 
 template <class Rule, class Weight, class State>

@@ -56,6 +56,16 @@ def test_weak_symbols_stay_in_the_namespace_of_their_isa(isa, repository):
     assert not [name for name in found if any(space in name for space in others)]
 
 
+@pytest.mark.parametrize("isa", NAMESPACES)
+def test_kernels_inline_what_is_inside_of_them(isa, repository):
+    (path,) = objects(repository, f"fusedstep_kernels_{isa}")
+    functions = [
+        line for line in output("nm", "--demangle", path).splitlines() if " U " not in line
+    ]
+    assert any("update_span" in name for name in functions)
+    assert not [name for name in functions if "{lambda" in name]
+
+
 @pytest.mark.parametrize(
     ("target", "registers"),
     [
