@@ -177,16 +177,21 @@ def _time_remarks(results: Results) -> Iterator[str]:
 
 
 def _problems(results: Results) -> Iterator[str]:
-    places: dict[str, list[str]] = {}
+    """What has no figure: a line for each problem, with the first row that has it and how many."""
+    places: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for table in ("memory", "time"):
         for row in rows_with(results, table):
             found = row[table] if table == "memory" else row[table]["results"]
+            here: dict[str, list[str]] = {}
             for name, result in found.items():
                 for problem in AMISS.keys() & result.keys():
-                    told = f"{table} of {title(row)}: {problem}: {result[problem]}"
-                    places.setdefault(told, []).append(CONTESTANTS[name].title)
-    for told, titles in places.items():
-        yield f"Not measured: {told} ({'; '.join(titles)})."
+                    told = f"{problem}: {result[problem]}"
+                    here.setdefault(told, []).append(CONTESTANTS[name].title)
+            for told, titles in here.items():
+                places.setdefault((table, told, tuple(titles)), []).append(title(row))
+    for (table, told, titles), rows in places.items():
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        yield f"Not measured: {table} of {rows[0]}{more}: {told} ({'; '.join(titles)})."
 
 
 def remarks(results: Results) -> Iterator[str]:
