@@ -298,7 +298,8 @@ def collect(
             if arguments.device == "cuda":
                 for row in collected.rows:
                     del row["allocator"]  # that of the host's memory
-            keep(collected, parts)
+            if collected.rows:
+                keep(collected, parts)
         if arguments.device == "cpu":
             for each in kernels_alone(
                 arguments.libraries, envs["glibc"], run.facts, collected.rows, collected.note

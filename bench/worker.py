@@ -40,10 +40,9 @@ from rows import Row
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
 LEAST_TURN, SLOW = 0.02, 1.0
 
-#: Steps by the same gradients at most, and how many of them are worth new ones. While gradients
-#: stay, their difference is zero, and Adan's mean of it decays to denormal numbers, with which some
-#: processors are slow.
-MOST_STEPS, MANY_STEPS = 500, 50
+#: Steps by the same gradients at most. While gradients stay, their difference is zero, and Adan's
+#: mean of it decays to denormal numbers, with which some processors are slow.
+MOST_STEPS = 500
 
 #: Walks that there is time for where the limit is looked for once more.
 LEAST_SEARCH = 30
@@ -120,12 +119,15 @@ class Contestant:
         """Of each turn."""
         (self.estimate,) = run(1)
         self._run, self._renew = run, renew
+        self._steps = 1  # since the gradients were renewed
 
     def take_turn(self, seconds: float) -> None:
         """One run to warm the caches up, unless it takes most of the time, then as many as fit."""
         count = max(1, int(min(seconds / max(self.estimate, 1e-7), MOST_STEPS)))
-        if count > MANY_STEPS and self._renew:
+        self._steps += count + 1
+        if self._steps > MOST_STEPS and self._renew:
             self._renew()
+            self._steps = count + 1
         if count > 1:
             self._run(1)
         samples = self._run(count)

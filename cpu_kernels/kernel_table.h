@@ -14,11 +14,11 @@ namespace fusedstep::cpu {
 struct Span {
   void* operand[kMaxOperands];      // of the first row
   int64_t row_bytes[kMaxOperands];  // from a row to the next
-  int64_t rows, count;
-  const void* scalars;  // the rule's Scalars<float or double>
-  double grad_factor;   // what the gradient is multiplied by as it is read
-  double ratio;         // second phase: the tensor's trust ratio
-  double* norms;        // first phase: [2][kLanes] sums of squares of weight and update
+  int64_t rows = 1, count;          // at least one row
+  const void* scalars;              // the rule's Scalars<float or double>
+  double grad_factor;               // what the gradient is multiplied by as it is read
+  double ratio;                     // second phase: the tensor's trust ratio
+  double* norms;                    // first phase: [2][kLanes] sums of squares of weight and update
 };
 
 struct SpanKernel {

@@ -73,7 +73,6 @@ void Rows::make_sum(int64_t i, const cpu::SpanKernel& add) {
     cpu::Span span{};
     span.operand[kWeight] = values;
     span.operand[kGrad] = entries_ + sorted_[k].entry * row_bytes_;
-    span.rows = 1;
     span.count = row_elements_;
     add.run(span);
   }
