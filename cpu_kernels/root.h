@@ -13,6 +13,8 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 // short.
 struct EstimatingPack : Pack<float> {
   using Pack<float>::Pack;
+  // Implicit: a rule assigns to it what maths on it gives.
+  // NOLINTNEXTLINE(google-explicit-constructor)
   FUSEDSTEP_FN EstimatingPack(const Pack<float>& x) : Pack<float>(x) {}
 
   FUSEDSTEP_FN static bool is_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
