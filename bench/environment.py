@@ -11,6 +11,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ALLOCATORS = ("glibc", "jemalloc")
 
+#: What sets an allocator up. glibc's is measured as it comes.
+OF_ALLOCATORS = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES")
+
 
 def _launcher() -> ModuleType:
     """scripts/launch.py: the benchmark runs as every other program here is told to."""
@@ -28,7 +31,7 @@ def environments(
     The library is that of a tree. Pins this process, and so those it starts.
     """
     launcher = _launcher()
-    common = {k: v for k, v in os.environ.items() if k not in ("LD_PRELOAD", "MALLOC_CONF")}
+    common = {k: v for k, v in os.environ.items() if k not in OF_ALLOCATORS}
     common["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("python", "tests"))
     launcher.threads_and_pinning(common)
     found, notes = {}, []

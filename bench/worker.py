@@ -38,7 +38,11 @@ from rows import Row
 #: Turns that each implementation gets in a row, and the seconds of one at least. An implementation
 #: whose step takes longer than SLOW gets but one turn when the time is up.
 LEAST_ROUNDS, MOST_ROUNDS = 3, 20
-LEAST_TURN, SLOW = 0.02, 1.0
+LEAST_TURN, SLOW = 0.05, 1.0
+
+#: Runs before those that are timed, which find in the caches what an implementation leaves there
+#: and not what the one before it did. A third-level cache takes a dozen to settle.
+WARM_RUNS = 12
 
 #: Steps by the same gradients at most. While gradients stay, their difference is zero, and Adan's
 #: mean of it decays to denormal numbers, with which some processors are slow.
@@ -122,14 +126,15 @@ class Contestant:
         self._steps = 1  # since the gradients were renewed
 
     def take_turn(self, seconds: float) -> None:
-        """One run to warm the caches up, unless it takes most of the time, then as many as fit."""
+        """As many runs as fit, after as many, WARM_RUNS at most, to warm the caches up."""
         count = max(1, int(min(seconds / max(self.estimate, 1e-7), MOST_STEPS)))
-        self._steps += count + 1
+        warm = min(count - 1, WARM_RUNS)
+        self._steps += warm + count
         if self._steps > MOST_STEPS and self._renew:
             self._renew()
-            self._steps = count + 1
-        if count > 1:
-            self._run(1)
+            self._steps = warm + count
+        if warm > 0:
+            self._run(warm)
         samples = self._run(count)
         self.estimate = statistics.median(samples)
         self.medians.append(self.estimate)

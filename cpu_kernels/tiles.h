@@ -47,7 +47,8 @@ FUSEDSTEP_FN void copy_words(const Word* from, Word* to, int64_t count) {
 // Every second word of `array` to or from a tile: as many of `count` as fill registers; returns how many.
 // Words in between may be read, not written, and none beyond the last.
 template <bool kGather>
-FUSEDSTEP_FN int64_t copy_every_second(uint32_t* array, uint32_t* tile, int64_t count) {
+FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe_unused]] uint32_t* tile,
+                                       [[maybe_unused]] int64_t count) {
   int64_t i = 0;
 #if defined(CPU_CAPABILITY_AVX512)
   // Of 16 words the first eight are even ones of one register, the others odd ones of a register from word 15

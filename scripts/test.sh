@@ -72,17 +72,27 @@ test_under_compute_sanitizer() {
   return "$status"
 }
 
+# await PROCESS LOG: the output of `... &>LOG && echo passed >>LOG` in the background, and whether it did.
+await() {
+  while kill -0 "$1" 2>/dev/null; do sleep 1; done
+  cat "$2"
+  [[ $(tail -n 1 "$2") == passed ]]
+}
+
 test_everything() {
-  local ahead
+  local sanitizing packaging packaging_log=$logs/packaging.log
   need_python_packages test
   part "C++" cpp_tests release
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
-  ahead=$!
+  sanitizing=$!
   part "Python" python_tests --dist worksteal --ignore=tests/packaging
-  wait "$ahead" || true
+  # Beside what is left of the sanitized build, and its tests: each leaves a CPU idle at times.
+  { python_tests --dist loadfile tests/packaging && echo passed; } </dev/null &>"$packaging_log" &
+  packaging=$!
+  wait "$sanitizing" || true
   part "C++ sanitized" cpp_tests "${sanitized[@]}"
-  part "packaging" python_tests --dist loadfile tests/packaging
+  part "packaging" await "$packaging" "$packaging_log"
   printf '\n'
   printf '%s\n' "${summary[@]}"
   ((failures == 0))

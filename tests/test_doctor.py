@@ -1,11 +1,16 @@
 """The doctor's report: one line each, true, with advice where something costs speed."""
 
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
 import torch
 
 import fusedstep
+
+doctor = importlib.import_module("fusedstep.doctor")  # fusedstep.doctor is the function
 
 
 def test_one_line_each(capsys):
@@ -27,6 +32,33 @@ def test_the_findings_are_true(capsys):
     assert str(torch.get_num_threads()) in found["threads"]
     for topic in ("jemalloc", "OpenMP", "huge pages", "CUDA"):
         assert found[topic]
+
+
+@pytest.mark.parametrize(
+    ("mode", "jemalloc", "variables", "advised"),
+    [
+        ("madvise", [], {}, "glibc.malloc.hugetlb=1"),
+        ("madvise", [], {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, None),
+        ("madvise", ["libjemalloc.so.2"], {"MALLOC_CONF": "metadata_thp:always"}, "thp:always"),
+        ("madvise", ["libjemalloc.so.2"], {"MALLOC_CONF": "x:1,thp:always"}, None),
+        ("always", [], {}, None),
+        ("never", [], {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}, "echo madvise"),
+    ],
+)
+def test_huge_pages(monkeypatch, mode, jemalloc, variables, advised):
+    others = " ".join({"always", "madvise", "never"} - {mode})
+    monkeypatch.setattr(Path, "read_text", lambda _: f"{others} [{mode}]\n")
+    monkeypatch.setattr(doctor, "mapped_libraries", lambda _: jemalloc)
+    for name in ("MALLOC_CONF", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = doctor.check_huge_pages()
+    assert found.finding.startswith(mode)
+    if advised is None:
+        assert found.advice is None
+    else:
+        assert advised in found.advice
 
 
 def test_command_line(subprocess_environment):

@@ -108,7 +108,7 @@ def test_jemalloc_is_mapped_with_the_settings_that_keep_pages(launched):
     assert seen["jemalloc"]
     assert seen["environment"]["MALLOC_CONF"] == (
         "oversize_threshold:1,background_thread:true,metadata_thp:auto,"
-        "dirty_decay_ms:-1,muzzy_decay_ms:-1"
+        "dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always"
     )
     assert "(mapped)" in told
 
@@ -124,8 +124,17 @@ def test_jemalloc_that_refuses_a_setting_is_not_used(launch, monkeypatch):
 def test_without_jemalloc_it_says_so_and_goes_on(launch, monkeypatch):
     monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
     env = dict(os.environ)
-    assert launch.jemalloc(env).startswith("no jemalloc")
-    assert env == os.environ
+    env.pop("GLIBC_TUNABLES", None)
+    assert launch.allocator(env).startswith("no jemalloc")
+    assert env.pop("GLIBC_TUNABLES") == "glibc.malloc.hugetlb=1"
+    assert env == {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+
+
+def test_tunables_of_the_user_are_kept(launch, monkeypatch):
+    monkeypatch.setattr(ctypes.util, "find_library", lambda _: None)
+    env = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.arena_max=1"}
+    assert "GLIBC_TUNABLES=glibc.malloc.arena_max=1" in launch.allocator(env)
+    assert env["GLIBC_TUNABLES"] == "glibc.malloc.arena_max=1"
 
 
 def test_one_hardware_thread_of_each_core_of_one_socket(two_sockets):

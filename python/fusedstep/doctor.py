@@ -123,14 +123,30 @@ def check_openmp() -> Finding:
     )
 
 
+def allocator_asks_for_huge_pages() -> bool:
+    """Whether the allocator that weights and gradients come from does."""
+    if mapped_libraries(r"libjemalloc"):
+        return "thp:always" in os.environ.get("MALLOC_CONF", "").split(",")
+    return "glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "").split(":")
+
+
 def check_huge_pages() -> Finding:
     try:
         modes = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
         mode = modes[modes.index("[") + 1 : modes.index("]")]
     except (OSError, ValueError):
         return Finding("huge pages", UNKNOWN)
-    advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
-    return Finding("huge pages", mode, advice if mode == "never" else None)
+    if mode == "never":
+        advice = "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled (as root)"
+        return Finding("huge pages", mode, advice)
+    if mode == "always" or allocator_asks_for_huge_pages():
+        return Finding("huge pages", mode)
+    return Finding(
+        "huge pages",
+        f"{mode}: states have them, weights and gradients not",
+        "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, or jemalloc with MALLOC_CONF=thp:always "
+        "(./run.sh SCRIPT.py sets it)",
+    )
 
 
 def check_onednn() -> Finding:
