@@ -1,12 +1,14 @@
 """Law: a compiled step is the step, to the bit; in one graph, which holds as options change."""
 
 import copy
+import gc
 import math
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from cases import CASES, PLAIN
@@ -528,6 +530,24 @@ def test_operators_for_plans_are_as_declared():
         operator = getattr(torch.ops.fusedstep, name).default
         torch.library.opcheck(operator, arguments, test_utils="test_schema")
     torch.ops.fusedstep.plan_delete(plan)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_graph_notes_nothing_of_a_plan_that_goes_as_it_is_traced(pre_dispatch):
+    """Weights may be collected at any time."""
+    optimizers = [optimizer_with_gradients(ADAM, LAYOUTS)]
+    handle = next(iter(optimizers[0]._plans.values())).handle
+    assert torch.ops.fusedstep.plan_isa(handle)
+
+    def traced(number):
+        optimizers.clear()
+        gc.collect()
+        return number + 1
+
+    graph = make_fx(traced, pre_dispatch=pre_dispatch)(torch.ones(3)).graph
+    assert [node.op for node in graph.nodes] == ["placeholder", "call_function", "output"]
+    with pytest.raises(RuntimeError, match="plan"):
+        torch.ops.fusedstep.plan_isa(handle)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
 from fusedstep import _ops
 from fusedstep.optim._dtensor import local, local_gradient, spread_of_sums
@@ -26,6 +27,12 @@ class GradUse(IntEnum):
     SCRATCH = 2
     """May leave anything in them."""
     CLEAR = 3
+
+
+def _delete(handle: int) -> None:
+    # Weights are collected at any time: while a graph is traced too, which must not note the call.
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        torch.ops.fusedstep.plan_delete(handle)
 
 
 class Plan:
@@ -65,7 +72,7 @@ class Plan:
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
-        weakref.finalize(self, torch.ops.fusedstep.plan_delete, self.handle)
+        weakref.finalize(self, _delete, self.handle)
 
     @property
     def is_on_device(self) -> bool:
