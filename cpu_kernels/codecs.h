@@ -189,7 +189,7 @@ FUSEDSTEP_FN void store(Stored* array, int64_t i, const V& x) {
   }
 }
 
-// What is left of x when it has been stored.
+// x after a round trip through Stored.
 template <class Stored, class V>
 FUSEDSTEP_FN V rounded(const V& x) {
   if constexpr (requires { V::size(); }) {

@@ -6,7 +6,7 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Asks memory for what comes this many bytes after what is worked on.
+// Prefetches what lies this many bytes ahead.
 template <class T>
 FUSEDSTEP_FN void prefetch_ahead(const T* array) {
   constexpr int64_t kBytes = 1024;
@@ -14,7 +14,7 @@ FUSEDSTEP_FN void prefetch_ahead(const T* array) {
 }
 
 template <class Stored>
-FUSEDSTEP_FN void step(Stored*& array, int64_t bytes) {
+FUSEDSTEP_FN void advance(Stored*& array, int64_t bytes) {
   array = reinterpret_cast<Stored*>(reinterpret_cast<char*>(array) + bytes);
 }
 
@@ -73,9 +73,9 @@ struct Arrays {
     for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
   }
   FUSEDSTEP_FN void go_to_next_row(const Span& span) {
-    step(weight, span.row_bytes[kWeight]);
-    step(grad, span.row_bytes[kGrad]);
-    for (int k = 0; k < kStates + kHasMaster; ++k) step(state[k], span.row_bytes[kFirstState + k]);
+    advance(weight, span.row_bytes[kWeight]);
+    advance(grad, span.row_bytes[kGrad]);
+    for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
   FUSEDSTEP_FN void prefetch(int64_t i) const {
     prefetch_ahead(weight + i);
@@ -117,9 +117,8 @@ void update_span(const Span& span) {
   using T = typename decltype(a)::T;
   using V = Pack<T>;
   const int64_t count = span.count;
-#if defined(CPU_CAPABILITY_AVX512)
-  const int64_t estimated = std::is_same_v<T, float> && EstimatingPack::is_exact() ? count : 0;
-#endif
+  using Estimating = RootEstimates<T>;
+  const int64_t estimated = Estimating::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
         int64_t i = 0;
@@ -128,15 +127,11 @@ void update_span(const Span& span) {
           update_at<Register>(a, i);
           i += V::size();
         };
-#if defined(CPU_CAPABILITY_AVX512)
-        // Half of the roots beside the divider, whose time would be the loop's otherwise.
-        if constexpr (std::is_same_v<T, float>) {
-          while (i + 2 * V::size() <= estimated) {
-            update.template operator()<V>();
-            update.template operator()<EstimatingPack>();
-          }
+        // Every other root avoids the divider, which would otherwise bound the loop.
+        while (i + 2 * V::size() <= estimated) {
+          update.template operator()<V>();
+          update.template operator()<typename Estimating::Register>();
         }
-#endif
         while (i + V::size() <= count) update.template operator()<V>();
         for (; i < count; ++i) update_at<T>(a, i);
       });

@@ -14,8 +14,8 @@ struct GradArrays {
         grad(static_cast<Stored*>(span.operand[kGrad])) {}
 
   FUSEDSTEP_FN void go_to_next_row(const Span& span) {
-    step(weight, span.row_bytes[kWeight]);
-    step(grad, span.row_bytes[kGrad]);
+    advance(weight, span.row_bytes[kWeight]);
+    advance(grad, span.row_bytes[kGrad]);
   }
 };
 

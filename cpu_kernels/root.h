@@ -1,23 +1,27 @@
-// Square roots without the divider: it has enough to do with divisions, while the units for products idle.
+// Square roots without the divider, which is busy with divisions while the units for products idle.
 #pragma once
 #include "cpu_kernels/pack.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
+// A pack of T whose roots are estimates, and whether they are exact in the caller's rounding mode.
+template <class T>
+struct RootEstimates {
+  using Register = Pack<T>;
+  FUSEDSTEP_FN static constexpr bool are_exact() { return false; }
+};
+
 #if defined(CPU_CAPABILITY_AVX512)
 
-// Floats whose square root comes from an estimate. It has IEEE's bits where numbers are rounded to nearest:
-// two numbers that converge to the root g and to h = 1 / (2 root) (Goldschmidt), then one correction by the
-// exact remainder, x - g^2 (Markstein, 1990). That was seen for every significand by every estimate within
-// the instruction's bound, 2^-14, so that it holds for any vendor's. Below 2^-96 a remainder could be cut
-// short.
+// Floats whose square root comes from an estimate, to IEEE's bits where numbers are rounded to nearest: g
+// converges to the root and h to 1 / (2 root) (Goldschmidt), then the exact remainder, x - g^2, corrects g
+// (Markstein, 1990). Verified for every significand and every estimate within the instruction's bound, 2^-14,
+// so that it holds for any vendor's. Below 2^-96 the remainder may not be exact.
 struct EstimatingPack : Pack<float> {
   using Pack<float>::Pack;
   // Implicit: a rule assigns to it what maths on it gives.
   // NOLINTNEXTLINE(google-explicit-constructor)
   FUSEDSTEP_FN EstimatingPack(const Pack<float>& x) : Pack<float>(x) {}
-
-  FUSEDSTEP_FN static bool is_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
 
   FUSEDSTEP_FN friend Pack<float> square_root(const EstimatingPack& a) {
     constexpr int kLeast = (127 - 96) << 23, kInfinity = 255 << 23;
@@ -32,6 +36,12 @@ struct EstimatingPack : Pack<float> {
     h = _mm512_fmadd_ps(h, error, h);
     return Pack<float>(_mm512_fmadd_ps(_mm512_fnmadd_ps(g, g, x), h, g));
   }
+};
+
+template <>
+struct RootEstimates<float> {
+  using Register = EstimatingPack;
+  FUSEDSTEP_FN static bool are_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
 };
 
 #endif

@@ -117,7 +117,7 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
   if constexpr (sizeof(Word) == 4) {
     for (; rows == 16 && c + 16 <= columns; c += 16) {
       if constexpr (kGather) {
-        // The next block's, into the second-level cache: the hardware looks no further than a page.
+        // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
         for (int64_t next = 0; next < 16; ++next) {
           __builtin_prefetch(array + (columns + c + next) * column_stride, 0, 2);
         }

@@ -160,7 +160,7 @@ struct Operands {
   }
 };
 
-// What is left of a last pass in a step that is left out: the clearing of gradients.
+// What is left of a last pass in a step that is skipped: the clearing of gradients.
 template <class Body>
 struct Clear : Body {
   struct Nothing {};

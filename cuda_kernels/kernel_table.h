@@ -80,7 +80,7 @@ struct Launch {
   double sign;                // minus one to maximize
   double grad_factor;         // what gradients are multiplied by
   const double* more_factor;  // and by this; null: by no more
-  const float* found_inf;     // null, or whether the step is to be left out
+  const float* found_inf;     // null, or whether the step is skipped
   GradUse use;
   bool stores;       // whether gradients hold the update between two phases
   double* partials;  // [chunks][kPartials]: sums of squares of weight and update
@@ -124,7 +124,7 @@ struct RatioLaunch {
   Stream stream;
 };
 
-// The scalars of each tensor from its step count, which is raised by one.
+// The scalars of each tensor from its step count, which is incremented first.
 struct PrepareLaunch {
   const TensorTask* tensors;
   int64_t tensor_count;

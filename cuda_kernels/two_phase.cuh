@@ -166,7 +166,7 @@ __device__ __forceinline__ void apply_chunk(const Launch& launch, const Turn& tu
   }
 }
 
-// What is left of a step that is left out: the clearing of gradients.
+// What is left of a step that is skipped: the clearing of gradients.
 template <class Operands>
 __device__ __forceinline__ void clear_chunks(const Launch& launch) {
   for (int64_t c = blockIdx.x; c < launch.chunk_count; c += gridDim.x) {

@@ -70,7 +70,7 @@ __device__ __forceinline__ void go_over_tile(const Body& body, const Tiles& tile
 }
 
 // The same in tiles. The gradient is read and cleared by itself, `body.work(place, read)` does the rest.
-// `clears_only`: and is left out.
+// `clears_only`: and is skipped.
 template <class Body>
 __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chunk, int part,
                                           bool clears_only) {

@@ -89,14 +89,10 @@ has_python_headers() {
   [[ -e $("$(find_python_for_venv)" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h ]]
 }
 
-install_python_headers() {
+# bring PACKAGE: one that is of use and not needed, so that nobody waits long for it.
+bring() {
   local apt_options=(-o Acquire::Retries=0 -o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10)
-  may_install && step python-headers "installing python3-dev" apt_install python3-dev
-}
-
-install_jemalloc() {
-  local apt_options=(-o Acquire::Retries=0 -o Acquire::http::Timeout=10 -o Acquire::https::Timeout=10)
-  may_install && step jemalloc "installing libjemalloc2" apt_install libjemalloc2
+  may_install && step "$1" "installing $1" apt_install "$1"
 }
 
 prepare_system() {
@@ -104,9 +100,10 @@ prepare_system() {
   read -r -d '' -a packages < <(missing_packages && printf '\0')
   ((${#packages[@]} == 0)) || install_packages "${packages[@]}"
   find_compiler || { install_packages g++-12 && find_compiler; } || die "no C++20 compiler: g++ 12 or newer is needed"
+  has_jemalloc || once jemalloc bring libjemalloc2 || true
+  has_python_headers || once python-headers bring python3-dev || true
+  command -v ccache >/dev/null || once ccache bring ccache || true
   ! command -v ccache >/dev/null || export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
-  has_jemalloc || once jemalloc install_jemalloc || true
-  has_python_headers || once python-headers install_python_headers || true
 }
 
 # ---- Python ---------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@
 
 namespace fusedstep {
 
-// What a step finds on the device when it runs there, instead of being told: null where it is told.
+// Inputs that a step reads on the device when it runs there. Null: the host's value is used.
 struct DeviceInputs {
-  const float* lr = nullptr;            // in place of the rule's
+  const float* lr = nullptr;            // instead of the rule's
   const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
-  const float* found_inf = nullptr;     // not zero: the step is left out
+  const float* found_inf = nullptr;     // not zero: the step is skipped
 };
 
 // A plan's counterpart on its device. Work is queued on the device's current stream; nothing waits for it.
@@ -22,15 +22,15 @@ class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
 
-  // run_step() with step counts that the host knows, this step included,
+  // run_step(), with step counts that the host knows, this step included.
   virtual void step(Plan& plan, const BoundRule& rule, std::span<const double> counts,
                     const StepOptions& options, const DeviceInputs& inputs) = 0;
-  // or with counts on the device, which are raised by one there.
+  // run_step(), with step counts on the device, which are incremented there first.
   virtual void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
                             const StepOptions& options, const DeviceInputs& inputs) = 0;
   // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor
-  // has not. Waits for the device, but for gradients whose entries need no order (see RowIndex): if an index
-  // of these is out of range, the step fails on the device.
+  // does not have. Waits for the device, but for gradients whose entries need no order (see RowIndex): if an
+  // index of these is out of range, the step fails on the device.
   virtual void check_rows(Plan& plan) = 0;
   // Adds grad_norm2() to a number on the device.
   virtual void add_grad_norm2(Plan& plan, double* sum) = 0;

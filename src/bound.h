@@ -20,7 +20,7 @@ inline uintptr_t address_of_sizes(const TensorView& tensor) {
 
 class Bound {
  public:
-  enum class Is : uint8_t { kSame, kGradMoved, kOther };
+  enum class Change : uint8_t { kSame, kGradMoved, kOther };
 
   size_t tensors() const { return pairs_.size(); }
   void clear() { pairs_.clear(); }
@@ -28,7 +28,7 @@ class Bound {
 
   // What has become of tensor i's weight and gradient. kGradMoved: nothing differs but the gradient's
   // address.
-  Is compare(size_t i, const TensorView& weight, const TensorView& grad) const {
+  Change compare(size_t i, const TensorView& weight, const TensorView& grad) const {
     const Pair& known = pairs_[i];
     const int64_t* const shape = shapes_.data() + known.shape;
     const auto matches = [&](const TensorView& view, size_t strides) {
@@ -40,9 +40,9 @@ class Bound {
       }
       return same;
     };
-    if (weight.data != known.weight || !matches(weight, known.dims)) return Is::kOther;
-    if (!matches(grad, 2 * size_t{known.dims})) return Is::kOther;
-    return grad.data == known.grad ? Is::kSame : Is::kGradMoved;
+    if (weight.data != known.weight || !matches(weight, known.dims)) return Change::kOther;
+    if (!matches(grad, 2 * size_t{known.dims})) return Change::kOther;
+    return grad.data == known.grad ? Change::kSame : Change::kGradMoved;
   }
   void move_grad(size_t i, void* data) { pairs_[i].grad = data; }
 

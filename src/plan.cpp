@@ -320,7 +320,7 @@ void Plan::refuse_row(size_t i, int dim, int64_t at) const {
 bool Plan::grad_can_store(size_t i) const {
   const Entry& entry = entries_[i];
   const bool precise = formats_[i] == Format::kFloat || formats_[i] == Format::kDouble;
-  return entry.grad_is_own && precise;
+  return entry.grad_is_writable && precise;
 }
 
 void Plan::check_weights_apart() {
@@ -366,7 +366,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
     ++plan->grads_version_;
     for (Entry& entry : plan->entries_) {
       const char *weight = entry.address(kWeight), *grad = entry.address(kGrad);
-      entry.grad_is_own = !entry.grad_overlaps && !entry.index;
+      entry.grad_is_writable = !entry.grad_overlaps && !entry.index;
       if (entry.weight_bytes > 0) ranges.push_back({weight, weight + entry.weight_bytes, nullptr});
       if (entry.grad_bytes > 0) ranges.push_back({grad, grad + entry.grad_bytes, &entry});
     }
@@ -377,7 +377,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
   for (const Range& range : ranges) {
     if (furthest != nullptr && range.begin < furthest->end) {
       for (const Range* shared : {&range, furthest}) {
-        if (shared->grad_of != nullptr) shared->grad_of->grad_is_own = false;
+        if (shared->grad_of != nullptr) shared->grad_of->grad_is_writable = false;
       }
     }
     if (furthest == nullptr || range.end > furthest->end) furthest = &range;

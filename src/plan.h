@@ -97,7 +97,7 @@ class Plan {
   [[noreturn]] FUSEDSTEP_API void refuse_row(size_t i, int dim, int64_t at) const;
   // Whether gradient i may be written: it is dense, no two of its elements are in one place, and no other
   // gradient and no weight of the step is in its memory. Told by find_shared_grads().
-  bool grad_is_own(size_t i) const { return entries_[i].grad_is_own; }
+  bool grad_is_writable(size_t i) const { return entries_[i].grad_is_writable; }
   // Whether it can hold the update between the phases of a step, in the precision of the maths.
   FUSEDSTEP_API bool grad_can_store(size_t i) const;
   // Looks for gradients that share memory, over all plans of a step. Cheap if nothing has moved since.
@@ -142,7 +142,7 @@ class Plan {
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
     bool grad_overlaps = false;
-    bool grad_is_own = false;
+    bool grad_is_writable = false;
 
     int64_t units() const { return layout->units() * (rows ? rows->count() : index ? index->entries : 1); }
     const char* address(Operand operand) const { return static_cast<const char*>(task.data[operand]); }

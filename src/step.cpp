@@ -55,7 +55,7 @@ class Treatments {
 
  private:
   cpu::GradTreatment treatment(uint32_t tensor, bool is_first, bool is_last) const {
-    const bool own = plan_.grad_is_own(tensor);
+    const bool own = plan_.grad_is_writable(tensor);
     const bool scale = own && options_.grads == GradUse::kScale && options_.grad_factor != 1;
     cpu::GradTreatment treatment;
     treatment.scale = scale && is_first ? &kernels().grads(plan_.format(tensor))->scale : nullptr;
@@ -69,7 +69,7 @@ class Treatments {
   const StepOptions& options_;
 };
 
-// Sums in the order of src/reduction.h: of a chunk's lanes,
+// The sum of a chunk's lanes, in the order of src/reduction.h.
 double sum_lanes(double (&lanes)[kLanes]) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
@@ -77,7 +77,7 @@ double sum_lanes(double (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// and of chunks [first, last) by `partial`.
+// The sum of partial(chunk) over chunks [first, last), in the order of src/reduction.h.
 template <class Partial>
 double sum_chunks(int64_t first, int64_t last, Partial partial) {
   double sum = 0;
@@ -90,9 +90,9 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
 }
 
 // A rule's kernels for a plan's tensors.
-class RuleOfFormats {
+class KernelsByFormat {
  public:
-  RuleOfFormats(const Plan& plan, const BoundRule& rule) : plan_(plan) {
+  KernelsByFormat(const Plan& plan, const BoundRule& rule) : plan_(plan) {
     for (size_t format = 0; format < found_.size(); ++format) {
       found_[format] = kernels().find(rule.id, rule.flags, static_cast<Format>(format));
     }
@@ -106,7 +106,7 @@ class RuleOfFormats {
   std::array<const cpu::RuleKernels*, static_cast<size_t>(Format::kCount)> found_{};
 };
 
-void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const RuleOfFormats& kernels,
+void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const KernelsByFormat& kernels,
               const Scalars& scalars, const StepOptions& options) {
   const Treatments treatments(plan, options);
   const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
@@ -179,7 +179,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
     Plan::find_shared_grads(alone);
   }
   const Scalars scalars = prepare_scalars(plan, rule, steps);
-  const RuleOfFormats kernels_of(plan, rule);
+  const KernelsByFormat kernels_of(plan, rule);
 
   if (rule.trust_ratio) {
     for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, scalars, options);

@@ -59,8 +59,8 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
 
 struct StepOptions {
   int threads = 1;
-  double grad_factor = 1;  // the step is that of the gradients times this,
-  bool maximize = false;   // up the gradient instead of down
+  double grad_factor = 1;  // multiplies the gradients
+  bool maximize = false;   // step up the gradient instead of down
   GradUse grads = GradUse::kLeave;
 };
 

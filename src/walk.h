@@ -31,7 +31,7 @@ struct RowIndex {
   }
 };
 
-// Elements that are worked on together where blocks are small, and blocks: they have 4 elements or are alone.
+// The most elements, and the most blocks, of a tile: small blocks are worked on together.
 constexpr int64_t kTileElements = 1024, kTileBlocks = 256;
 
 // Blocks have up to extent[0] by extent[1] elements (the last dimension is the weight's fastest). Within a

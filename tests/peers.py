@@ -217,33 +217,33 @@ def outcome_of(experiment: Callable, *arguments) -> Outcome:
     return Outcome(sorted(texts), error, value)
 
 
-def is_same(ours: Outcome, torchs: Outcome) -> bool:
+def is_same(ours: Outcome, theirs: Outcome) -> bool:
     """Numbers are as close as two orders of the same operations leave them over a few steps."""
-    if (ours.warnings, ours.error) != (torchs.warnings, torchs.error):
+    if (ours.warnings, ours.error) != (theirs.warnings, theirs.error):
         return False
     try:
-        assert_same_values(ours.value, torchs.value, rtol=1e-5, atol=1e-6)
+        assert_same_values(ours.value, theirs.value, rtol=1e-5, atol=1e-6)
     except AssertionError:
         return False
     return True
 
 
-def assert_same_values(ours, torchs, rtol: float, atol: float) -> None:
+def assert_same_values(ours, theirs, rtol: float, atol: float) -> None:
     """The same structure, types and texts, and numbers that are close."""
-    assert type(ours) is type(torchs), (ours, torchs)
+    assert type(ours) is type(theirs), (ours, theirs)
     if isinstance(ours, dict):
-        assert ours.keys() == torchs.keys()
-        ours, torchs = list(ours.values()), [torchs[key] for key in ours]
+        assert ours.keys() == theirs.keys()
+        ours, theirs = list(ours.values()), [theirs[key] for key in ours]
     if isinstance(ours, (list, tuple)):
-        assert len(ours) == len(torchs)
-        for our, their in zip(ours, torchs, strict=True):
+        assert len(ours) == len(theirs)
+        for our, their in zip(ours, theirs, strict=True):
             assert_same_values(our, their, rtol, atol)
     elif isinstance(ours, torch.Tensor):
-        torch.testing.assert_close(ours, torchs, rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
     elif isinstance(ours, float):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(torchs), rtol=rtol, atol=atol)
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=atol)
     else:
-        assert ours == torchs
+        assert ours == theirs
 
 
 def said(function: Callable, *arguments) -> str:
@@ -270,7 +270,7 @@ def of(*classes: type) -> Callable:
     return mark
 
 
-def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) -> bool:
+def check_same_unless_listed(ours: Outcome, theirs: Outcome, what, differences) -> bool:
     """Returns whether it is listed. `what`: the experiment's name, our class and the mode."""
     experiment, cls, mode = what
     if _options(cls)["fused"] is True and mode in ("default", "foreach"):
@@ -281,14 +281,14 @@ def check_same_unless_listed(ours: Outcome, torchs: Outcome, what, differences) 
         if each.experiment == experiment and cls in each.classes and mode in each.modes
     ]
     assert len(rows) <= 1, rows
-    if is_same(ours, torchs) != (not rows):
+    if is_same(ours, theirs) != (not rows):
         problem = (
             f"listed as {rows[0]!r}, but the same"
             if rows
             else "another outcome, but not in DIFFERENCES, the list of this file"
         )
         peer = name_of_peer(cls)
-        pytest.fail(f"{problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{torchs}")
+        pytest.fail(f"{problem}\n{cls.__name__}:\n{ours}\n{peer}:\n{theirs}")
     return bool(rows)
 
 
@@ -324,8 +324,8 @@ def laws(namespace: dict[str, Any], differences: list[Difference]) -> tuple[Call
     @subjects
     def does_as_torch(cls, experiment, mode):
         """The same outcome as with torch's class, or a listed difference that is there."""
-        ours, torchs = (outcome_of(experiment, Build(each, mode)) for each in (cls, PEERS[cls]))
-        check_same_unless_listed(ours, torchs, (experiment.__name__, cls, mode), differences)
+        ours, theirs = (outcome_of(experiment, Build(each, mode)) for each in (cls, PEERS[cls]))
+        check_same_unless_listed(ours, theirs, (experiment.__name__, cls, mode), differences)
 
     @subjects
     def shows_something(cls, experiment):

@@ -117,7 +117,7 @@ def test_threads_round_as_the_caller_does(case, dtype):
                 params = as_parameters(make_weights([(3 * CHUNK + 5,)], dtype))
                 optimizer = case.build(params)
                 (params[0].grad,) = make_gradients([(3 * CHUNK + 5,)], dtype, 1)
-                with rounding(mode), threads(count), forced_isa(isa):
+                with threads(count, started=True), rounding(mode), forced_isa(isa):
                     optimizer.step()
                 expected = results.setdefault(mode, contents(optimizer))
                 what = f"mode {mode:x}, {isa}, {count} threads:"

@@ -53,10 +53,10 @@ def samples(cls, **options):
 @pytest.mark.parametrize(("cls", "options"), ROWS, ids=lambda row: getattr(row, "__name__", None))
 def test_a_thousand_steps(cls, options):
     """torch's own tolerance for its stored values is 1e-3."""
-    torchs = samples(PEERS[cls], **options)
+    theirs = samples(PEERS[cls], **options)
     for fused in (True, False):
         ours = samples(cls, fused=fused, **options)
-        torch.testing.assert_close(ours, torchs, rtol=1e-12, atol=0, msg=f"fused={fused}")
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0, msg=f"fused={fused}")
 
 
 def test_another_formula_drifts():

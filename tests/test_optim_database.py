@@ -238,9 +238,9 @@ def test_inputs(cls, desc, mode, dtype):
     assert found.params is None
     kwargs, flags = found.kwargs, ALL_MODES[mode]
     ours = outcome_of(steps, cls, kwargs | flags, dtype)
-    torchs = outcome_of(steps, PEERS[cls], kwargs | flags, dtype)
+    theirs = outcome_of(steps, PEERS[cls], kwargs | flags, dtype)
     # Whether they step; what the steps give is compared below.
-    without_values = (outcome._replace(value=None) for outcome in (ours, torchs))
+    without_values = (outcome._replace(value=None) for outcome in (ours, theirs))
     check_same_unless_listed(*without_values, (desc, cls, mode), DIFFERENCES)
     if ours.error:
         return
@@ -277,11 +277,11 @@ def test_error_inputs(cls, index, mode):
     expected = entry_of(cls).error_inputs(device="cpu", dtype=torch.float32)[index]
     assert expected.error_on is OptimizerErrorEnum.CONSTRUCTION_ERROR
     given = expected.optimizer_error_input
-    ours, torchs = (
+    ours, theirs = (
         outcome_of(construct, each, copy.deepcopy(given), ALL_MODES[mode])
         for each in (cls, PEERS[cls])
     )
-    is_listed = check_same_unless_listed(ours, torchs, (given.desc, cls, mode), DIFFERENCES)
+    is_listed = check_same_unless_listed(ours, theirs, (given.desc, cls, mode), DIFFERENCES)
     if mode == "default" and not is_listed:
         text = ours.error or "; ".join(f"UserWarning: {warning}" for warning in ours.warnings)
         assert text.startswith(expected.error_type.__name__)
@@ -310,8 +310,8 @@ OPTION_SUBJECTS = [
 @pytest.mark.parametrize(("cls", "options"), OPTION_SUBJECTS)
 def test_options(cls, options, mode):
     kwargs = ALL_MODES[mode] | fitted(cls, options)
-    ours, torchs = (outcome_of(two_steps, each, kwargs) for each in (cls, PEERS[cls]))
-    check_same_unless_listed(ours, torchs, (str(options), cls, mode), DIFFERENCES)
+    ours, theirs = (outcome_of(two_steps, each, kwargs) for each in (cls, PEERS[cls]))
+    check_same_unless_listed(ours, theirs, (str(options), cls, mode), DIFFERENCES)
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda difference: difference.experiment)

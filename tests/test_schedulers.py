@@ -95,14 +95,14 @@ def scheduled_run(build, make_scheduler, lr):
 @BY_CLASS
 def test_steps_as_with_torch(cls, name, mode, tensor):
     """The same rates and the same weights, and the same warnings."""
-    ours, torchs = (
+    ours, theirs = (
         outcome_of(
             scheduled_run, Build(each, mode), SCHEDULERS[name], torch.tensor(0.1) if tensor else 0.1
         )
         for each in (cls, PEERS[cls])
     )
-    assert is_same(ours, torchs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{torchs}"
-    assert torchs.error is None
+    assert is_same(ours, theirs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{theirs}"
+    assert theirs.error is None
 
 
 @BY_MODE
@@ -115,6 +115,6 @@ def test_a_scheduler_before_the_first_step_is_warned_of(cls, mode):
         lr_scheduler.StepLR(optimizer, step_size=1).step()
         return optimizer.param_groups[0]["lr"]
 
-    ours, torchs = (outcome_of(scheduler_first, Build(each, mode)) for each in (cls, PEERS[cls]))
-    assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in str(torchs)
-    assert is_same(ours, torchs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{torchs}"
+    ours, theirs = (outcome_of(scheduler_first, Build(each, mode)) for each in (cls, PEERS[cls]))
+    assert "Detected call of `lr_scheduler.step()` before `optimizer.step()`" in str(theirs)
+    assert is_same(ours, theirs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{theirs}"

@@ -136,7 +136,9 @@ def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
             expected = denormal_trajectory(case, dtype)
         results.append(expected)
         for count in (1, 3):
-            with threads(count):
+            torch.set_flush_denormal(False)
+            with threads(count, started=True):
+                torch.set_flush_denormal(flush)
                 actual = denormal_trajectory(case, dtype)
             assert_same_contents(actual, expected, f"flush {flush}, {count} threads:")
     if dtype not in LOW_PRECISION:
@@ -149,8 +151,8 @@ def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
 def test_the_caller_keeps_its_denormal_mode(case):
     tiny = torch.tensor([1e-40])
     for flush in (False, True):
-        torch.set_flush_denormal(flush)
-        with threads(3):
+        with threads(3, started=True):
+            torch.set_flush_denormal(flush)
             (param,) = as_parameters(make_weights([(3 * CHUNK,)], torch.float32))
             param.grad = torch.ones_like(param)
             case.build([param]).step()

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._mode_utils import no_dispatch
 
 if TYPE_CHECKING:
     from fusedstep.optim._base import FusedOptimizer
@@ -87,20 +88,34 @@ def _load_bind() -> ModuleType | None:
 bind = _load_bind()
 
 
+def direct() -> ModuleType | None:
+    """``bind``, unless a mode is there to see operators: a tracer's, or that of fake tensors."""
+    return None if torch._C._len_torch_dispatch_stack() else bind
+
+
 def take_step(
     optimizer: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
 ) -> None:
     """Updates what was bound to a plan, by the operator that the optimizer has for it."""
-    if bind:
-        bind.step(optimizer, plan, options, grad_factor, grads)
+    if module := direct():
+        module.step(optimizer, plan, options, grad_factor, grads)
     else:
         operator = getattr(torch.ops.fusedstep, f"{optimizer}_").default
         operator(plan, *options, grad_factor, grads)
 
 
+def _plan_delete(plan: int) -> None:
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        torch.ops.fusedstep.plan_delete(plan)
+
+
+#: Frees a plan. No mode sees the call: plans are collected while graphs are traced, too.
+plan_delete = bind.plan_delete if bind else _plan_delete
+
+
 def plans_shared_grads(plans: list[int]) -> list[int]:
     """The gradients that no step over the plans writes: pairs of a plan's and a tensor's index."""
-    return (bind or torch.ops.fusedstep).plans_shared_grads(plans)
+    return (direct() or torch.ops.fusedstep).plans_shared_grads(plans)
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from fusedstep.optim._imperative import MASTER
 _CHOICES = ("foreach", "fused")
 
 #: Options of other libraries, with the values that ask for nothing. A class here may have some.
-_HARMLESS: dict[str, tuple[float, ...]] = {
+_NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
     "amsgrad": (False,),
     "bias_correction": (True,),
     "caution": (False,),
@@ -226,9 +226,9 @@ def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     """What a group of another optimizer says that one of this class goes on with."""
     if issubclass(cls, optim.Lamb):
         group = _lamb_group(group)
-    foreign = _HARMLESS.keys() - inspect.signature(cls).parameters.keys()
+    foreign = _NEUTRAL_VALUES.keys() - inspect.signature(cls).parameters.keys()
     for name in sorted(foreign & group.keys()):
-        if group[name] not in _HARMLESS[name]:
+        if group[name] not in _NEUTRAL_VALUES[name]:
             raise ValueError(
                 f"{name}={group[name]} has no counterpart in {cls.__name__}; to go on without it, "
                 "remove it from the parameter group"

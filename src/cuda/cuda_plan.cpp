@@ -325,7 +325,7 @@ class CudaPlan final : public DevicePlan {
     std::vector<int64_t> row_dims;
     for (size_t i = 0; i < plan.tensors(); ++i) {
       const cpu::TensorTask& task = plan.task(i);
-      grads[i] = {task.data[kGrad], nullptr, plan.grad_is_own(i)};
+      grads[i] = {task.data[kGrad], nullptr, plan.grad_is_writable(i)};
       if (const RowIndex* index = plan.row_index(i)) {
         const auto copied = [&](Dims from) {
           row_dims.insert(row_dims.end(), from.begin(), from.end());

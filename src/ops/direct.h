@@ -22,6 +22,9 @@ FUSEDSTEP_API bool bind_plan(int64_t handle, std::span<const TensorView> weights
                              std::span<const TensorView> grads,
                              std::span<const std::optional<RowIndex>> rows = {});
 
+// Frees a plan, if it exists.
+FUSEDSTEP_API void drop_plan(int64_t handle);
+
 struct NativePlan;
 
 // bind_plan() for weights and gradients that are nearly always those of the last time: they are looked at one
@@ -38,9 +41,9 @@ class Rebinding {
                const void* grad_held_by = nullptr) {
     if (i >= bound_->tensors()) return false;
     bound_->note_places(i, grad, grad_held_by);
-    const Bound::Is is = bound_->compare(i, weight, grad);
-    if (is == Bound::Is::kGradMoved) moved_.emplace_back(i, grad.data);
-    return is != Bound::Is::kOther;
+    const Bound::Change change = bound_->compare(i, weight, grad);
+    if (change == Bound::Change::kGradMoved) moved_.emplace_back(i, grad.data);
+    return change != Bound::Change::kOther;
   }
   void prefetch(size_t i) const { bound_->prefetch(i); }
   // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
@@ -66,7 +69,7 @@ FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
 using StepFunction = void (*)(int64_t plan, std::span<const double> options, double grad_factor,
                               int64_t grads);
 
-// That of an optimizer, by the name that its operators begin with; null if there is none.
+// The step function of an optimizer, by the name that its operators begin with; null if there is none.
 FUSEDSTEP_API StepFunction find_step(std::string_view optimizer);
 
 }  // namespace fusedstep::ops

@@ -135,7 +135,8 @@ std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles) {
   for (size_t p = 0; p < handles.size(); ++p) {
     const Plan& plan = *plans.all()[p];
     for (size_t i = 0; i < plan.tensors(); ++i) {
-      if (!plan.grad_is_own(i)) found.insert(found.end(), {static_cast<int64_t>(p), static_cast<int64_t>(i)});
+      if (!plan.grad_is_writable(i))
+        found.insert(found.end(), {static_cast<int64_t>(p), static_cast<int64_t>(i)});
     }
   }
   return found;

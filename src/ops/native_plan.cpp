@@ -42,8 +42,8 @@ DType dtype_of(const Tensor& tensor, const char* what) {
                                                     {aoti_torch_dtype_float16(), DType::kHalf},
                                                     {aoti_torch_dtype_float64(), DType::kDouble}};
   const int32_t code = dtype_code(tensor);
-  for (const auto& [torchs, ours] : known) {
-    if (code == torchs) return ours;
+  for (const auto& [theirs, ours] : known) {
+    if (code == theirs) return ours;
   }
   throw std::runtime_error(std::string(what) + " must be float32, float64, bfloat16 or float16");
 }
@@ -54,15 +54,13 @@ const T* number(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
 }
 
-void check_steps(const Tensors& steps, int device) {
-  const bool on_host = steps[0].is_cpu();
-  for (size_t i = 0; i < steps.size(); ++i) {
-    const bool is_one = steps[i].numel() == 1 && dtype_code(steps[i]) == aoti_torch_dtype_float32();
-    const bool is_there = on_host ? steps[i].is_cpu() : view(steps[i], "step").device == device;
-    check(is_one && is_there, "tensor " + std::to_string(i) +
-                                  " of the list: the step count must be one float32 number on the CPU" +
-                                  (device == kHost ? "" : ", or all of them on the weights' device"));
-  }
+void check_step(const Tensors& steps, size_t i, int device) {
+  const Tensor& step = steps[i];
+  const bool is_one = step.numel() == 1 && dtype_code(step) == aoti_torch_dtype_float32();
+  const bool is_there = steps[0].is_cpu() ? step.is_cpu() : view(step, "step").device == device;
+  check(is_one && is_there, "tensor " + std::to_string(i) +
+                                " of the list: the step count must be one float32 number on the CPU" +
+                                (device == kHost ? "" : ", or all of them on the weights' device"));
 }
 
 // To look where a tensor is costs as much as this many elements: a few accesses to memory, one after another.
@@ -79,12 +77,14 @@ void note_counts(NativePlan& native) {
   for (size_t i = 0; i < native.steps.size(); ++i) {
     auto* const count = static_cast<float*>(data_of(native.steps[i]));
     check(count != nullptr, "a step count has no memory");
+    // One that has moved may have become a number of another kind, by an assignment to its `data`.
+    if (count != native.count_places[i]) check_step(native.steps, i, native.plan.device());
     native.count_places[i] = count;
   }
 }
 
 // Raises the step counts on the host.
-void raise_counts(NativePlan& native) {
+void increment_counts(NativePlan& native) {
   for (size_t i = 0; i < native.counts.size(); ++i) {
     float& count = *native.count_places[i];
     native.counts[i] = count + 1.0;
@@ -110,7 +110,9 @@ TensorView view(const Tensor& tensor, const char* what) {
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
   const auto dims = static_cast<size_t>(tensor.dim());
   const int device = tensor.is_cuda() ? tensor.get_device_index() : kHost;
-  return {tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}, device};
+  const TensorView found{tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}, device};
+  check(found.data != nullptr || tensor.numel() == 0, std::string(what) + " has no memory");
+  return found;
 }
 
 std::vector<TensorView> views(const Tensors& tensors, const char* what) {
@@ -176,7 +178,7 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
         "states must be slot-major, the same number for each weight");
   check(steps.size() == count, "steps must have one tensor for each weight");
   const int device = view(weights[0], "weight").device;
-  check_steps(steps, device);
+  for (size_t i = 0; i < count; ++i) check_step(steps, i, device);
   for (size_t i = 0; i < count; ++i) {
     const TensorView weight = view(weights[i], "weight");
     check(!overlaps_itself(weight.sizes, weight.strides),
@@ -274,8 +276,8 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
   check(grads.use >= 0 && grads.use <= static_cast<int64_t>(GradUse::kClear),
         "grads must be from 0 to 3, not " + std::to_string(grads.use));
   const bool host_counts = native.steps[0].is_cpu();
-  check(!(host_counts && native.found_inf), "the count of a step that may be left out must be on its device");
-  if (host_counts) raise_counts(native);
+  check(!(host_counts && native.found_inf), "the count of a step that may be skipped must be on its device");
+  if (host_counts) increment_counts(native);
   const StepOptions options{.threads = num_threads(),
                             .grad_factor = grads.factor,
                             .maximize = grads.maximize,

@@ -43,17 +43,16 @@ struct NativePlan {
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::vector<double> counts;
   std::vector<float*> count_places;  // where the counts are on the host, since they were bound
-  Bound bound;                       // what was bound last, if no gradient was sparse,
+  Bound bound;                       // what was bound last, if no gradient was sparse
   struct Place {
     const void* data;
     uintptr_t sizes;
   };
-  std::vector<Place> state_places;  // and where the states were
+  std::vector<Place> state_places;  // where the states were at that bind
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);
 std::shared_ptr<NativePlan> find_plan(int64_t handle);
-void drop_plan(int64_t handle);
 
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, const std::string& text);

@@ -15,6 +15,7 @@
 #include <exception>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "src/ops/direct.h"
@@ -25,7 +26,7 @@ using fusedstep::DType;
 using fusedstep::TensorView;
 using fusedstep::ops::Rebinding;
 
-const DLPackExchangeAPI* torchs_tensors = nullptr;
+const DLPackExchangeAPI* exchange_api = nullptr;
 
 std::optional<DType> dtype_of(const DLDataType& type) {
   if (type.lanes != 1) return {};
@@ -43,11 +44,44 @@ std::optional<int> device_of(const DLDevice& device) {
   return {};
 }
 
+// An owned reference.
+class Object {
+ public:
+  explicit Object(PyObject* object) : object_(object) {}
+  Object(const Object&) = delete;
+  Object(Object&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  ~Object() { Py_XDECREF(object_); }
+  PyObject* get() const { return object_; }
+  explicit operator bool() const { return object_ != nullptr; }
+
+ private:
+  PyObject* object_;
+};
+
+// Names that are looked up at every step.
+struct Names {
+  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg;
+};
+Names names{};
+
+// Whether a tensor's values are what its memory holds: a wrapper subclass has none, and a tensor with the
+// negative bit holds them negated. That one is the imaginary part of a conjugate, with elements two apart.
+bool holds_its_values(PyObject* object, const TensorView& tensor) {
+  bool is_empty = false, has_neighbours = false;
+  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+    is_empty |= tensor.sizes[d] == 0;
+    has_neighbours |= tensor.sizes[d] > 1 && tensor.strides[d] == 1;
+  }
+  if (is_empty || tensor.data == nullptr) return is_empty;
+  return has_neighbours ||
+         Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
+}
+
 // What a tensor is; nothing if it is no dense tensor of a dtype and on a device that there are kernels for,
 // which the operator has the words for.
 std::optional<TensorView> view(PyObject* object) {
   DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
-  if (torchs_tensors->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
+  if (exchange_api->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
     PyErr_Clear();
     return {};
   }
@@ -56,7 +90,9 @@ std::optional<TensorView> view(PyObject* object) {
   if (!dtype || !device) return {};
   const auto dims = static_cast<size_t>(tensor.ndim);
   char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-  return TensorView{data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device};
+  const TensorView found{data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device};
+  if (!holds_its_values(object, found)) return {};
+  return found;
 }
 
 std::optional<std::vector<TensorView>> views(PyObject* list) {
@@ -157,6 +193,14 @@ PyObject* step(PyObject* /*module*/, PyObject* arguments) {
   Py_RETURN_NONE;
 }
 
+// plan_delete(plan): frees it.
+PyObject* plan_delete(PyObject* /*module*/, PyObject* plan) {
+  const long long handle = PyLong_AsLongLong(plan);
+  if (handle == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  fusedstep::ops::drop_plan(handle);
+  Py_RETURN_NONE;
+}
+
 // plans_shared_grads(plans) -> list: what the operator of that name returns.
 PyObject* plans_shared_grads(PyObject* /*module*/, PyObject* arguments) {
   PyObject* plan_list = nullptr;
@@ -212,22 +256,8 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
   return PyBool_FromLong(has_values(state, values));
 }
 
-// An owned reference.
-class Object {
- public:
-  explicit Object(PyObject* object) : object_(object) {}
-  Object(const Object&) = delete;
-  Object& operator=(const Object&) = delete;
-  ~Object() { Py_XDECREF(object_); }
-  PyObject* get() const { return object_; }
-  explicit operator bool() const { return object_ != nullptr; }
-
- private:
-  PyObject* object_;
-};
-
 // A Repeat and its Parts are named tuples of python/fusedstep/optim/_repeat.py.
-enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kRaiseVersions, kRepeatFields };
+enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kBumpVersions, kRepeatFields };
 enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse };
 
 // Whether an object has no attribute of its own by this name, or None.
@@ -243,16 +273,10 @@ bool is_undisturbed(PyObject* empty, PyObject* silent) {
   }
   for (Py_ssize_t i = 0; i < PyTuple_Size(silent); ++i) {
     const Object told(PyObject_CallNoArgs(PyTuple_GetItem(silent, i)));
-    if (told.get() != Py_None && told.get() != Py_False) return false;
+    if (!told || PyObject_IsTrue(told.get()) != 0) return false;
   }
   return true;
 }
-
-// Names that are looked up at every step.
-struct Names {
-  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf;
-};
-Names names{};
 
 // A group's part of a step, as it is compared with that of the last step.
 class PartOfStep {
@@ -282,20 +306,20 @@ class PartOfStep {
   bool bind(bool look_at_states) {
     PyObject* weights = PyTuple_GetItem(part_, kWeights);
     const Py_ssize_t count = PyList_Size(params_), with_grads = PyList_Size(weights);
-    if (writes_grads()) grads_.emplace(PyList_New(0));
+    grads_.reserve(with_grads);
     if (with_grads > 0) bound_.emplace(plan());
     if (bound_ && static_cast<size_t>(with_grads) != bound_->tensors()) return false;
     Py_ssize_t i = 0;
     for (Py_ssize_t p = 0; p < count; ++p) {
       PyObject* param = PyList_GetItem(params_, p);
       if (bound_) prefetch(*bound_, static_cast<size_t>(i), params_, p, count);
-      const Object grad(PyObject_GetAttr(param, names.grad));
+      Object grad(PyObject_GetAttr(param, names.grad));
       if (!grad) return false;
       const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
       if (steps != (grad.get() != Py_None)) return false;
       if (!steps) continue;
       if (!bound_ || !compare(*bound_, static_cast<size_t>(i), param, grad.get())) return false;
-      if (grads_ && PyList_Append(grads_->get(), grad.get()) != 0) return false;
+      grads_.push_back(std::move(grad));
       ++i;
     }
     return i == with_grads && (!bound_ || bound_->finish(look_at_states));
@@ -321,22 +345,31 @@ class PartOfStep {
            PyList_Size(PyTuple_GetItem(part_, kWeights)) > 0;
   }
   // Tells autograd what the step overwrites.
-  bool raise_versions(PyObject* raise, bool of_states) const {
+  bool bump_versions(PyObject* raise, bool of_states) const {
     const auto of = [&](PyObject* tensors) {
       return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(raise, tensors, nullptr)));
     };
-    return of(PyTuple_GetItem(part_, kWeights)) && (!grads_ || of(grads_->get())) &&
+    return of(PyTuple_GetItem(part_, kWeights)) && (!writes_grads() || of(list_of_grads().get())) &&
            (!of_states || of(PyTuple_GetItem(part_, kStates)));
   }
 
  private:
+  Object list_of_grads() const {
+    const auto count = static_cast<Py_ssize_t>(grads_.size());
+    Object list(PyList_New(count));
+    for (Py_ssize_t i = 0; list && i < count; ++i) {
+      Py_INCREF(grads_[i].get());
+      PyList_SetItem(list.get(), i, grads_[i].get());
+    }
+    return list;
+  }
   long long use() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kUse)); }
   double* numbers() const {
     return reinterpret_cast<double*>(PyByteArray_AsString(PyTuple_GetItem(part_, kOptions)));
   }
 
   PyObject *part_, *group_, *params_ = nullptr;  // borrowed
-  std::optional<Object> grads_;
+  std::vector<Object> grads_;  // held: another thread may take them from the parameters during the step
   std::optional<Rebinding> bound_;
   long long plan_ = 0, use_ = 0;
   const double* values_ = nullptr;
@@ -378,7 +411,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   bool writes_grads = false;
   for (PartOfStep& part : step) {
     if (!part.updates()) continue;
-    if (!part.raise_versions(PyTuple_GetItem(last, kRaiseVersions), accessed)) return {};
+    if (!part.bump_versions(PyTuple_GetItem(last, kBumpVersions), accessed)) return {};
     part.read();
     plans.push_back(part.plan());
     writes_grads = writes_grads || part.writes_grads();
@@ -420,6 +453,7 @@ PyObject* repeat(PyObject* /*module*/, PyObject* arguments) {
 }
 
 PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
+                         {"plan_delete", plan_delete, METH_O, nullptr},
                          {"step", step, METH_VARARGS, nullptr},
                          {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},
                          {"same", same, METH_VARARGS, nullptr},
@@ -454,7 +488,7 @@ const DLPackExchangeAPI* exchange_table() {
 
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python asks for
 PyMODINIT_FUNC PyInit__bind() {
-  torchs_tensors = exchange_table();
+  exchange_api = exchange_table();
   names = {.grad = PyUnicode_InternFromString("grad"),
            .groups = PyUnicode_InternFromString("_groups"),
            .state = PyUnicode_InternFromString("_state"),
@@ -462,6 +496,7 @@ PyMODINIT_FUNC PyInit__bind() {
            .params = PyUnicode_InternFromString("params"),
            .lr = PyUnicode_InternFromString("lr"),
            .grad_scale = PyUnicode_InternFromString("grad_scale"),
-           .found_inf = PyUnicode_InternFromString("found_inf")};
-  return torchs_tensors != nullptr ? PyModule_Create(&definition) : nullptr;
+           .found_inf = PyUnicode_InternFromString("found_inf"),
+           .is_neg = PyUnicode_InternFromString("is_neg")};
+  return exchange_api != nullptr ? PyModule_Create(&definition) : nullptr;
 }

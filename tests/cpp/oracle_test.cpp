@@ -94,12 +94,10 @@ class OracleTest : public testing::TestWithParam<Case> {
   }
 };
 
-const Sizes kSizes = {0, 1, 5, 16, 33, 1000, 40000};
-
 TEST_P(OracleTest, StepsAgreeWithTheFormulaInDouble) {
   for (const GradUse grads : {GradUse::kLeave, GradUse::kScratch}) {
     if (grads == GradUse::kScratch && !GetParam().rule.two_phase) break;
-    Model model(GetParam(), dense_tensors(GetParam(), kSizes));
+    Model model(GetParam(), dense_tensors(GetParam(), {0, 1, 5, 16, 33, 1000, 40000}));
     for (const double count : {1.0, 2.0, 3.0, 1000.0}) {
       model.fill_grads(static_cast<uint64_t>(count));
       step_and_compare(model, count, grads);

@@ -162,7 +162,7 @@ TEST(RowsPlanTest, SparseGradientsAreNotWritten) {
              {.grad_factor = 0.5, .grads = use});
     grad.copy_to(tensor.grad);
     EXPECT_EQ(tensor.grad.first_difference(other.grad), -1);
-    EXPECT_FALSE(plan.grad_is_own(0));
+    EXPECT_FALSE(plan.grad_is_writable(0));
   }
 }
 

@@ -37,12 +37,12 @@ class StridedTest : public testing::TestWithParam<Case> {
       strided.step(options);
       twin.step({.threads = 1,
                  .grad_factor = options.grad_factor,
-                 .grads = strided.plan().grad_is_own(0) ? options.grads : GradUse::kLeave});
+                 .grads = strided.plan().grad_is_writable(0) ? options.grads : GradUse::kLeave});
       ASSERT_TRUE(tensor.fill_untouched());
 
       const bool writes = options.grads == GradUse::kScratch
                               ? two_phase() && strided.plan().grad_can_store(0)
-                              : options.grads != GradUse::kLeave && strided.plan().grad_is_own(0);
+                              : options.grads != GradUse::kLeave && strided.plan().grad_is_writable(0);
       if (!writes) {
         ASSERT_EQ(tensor.grad.bytes(), grad.bytes());
       } else if (options.grads != GradUse::kScratch || twin.plan().grad_can_store(0)) {

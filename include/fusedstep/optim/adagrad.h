@@ -52,8 +52,8 @@ struct AdagradParamState : ParamState<AdagradParamState> {
 //
 // s starts at initial_accumulator_value. Of a parameter with a sparse gradient (torch::nn::Embedding has
 // such) only the rows that it is for are read and written; weight_decay must then be 0. Parameters: float32,
-// float64, bfloat16 or float16 tensors on the CPU of any shape and of any layout that does not overlap
-// itself; states have the parameter's dtype. Throws c10::Error for options out of range.
+// float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of any layout that does
+// not overlap itself; states have the parameter's dtype. Throws c10::Error for options out of range.
 class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState> {
  public:
   explicit Adagrad(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,

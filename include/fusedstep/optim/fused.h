@@ -6,8 +6,9 @@
 //
 //   int main() {
 //     torch::nn::Linear model(4, 1);
-//     fusedstep::optim::Adam optimizer(model->parameters(),
-//     fusedstep::optim::AdamOptions(1e-2).amsgrad(true)); for (int step = 0; step < 3; ++step) {
+//     const auto options = fusedstep::optim::AdamOptions(1e-2).amsgrad(true);
+//     fusedstep::optim::Adam optimizer(model->parameters(), options);
+//     for (int step = 0; step < 3; ++step) {
 //       optimizer.zero_grad();
 //       model(torch::ones({8, 4})).square().mean().backward();
 //       optimizer.step();
@@ -188,9 +189,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
     for (const Work& group : work) {
       Derived::launch(*group.options, group.plan, take_factor(group, factor));
-      raise_versions(group.weights);
-      raise_versions(group.states);
-      if (Derived::grad_use(*group.options) != GradUse::kLeave) raise_versions(group.grads);
+      bump_versions(group.weights);
+      bump_versions(group.states);
+      if (Derived::grad_use(*group.options) != GradUse::kLeave) bump_versions(group.grads);
     }
     return loss;
   }
@@ -343,7 +344,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   // Autograd notices by its version that a tensor saved for backward has changed since; operators over the
   // stable interface raise none by themselves.
-  static void raise_versions(const Tensors& tensors) {
+  static void bump_versions(const Tensors& tensors) {
     for (const torch::Tensor& tensor : tensors) {
       if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
     }

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, cycle
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
-from fusedstep.optim import _dtensor, _factors
+from fusedstep.optim import _dtensor, _factors, _grads
 from fusedstep.optim._checks import check_operands, numeric
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
@@ -26,6 +26,7 @@ from fusedstep.optim._lists import init_group
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
 from fusedstep.optim._watched import WatchedState
+from fusedstep.optim._work import Work
 
 #: Every optimizer by a name that a compiled graph knows it by.
 _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
@@ -35,19 +36,6 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: The index of a group, and that of a launch among those that update it.
 _Place = tuple[int, int]
-
-
-class Work(NamedTuple):
-    """A group that has gradients, or what of it is updated at one go."""
-
-    group: dict[str, Any]
-    weights: list[Tensor]
-    grads: list[Tensor]
-    plan: Plan | None
-    """None where the imperative twin updates it."""
-
-    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        return zip(self.weights, self.grads, strict=True)
 
 
 class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
@@ -62,7 +50,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
-    _foreach_is_torchs: ClassVar[bool] = True
+    _foreach_means_unfused: ClassVar[bool] = True
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
@@ -109,7 +97,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
         if "max_grad_norm" not in self.defaults:
             return math.inf
-        norms = {group["max_grad_norm"] for group in self._groups}
+        norms = {float(group["max_grad_norm"]) for group in self._groups}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
         return max(norms, default=math.inf)
@@ -296,7 +284,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
         """Whether the options of a group ask for native kernels, or allow them."""
-        foreach = self._foreach_is_torchs and group["foreach"]
+        foreach = self._foreach_means_unfused and group["foreach"]
         if group["fused"]:
             if group["differentiable"]:
                 raise RuntimeError("`fused` does not support `differentiable`")
@@ -305,11 +293,13 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
             return True
         return group["fused"] is None and not (foreach or group["differentiable"])
 
-    def _is_native(self, group: dict[str, Any], weights: list[Tensor]) -> bool:
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
         """Whether the native kernels update these weights; an error if they cannot but must."""
         if not self._wants_native(group):
             return False
-        obstacle = self._obstacle(weights)
+        obstacle = self._obstacle(weights) or _grads.obstacle(grads)
         if obstacle and group["fused"]:
             raise RuntimeError(obstacle)
         return obstacle is None
@@ -327,8 +317,10 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
             if type(_dtensor.local(p)) not in (Tensor, Parameter) or p.layout is not torch.strided:
                 return (
                     "`fused=True` requires all the params to be dense Tensors but one is a "
-                    f"{torch.typename(p)} of layout {p.layout}"
+                    f"{type(p).__module__}.{type(p).__qualname__} of layout {p.layout}"
                 )
+            if p.is_neg():
+                return "`fused=True` requires all the params to hold their values, not negated ones"
             if obstacle := _dtensor.obstacle(p, self._elementwise):
                 return obstacle
         if len(set(map(id, weights))) != len(weights):
@@ -351,7 +343,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
             and names == plan.names
             and same(weights, plan.weights)
             and self._wants_native(group)
-            and not (plan.is_on_device and plan.counts_on_host and self._may_be_left_out())
+            and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
         ):
             return plan
 
@@ -359,7 +351,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self._sparse_error(group)):
             raise RuntimeError(error)
-        native = self._is_native(group, weights)
+        native = self._is_native(group, weights, grads)
         self._create_states(group, weights)
         if not all(isinstance(self._state[p]["step"], Tensor) for p in weights):
             raise RuntimeError(
@@ -374,8 +366,8 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         self._seen = None
         return plan
 
-    def _may_be_left_out(self) -> bool:
-        """Whether it is a number on a device that tells if a step is left out."""
+    def _may_be_skipped(self) -> bool:
+        """Whether it is a number on a device that tells if a step is skipped."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
@@ -383,7 +375,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         """Moves the step counts of weights on a device there if the host cannot keep all."""
         steps = [self._state[p]["step"] for p in weights]
         if weights[0].is_cpu or not (
-            self._may_be_left_out() or any(not step.is_cpu for step in steps)
+            self._may_be_skipped() or any(not step.is_cpu for step in steps)
         ):
             return
         for p, step in zip(weights, steps, strict=True):
@@ -417,13 +409,14 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
         Returns:
             The closure's loss; with ``max_norm`` the norm before clipping, a 0-dimensional float64
-            tensor on the CPU.
+            tensor: on the weights' device if all groups step there, else on the CPU.
 
         Raises:
             ValueError: if ``max_norm`` is negative or NaN or comes with a closure, or ``zero_grad``
                 is neither a bool nor ``"none"``.
         """
         if max_norm is not None:
+            max_norm = float(max_norm)
             if not max_norm >= 0:
                 raise ValueError(f"Invalid max_norm value: {max_norm}")
             if closure is not None:
@@ -438,7 +431,9 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            if torch.compiler.is_compiling() and max_norm is None and not zero_grad:
+            # Seen as operators over lists by a compiler, and by a mode for what runs under it.
+            is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+            if is_seen and max_norm is None and not zero_grad:
                 from fusedstep.optim import _compile  # here, for it loads torch's compiler
 
                 if _compile.trace_update(self):
@@ -492,7 +487,9 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
             treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
-        return None if max_norm is None else torch.as_tensor(factors.norm, dtype=torch.float64)
+        if max_norm is None or isinstance(factors.norm, Tensor):
+            return None if max_norm is None else factors.norm
+        return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
 
     def _bind_groups(self) -> list[Work]:
         """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
@@ -534,14 +531,11 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         options = [self._checked_options(item, factors) for item in work]
         untreated = shared_grads(work) if any(uses) else []
         imperative = [item for item in work if not item.plan]
-        factor = factors.on_host if imperative else 1
         # First, for what a native step leaves in a gradient is of no use to who shares its memory.
-        self._imperative_groups(
-            [
-                (group, weights, torch._foreach_mul(grads, factor) if factor != 1 else grads)
-                for group, weights, grads, _ in imperative
-            ]
-        )
+        # Else in the order of the groups, of which some may share weights.
+        at_once = any(uses) or len(imperative) == len(work)
+        if at_once:
+            self._imperative_update(imperative, factors)
         for item, values, use in zip(work, options, uses, strict=True):
             _, weights, grads, plan = item
             if plan:
@@ -554,6 +548,8 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
                 elif factors is not PLAIN and not is_one(factors.grad):
                     untreated.extend(item.pairs())
             else:
+                if not at_once:
+                    self._imperative_update([item], factors)
                 untreated.extend(item.pairs())
         if _ops.bind and factors is PLAIN and not zero_grad:
             self._last_step = last_step(self, work, uses)

@@ -99,6 +99,8 @@ def _is_edited_in_graph(group: dict[str, Any]) -> bool:
 
     The group itself is changed when the graph has run: before that it has the old values.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        return False
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 

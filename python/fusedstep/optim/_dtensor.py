@@ -16,8 +16,13 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    """What this process has of a tensor, when it has arrived."""
+    if is_dtensor(tensor):
+        tensor = tensor._local_tensor
+    collectives = sys.modules.get("torch.distributed._functional_collectives")
+    if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
+        return tensor.trigger_wait()
+    return tensor
 
 
 def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from torch.nn.utils import get_total_norm
 from fusedstep.optim import _dtensor
 
 if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer, Work
+    from fusedstep.optim._base import FusedOptimizer
+    from fusedstep.optim._work import Work
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
 _EPSILON = 1e-6
@@ -29,7 +30,7 @@ class Factors(NamedTuple):
     norm: float | Tensor = math.inf
     """That of ``.grad`` times the scale, if it was asked for."""
     found_inf: Tensor | None = None
-    """Not zero if the step is to be left out: on the device, where the host does not know."""
+    """Not zero if the step is to be skipped: on the device, where the host does not know."""
 
     @property
     def on_device(self) -> Tensor | None:
@@ -62,7 +63,7 @@ def is_one(factor: float | Tensor) -> bool:
 def of_step(
     optimizer: FusedOptimizer, work: list[Work], max_norm: float | None, own_max_norm: float
 ) -> Factors | None:
-    """The factors of a step; None if it is to be left out."""
+    """The factors of a step; None if it is to be skipped."""
     found_inf, scale = getattr(optimizer, "found_inf", None), getattr(optimizer, "grad_scale", None)
     asks_norm = max_norm is not None or own_max_norm < math.inf
     if found_inf is None and scale is None and not asks_norm:
@@ -144,7 +145,7 @@ def _grad_norm(work: list[Work]) -> float:
     for spread, handles in on_cpu.items():
         norm = torch.ops.fusedstep.plans_grad_norm(handles)
         if spread is not None:
-            part = torch.tensor(norm * norm, dtype=torch.float64)
+            part = torch.tensor(norm * norm, dtype=torch.float64, device="cpu")
             norm = math.sqrt(_dtensor.total(part, spread).item())
         norms.append(norm)
     if on_device:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fusedstep import _ops
-from fusedstep.optim._dtensor import spread_of_sums
+from fusedstep.optim._dtensor import local, spread_of_sums
 from fusedstep.optim._factors import is_one
 
 if TYPE_CHECKING:
-    from fusedstep.optim._base import Work
+    from fusedstep.optim._work import Work
 
 
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -25,6 +26,19 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return list(params), grads
     weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
     return weights, [grad for grad in grads if grad is not None]
+
+
+def obstacle(grads: list[Tensor]) -> str | None:
+    """Why the native kernels cannot read these gradients; None if they can."""
+    for grad in map(local, grads):
+        if is_traceable_wrapper_subclass(grad) or grad.is_neg() or grad._is_zerotensor():
+            kind = "negated view" if grad.is_neg() else type(grad).__name__
+            kind = "zero tensor" if grad._is_zerotensor() else kind
+            return (
+                "`fused=True` requires all the gradients to be Tensors whose memory holds their "
+                f"values but one is a {kind}; clone() it, or use fused=None or False"
+            )
+    return None
 
 
 def by_place(
@@ -67,7 +81,7 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
     clears = not isinstance(factor, Tensor) and factor == 0
     treated = set()
     for weight, grad in pairs:
-        place = id(grad) if grad.is_sparse else grad.data_ptr()
+        place = id(grad) if grad.is_sparse else local(grad).data_ptr() or id(grad)
         if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
             weight.grad = torch.zeros_like(grad) if clears else grad * factor
         elif clears:

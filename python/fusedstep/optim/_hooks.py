@@ -32,7 +32,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     That costs more than a small step, and so is left to those steps that need it. A ``step`` with
     the attribute ``repeats`` is not even called where the last one can be repeated.
     """
-    torchs = Optimizer.profile_hook_step(func)
+    torch_step = Optimizer.profile_hook_step(func)
     repeats = getattr(func, "repeats", False)
 
     @functools.wraps(func)
@@ -41,8 +41,8 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
             repeats
             and not (args or kwargs or torch.compiler.is_compiling())
             and self._last_step is not None
-            and _ops.bind
-            and _ops.bind.repeat(self, self._last_step)
+            and (direct := _ops.direct())
+            and direct.repeat(self, self._last_step)
         ):
             return None
         if (
@@ -53,7 +53,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
             or is_compiling()
             or _profiler_enabled()
         ):
-            return torchs(self, *args, **kwargs)
+            return torch_step(self, *args, **kwargs)
         return func(self, *args, **kwargs)
 
     return step

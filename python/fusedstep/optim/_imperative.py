@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable
+
+if TYPE_CHECKING:
+    from fusedstep.optim._factors import Factors
+    from fusedstep.optim._work import Work
 
 #: The state that a weight's master copy is.
 MASTER = "master_param"
@@ -20,6 +24,16 @@ def value_of(weight: Tensor, master: Tensor) -> Tensor:
 
 class ImperativeTwin:
     """What steps weights where no native kernel does."""
+
+    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
+        """Steps groups by their gradients times a factor."""
+        factor = factors.on_host if work else 1
+        self._imperative_groups(
+            [
+                (group, weights, torch._foreach_mul(grads, factor) if factor != 1 else grads)
+                for group, weights, grads, _ in work
+            ]
+        )
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]

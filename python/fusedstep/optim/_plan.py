@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._mode_utils import no_dispatch
 
 from fusedstep import _ops
 from fusedstep.optim._dtensor import local, local_gradient, spread_of_sums
 from fusedstep.optim._factors import Factors
+from fusedstep.optim._grads import obstacle
 
 
 class GradUse(IntEnum):
@@ -27,12 +27,6 @@ class GradUse(IntEnum):
     SCRATCH = 2
     """May leave anything in them."""
     CLEAR = 3
-
-
-def _delete(handle: int) -> None:
-    # Weights are collected at any time: while a graph is traced too, which must not note the call.
-    with torch._C.DisableTorchFunction(), no_dispatch():
-        torch.ops.fusedstep.plan_delete(handle)
 
 
 class Plan:
@@ -72,7 +66,7 @@ class Plan:
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
-        weakref.finalize(self, _delete, self.handle)
+        weakref.finalize(self, _ops.plan_delete, self.handle)
 
     @property
     def is_on_device(self) -> bool:
@@ -104,8 +98,12 @@ class Plan:
             grads = list(map(local_gradient, weights, grads))
             weights = list(map(local, weights))
         # The direct way gives up at a sparse gradient, which takes it half a millisecond.
-        if _ops.bind and not self.had_sparse and _ops.bind.plan_bind(self.handle, weights, grads):
+        direct = _ops.direct()
+        if direct and not self.had_sparse and direct.plan_bind(self.handle, weights, grads):
             return True
+        grads = list(map(local, grads))
+        if obstacle(grads):
+            return False
         try:
             if not sparse:
                 return torch.ops.fusedstep.plan_bind.default(self.handle, weights, grads)

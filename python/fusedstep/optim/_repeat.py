@@ -16,10 +16,11 @@ from fusedstep.optim._hooks import frame_callback
 from fusedstep.optim._plan import GradUse
 
 if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer, Work
+    from fusedstep.optim._base import FusedOptimizer
+    from fusedstep.optim._work import Work
 
 #: Options of these types cannot change while they are the same object; nor can tuples of them.
-_FIXED = (bool, int, float, str, torch.dtype, type(None))
+_IMMUTABLE = (bool, int, float, str, torch.dtype, type(None))
 
 
 class Part(NamedTuple):
@@ -44,11 +45,11 @@ class Repeat(NamedTuple):
     empty: tuple[dict[int, Any], ...]
     """Hooks: none."""
     silent: tuple[Callable[[], Any], ...]
-    """What has to return None or False."""
+    """What has to return None, False or 0."""
     values: list[Any]
     """Of the optimizer's state."""
     parts: tuple[Part, ...]
-    raise_versions: Callable[[list[Tensor]], None]
+    bump_versions: Callable[[list[Tensor]], None]
 
 
 def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) -> Repeat | None:
@@ -71,7 +72,7 @@ def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) 
         options = bytearray(array.array("d", optimizer._options(group)))
         states = optimizer._accessed_states(plan.weights)
         parts.append(Part(items, plan.weights, states, plan.handle, options, use))
-    silent = (frame_callback, _profiler_enabled)
+    silent = (frame_callback, _profiler_enabled, torch._C._len_torch_dispatch_stack)
     if not optimizer._is_on_host():
         silent += (torch._C._cuda_isCurrentStreamCapturing,)
     return Repeat(
@@ -93,7 +94,7 @@ def _is_fixed(group: dict[str, Any]) -> bool:
     """Whether no option of a group can change in place."""
     return isinstance(group["params"], list) and all(
         name == "params"
-        or isinstance(value, _FIXED)
-        or (isinstance(value, tuple) and all(isinstance(part, _FIXED) for part in value))
+        or isinstance(value, _IMMUTABLE)
+        or (isinstance(value, tuple) and all(isinstance(part, _IMMUTABLE) for part in value))
         for name, value in group.items()
     )

@@ -31,9 +31,10 @@ class Adagrad(FusedOptimizer):
 
     Weights may have any shape and strides (transposed, channels-last, sliced), as may their
     gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU; the state ``sum`` has
-    the weight's dtype and dimension order, ``step`` is a 0-dimensional float32 tensor. bfloat16 and
-    float16 are computed in float32 natively, and in their own precision with ``fused=False``.
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device; the
+    state ``sum`` has the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
+    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
+    ``fused=False``.
 
     Of a weight with a sparse gradient only the rows that it has are read and written; what it has
     for the same row is added first, in its order. ``weight_decay`` must then be 0.
@@ -68,7 +69,7 @@ class Adagrad(FusedOptimizer):
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
         RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
             not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before the group is changed, for sparse gradients with weight decay and weights that
+            before anything is changed, for sparse gradients with weight decay and weights that
             overlap themselves in memory.
 
     Example::

@@ -45,11 +45,11 @@ class Adan(FusedOptimizer):
 
     Weights may have any shape and strides (transposed, channels-last, sliced), as may their
     gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg``,
-    ``exp_avg_sq``, ``exp_avg_diff`` and ``neg_pre_grad`` (:math:`m`, :math:`n`, :math:`v` and
-    :math:`-g`) have the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
-    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
-    ``fused=False``.
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
+    ``exp_avg``, ``exp_avg_sq``, ``exp_avg_diff`` and ``neg_pre_grad`` (:math:`m`, :math:`n`,
+    :math:`v` and :math:`-g`) have the weight's dtype and dimension order, ``step`` is a
+    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
+    their own precision with ``fused=False``.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -75,8 +75,7 @@ class Adan(FusedOptimizer):
         maximize (bool, optional): maximize the objective instead of minimizing it
             (default: False)
         capturable (bool, optional): keep the step count on the weight's device, so
-            that a step without native kernels can be captured in a CUDA graph
-            (default: False)
+            that a step can be captured in a CUDA graph (default: False)
         differentiable (bool, optional): let autograd go through the step, which
             then runs without native kernels (default: False)
         state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
@@ -90,7 +89,7 @@ class Adan(FusedOptimizer):
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
         RuntimeError: if ``fused=True`` meets ``differentiable``, weights that are
             not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before the group is changed, for sparse gradients and weights that overlap themselves in
+            before anything is changed, for sparse gradients and weights that overlap themselves in
             memory.
 
     Example::
@@ -105,7 +104,7 @@ class Adan(FusedOptimizer):
     """
 
     _operator = "adan"
-    _foreach_is_torchs = False
+    _foreach_means_unfused = False
     _later_options = FusedOptimizer._later_options | {
         "max_grad_norm": 0.0,
         "no_prox": False,

@@ -75,10 +75,10 @@ class Lamb(FusedOptimizer):
 
     Weights may have any shape and strides (transposed, channels-last, sliced), as may their
     gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU; ``exp_avg`` and
-    ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
-    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
-    ``fused=False``.
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
+    ``exp_avg`` and ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a
+    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
+    their own precision with ``fused=False``.
 
     .. note::
         The native step keeps :math:`u_t` in the gradient's memory, and so leaves it in ``.grad``.
@@ -121,8 +121,7 @@ class Lamb(FusedOptimizer):
         maximize (bool, optional): maximize the objective instead of minimizing it
             (default: False)
         capturable (bool, optional): keep the step count on the weight's device, so
-            that a step without native kernels can be captured in a CUDA graph
-            (default: False)
+            that a step can be captured in a CUDA graph (default: False)
         differentiable (bool, optional): let autograd go through the step, which
             then runs without native kernels (default: False)
         fused (bool, optional): True runs the native kernels, False the same formula
@@ -141,7 +140,7 @@ class Lamb(FusedOptimizer):
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
         RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
             not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before the group is changed, for sparse gradients and weights that overlap themselves in
+            before anything is changed, for sparse gradients and weights that overlap themselves in
             memory.
 
     Example::

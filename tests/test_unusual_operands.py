@@ -1,0 +1,316 @@
+"""Tensors whose memory is not what they are, or that somebody else changes; modes that look on."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cases import PLAIN
+from fusedstep import optim
+from stepping import as_parameters, assert_same_bits
+
+SIZE = 40
+ON_LISTS = tuple({case.optimizer._operator: case for case in PLAIN}.values())
+
+
+def negated(values):
+    """Of the values given, by memory that holds them negated."""
+    return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+
+KINDS = {
+    "negated": negated,
+    "negated number": lambda values: negated(values[:1])[0],
+    "zeros": lambda values: torch._efficientzerotensor(values.shape),
+    "wrapper": lambda values: TwoTensor(values, values.clone()),
+    "arriving": AsyncCollectiveTensor,
+}
+NATIVE = ("arriving",)
+
+
+def values_of(gradient):
+    return gradient.a.clone() if isinstance(gradient, TwoTensor) else gradient + 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+class TestGradientsThatHoldOtherValues:
+    def test_the_step_is_that_of_their_values(self, case, kind):
+        """Of the first step, of those after others alike, and after plain gradients."""
+        values = [torch.arange(1.0, SIZE + 1) * step for step in range(1, 6)]
+        gradients = [KINDS[kind](value) for value in values]
+        plain = values_of(gradients[0])
+        ours, other = as_parameters([torch.ones_like(plain), torch.ones_like(plain)])
+        # A wrapper's operations are taken twice, those that write to something plain too.
+        is_wrapper = kind == "wrapper"
+        optimizer = case.build([ours], fused=None)
+        expected = case.build([other], fused=not is_wrapper)
+        for step, value in enumerate((0, None, None, 1, 2, None, 3)):
+            grad = plain.clone() if value is None else gradients[value]
+            ours.grad = grad
+            other.grad = grad if isinstance(grad, TwoTensor) else grad + 0
+            optimizer.step()
+            expected.step()
+            torch.testing.assert_close(ours, other, rtol=2e-6, atol=0, msg=f"step {step}")
+
+    def test_fused_refuses_them_with_nothing_changed(self, case, kind):
+        gradient = KINDS[kind](torch.arange(1.0, SIZE + 1))
+        (param,) = as_parameters([torch.ones_like(values_of(gradient))])
+        optimizer = case.build([param], fused=True)
+        param.grad = gradient
+        if kind in NATIVE:
+            optimizer.step()
+            assert not (param == 1).any()
+            return
+        with pytest.raises(RuntimeError, match="all the gradients to be Tensors whose memory"):
+            optimizer.step()
+        assert (param == 1).all()
+
+
+def test_a_negated_gradient_beside_a_sparse_one():
+    weights = [torch.ones(3, 2), torch.ones(SIZE)]
+    ours, others = as_parameters(weights), as_parameters(w.clone() for w in weights)
+    optimizers = [optim.Adagrad(ours), optim.Adagrad(others)]
+    for _ in range(3):
+        values = torch.arange(1.0, SIZE + 1)
+        for params, kind in ((ours, negated), (others, torch.clone)):
+            params[0].grad = torch.sparse_coo_tensor([[0, 2]], [[1.0, 2.0], [3.0, 4.0]], (3, 2))
+            params[1].grad = kind(values)
+        for optimizer in optimizers:
+            optimizer.step()
+    for param, other in zip(ours, others, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-6, atol=0)
+
+
+# Adan's operations over lists refuse it, as torch's do.
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.optimizer is not optim.Adan], ids=str)
+def test_a_negated_weight(case):
+    gradient = torch.arange(1.0, SIZE + 1)
+    param = torch.nn.Parameter(negated(torch.ones(SIZE)))
+    (other,) = as_parameters([torch.ones(SIZE)])
+    param.grad, other.grad = gradient, gradient.clone()
+    case.build([param], fused=None).step()
+    case.build([other]).step()
+    torch.testing.assert_close(param, other, rtol=1e-6, atol=0)
+    with pytest.raises(RuntimeError, match="params to hold their values, not negated ones"):
+        case.build([param], fused=True).step()
+
+
+@pytest.mark.parametrize("emptied", ["weight", "gradient", "state"])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_memory_that_was_taken_away_is_an_error(case, emptied):
+    params = as_parameters([torch.ones(SIZE), torch.ones(SIZE)])
+    optimizer = case.build(params)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones(SIZE)
+        optimizer.step()
+    first, second = params
+    before = first.detach().clone()
+    state = optimizer.state[second][case.states[0]]
+    {"weight": second, "gradient": second.grad, "state": state}[emptied].untyped_storage().resize_(
+        0
+    )
+    with pytest.raises(RuntimeError, match=f"{emptied} has no memory"):
+        optimizer.step()
+    assert_same_bits(first.detach(), before, "weight")
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_step_count_that_becomes_another_number_is_an_error(case):
+    (param,) = as_parameters([torch.ones(SIZE)])
+    optimizer = case.build([param])
+    for _ in range(2):
+        param.grad = torch.ones(SIZE)
+        optimizer.step()
+    before = param.detach().clone()
+    step = optimizer.state[param]["step"]
+    step.data = step.data.double()
+    with pytest.raises(RuntimeError, match="step count must be one float32 number"):
+        optimizer.step()
+    assert_same_bits(param.detach(), before, "weight")
+    assert step.item() == 2
+
+
+LIVES = """
+import threading, time, torch
+from fusedstep import optim
+
+weight = torch.nn.Parameter(torch.zeros(1 << 24))
+optimizer = optim.{name}([weight])
+
+def take_away():
+    time.sleep(0.003)
+    weight.grad = None
+
+for step in range(6):
+    weight.grad = torch.ones(1 << 24)
+    thread = threading.Thread(target=take_away)
+    if step > 2:
+        thread.start()
+    optimizer.step()
+    if step > 2:
+        thread.join()
+print("done")
+"""
+
+
+@pytest.mark.parametrize("name", ["Adagrad", "Lamb"])
+def test_a_gradient_lives_as_long_as_the_step(name, subprocess_environment):
+    done = subprocess.run(
+        [sys.executable, "-c", LIVES.format(name=name)],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "done\n", (done.returncode, done.stderr)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_max_norm_may_be_a_tensor(case, fused):
+    params = as_parameters([torch.ones(4), torch.ones(4)])
+    norms = []
+    for param, max_norm in zip(params, (torch.tensor(1.0), 1.0), strict=True):
+        param.grad = torch.full((4,), 2.0)
+        norms.append(case.build([param], fused=fused).step(max_norm=max_norm))
+    assert norms == [4.0, 4.0]
+    assert_same_bits(params[0].grad, params[1].grad, "gradient")
+    assert_same_bits(params[0].detach(), params[1].detach(), "weight")
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("cls", [optim.Lamb, optim.Adan])
+def test_max_grad_norm_may_be_a_tensor(cls, fused):
+    states = []
+    for max_grad_norm in (torch.tensor(1.0), 1.0):
+        (param,) = as_parameters([torch.ones(4)])
+        param.grad = torch.full((4,), 2.0)
+        optimizer = cls([param], max_grad_norm=max_grad_norm, fused=fused)
+        optimizer.step()
+        states.append(optimizer.state[param]["exp_avg"])
+    assert_same_bits(*states, "exp_avg")
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_wrappers_gradients_are_each_clipped(case):
+    params = [torch.nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4))) for _ in range(3)]
+    for param in params:
+        param.grad = TwoTensor(torch.full((4,), 2.0), torch.full((4,), 2.0))
+    case.build(params, fused=None).step(max_norm=1.0)
+    clipped = torch.full((4,), 12**-0.5)
+    for param in params:
+        torch.testing.assert_close(param.grad.a, clipped, rtol=1e-5, atol=0)
+
+
+def test_the_norm_is_on_the_cpu_whatever_the_default_device():
+    (param,) = as_parameters([torch.ones(4)])
+    param.grad = torch.full((4,), 2.0)
+    with torch.device("meta"):
+        norm = optim.Adam([param]).step(max_norm=1.0)
+    assert norm.item() == 4
+
+
+def test_weights_without_a_shape_yet():
+    model = torch.nn.LazyLinear(3)
+    optimizer = optim.Adam(model.parameters())
+    model(torch.ones(2, 5)).sum().backward()
+    before = model.weight.detach().clone()
+    optimizer.step()
+    assert not (model.weight == before).any()
+
+
+def test_groups_that_share_weights_step_in_their_order():
+    results = []
+    for cls, options in ((optim.Adagrad, {"foreach": True}), (torch.optim.Adagrad, {})):
+        memory = torch.ones(8)
+        first, second = torch.nn.Parameter(memory), torch.nn.Parameter(memory.view(8))
+        groups = [
+            {"params": [first], "weight_decay": 0.5},
+            {"params": [second], "weight_decay": 0.1, **options},
+        ]
+        optimizer = cls(groups, lr=0.1, eps=1.0)
+        first.grad, second.grad = torch.ones(8), torch.full((8,), 3.0)
+        optimizer.step()
+        results.append(memory)
+    torch.testing.assert_close(*results, rtol=1e-6, atol=0)
+
+
+# Modes
+
+
+def stepped_twice(case):
+    (param,) = as_parameters([torch.ones(SIZE)])
+    optimizer = case.build([param])
+    for _ in range(2):
+        param.grad = torch.ones(SIZE)
+        optimizer.step()
+    return param, optimizer
+
+
+@pytest.mark.parametrize("case", ON_LISTS, ids=str)
+def test_a_traced_step_is_in_the_graph(case):
+    (param, optimizer), (other, expected) = stepped_twice(case), stepped_twice(case)
+
+    def train(gradient):
+        param.grad = gradient
+        optimizer.step()
+        return param * 1
+
+    graph = make_fx(train, tracing_mode="real")(torch.ones(SIZE))  # which steps once
+    operator = f"fusedstep.{case.optimizer._operator}_step.default"
+    assert operator in [str(node.target) for node in graph.graph.nodes]
+    for _ in range(2):
+        result = graph(torch.ones(SIZE))
+    for _ in range(3):
+        other.grad = torch.ones(SIZE)
+        expected.step()
+    assert_same_bits(param.detach(), other.detach(), "weight")
+    assert_same_bits(result.detach(), other.detach(), "result")
+
+
+@pytest.mark.parametrize("case", ON_LISTS, ids=str)
+def test_fake_tensor_mode_refuses_real_weights(case):
+    param, optimizer = stepped_twice(case)
+    before = param.detach().clone()
+    with (
+        FakeTensorMode(),
+        pytest.raises(AssertionError, match="convert all Tensors to FakeTensors"),
+    ):
+        optimizer.step()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        optimizer.step()
+    assert_same_bits(param.detach(), before, "weight")
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", ON_LISTS, ids=str)
+def test_a_mode_sees_every_step(case):
+    param, optimizer = stepped_twice(case)
+    other, expected = stepped_twice(case)
+    for _ in range(2):
+        with Seen() as mode:
+            optimizer.step()
+        assert f"fusedstep.{case.optimizer._operator}_step.default" in mode.names
+        expected.step()
+    with Seen() as mode:
+        optimizer.step(max_norm=1.0, zero_grad=True)
+    assert f"fusedstep.{case.optimizer._operator}_.default" in mode.names
+    expected.step(max_norm=1.0, zero_grad=True)
+    assert_same_bits(param.detach(), other.detach(), "weight")
+    assert (param.grad == 0).all()
