@@ -1,4 +1,4 @@
-"""The step in a graph that torch.compile makes.
+"""The step in a graph that torch.compile makes, and under a dispatch mode.
 
 There each group is updated by the operator that has all it reads and writes among its arguments:
 a plan is nothing that a compiler could follow.
