@@ -1,5 +1,6 @@
 """Tensors whose memory is not what they are, or that somebody else changes; modes that look on."""
 
+import contextlib
 import subprocess
 import sys
 
@@ -314,3 +315,18 @@ def test_a_mode_sees_every_step(case):
     expected.step(max_norm=1.0, zero_grad=True)
     assert_same_bits(param.detach(), other.detach(), "weight")
     assert (param.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "sparse"])
+def test_unusual_gradients_under_a_mode(kind):
+    make = KINDS.get(kind, lambda values: values.to_sparse())
+    params = as_parameters([torch.ones(SIZE), torch.ones(SIZE)])
+    if kind == "negated number":
+        params = as_parameters([torch.ones(()), torch.ones(())])
+    for param, mode in zip(params, (Seen(), contextlib.nullcontext()), strict=True):
+        optimizer = optim.Adagrad([param])
+        for _ in range(2):
+            param.grad = make(torch.arange(1.0, SIZE + 1))
+            with mode:
+                optimizer.step()
+    torch.testing.assert_close(*params, rtol=1e-6, atol=0)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedstep.optim._base import FusedOptimizer, _by_name
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._grads import obstacle
 
 
 def trace_update(optimizer: FusedOptimizer) -> bool:
@@ -25,10 +26,13 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
     if optimizer._max_grad_norm() < math.inf:
         return False
     name, work = optimizer._name, []
+    compiles = torch.compiler.is_compiling()
     for index, group in enumerate(optimizer._groups):
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
-        if not (optimizer._wants_native(group) and _make_ready(name, index, present)):
+        if not (optimizer._wants_native(group) and _make_ready(name, index, present, compiles)):
+            return False
+        if not (compiles or _can_be_listed([p.grad for p in weights])):
             return False
         if present:
             work.append((index, group, weights))
@@ -70,7 +74,7 @@ def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
 
 
 @torch.compiler.assume_constant_result
-def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
+def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) -> bool:
     """Makes missing states of a group; returns False if its update cannot be in the graph."""
     owner = _by_name[optimizer]
     group = owner._groups[index]
@@ -81,7 +85,9 @@ def _make_ready(optimizer: str, index: int, present: list[int]) -> bool:
     # On a CUDA device the operator would make its tables anew at every step.
     if not all(p.is_cpu for p in weights):
         return False
-    if owner._obstacle(weights) or any(map(is_dtensor, weights)) or _is_edited_in_graph(group):
+    if owner._obstacle(weights) or any(map(is_dtensor, weights)):
+        return False
+    if compiles and _is_edited_in_graph(group):
         return False
     if len({owner._has_master(group, p) for p in weights}) > 1:
         return False
@@ -94,13 +100,15 @@ def _has_tensor_lr(optimizer: str, index: int) -> bool:
     return torch.is_tensor(_by_name[optimizer]._groups[index]["lr"])
 
 
+def _can_be_listed(grads: list[Tensor]) -> bool:
+    return all(grad.layout is torch.strided for grad in grads) and obstacle(grads) is None
+
+
 def _is_edited_in_graph(group: dict[str, Any]) -> bool:
     """Whether code of the graph that is being made changes the group.
 
     The group itself is changed when the graph has run: before that it has the old values.
     """
-    if not torch.compiler.is_dynamo_compiling():
-        return False
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
