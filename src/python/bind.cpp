@@ -67,13 +67,15 @@ Names names{};
 // Whether a tensor's values are what its memory holds: a wrapper subclass has none, and a tensor with the
 // negative bit holds them negated. That one is the imaginary part of a conjugate, with elements two apart.
 bool holds_its_values(PyObject* object, const TensorView& tensor) {
-  bool is_empty = false, has_neighbours = false;
-  for (size_t d = 0; d < tensor.sizes.size(); ++d) {
+  const size_t dims = tensor.sizes.size();
+  bool is_empty = false, has_neighbours = false, is_one = dims > 0;  // one element, as most of them lie
+  for (size_t d = 0; d < dims; ++d) {
     is_empty |= tensor.sizes[d] == 0;
     has_neighbours |= tensor.sizes[d] > 1 && tensor.strides[d] == 1;
+    is_one &= tensor.sizes[d] == 1 && tensor.strides[d] == 1;
   }
   if (is_empty || tensor.data == nullptr) return is_empty;
-  return has_neighbours ||
+  return has_neighbours || is_one ||
          Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
 }
 
