@@ -105,6 +105,36 @@ struct Codec<bf16> : ScalarBf16 {
     const __m512i words = _mm512_permutexvar_epi16(upper, rounded);
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_castsi512_si256(words));
   }
+
+  // Elements 0, 2, 4, ... and 1, 3, 5, ...: nothing has to cross a register, which one unit alone can do.
+  FUSEDSTEP_FN static void load_beside(const bf16* x, Pack<float>& even, Pack<float>& odd) {
+    const __m512i words = _mm512_loadu_si512(x);
+    even = Pack<float>(_mm512_castsi512_ps(_mm512_slli_epi32(words, 16)));
+    odd = Pack<float>(_mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(-0x10000))));
+  }
+  // The upper words, plus one where (the lower word + 0x7fff + the lowest bit of the upper one) exceeds a
+  // word: their average has that bit.
+  FUSEDSTEP_FN static void store_beside(bf16* to, Pack<float> even, Pack<float> odd) {
+    if (__builtin_expect(_mm512_cmp_ps_mask(even.v, odd.v, _CMP_UNORD_Q) != 0, 0)) {
+      even = with_canonical_nan(even);
+      odd = with_canonical_nan(odd);
+    }
+    constexpr __mmask32 kOdd = 0xaaaaaaaa;
+    const __m512i low = _mm512_castps_si512(even.v), high = _mm512_castps_si512(odd.v);
+    const __m512i upper = _mm512_mask_mov_epi16(_mm512_srli_epi32(low, 16), kOdd, high);
+    const __m512i lower = _mm512_mask_mov_epi16(low, kOdd, _mm512_slli_epi32(high, 16));
+    constexpr int kAndOr = 0xea;  // (a & b) | c
+    const __m512i half =
+        _mm512_ternarylogic_epi32(upper, _mm512_set1_epi16(1), _mm512_set1_epi16(0x7ffe), kAndOr);
+    const __m512i carry = _mm512_srli_epi16(_mm512_avg_epu16(lower, half), 15);
+    _mm512_storeu_si512(to, _mm512_add_epi16(upper, carry));
+  }
+
+ private:
+  FUSEDSTEP_FN static Pack<float> with_canonical_nan(const Pack<float>& x) {
+    const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+    return Pack<float>(_mm512_mask_mov_ps(x.v, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000))));
+  }
 };
 
 template <>
@@ -170,10 +200,12 @@ struct Codec<f16> : LoopCodec<ScalarF16, f16> {};
 
 #endif
 
-// Element i of an array as V: a register of elements from i on, or the one element.
+// Element i of an array as V: a register or two of elements from i on, or the one element.
 template <class V, class Stored>
 FUSEDSTEP_FN V load(const Stored* array, int64_t i) {
-  if constexpr (requires { V::size(); }) {
+  if constexpr (requires { V::load(array); }) {
+    return V::load(array + i);
+  } else if constexpr (requires { V::size(); }) {
     return Codec<Stored>::load(array + i);
   } else {
     return Codec<Stored>::decode(array[i]);
@@ -182,7 +214,9 @@ FUSEDSTEP_FN V load(const Stored* array, int64_t i) {
 
 template <class V, class Stored>
 FUSEDSTEP_FN void store(Stored* array, int64_t i, const V& x) {
-  if constexpr (requires { V::size(); }) {
+  if constexpr (requires { x.store(array); }) {
+    x.store(array + i);
+  } else if constexpr (requires { V::size(); }) {
     Codec<Stored>::store(array + i, x);
   } else {
     array[i] = Codec<Stored>::encode(x);
@@ -194,8 +228,8 @@ template <class Stored, class V>
 FUSEDSTEP_FN V rounded(const V& x) {
   if constexpr (requires { V::size(); }) {
     Stored stored[V::size()];
-    Codec<Stored>::store(stored, x);
-    return Codec<Stored>::load(stored);
+    store(stored, 0, x);
+    return load<V>(stored, 0);
   } else {
     return Codec<Stored>::decode(Codec<Stored>::encode(x));
   }

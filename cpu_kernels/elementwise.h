@@ -2,15 +2,18 @@
 #pragma once
 #include "cpu_kernels/codecs.h"
 #include "cpu_kernels/kernel_table.h"
-#include "cpu_kernels/root.h"
+#include "cpu_kernels/pair.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Prefetches what lies this many bytes ahead.
+// Prefetches what lies 1,024 bytes ahead of `count` elements.
 template <class T>
-FUSEDSTEP_FN void prefetch_ahead(const T* array) {
-  constexpr int64_t kBytes = 1024;
-  __builtin_prefetch(reinterpret_cast<const char*>(array) + kBytes);
+FUSEDSTEP_FN void prefetch_ahead(const T* array, int count = 1) {
+  constexpr int64_t kAhead = 1024, kLine = 64;
+  const char* first = reinterpret_cast<const char*>(array) + kAhead;
+  const int64_t bytes = count * int64_t{sizeof(T)};
+#pragma GCC unroll 8
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(first + at);
 }
 
 template <class Stored>
@@ -77,10 +80,11 @@ struct Arrays {
     advance(grad, span.row_bytes[kGrad]);
     for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
+  template <class V>
   FUSEDSTEP_FN void prefetch(int64_t i) const {
-    prefetch_ahead(weight + i);
-    prefetch_ahead(grad + i);
-    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k] + i);
+    prefetch_ahead(weight + i, V::size());
+    prefetch_ahead(grad + i, V::size());
+    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k] + i, V::size());
   }
 };
 
@@ -117,21 +121,17 @@ void update_span(const Span& span) {
   using T = typename decltype(a)::T;
   using V = Pack<T>;
   const int64_t count = span.count;
-  using Estimating = RootEstimates<T>;
-  const int64_t estimated = Estimating::are_exact() ? count : 0;
+  const int64_t in_pairs = Pairs<Weight, State>::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
         int64_t i = 0;
         const auto update = [&]<class Register>() __attribute__((always_inline)) {
-          a.prefetch(i);
+          a.template prefetch<Register>(i);
           update_at<Register>(a, i);
-          i += V::size();
+          i += Register::size();
         };
-        // Every other root avoids the divider, which would otherwise bound the loop.
-        while (i + 2 * V::size() <= estimated) {
-          update.template operator()<V>();
-          update.template operator()<typename Estimating::Register>();
-        }
+        using Pair = typename Pairs<Weight, State>::Type;
+        while (i + Pair::size() <= in_pairs) update.template operator()<Pair>();
         while (i + V::size() <= count) update.template operator()<V>();
         for (; i < count; ++i) update_at<T>(a, i);
       });

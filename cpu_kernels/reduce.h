@@ -91,7 +91,7 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
     for (int64_t i = begin; i < end; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
-        a.prefetch(i + lane);
+        a.template prefetch<V>(i + lane);
         accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
       }
     }
@@ -154,9 +154,14 @@ void apply_span(const Span& span) {
   using V = Pack<T>;
   const T ratio = static_cast<T>(span.ratio);
   const int64_t count = span.count;
+  const int64_t in_pairs = !kStored && Pairs<Weight, State>::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
         int64_t i = 0;
+        if constexpr (!kStored) {
+          using Pair = typename Pairs<Weight, State>::Type;
+          for (; i + Pair::size() <= in_pairs; i += Pair::size()) apply_at<Pair, kStored>(a, i, ratio);
+        }
         for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
         for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
       });

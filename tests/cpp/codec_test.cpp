@@ -7,6 +7,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <random>
 
 #include "fusedstep/isa.h"
@@ -164,8 +165,9 @@ class PatternTest : public testing::TestWithParam<DType> {
 
   // Adagrad with these 16-bit numbers; weights, gradients and states of 65536 patterns and a few, so that
   // there is a tail.
-  Run run(const std::string& isa, const rules::AdagradHyper& hyper, uint16_t (*weight)(uint32_t),
-          uint16_t (*grad)(uint32_t), uint16_t (*state)(uint32_t)) {
+  using Pattern = std::function<uint16_t(uint32_t)>;
+  Run run(const std::string& isa, const rules::AdagradHyper& hyper, const Pattern& weight,
+          const Pattern& grad, const Pattern& state) {
     constexpr int64_t kCount = kPatterns + 3;
     const ForcedIsa forced(isa);
     const Case adagrad{{"adagrad", 1, false, bind_rule<rules::Adagrad>(hyper, 0), nullptr}, GetParam()};
@@ -218,6 +220,30 @@ TEST_P(PatternTest, UpdatesOfEveryPatternAgree) {
     for (uint32_t i = 0; i < expected.weight.size(); ++i) {
       ASSERT_TRUE(same(actual.weight[i], expected.weight[i])) << isa << ", weight " << i;
       ASSERT_TRUE(same(actual.state[i], expected.state[i])) << isa << ", state " << i;
+    }
+  }
+}
+
+// From every number of a binade, half of the distance to the next one is subtracted, or a little less or
+// more: a gradient divided by its own magnitude is one.
+TEST_P(PatternTest, RegistersRoundToNearestEven) {
+  const bool bf16 = GetParam() == DType::kBFloat16;
+  const int mantissa_bits = bf16 ? Bf16Format::kMantissaBits : F16Format::kMantissaBits;
+  const auto one = static_cast<uint16_t>(bf16 ? 0x3f80 : 0x3c00);
+  const auto number = [&](uint32_t i) {
+    return static_cast<uint16_t>((i & 0x400) << 5 | (one + (i * 5 & ((1u << mantissa_bits) - 1))));
+  };
+  const float half = std::ldexp(1.0f, -mantissa_bits - 1);
+  for (const float lr : {half, std::nextafter(half, 0.0f), std::nextafter(half, 1.0f)}) {
+    const rules::AdagradHyper hyper{.lr = lr, .lr_decay = 0, .weight_decay = 0, .eps = 0};
+    for (const std::string& isa : isas()) {
+      const Run actual = run(
+          isa, hyper, number, [&](uint32_t) { return one; }, zero);
+      for (uint32_t i = 0; i < actual.weight.size(); ++i) {
+        const float p = bf16 ? Bf16Format::decode(number(i)) : F16Format::decode(number(i));
+        const uint16_t expected = bf16 ? Bf16Format::encode(p - lr) : F16Format::encode(p - lr);
+        ASSERT_EQ(actual.weight[i], expected) << isa << ", weight " << i;
+      }
     }
   }
 }
