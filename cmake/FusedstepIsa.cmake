@@ -25,6 +25,11 @@ function(fusedstep_isa NAME CAPABILITY)
 endfunction()
 
 function(fusedstep_isa_objects OUT)
+  # Half of the time that kernels take to compile for sanitizers would go into asking for the alignment of each access, which
+  # the instructions do not need. An option of the source comes after those that ask for the checks.
+  if(FUSEDSTEP_SANITIZE)
+    set_source_files_properties(cpu_kernels/instantiate.cpp PROPERTIES COMPILE_OPTIONS -fno-sanitize=alignment)
+  endif()
   fusedstep_isa(base DEFAULT)
   set(objects $<TARGET_OBJECTS:fusedstep_kernels_base>)
   if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")

@@ -1,5 +1,7 @@
 // What happens to gradients whatever the rule: their norm, their multiplication in memory, their sum.
 #pragma once
+#include <algorithm>
+
 #include "cpu_kernels/reduce.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -23,32 +25,28 @@ template <class Stored>
 FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
-  const auto add_squares = [&](int64_t begin, int64_t end, LaneSums & sums) __attribute__((always_inline)) {
-    for (int64_t i = begin; i < end; i += kLanes) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
+    LaneSums sums;
+    for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
         prefetch_ahead(grad + i + lane);
         sums.add_square(lane, load<V>(grad, i + lane));
       }
     }
-  };
-  int64_t i = 0;
-  for (; i + kSegmentElements <= count; i += kSegmentElements) {
-    LaneSums sums;
-    add_squares(i, i + kSegmentElements, sums);
-    sums.add_to(norms);
+    if (tail == end) {
+      sums.add_to(norms);
+      continue;
+    }
+    alignas(64) double last[kLanes];
+    sums.save(last);
+    for (; i < end; ++i) {
+      const auto g = static_cast<double>(load<T>(grad, i));
+      last[i - tail] += g * g;
+    }
+    for (int lane = 0; lane < kLanes; ++lane) norms[lane] += last[lane];
   }
-  if (i == count) return;
-  const int64_t tail = count - count % kLanes;
-  alignas(64) double last[kLanes];
-  LaneSums sums;
-  add_squares(i, tail, sums);
-  sums.save(last);
-  for (i = tail; i < count; ++i) {
-    const auto g = static_cast<double>(load<T>(grad, i));
-    last[i - tail] += g * g;
-  }
-  for (int lane = 0; lane < kLanes; ++lane) norms[lane] += last[lane];
 }
 
 template <class Stored>

@@ -1,5 +1,7 @@
 // Runs the two phases of a rule with norms over a span. Norms are summed as src/reduction.h says.
 #pragma once
+#include <algorithm>
+
 #include "cpu_kernels/elementwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -86,41 +88,31 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
   using T = typename Arrays<Rule, Weight, State>::T;
   using V = Pack<T>;
   double *weight_lanes = norms, *update_lanes = norms + kLanes;
-  const auto accumulate = [&](int64_t begin, int64_t end, LaneSums & weight, LaneSums & update)
-      __attribute__((always_inline)) {
-    for (int64_t i = begin; i < end; i += kLanes) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
+    LaneSums weight, update;
+    for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
         a.template prefetch<V>(i + lane);
         accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
       }
     }
-  };
-  int64_t i = 0;
-  for (; i + kSegmentElements <= count; i += kSegmentElements) {
-    LaneSums weight, update;
-    accumulate(i, i + kSegmentElements, weight, update);
-    weight.add_to(weight_lanes);
-    update.add_to(update_lanes);
-  }
-  if (i == count) return;
-  const int64_t tail = count - count % kLanes;
-  LaneSums weight, update;
-  accumulate(i, tail, weight, update);
-  if (tail == count) {
-    weight.add_to(weight_lanes);
-    update.add_to(update_lanes);
-    return;
-  }
-  alignas(64) double last[2][kLanes];
-  weight.save(last[0]);
-  update.save(last[1]);
-  for (i = tail; i < count; ++i) {
-    accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
-  }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    weight_lanes[lane] += last[0][lane];
-    update_lanes[lane] += last[1][lane];
+    if (tail == end) {
+      weight.add_to(weight_lanes);
+      update.add_to(update_lanes);
+      continue;
+    }
+    alignas(64) double last[2][kLanes];
+    weight.save(last[0]);
+    update.save(last[1]);
+    for (; i < end; ++i) {
+      accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
+    }
+    for (int lane = 0; lane < kLanes; ++lane) {
+      weight_lanes[lane] += last[0][lane];
+      update_lanes[lane] += last[1][lane];
+    }
   }
 }
 
