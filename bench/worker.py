@@ -119,8 +119,6 @@ class Contestant:
     ) -> None:
         self.name = name
         self.samples: list[float] = []
-        self.medians: list[float] = []
-        """Of each turn."""
         (self.estimate,) = run(1)
         self._run, self._renew = run, renew
         self._steps = 1  # since the gradients were renewed
@@ -137,7 +135,6 @@ class Contestant:
             self._run(warm)
         samples = self._run(count)
         self.estimate = statistics.median(samples)
-        self.medians.append(self.estimate)
         self.samples += samples
 
 
@@ -200,7 +197,7 @@ class Measurement:
         if (len(self._candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
             samples, limit = self._run_together(limit)
         else:
-            samples, limit = self._run_apart(), self._limit_again(limit)
+            samples, limit = self._run_apart(), limit and self._limit_again(limit)
         if limit is None:
             return {"results": self._problems | self._figures(samples)}
         limit = self._never_above(limit, samples)
@@ -233,9 +230,7 @@ class Measurement:
         row = self._row
         return self._bench.limit.arrays(row.streams, row.elements, limit.memory, self._threads)
 
-    def _limit_again(self, limit: Limit | None) -> Limit | None:
-        if limit is None:
-            return None
+    def _limit_again(self, limit: Limit) -> Limit:
         with self._limit_arrays(limit) as arrays:
             bursts = {
                 walk: [limit_library.measure(arrays, walk) for _ in range(LEAST_ROUNDS)]
@@ -248,7 +243,7 @@ class Measurement:
         if all(limit.seconds <= statistics.median(seconds) for seconds in samples.values()):
             return limit
         found = self._search(max(self._search_seconds, LEAST_SEARCH * limit.seconds), limit)
-        return min(limit, found, key=lambda each: each.seconds)
+        return min(limit, self._limit_again(found), key=lambda each: each.seconds)
 
     # The implementations
 
@@ -262,7 +257,7 @@ class Measurement:
         with self._limit_arrays(limit) as arrays:
             bare = {walk: Contestant("limit", partial(arrays.run, walk)) for walk in limit.walks}
             take_turns([*contestants, *bare.values()], self._deadline)
-        return samples, confirmed(limit, {walk: each.medians for walk, each in bare.items()})
+        return samples, confirmed(limit, {walk: each.samples for walk, each in bare.items()})
 
     def _run_apart(self) -> Samples:
         """One implementation after the other: their memory does not fit together."""
@@ -318,11 +313,11 @@ class Measurement:
         return figures
 
 
-def confirmed(limit: Limit, bursts: dict[Walk, list[float]]) -> Limit:
-    """The limit by medians of more bursts of its walks: the smallest counts."""
-    best = {walk: min(medians) for walk, medians in bursts.items()}
-    walks = sorted(best, key=best.__getitem__)
-    return Limit(min(limit.seconds, best[walks[0]]), limit.memory, tuple(walks))
+def confirmed(limit: Limit, seconds: dict[Walk, list[float]]) -> Limit:
+    """The limit by its walks' medians, as implementations have theirs: the smallest counts."""
+    medians = {walk: statistics.median(samples) for walk, samples in seconds.items()}
+    walks = sorted(medians, key=medians.__getitem__)
+    return Limit(medians[walks[0]], limit.memory, tuple(walks))
 
 
 def described(row: Row) -> dict[str, Any]:

@@ -27,25 +27,23 @@ FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
   using V = Pack<T>;
   for (int64_t i = 0; i < count;) {
     const int64_t end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
-    LaneSums sums;
+    LaneSums<double> sums;
     for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
         prefetch_ahead(grad + i + lane);
-        sums.add_square(lane, load<V>(grad, i + lane));
+        sums.add_squares(lane, load<V>(grad, i + lane));
       }
     }
-    if (tail == end) {
-      sums.add_to(norms);
-      continue;
+    if (i < end) {
+      alignas(64) double last[kLanes];
+      sums.save(last);
+      for (; i < end; ++i) {
+        last[i - tail] = with_square(last[i - tail], static_cast<double>(load<T>(grad, i)));
+      }
+      sums.restore(last);
     }
-    alignas(64) double last[kLanes];
-    sums.save(last);
-    for (; i < end; ++i) {
-      const auto g = static_cast<double>(load<T>(grad, i));
-      last[i - tail] += g * g;
-    }
-    for (int lane = 0; lane < kLanes; ++lane) norms[lane] += last[lane];
+    sums.add_to(norms);
   }
 }
 

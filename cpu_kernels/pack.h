@@ -3,6 +3,7 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <concepts>
+#include <type_traits>
 
 #include "fusedstep/vocabulary.h"
 
@@ -32,6 +33,11 @@ struct Pack {
     return Pack(Vector::blendv(y.v, x.v, a.v == b.v));
   }
 
+  // Whether all elements are; false for NaN.
+  FUSEDSTEP_FN friend bool all_between(T least, const Pack& x, T most) {
+    return ((x.v >= Vector(least)) & (x.v <= Vector(most))).zero_mask() == 0;
+  }
+
   // ATen's fmadd rounds twice where the instruction is missing; this one never does.
   FUSEDSTEP_FN friend Pack mul_add(const Pack& a, const Pack& b, const Pack& c) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -44,6 +50,15 @@ struct Pack {
     for (int i = 0; i < size(); ++i) z[i] = rules::mul_add(x[i], y[i], z[i]);
     return Pack(Vector::loadu(z));
 #endif
+  }
+
+  // As src/reduction.h has it.
+  FUSEDSTEP_FN friend Pack with_square(const Pack& sum, const Pack& x) {
+    if constexpr (std::is_same_v<T, float>) {
+      return mul_add(x, x, sum);
+    } else {
+      return sum + x * x;
+    }
   }
 };
 

@@ -13,6 +13,7 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 template <class Weight, class State>
 struct Pairs {
   using Type = Pack<typename Codec<typename StoredOf<Weight>::Type>::Compute>;
+  using InOrder = Type;
   FUSEDSTEP_FN static constexpr bool are_exact() { return false; }
 };
 
@@ -85,6 +86,7 @@ template <class Weight, class State>
 requires(!std::is_same_v<Weight, double>) struct Pairs<Weight, State> {
   static constexpr bool kAllBf16 = std::is_same_v<Weight, bf16> && std::is_same_v<State, bf16>;
   using Type = PackPair<kAllBf16 ? Order::kBeside : Order::kBehind>;
+  using InOrder = PackPair<Order::kBehind>;  // for sums by lanes
   FUSEDSTEP_FN static bool are_exact() { return estimated_roots_are_exact(); }
 };
 

@@ -6,59 +6,93 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// The sums of a segment, lane by lane.
-struct LaneSums {
-  static constexpr int kPart = Pack<double>::size();
-  Pack<double> part[kLanes / kPart];
+// The sums of squares of a segment, lane by lane.
+template <class T>
+class LaneSums {
+  static constexpr int kPart = Pack<T>::size();
 
+ public:
   FUSEDSTEP_FN LaneSums() {
-    for (Pack<double>& sums : part) sums = Pack<double>(0.0);
+    for (Pack<T>& sums : part_) sums = Pack<T>(0);
   }
-  FUSEDSTEP_FN void save(double* lanes) const {
-    for (int k = 0; k < kLanes / kPart; ++k) Codec<double>::store(lanes + k * kPart, part[k]);
+  FUSEDSTEP_FN void save(T* lanes) const {
+    for (int lane = 0; lane < kLanes; lane += kPart) Codec<T>::store(lanes + lane, part_[lane / kPart]);
+  }
+  FUSEDSTEP_FN void restore(const T* lanes) {
+    for (int lane = 0; lane < kLanes; lane += kPart) part_[lane / kPart] = Codec<T>::load(lanes + lane);
+  }
+
+  // Of elements the first of which is in lane `lane`.
+  FUSEDSTEP_FN void add_squares(int lane, const Pack<T>& x) {
+    part_[lane / kPart] = with_square(part_[lane / kPart], x);
+  }
+  FUSEDSTEP_FN void add_squares(int lane, const Pack<float>& x) requires(std::is_same_v<T, double>) {
+    Pack<double> low, high;
+    widen(x, low, high);
+    add_squares(lane, low);
+    add_squares(lane + kPart, high);
+  }
+#if defined(CPU_CAPABILITY_AVX512)
+  FUSEDSTEP_FN void add_squares(int lane, const PackPair<Order::kBehind>& x) {
+    static_assert(kPart == kLanes);
+    add_squares(lane, x.first);
+    add_squares(lane, x.second);
+  }
+#endif
+
+  FUSEDSTEP_FN bool are_in_range() const {
+    bool in_range = true;
+    if constexpr (std::is_same_v<T, float>) {
+      for (const Pack<T>& sums : part_) in_range &= all_between(kLeastSum, sums, kMostSum);
+    }
+    return in_range;
   }
   // Onto the sums of the chunk.
   FUSEDSTEP_FN void add_to(double* lanes) const {
-    for (int k = 0; k < kLanes / kPart; ++k) {
-      Codec<double>::store(lanes + k * kPart, Codec<double>::load(lanes + k * kPart) + part[k]);
-    }
+    for (int lane = 0; lane < kLanes; lane += kPart) add_part(lanes + lane, part_[lane / kPart]);
   }
-  FUSEDSTEP_FN void add_square(int lane, const Pack<double>& x) {
-    part[lane / kPart] = part[lane / kPart] + x * x;
+
+ private:
+  FUSEDSTEP_FN static void add_part(double* lanes, const Pack<double>& sums) {
+    Codec<double>::store(lanes, Codec<double>::load(lanes) + sums);
   }
-  // Of a float: the sum is the same in one instruction as in two.
-  FUSEDSTEP_FN void add_exact_square(int lane, const Pack<double>& x) {
-#if defined(__FMA__)
-    part[lane / kPart] = mul_add(x, x, part[lane / kPart]);
-#else
-    add_square(lane, x);
-#endif
-  }
-  FUSEDSTEP_FN void add_square(int lane, const Pack<float>& x) {
+  FUSEDSTEP_FN static void add_part(double* lanes, const Pack<float>& sums) {
     Pack<double> low, high;
-    widen(x, low, high);
-    add_exact_square(lane, low);
-    add_exact_square(lane + kPart, high);
+    widen(sums, low, high);
+    add_part(lanes, low);
+    add_part(lanes + Pack<double>::size(), high);
   }
+
+  Pack<T> part_[kLanes / kPart];
 };
 
 // What a rule adds its weight and update to, for the lanes from `lane` on.
-template <class V>
+template <class V, class T>
 struct PackNorms {
-  LaneSums &weight, &update;
+  LaneSums<T>&weight, &update;
   int lane;
   FUSEDSTEP_FN void add(const V& p, const V& u) {
-    weight.add_square(lane, p);
-    update.add_square(lane, u);
+    weight.add_squares(lane, p);
+    update.add_squares(lane, u);
   }
 };
 
 template <class T>
 struct ScalarNorms {
-  double &weight, &update;
+  T &weight, &update;
   FUSEDSTEP_FN void add(T p, T u) {
-    weight += static_cast<double>(p) * static_cast<double>(p);
-    update += static_cast<double>(u) * static_cast<double>(u);
+    weight = with_square(weight, p);
+    update = with_square(update, u);
+  }
+};
+
+// What leaves them as they are.
+template <class T>
+struct Found {
+  T &weight, &update;
+  FUSEDSTEP_FN void add(T p, T u) {
+    weight = p;
+    update = u;
   }
 };
 
@@ -83,35 +117,56 @@ FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i,
   }
 }
 
+// Adds the norms of a segment that has been gone over once more: where a sum in float has not the range. What
+// a rule adds as its weight depends on nothing else; the update that has been stored lies in the gradient.
+template <bool kStored, class Rule, class Weight, class State>
+FUSEDSTEP_FN void add_norms_again(const Arrays<Rule, Weight, State>& a, int64_t begin, int64_t end,
+                                  double* norms) {
+  using T = typename Arrays<Rule, Weight, State>::T;
+  T found[2][kSegmentElements];
+  for (int64_t i = begin; i < end; ++i) {
+    T &weight = found[0][i - begin], &update = found[1][i - begin];
+    accumulate_at<T, false>(a, i, Found<T>{weight, update});
+    if constexpr (kStored) update = load<T>(a.grad, i);
+  }
+  for (int norm = 0; norm < 2; ++norm)
+    add_lanes(found[norm], static_cast<int>(end - begin), norms + norm * kLanes);
+}
+
 template <bool kStore, class Rule, class Weight, class State>
 FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t count, double* norms) {
   using T = typename Arrays<Rule, Weight, State>::T;
-  using V = Pack<T>;
-  double *weight_lanes = norms, *update_lanes = norms + kLanes;
+  using Pair = typename Pairs<Weight, State>::InOrder;
+  const int64_t in_pairs = Pairs<Weight, State>::are_exact() ? count : 0;
   for (int64_t i = 0; i < count;) {
-    const int64_t end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
-    LaneSums weight, update;
-    for (; i < tail; i += kLanes) {
+    const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
+    LaneSums<T> weight, update;
+    const auto accumulate = [&]<class Register>(int lane) __attribute__((always_inline)) {
+      a.template prefetch<Register>(i);
+      accumulate_at<Register, kStore>(a, i, PackNorms<Register, T>{weight, update, lane});
+      i += Register::size();
+    };
+    while (i + Pair::size() <= std::min(end, in_pairs)) accumulate.template operator()<Pair>(0);
+    while (i < tail) {
 #pragma GCC unroll 4
-      for (int lane = 0; lane < kLanes; lane += V::size()) {
-        a.template prefetch<V>(i + lane);
-        accumulate_at<V, kStore>(a, i + lane, PackNorms<V>{weight, update, lane});
+      for (int lane = 0; lane < kLanes; lane += Pack<T>::size())
+        accumulate.template operator()<Pack<T>>(lane);
+    }
+    if (i < end) {
+      alignas(64) T last[2][kLanes];
+      weight.save(last[0]);
+      update.save(last[1]);
+      for (; i < end; ++i) {
+        accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
       }
+      weight.restore(last[0]);
+      update.restore(last[1]);
     }
-    if (tail == end) {
-      weight.add_to(weight_lanes);
-      update.add_to(update_lanes);
-      continue;
-    }
-    alignas(64) double last[2][kLanes];
-    weight.save(last[0]);
-    update.save(last[1]);
-    for (; i < end; ++i) {
-      accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
-    }
-    for (int lane = 0; lane < kLanes; ++lane) {
-      weight_lanes[lane] += last[0][lane];
-      update_lanes[lane] += last[1][lane];
+    if (__builtin_expect(weight.are_in_range() && update.are_in_range(), 1)) {
+      weight.add_to(norms);
+      update.add_to(norms + kLanes);
+    } else {
+      add_norms_again<kStore>(a, begin, end, norms);
     }
   }
 }

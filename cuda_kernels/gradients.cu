@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ L
     sum_rows<kAccess, Stored>(launch, numbered, grad);
   } else {
     const auto* data = static_cast<const Stored*>(grad.data);
-    sum_chunk<kAccess, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{data});
+    sum_chunk<kAccess, double, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{data});
   }
 }
 

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads,
     return;
   }
   T* const held = static_cast<T*>(block_memory());
-  sum_words(chunk, found, sums, Accumulate<Body>(launch.pass, chunk, held));
+  sum_words<T>(chunk, found, sums, Accumulate<Body>(launch.pass, chunk, held));
   __syncthreads();
   if (threadIdx.x < kWarp) {
     double total = 0;

@@ -47,8 +47,8 @@ __device__ __forceinline__ int segments_of(const Chunk& chunk) {
   return static_cast<int>((chunk.end - chunk.begin + kSegmentElements - 1) / kSegmentElements);
 }
 
-// The sums of a chunk's segments; the caller waits for all warps before it adds them up.
-template <int kNorms, class T, class Body>
+// The sums of a chunk's segments, each lane's in Sum; the caller waits for all warps before it adds them up.
+template <class Sum, int kNorms, class T, class Body>
 __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& found,
                                           SegmentSums<kNorms, kChunkSegments>& sums, const Body& body) {
   constexpr int kWidth = kWordBytes / sizeof(T), kWarps = kThreads / kWarp;
@@ -84,19 +84,14 @@ __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& 
     __syncwarp();
     if (thread < kNorms * kLanes) {
       const T* const of_lane = found.of[warp][thread / kLanes] + thread % kLanes;
-      double sum = 0;
-#pragma unroll
-      for (int e = 0; e < kSegmentElements; e += kLanes) {
-        const double value = of_lane[e];
-        sum += value * value;
-      }
-      sums.of[thread / kLanes][segment][thread % kLanes] = sum;
+      sums.of[thread / kLanes][segment][thread % kLanes] =
+          sum_squares<Sum>(of_lane, kSegmentElements / kLanes);
     }
   }
 }
 
 // In tiles: `body.work(place, read, add)` for each element, after it has been read.
-template <int kNorms, class Body>
+template <class Sum, int kNorms, class Body>
 __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chunk, double* partials,
                                           const Body& body_of_tensor) {
   // Long rows have segments of their own.
@@ -130,14 +125,9 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
     for (int k = static_cast<int>(threadIdx.x); k < kNorms * slots * kLanes; k += kThreads) {
       const int lane = k % kLanes, norm = k / kLanes % kNorms, slot = k / kLanes / kNorms;
       const int of_span = slot / per_span * span, first = slot % per_span * kSegmentElements + lane;
-      const T* const of_lane = found[norm] + of_span;
-      double sum = 0;
-#pragma unroll
-      for (int e = 0; e < kSegmentElements; e += kLanes) {
-        const double value = first + e < span ? of_lane[first + e] : 0;
-        sum += value * value;
-      }
-      sums.of[norm][slot][lane] = sum;
+      const int left = span - slot % per_span * static_cast<int>(kSegmentElements);
+      const int count = left < kSegmentElements ? left : static_cast<int>(kSegmentElements);
+      sums.of[norm][slot][lane] = sum_squares<Sum>(found[norm] + of_span + first, lane_elements(count, lane));
     }
     __syncthreads();
     if (threadIdx.x < kWarp) sums.add_to(total, slots);
@@ -279,8 +269,8 @@ struct Accumulate : Operands {
   }
 };
 
-// Sums over a chunk of a launch, kNorms of type T.
-template <Access kAccess, int kNorms, class T, class Body>
+// Sums over a chunk of a launch, kNorms of elements of type T.
+template <Access kAccess, class Sum, int kNorms, class T, class Body>
 __device__ __forceinline__ void sum_chunk(const Launch& launch, const NumberedChunk& numbered,
                                           const Body& body) {
   double* const partials = launch.partials + kPartials * numbered.number;
@@ -288,7 +278,7 @@ __device__ __forceinline__ void sum_chunk(const Launch& launch, const NumberedCh
   if constexpr (kAccess == kInWords) {
     __shared__ Found<kNorms, T> found;
     __shared__ SegmentSums<kNorms, kChunkSegments> sums;
-    sum_words(chunk, found, sums, body);
+    sum_words<Sum>(chunk, found, sums, body);
     __syncthreads();
     if (threadIdx.x < kWarp) {
       double total = 0;
@@ -296,7 +286,7 @@ __device__ __forceinline__ void sum_chunk(const Launch& launch, const NumberedCh
       add_lanes<kNorms>(total, partials);
     }
   } else {
-    sum_tiles<kNorms>(launch, chunk, partials, body);
+    sum_tiles<Sum, kNorms>(launch, chunk, partials, body);
   }
 }
 
@@ -307,7 +297,8 @@ __global__ void __launch_bounds__(kThreads, kTileResident<Operands<Rule, Weight,
   using Body = Accumulate<Operands<Rule, Weight, State>>;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const Body body(launch, numbered.chunk);
-  sum_chunk<kByElement, 2, typename Body::T>(launch, numbered, body);
+  using T = typename Body::T;
+  sum_chunk<kByElement, T, 2, T>(launch, numbered, body);
 }
 
 // Where the second phase finds the updates of the first.

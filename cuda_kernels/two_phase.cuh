@@ -210,7 +210,7 @@ __device__ __forceinline__ void work(const Launch& launch, Turns& turns, Found<2
     T* const held = turn.slot == kNoSlot ? nullptr : slots + turn.slot * kChunkElements;
     if (turn.kind == Turn::kAccumulate) {
       const Chunk& chunk = turn.numbered.chunk;
-      sum_words(chunk, found, turns.sums[now], Accumulate<Operands>(launch, chunk, held));
+      sum_words<T>(chunk, found, turns.sums[now], Accumulate<Operands>(launch, chunk, held));
     } else if (turn.kind == Turn::kApply) {
       apply_chunk<Operands>(launch, turn, held);
     }

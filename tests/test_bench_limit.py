@@ -209,19 +209,22 @@ def test_search_finds_the_best_of_each_thing():
     assert set(again.walks) == {(memory, best)}
 
 
-def test_disturbed_limit_is_confirmed_by_its_rivals():
-    slow, fast = Walk(threads=1), Walk(threads=2)
-    limit = limit_library.Limit(3.0, Memory(), (slow, fast))
-    found = worker.confirmed(limit, {slow: [4.0, 3.5], fast: [9.0, 2.0]})
-    assert found == limit_library.Limit(2.0, Memory(), (fast, slow))
+def test_limit_is_the_smallest_median_of_its_walks():
+    disturbed, fast = Walk(threads=1), Walk(threads=2)
+    limit = limit_library.Limit(1.0, Memory(), (disturbed, fast))
+    found = worker.confirmed(limit, {disturbed: [1.5, 4.0, 4.0], fast: [9.0, 2.0, 3.0]})
+    assert found == limit_library.Limit(3.0, Memory(), (fast, disturbed))
 
 
 @pytest.mark.parametrize(("step", "seconds"), [(2.0, 1.0), (3.5, 3.0)])
 def test_limit_above_a_step_is_looked_for_again(monkeypatch, step, seconds):
-    limit, better = (limit_library.Limit(each, Memory(), (Walk(1),)) for each in (3.0, 1.0))
+    limit, better, once_more = (
+        limit_library.Limit(each, Memory(), (Walk(1),)) for each in (3.0, 0.5, 1.0)
+    )
     measurement = object.__new__(worker.Measurement)
     monkeypatch.setattr(measurement, "_search_seconds", 0.0, raising=False)
     monkeypatch.setattr(measurement, "_search", lambda seconds, known: better)
+    monkeypatch.setattr(measurement, "_limit_again", {better: once_more}.__getitem__)
     found = measurement._never_above(limit, {"fused": [step, step], "unfused": [9.0]})
     assert found.seconds == seconds
 

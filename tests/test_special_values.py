@@ -106,6 +106,28 @@ def test_squares_overflow_and_underflow_as_in_torch(case, dtype):
     )
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("where", [slice(None), slice(3, None, 16), slice(-5, None)], ids=str)
+@pytest.mark.parametrize(("of_weight", "of_gradient"), [(1e-25, 1), (1e25, 1), (1, 1e-30)])
+@pytest.mark.parametrize("case", [case for case in CASES if not case.elementwise], ids=str)
+def test_norms_of_numbers_whose_squares_no_float_holds(case, of_weight, of_gradient, where, isa):
+    shapes = ((70,), (CHUNK + 5,), (4 * CHUNK,))
+    weights, gradients = make_weights(shapes, torch.float32), make_gradients(shapes, torch.float32, 1)
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight[where] *= of_weight
+        gradient[where] *= of_gradient
+    params = as_parameters(weights)
+    twins = as_parameters([weight.double() for weight in weights])
+    for param, twin, gradient in zip(params, twins, gradients, strict=True):
+        param.grad, twin.grad = gradient.clone(), gradient.double()
+    with forced_isa(isa):
+        case.build(params).step()
+    case.build(twins, fused=False).step()
+    for param, twin in zip(params, twins, strict=True):
+        largest = twin.abs().max().item()
+        torch.testing.assert_close(param.double(), twin, rtol=1e-5, atol=1e-6 * largest)
+
+
 def denormal_trajectory(case, dtype):
     """Weights, and gradients, of which a part is below the smallest normal number."""
     shapes = ((70,), (3 * CHUNK + 5,))

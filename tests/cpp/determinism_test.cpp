@@ -121,6 +121,7 @@ class DeterminismTest : public testing::TestWithParam<Case> {
 
 TEST_P(DeterminismTest, SameBitsForAllInstructionSetsAndThreads) {
   std::vector<Tensor> start = dense_tensors(GetParam(), sizes_around_everything());
+  for (const Tensor& tensor : tensors_beyond_squares(GetParam())) start.push_back(tensor);
   const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
   start.push_back(extremes(GetParam()));
   for (const GradUse use : grad_uses()) {

@@ -35,6 +35,18 @@ std::vector<Tensor> dense_tensors(const Case& test_case, const Sizes& sizes) {
   return tensors;
 }
 
+std::vector<Tensor> tensors_beyond_squares(const Case& test_case) {
+  constexpr int64_t kCount = 3 * kSegmentElements + 7;
+  const double huge = test_case.dtype == DType::kHalf ? 1e3 : 1e25;
+  std::vector<Tensor> tensors = dense_tensors(test_case, {kCount, kCount});
+  for (int64_t i = 0; i < kCount; ++i) {
+    const bool others = i < kSegmentElements;
+    tensors[0].weight.set(i, others ? 1.0 + i : huge * (i % 5 - 2.0));
+    tensors[1].weight.set(i, others ? 0.0 : (i % 5 - 2.0) / huge);
+  }
+  return tensors;
+}
+
 Model::Model(const Case& test_case, std::vector<Tensor> tensors)
     : rule_(test_case.rule), tensors_(std::move(tensors)), plan_(test_case.plan(tensors_.size())) {}
 

@@ -31,6 +31,9 @@ struct Tensor {
 // Dense tensors of one dimension of these sizes.
 std::vector<Tensor> dense_tensors(const Case& test_case, const Sizes& sizes);
 
+// Tensors with weights whose squares are beyond a float, on either side; in fp16 as far as there are any.
+std::vector<Tensor> tensors_beyond_squares(const Case& test_case);
+
 class Model {
  public:
   Model(const Case& test_case, std::vector<Tensor> tensors);

@@ -50,6 +50,7 @@ class CudaTest : public testing::TestWithParam<Case> {
   std::vector<Tensor> all_tensors() const {
     std::vector<Tensor> tensors = dense_tensors(GetParam(), kSizes);
     for (const int64_t margin : {1, 2, 4}) tensors.push_back(displaced(margin));
+    for (const Tensor& tensor : tensors_beyond_squares(GetParam())) tensors.push_back(tensor);
     for (const LayoutCase& layout : layout_cases()) {
       tensors.emplace_back(GetParam(), layout.sizes, layout.forms, /*seed=*/tensors.size());
     }
