@@ -112,7 +112,10 @@ def test_squares_overflow_and_underflow_as_in_torch(case, dtype):
 @pytest.mark.parametrize("case", [case for case in CASES if not case.elementwise], ids=str)
 def test_norms_of_numbers_whose_squares_no_float_holds(case, of_weight, of_gradient, where, isa):
     shapes = ((70,), (CHUNK + 5,), (4 * CHUNK,))
-    weights, gradients = make_weights(shapes, torch.float32), make_gradients(shapes, torch.float32, 1)
+    weights, gradients = (
+        make_weights(shapes, torch.float32),
+        make_gradients(shapes, torch.float32, 1),
+    )
     for weight, gradient in zip(weights, gradients, strict=True):
         weight[where] *= of_weight
         gradient[where] *= of_gradient
