@@ -43,30 +43,21 @@ int64_t share_begin(std::span<const int64_t> cost, int t, int n) {
 
 }  // namespace
 
-void run_session(int threads, std::span<const int64_t> cost, void (*work)(void* context, int64_t i),
-                 void* context, Order order) {
+void run_session(int threads, std::span<const int64_t> cost,
+                 void (*work)(void* context, int64_t begin, int64_t end), void* context) {
   const auto items = static_cast<int64_t>(cost.size()) - 1;
   if (items <= 0) return;
-  const auto run = [=](int64_t begin, int64_t end) {
-    if (order == Order::kForwards) {
-      for (int64_t i = begin; i < end; ++i) work(context, i);
-    } else {
-      for (int64_t i = end; i-- > begin;) work(context, i);
-    }
-  };
   const bool alone = threads <= 1 || items == 1 || cost.back() - cost.front() < kSerialElements || forked ||
                      omp_in_parallel();
-  if (alone) {
-    run(0, items);
-    return;
-  }
+  if (alone) return work(context, 0, items);
   const FloatEnvironment callers = FloatEnvironment::current();
 #pragma omp parallel num_threads(threads)
   {
     const FloatEnvironment own = FloatEnvironment::current();
     callers.install();
     const int t = omp_get_thread_num(), n = omp_get_num_threads();
-    run(share_begin(cost, t, n), share_begin(cost, t + 1, n));
+    const int64_t begin = share_begin(cost, t, n), end = share_begin(cost, t + 1, n);
+    if (begin < end) work(context, begin, end);
     own.install();
   }
 }

@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstring>
 #include <map>
+#include <type_traits>
 
 #include "src/dispatch.h"
 #include "src/session.h"
@@ -20,28 +22,58 @@ int64_t wave_bytes(int threads) {
   return second_level * std::max(threads, 1);
 }
 
+// A session that reads what the one before it wrote goes backwards, and finds the last of that in the cache.
+enum class Order { kForwards, kBackwards };
+
+// Neighbouring chunks of a tensor that a kernel gets in one call where none has sums of its own: a call costs
+// up to a tenth of a chunk's time. No more of them, so that a session that goes backwards does so.
+constexpr int64_t kChunksTogether = 4;
+
+// Calls work(begin, end) for neighbours that make up chunks [first, last): of one tensor, `most` at most.
+template <class Work>
+void for_neighbours(const Plan& plan, int64_t first, int64_t last, Order order, int64_t most, Work work) {
+  const auto are_together = [&](int64_t a, int64_t b) {
+    return plan.chunks()[a].tensor == plan.chunks()[b].tensor;
+  };
+  if (order == Order::kForwards) {
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      for (end = begin + 1; end < std::min(begin + most, last) && are_together(begin, end);) ++end;
+      work(begin, end);
+    }
+  } else {
+    for (int64_t end = last, begin; end > first; end = begin) {
+      for (begin = end - 1; begin > std::max(end - most, first) && are_together(begin - 1, begin);) --begin;
+      work(begin, end);
+    }
+  }
+}
+
 // One session over chunks [first, last): `kernel_of(tensor)` for each of them. `complete(task, tensor)` adds
-// to a tensor's task what differs from step to step.
-template <class Complete, class KernelOf, class TreatmentOf, class Reduce>
+// to a tensor's task what differs from step to step. `reduce(chunk, lanes)`, if any, gets a chunk's sums.
+template <class Complete, class KernelOf, class TreatmentOf, class Reduce = std::nullptr_t>
 void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, Complete complete,
-                KernelOf kernel_of, TreatmentOf treatment_of, Reduce reduce) {
+                KernelOf kernel_of, TreatmentOf treatment_of, Reduce reduce = nullptr) {
+  constexpr bool kReduces = !std::is_null_pointer_v<Reduce>;
   const cpu::KernelTable& table = kernels();
   const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
-  auto work = [&](int64_t i) {
-    const int64_t c = first + i;
-    const Chunk& chunk = plan.chunks()[c];
+  const auto run = [&](int64_t begin, int64_t end) {
+    Chunk chunk = plan.chunks()[begin];
+    chunk.end = plan.chunks()[end - 1].end;
     alignas(64) double lanes[2][kLanes] = {};
     const cpu::SpanKernel& kernel = kernel_of(chunk.tensor);
     const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
     const char* isa = "";
-    plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t begin, int64_t end) {
+    plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t from, int64_t to) {
       complete(task, chunk.tensor);
-      isa = table.run(kernel, task, treatment, begin, end, &lanes[0][0]);
+      isa = table.run(kernel, task, treatment, from, to, &lanes[0][0]);
     });
-    reduce(c, lanes);
-    if (c == first) plan.ran_on = isa;
+    if constexpr (kReduces) reduce(begin, lanes);
+    if (begin == first) plan.ran_on = isa;
   };
-  run_session(threads, cost, work, order);
+  auto work = [&](int64_t begin, int64_t end) {
+    for_neighbours(plan, first + begin, first + end, order, kReduces ? 1 : kChunksTogether, run);
+  };
+  run_session(threads, cost, work);
 }
 
 // What the sessions of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
@@ -146,7 +178,7 @@ void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const Kernels
       [&](uint32_t tensor) -> const cpu::SpanKernel& {
         return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
       },
-      [&](uint32_t tensor) { return treatments.last(tensor); }, [](int64_t, auto&) {});
+      [&](uint32_t tensor) { return treatments.last(tensor); });
 }
 
 }  // namespace
@@ -190,7 +222,7 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
       plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
       [&](cpu::TensorTask& task, uint32_t tensor) { task.scalars = scalars.of(tensor); },
       [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor].phase[cpu::kUpdate]; },
-      [&](uint32_t tensor) { return treatments.whole(tensor); }, [](int64_t, auto&) {});
+      [&](uint32_t tensor) { return treatments.whole(tensor); });
 }
 
 void sum_entries(Plan& plan, int threads) {
@@ -207,9 +239,11 @@ void sum_entries(Plan& plan, int threads) {
       cost.push_back(cost.back() + rows->sum_cost(sum));
     }
   }
-  auto work = [&](int64_t i) {
-    const auto [tensor, sum] = items[i];
-    plan.rows(tensor)->make_sum(sum, kernels().grads(plan.format(tensor))->add);
+  auto work = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const auto [tensor, sum] = items[i];
+      plan.rows(tensor)->make_sum(sum, kernels().grads(plan.format(tensor))->add);
+    }
   };
   run_session(threads, cost, work);
 }
@@ -227,12 +261,15 @@ double grad_norm2(Plan& plan, int threads) {
 
 void zero_states(Plan& plan, int threads) {
   plan.refresh(wave_bytes(threads));
-  auto work = [&](int64_t c) {
-    const Chunk& chunk = plan.chunks()[c];
-    const cpu::TensorTask& task = plan.task(chunk.tensor);
-    for (int k = kFirstState; k < task.operands; ++k) {
-      const int64_t size = task.element_size[k];
-      std::memset(static_cast<char*>(task.data[k]) + chunk.begin * size, 0, (chunk.end - chunk.begin) * size);
+  auto work = [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const Chunk& chunk = plan.chunks()[c];
+      const cpu::TensorTask& task = plan.task(chunk.tensor);
+      for (int k = kFirstState; k < task.operands; ++k) {
+        const int64_t size = task.element_size[k];
+        std::memset(static_cast<char*>(task.data[k]) + chunk.begin * size, 0,
+                    (chunk.end - chunk.begin) * size);
+      }
     }
   };
   run_session(threads, plan.cost(), work);

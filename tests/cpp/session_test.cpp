@@ -33,10 +33,19 @@ std::vector<int64_t> uneven_costs(int64_t items, int64_t start) {
   return cost;
 }
 
+// Work on ranges of items from work on each.
+template <class Work>
+auto each(Work work) {
+  return [work](int64_t begin, int64_t end) {
+    ASSERT_LT(begin, end);
+    for (int64_t i = begin; i < end; ++i) work(i);
+  };
+}
+
 // The threads that ran each item.
 std::vector<std::thread::id> threads_of_items(int threads, const std::vector<int64_t>& cost) {
   std::vector<std::thread::id> ran(cost.size() - 1);
-  auto work = [&](int64_t i) { ran[i] = std::this_thread::get_id(); };
+  auto work = each([&](int64_t i) { ran[i] = std::this_thread::get_id(); });
   run_session(threads, cost, work);
   return ran;
 }
@@ -46,13 +55,11 @@ TEST(SessionTest, EveryItemRunsOnce) {
     for (const auto& cost : {equal_costs(items, 1000), equal_costs(items, kSerialElements),
                              equal_costs(items, 0), uneven_costs(items, 0), uneven_costs(items, 12345)}) {
       for (const int threads : {0, 1, 2, 3, 7, 64}) {
-        for (const Order order : {Order::kForwards, Order::kBackwards}) {
-          std::vector<std::atomic<int>> runs(items);
-          auto work = [&](int64_t i) { ++runs.at(i); };
-          run_session(threads, cost, work, order);
-          for (int64_t i = 0; i < items; ++i) {
-            ASSERT_EQ(runs[i], 1) << "item " << i << " of " << items << ", " << threads << " threads";
-          }
+        std::vector<std::atomic<int>> runs(items);
+        auto work = each([&](int64_t i) { ++runs.at(i); });
+        run_session(threads, cost, work);
+        for (int64_t i = 0; i < items; ++i) {
+          ASSERT_EQ(runs[i], 1) << "item " << i << " of " << items << ", " << threads << " threads";
         }
       }
     }
@@ -80,7 +87,7 @@ TEST(SessionTest, EveryItemOfARangeIsInOneRange) {
 
 TEST(SessionTest, NothingToDo) {
   run_ranges(3, 0, 1, [](int64_t begin, int64_t end) { EXPECT_EQ(begin, end); });
-  auto work = [](int64_t) { FAIL(); };
+  auto work = [](int64_t, int64_t) { FAIL(); };
   run_session(3, std::vector<int64_t>{}, work);
   run_session(3, std::vector<int64_t>{7}, work);
 }
@@ -116,14 +123,6 @@ TEST(SessionTest, TheSameThreadGetsTheSameItems) {
   }
 }
 
-TEST(SessionTest, BothOrdersOnOneThread) {
-  std::vector<int64_t> ran;
-  auto work = [&](int64_t i) { ran.push_back(i); };
-  run_session(1, equal_costs(4, 1), work);
-  run_session(1, equal_costs(4, 1), work, Order::kBackwards);
-  EXPECT_EQ(ran, (std::vector<int64_t>{0, 1, 2, 3, 3, 2, 1, 0}));
-}
-
 TEST(SessionTest, LittleWorkStartsNoTeam) {
   const auto caller = std::this_thread::get_id();
   for (const auto& cost : {equal_costs(kSerialElements - 1, 1), equal_costs(1, 10 * kSerialElements)}) {
@@ -136,7 +135,7 @@ TEST(SessionTest, RunsInsideOfAParallelRegion) {
   std::vector<std::atomic<int>> runs(40);
 #pragma omp parallel num_threads(3)
   {
-    auto work = [&](int64_t i) { ++runs[i]; };
+    auto work = each([&](int64_t i) { ++runs[i]; });
     run_session(4, cost, work);
   }
   for (const auto& run : runs) EXPECT_EQ(run, 3);
@@ -149,7 +148,7 @@ TEST(SessionTest, RunsOnSeveralCallingThreads) {
   std::vector<std::thread> callers;
   for (int i = 0; i < 3; ++i) {
     callers.emplace_back([&] {
-      auto work = [&](int64_t item) { ++runs[item]; };
+      auto work = each([&](int64_t i) { ++runs[i]; });
       for (int repeat = 0; repeat < 20; ++repeat) run_session(2, cost, work);
     });
   }
@@ -179,7 +178,7 @@ TEST(SessionTest, WorkersTakeOverTheFloatingPointEnvironmentAndRestoreTheirs) {
     note(before);
     before[0] = own | mode;
     _mm_setcsr(own | mode);
-    auto work = [&](int64_t i) { during[i] = _mm_getcsr() & ~kExceptionFlags; };
+    auto work = each([&](int64_t i) { during[i] = _mm_getcsr() & ~kExceptionFlags; });
     run_session(kThreads, cost, work);
     note(after);
     _mm_setcsr(own);
