@@ -6,8 +6,8 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Prefetches what lies 1,024 bytes ahead of `count` elements, and for the second-level cache, which gets two lines
-// at a time, what lies 6,144 bytes ahead.
+// Prefetches what lies 1,024 bytes ahead of `count` elements, and for the second-level cache, which gets two
+// lines at a time, what lies 6,144 bytes ahead.
 template <class T>
 FUSEDSTEP_FN void prefetch_ahead(const T* array, int count = 1) {
   constexpr int64_t kAhead = 1024, kFarAhead = 6144, kLine = 64;

@@ -141,16 +141,18 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
   for (int64_t i = 0; i < count;) {
     const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
     LaneSums<T> weight, update;
-    const auto accumulate = [&]<class Register>(int lane) __attribute__((always_inline)) {
-      a.template prefetch<Register>(i);
-      accumulate_at<Register, kStore>(a, i, PackNorms<Register, T>{weight, update, lane});
-      i += Register::size();
+    const auto accumulate = [&]<class Register>(int64_t at, int lane) __attribute__((always_inline)) {
+      a.template prefetch<Register>(at);
+      accumulate_at<Register, kStore>(a, at, PackNorms<Register, T>{weight, update, lane});
     };
-    while (i + Pair::size() <= std::min(end, in_pairs)) accumulate.template operator()<Pair>(0);
-    while (i < tail) {
+    for (; i + Pair::size() <= std::min(end, in_pairs); i += Pair::size()) {
+      accumulate.template operator()<Pair>(i, 0);
+    }
+    for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
-      for (int lane = 0; lane < kLanes; lane += Pack<T>::size())
-        accumulate.template operator()<Pack<T>>(lane);
+      for (int lane = 0; lane < kLanes; lane += Pack<T>::size()) {
+        accumulate.template operator()<Pack<T>>(i + lane, lane);
+      }
     }
     if (i < end) {
       alignas(64) T last[2][kLanes];
