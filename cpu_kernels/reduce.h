@@ -86,27 +86,24 @@ struct ScalarNorms {
   }
 };
 
-// What leaves them as they are.
-template <class T>
-struct Found {
-  T &weight, &update;
-  FUSEDSTEP_FN void add(T p, T u) {
-    weight = p;
-    update = u;
-  }
-};
-
 // What a rule adds to where the norms are known already.
 struct NoNorms {
   template <class V>
   FUSEDSTEP_FN void add(const V&, const V&) {}
 };
 
+// What a rule adds to where its weight alone is asked for.
+template <class V>
+struct Found {
+  V& weight;
+  FUSEDSTEP_FN void add(const V& p, const V&) { weight = p; }
+};
+
 // Without storing the update, the first phase leaves nothing but the norms: the second one does its maths
 // again. From states rounded to 16 bits it would make another update than the one whose norm it is scaled by;
 // from second moments rounded to zero, a huge one.
 template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
-FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
+FUSEDSTEP_FN V accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
   const V p = a.template load_weight<V>(i), g = a.template load_grad<V>(i);
   V s[Rule::kStates];
   a.load_states(s, i);
@@ -115,22 +112,68 @@ FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i,
     a.store_states(s, i);
     store(a.grad, i, u);
   }
+  return u;
 }
 
-// Adds the norms of a segment that has been gone over once more: where a sum in float has not the range. What
-// a rule adds as its weight depends on nothing else; the update that has been stored lies in the gradient.
-template <bool kStored, class Rule, class Weight, class State>
-FUSEDSTEP_FN void add_norms_again(const Arrays<Rule, Weight, State>& a, int64_t begin, int64_t end,
-                                  double* norms) {
-  using T = typename Arrays<Rule, Weight, State>::T;
-  T found[2][kSegmentElements];
-  for (int64_t i = begin; i < end; ++i) {
-    T &weight = found[0][i - begin], &update = found[1][i - begin];
-    accumulate_at<T, false>(a, i, Found<T>{weight, update});
-    if constexpr (kStored) update = load<T>(a.grad, i);
+enum Norm : int { kWeightNorm, kUpdateNorm };
+
+// The elements of a norm once more, after accumulate_at(). What a rule adds as its weight depends on nothing
+// else, and an update that has been stored lies in the gradient.
+template <Norm kNorm, bool kStored, class V, class Rule, class Weight, class State>
+FUSEDSTEP_FN V find_again(const Arrays<Rule, Weight, State>& a, int64_t i) {
+  if constexpr (kNorm == kUpdateNorm && kStored) {
+    return load<V>(a.grad, i);
+  } else {
+    V p;
+    const V u = accumulate_at<V, false>(a, i, Found<V>{p});
+    return kNorm == kWeightNorm ? p : u;
   }
-  for (int norm = 0; norm < 2; ++norm)
-    add_lanes(found[norm], static_cast<int>(end - begin), norms + norm * kLanes);
+}
+
+// Adds a segment's sums to those of its chunk: as they are in float where that has the range, else in double.
+// Out of line and with a copy of `a`, so that it takes no register from the loop that calls it.
+template <Norm kNorm, bool kStored, class Rule, class Weight, class State, class T>
+[[gnu::noinline]] void add_in_double(Arrays<Rule, Weight, State> a, int64_t begin, int64_t end,
+                                     const T (&in_float)[kLanes], double* lanes) {
+  using V = Pack<T>;
+  int64_t i = begin;
+  V largest(0);
+  for (; i + V::size() <= end; i += V::size()) {
+    const V x = find_again<kNorm, kStored, V>(a, i);
+    largest = maximum(largest, maximum(x, -x));
+  }
+  bool is_zero = all_between(0, largest, 0);
+  for (; i < end; ++i) is_zero &= find_again<kNorm, kStored, T>(a, i) == 0;
+  if (is_zero) return;  // a new bias; rows of an embedding that no gradient reaches
+
+  LaneSums<double> sums;
+  for (i = begin; i + kLanes <= end; i += kLanes) {
+#pragma GCC unroll 4
+    for (int lane = 0; lane < kLanes; lane += V::size()) {
+      sums.add_squares(lane, find_again<kNorm, kStored, V>(a, i + lane));
+    }
+  }
+  alignas(64) double in_double[kLanes];
+  sums.save(in_double);
+  for (int lane = 0; i < end; ++i, ++lane) {
+    const auto x = static_cast<double>(find_again<kNorm, kStored, T>(a, i));
+    in_double[lane] = with_square(in_double[lane], x);
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    lanes[lane] += is_in_range(in_float[lane]) ? static_cast<double>(in_float[lane]) : in_double[lane];
+  }
+}
+
+template <Norm kNorm, bool kStored, class Rule, class Weight, class State, class T>
+FUSEDSTEP_FN void add_sums(const Arrays<Rule, Weight, State>& a, int64_t begin, int64_t end,
+                           const LaneSums<T>& sums, double* lanes) {
+  if (__builtin_expect(sums.are_in_range(), 1)) {
+    sums.add_to(lanes);
+  } else {
+    alignas(64) T in_float[kLanes];
+    sums.save(in_float);
+    add_in_double<kNorm, kStored>(a, begin, end, in_float, lanes);
+  }
 }
 
 template <bool kStore, class Rule, class Weight, class State>
@@ -164,12 +207,8 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
       weight.restore(last[0]);
       update.restore(last[1]);
     }
-    if (__builtin_expect(weight.are_in_range() && update.are_in_range(), 1)) {
-      weight.add_to(norms);
-      update.add_to(norms + kLanes);
-    } else {
-      add_norms_again<kStore>(a, begin, end, norms);
-    }
+    add_sums<kWeightNorm, kStore>(a, begin, end, weight, norms);
+    add_sums<kUpdateNorm, kStore>(a, begin, end, update, norms + kLanes);
   }
 }
 

@@ -12,6 +12,7 @@
 #pragma once
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "fusedstep/vocabulary.h"
 
@@ -29,6 +30,8 @@ FUSEDSTEP_FN double with_square(double sum, double x) { return sum + x * x; }
 // A sum of squares of floats has lost nothing that matters to the range of a float if it is between these: no
 // square is infinite, and those that are zero or denormal are 2^-27 of it at most.
 constexpr float kLeastSum = 0x1p-96f, kMostSum = std::numeric_limits<float>::max();
+FUSEDSTEP_FN bool is_in_range(float sum) { return sum >= kLeastSum && sum <= kMostSum; }  // false for NaN
+FUSEDSTEP_FN bool is_in_range(double) { return true; }
 
 // The sum of the squares of a lane's elements in a segment, `count` elements that lie kLanes apart. In float,
 // a fourth of the work for eight roundings at most, unless that has not the range; then in double.
@@ -36,21 +39,13 @@ template <class Sum, class T>
 FUSEDSTEP_FN double sum_squares(const T* element, int count) {
   Sum sum = 0;
   for (int i = 0; i < count; ++i) sum = with_square(sum, static_cast<Sum>(element[i * kLanes]));
-  if constexpr (sizeof(Sum) < sizeof(double)) {
-    if (!(sum >= kLeastSum && sum <= kMostSum)) return sum_squares<double>(element, count);  // or is NaN
+  if constexpr (!std::is_same_v<Sum, double>) {
+    if (!is_in_range(sum)) return sum_squares<double>(element, count);
   }
   return sum;
 }
 
 // How many of the elements of a segment are in a lane.
 FUSEDSTEP_FN int lane_elements(int count, int lane) { return (count - lane + kLanes - 1) / kLanes; }
-
-// Adds the sums of a segment of `count` elements to those of its chunk.
-template <class T>
-FUSEDSTEP_FN void add_lanes(const T* element, int count, double* lanes) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    lanes[lane] += sum_squares<T>(element + lane, lane_elements(count, lane));
-  }
-}
 
 }  // namespace fusedstep
