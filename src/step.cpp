@@ -26,7 +26,8 @@ int64_t wave_bytes(int threads) {
 enum class Order { kForwards, kBackwards };
 
 // Neighbouring chunks of a tensor that a kernel gets in one call where none has sums of its own: a call costs
-// up to a tenth of a chunk's time. No more of them, so that a session that goes backwards does so.
+// a twentieth of the time of a chunk in the cache. No more of them, so that a session that goes backwards
+// does so.
 constexpr int64_t kChunksTogether = 4;
 
 // Calls work(begin, end) for neighbours that make up chunks [first, last): of one tensor, `most` at most.
