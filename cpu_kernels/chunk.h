@@ -29,6 +29,7 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
 struct Rows {
   void* operand[kMaxOperands] = {};
   int64_t bytes[kMaxOperands] = {};
+  Ahead ahead = {};
 
   void go_to_next() {
     for (int k = 0; k < kMaxOperands; ++k) operand[k] = static_cast<char*>(operand[k]) + bytes[k];
@@ -72,6 +73,7 @@ struct Work {
     std::copy_n(where.operand, kMaxOperands, span.operand);
     std::copy_n(where.bytes, kMaxOperands, span.row_bytes);
     span.rows = rows;
+    span.ahead = where.ahead;
     span.count = count;
     span.scalars = task.scalars;
     span.ratio = task.ratio;
@@ -108,8 +110,13 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
   Rows rows;
-  for (; begin < end; ++begin) {
-    const Block block = locate(layout, task.operands, begin);
+  BlockWalk walk(layout, task.operands, begin);
+  for (; begin < end; walk.go_to(++begin)) {
+    const Block& block = walk.block();
+    if (block.rows > 1) {
+      // The next block has each row's next elements; what lies further on waits for too long.
+      rows.ahead.first = rows.ahead.second = block.columns * task.element_size[kWeight];
+    }
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
       const int64_t size = task.element_size[k];
@@ -131,8 +138,9 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
   Rows row;
-  for (; begin < end; ++begin) {
-    const Block block = locate(layout, task.operands, begin);
+  BlockWalk walk(layout, task.operands, begin);
+  for (; begin < end; walk.go_to(++begin)) {
+    const Block& block = walk.block();
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
       const bool in_place = strides[1] == 1 && (strides[0] == block.columns || block.rows == 1);

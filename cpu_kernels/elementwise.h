@@ -6,17 +6,19 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Prefetches what lies 1,024 bytes ahead of `count` elements, and for the second-level cache, which gets two
-// lines at a time, what lies 6,144 bytes ahead.
+// Prefetches what is ahead of `count` elements from the i-th on. The second-level cache gets two lines at a
+// time.
 template <class T>
-FUSEDSTEP_FN void prefetch_ahead(const T* array, int count = 1) {
-  constexpr int64_t kAhead = 1024, kFarAhead = 6144, kLine = 64;
-  const char* first = reinterpret_cast<const char*>(array);
-  const int64_t bytes = count * int64_t{sizeof(T)};
+FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const Ahead& ahead) {
+  constexpr int64_t kLine = 64;
+  const char* const first = reinterpret_cast<const char*>(array);
+  const int64_t offset = i * int64_t{sizeof(T)}, bytes = count * int64_t{sizeof(T)};
 #pragma GCC unroll 8
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(first + kAhead + at);
+  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(first + (offset + ahead.first) + at);
 #pragma GCC unroll 8
-  for (int64_t at = 0; at < bytes; at += 2 * kLine) __builtin_prefetch(first + kFarAhead + at, 0, 2);
+  for (int64_t at = 0; at < bytes; at += 2 * kLine) {
+    __builtin_prefetch(first + (offset + ahead.second) + at, 0, 2);
+  }
 }
 
 template <class Stored>
@@ -37,12 +39,14 @@ struct Arrays {
   State* state[kStates + kHasMaster];  // the last is the master copy
   const Scalars scalars;               // by value: a store through an operand cannot change it
   const T grad_factor;
+  const Ahead ahead;
 
   explicit Arrays(const Span& span)
       : weight(static_cast<Stored*>(span.operand[kWeight])),
         grad(static_cast<Stored*>(span.operand[kGrad])),
         scalars(*static_cast<const Scalars*>(span.scalars)),
-        grad_factor(static_cast<T>(span.grad_factor)) {
+        grad_factor(static_cast<T>(span.grad_factor)),
+        ahead(span.ahead) {
     for (int k = 0; k < kStates + kHasMaster; ++k) {
       state[k] = static_cast<State*>(span.operand[kFirstState + k]);
     }
@@ -85,9 +89,9 @@ struct Arrays {
   }
   template <class V>
   FUSEDSTEP_FN void prefetch(int64_t i) const {
-    prefetch_ahead(weight + i, V::size());
-    prefetch_ahead(grad + i, V::size());
-    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k] + i, V::size());
+    prefetch_ahead(weight, i, V::size(), ahead);
+    prefetch_ahead(grad, i, V::size(), ahead);
+    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k], i, V::size(), ahead);
   }
 };
 

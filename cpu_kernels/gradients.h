@@ -22,16 +22,16 @@ struct GradArrays {
 };
 
 template <class Stored>
-FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
+FUSEDSTEP_FN void norm_row(const Stored* grad, const Span& span) {
   using T = typename Codec<Stored>::Compute;
   using V = Pack<T>;
-  for (int64_t i = 0; i < count;) {
-    const int64_t end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
+  for (int64_t i = 0; i < span.count;) {
+    const int64_t end = std::min(i + kSegmentElements, span.count), tail = end - end % kLanes;
     LaneSums<double> sums;
     for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
-        prefetch_ahead(grad + i + lane);
+        prefetch_ahead(grad, i + lane, 1, span.ahead);
         sums.add_squares(lane, load<V>(grad, i + lane));
       }
     }
@@ -43,7 +43,7 @@ FUSEDSTEP_FN void norm_row(const Stored* grad, int64_t count, double* norms) {
       }
       sums.restore(last);
     }
-    sums.add_to(norms);
+    sums.add_to(span.norms);
   }
 }
 
@@ -51,7 +51,7 @@ template <class Stored>
 void norm_span(const Span& span) {
   GradArrays<Stored> a(span);
   for_rows(
-      span, a, [&]() __attribute__((always_inline)) { norm_row(a.grad, span.count, span.norms); });
+      span, a, [&]() __attribute__((always_inline)) { norm_row(a.grad, span); });
 }
 
 template <class Stored>

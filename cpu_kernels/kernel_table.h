@@ -10,12 +10,18 @@
 
 namespace fusedstep::cpu {
 
+// By how many bytes prefetches are ahead: for the first-level cache, and for the second.
+struct Ahead {
+  int64_t first = 1024, second = 6144;
+};
+
 // Rows of `count` elements that lie side by side in every operand.
 struct Span {
   void* operand[kMaxOperands];      // of the first row
   int64_t row_bytes[kMaxOperands];  // from a row to the next
   int64_t rows = 1, count;          // at least one row
   const void* scalars;              // the rule's Scalars<float or double>
+  Ahead ahead;
   double grad_factor;               // what the gradient is multiplied by as it is read
   double ratio;                     // second phase: the tensor's trust ratio
   double* norms;                    // first phase: [2][kLanes] sums of squares of weight and update

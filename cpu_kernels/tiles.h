@@ -115,15 +115,21 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
   }
   int64_t c = 0;
   if constexpr (sizeof(Word) == 4) {
-    for (; rows == 16 && c + 16 <= columns; c += 16) {
+    for (; rows % 16 == 0 && c + 16 <= columns; c += 16) {
       if constexpr (kGather) {
         // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
         for (int64_t next = 0; next < 16; ++next) {
-          __builtin_prefetch(array + (columns + c + next) * column_stride, 0, 2);
+          const Word* const column = array + (columns + c + next) * column_stride;
+          for (int64_t r = 0; r < rows; r += 16) __builtin_prefetch(column + r, 0, 2);
         }
-        transpose_16x16(array + c * column_stride, column_stride, tile + c, columns);
-      } else {
-        transpose_16x16(tile + c, columns, array + c * column_stride, column_stride);
+      }
+      for (int64_t r = 0; r < rows; r += 16) {
+        Word *outside = array + c * column_stride + r, *inside = tile + r * columns + c;
+        if constexpr (kGather) {
+          transpose_16x16(outside, column_stride, inside, columns);
+        } else {
+          transpose_16x16(inside, columns, outside, column_stride);
+        }
       }
     }
   }

@@ -94,8 +94,9 @@ __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& 
 template <class Sum, int kNorms, class Body>
 __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chunk, double* partials,
                                           const Body& body_of_tensor) {
-  // Long rows have segments of their own.
-  constexpr int kSlots = 2 * kTileElements / kSegmentElements;
+  // Long rows have segments of their own: those of a square one each.
+  constexpr int kSlots = kSquareSide;
+  static_assert(kSquareSide <= kSegmentElements && kTileElements / kSegmentElements <= kSquareSide);
   using T = typename Body::T;
   __shared__ typename Tiles<Body>::Memory memory;
   __shared__ SegmentSums<kNorms, kSlots> sums;

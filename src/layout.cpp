@@ -50,9 +50,6 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
 
 // A row at least this long is worked on in place; shorter ones are packed into tiles.
 constexpr int64_t kLongRow = 128;
-// Where operands have different orders, a block has this many rows: a cache line of floats in the operand for
-// which a block's rows are columns.
-constexpr int64_t kTransposedRows = 16;
 
 int64_t blocks_along(int64_t size, int64_t extent) { return (size + extent - 1) / extent; }
 
@@ -177,18 +174,16 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   blocks_.strides = strides_.data();
 
   const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
-  const int64_t transposed_columns = kTileElements / kTransposedRows;
-  if (other >= 0 && rows >= kTransposedRows && columns >= transposed_columns) {
+  if (other >= 0 && rows >= kSquareSide && columns >= kSquareSide) {
     blocks_.long_rows = true;
-    blocks_.extent[0] = kTransposedRows;
-    blocks_.extent[1] = transposed_columns;
+    blocks_.extent[0] = blocks_.extent[1] = kSquareSide;
   } else if (other < 0 && columns >= kLongRow) {
     blocks_.long_rows = true;
     blocks_.extent[0] = 1;
     blocks_.extent[1] = std::min(columns, kTileElements);
   } else {
     blocks_.extent[1] =
-        other >= 0 ? std::min(columns, std::max(kTransposedRows, kTileElements / rows)) : columns;
+        other >= 0 ? std::min(columns, std::max(kSquareSide, kTileElements / rows)) : columns;
     blocks_.extent[0] = std::min(rows, kTileElements / blocks_.extent[1]);
   }
   blocks_.blocks_per_tile = 1;

@@ -34,6 +34,11 @@ struct RowIndex {
 // The most elements, and the most blocks, of a tile: small blocks are worked on together.
 constexpr int64_t kTileElements = 1024, kTileBlocks = 256;
 
+// Where operands have different orders, blocks are squares of a tile: their sides are two cache lines of
+// floats, which is what processors fetch together, in every operand.
+constexpr int64_t kSquareSide = 32;
+static_assert(kSquareSide * kSquareSide == kTileElements);
+
 // Blocks have up to extent[0] by extent[1] elements (the last dimension is the weight's fastest). Within a
 // block, and within those of a tile, offsets differ by less than 2^31.
 struct BlockLayout {
@@ -90,5 +95,38 @@ FUSEDSTEP_FN Block locate(const BlockLayout& layout, int operands, int64_t index
   block.columns = size.columns;
   return block;
 }
+
+// Blocks one after another: locate(), which divides, only where those along the columns end.
+class BlockWalk {
+ public:
+  BlockWalk(const BlockLayout& layout, int operands, int64_t index)
+      : layout_(layout),
+        operands_(operands),
+        column_(index % layout.blocks[1]),
+        block_(locate(layout, operands, index)) {}
+
+  const Block& block() const { return block_; }
+
+  // To the block after this one, which is block `index`.
+  void go_to(int64_t index) {
+    const int64_t extent = layout_.extent[1];
+    if (++column_ == layout_.blocks[1]) {
+      column_ = 0;
+      block_ = locate(layout_, operands_, index);
+      return;
+    }
+    for (int k = 0; k < operands_; ++k) {
+      block_.offset[k] += extent * layout_.strides[(k + 1) * layout_.dims - 1];
+    }
+    const int64_t left = layout_.sizes[layout_.dims - 1] - column_ * extent;
+    block_.columns = left < extent ? left : extent;
+  }
+
+ private:
+  const BlockLayout& layout_;
+  int operands_;
+  int64_t column_;
+  Block block_;
+};
 
 }  // namespace fusedstep
