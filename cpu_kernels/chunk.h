@@ -103,20 +103,21 @@ inline void run_dense(const Work& work, int64_t begin, int64_t end) {
   }
 }
 
-// Blocks of long rows, in place in those operands in which a row is contiguous. The others go through a tile
+// Blocks of rows, in place in those operands in which a row is contiguous. The others go through a tile
 // of the whole block.
 inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
   Rows rows;
+  if (layout.extent[0] > 1) {
+    // The next block has each row's next elements; what lies further on would wait for too long.
+    const int largest = *std::max_element(task.element_size, task.element_size + task.operands);
+    rows.ahead.first = rows.ahead.second = layout.extent[1] * largest;
+  }
   BlockWalk walk(layout, task.operands, begin);
-  for (; begin < end; walk.go_to(++begin)) {
+  while (begin < end) {
     const Block& block = walk.block();
-    if (block.rows > 1) {
-      // The next block has each row's next elements; what lies further on waits for too long.
-      rows.ahead.first = rows.ahead.second = block.columns * task.element_size[kWeight];
-    }
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
       const int64_t size = task.element_size[k];
@@ -129,6 +130,7 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
     for (int k = 0; k < task.operands; ++k) {
       if (rows.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
+    if (++begin < end) walk.go_to(begin);
   }
 }
 
@@ -139,7 +141,7 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
   alignas(64) Tile tiles[kMaxOperands];
   Rows row;
   BlockWalk walk(layout, task.operands, begin);
-  for (; begin < end; walk.go_to(++begin)) {
+  while (begin < end) {
     const Block& block = walk.block();
     for (int k = 0; k < task.operands; ++k) {
       const int64_t* strides = layout.strides + (k + 1) * layout.dims - 2;
@@ -152,6 +154,7 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
     for (int k = 0; k < task.operands; ++k) {
       if (row.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
+    if (++begin < end) walk.go_to(begin);
   }
 }
 

@@ -113,17 +113,25 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
     }
     return;
   }
-  int64_t c = 0;
-  if constexpr (sizeof(Word) == 4) {
-    for (; rows % 16 == 0 && c + 16 <= columns; c += 16) {
-      if constexpr (kGather) {
-        // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
-        for (int64_t next = 0; next < 16; ++next) {
-          const Word* const column = array + (columns + c + next) * column_stride;
-          for (int64_t r = 0; r < rows; r += 16) __builtin_prefetch(column + r, 0, 2);
-        }
+  // By 16 rows and 16 columns, what is left word by word.
+  const bool whole = sizeof(Word) == 4 && rows >= 16;
+  const int64_t whole_rows = whole ? rows - rows % 16 : 0, whole_columns = whole ? columns - columns % 16 : 0;
+  const auto copy_words_of = [&](int64_t column, int64_t first_row) {
+    for (int64_t r = first_row; r < rows; ++r) {
+      Word &outside = array[column * column_stride + r], &inside = tile[r * columns + column];
+      (kGather ? inside : outside) = kGather ? outside : inside;
+    }
+  };
+  for (int64_t c = 0; c < whole_columns; c += 16) {
+    if constexpr (kGather) {
+      // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
+      for (int64_t next = 0; next < 16; ++next) {
+        const Word* const column = array + (columns + c + next) * column_stride;
+        for (int64_t r = 0; r < whole_rows; r += 16) __builtin_prefetch(column + r, 0, 2);
       }
-      for (int64_t r = 0; r < rows; r += 16) {
+    }
+    if constexpr (sizeof(Word) == 4) {
+      for (int64_t r = 0; r < whole_rows; r += 16) {
         Word *outside = array + c * column_stride + r, *inside = tile + r * columns + c;
         if constexpr (kGather) {
           transpose_16x16(outside, column_stride, inside, columns);
@@ -132,13 +140,11 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
         }
       }
     }
-  }
-  for (; c < columns; ++c) {
-    for (int64_t r = 0; r < rows; ++r) {
-      Word &outside = array[c * column_stride + r], &inside = tile[r * columns + c];
-      (kGather ? inside : outside) = kGather ? outside : inside;
+    for (int64_t column = c; whole_rows < rows && column < c + 16; ++column) {
+      copy_words_of(column, whole_rows);
     }
   }
+  for (int64_t c = whole_columns; c < columns; ++c) copy_words_of(c, 0);
 }
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -94,7 +94,7 @@ __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& 
 template <class Sum, int kNorms, class Body>
 __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chunk, double* partials,
                                           const Body& body_of_tensor) {
-  // Long rows have segments of their own: those of a square one each.
+  // Long rows have segments of their own: those of a square one each, a tile's few whole ones less.
   constexpr int kSlots = kSquareSide;
   static_assert(kSquareSide <= kSegmentElements && kTileElements / kSegmentElements <= kSquareSide);
   using T = typename Body::T;

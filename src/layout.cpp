@@ -48,7 +48,8 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
   return merged;
 }
 
-// A row at least this long is worked on in place; shorter ones are packed into tiles.
+// Where all operands agree on the order of dimensions, a row at least this long is worked on in place;
+// shorter ones are packed into tiles.
 constexpr int64_t kLongRow = 128;
 
 int64_t blocks_along(int64_t size, int64_t extent) { return (size + extent - 1) / extent; }
@@ -174,9 +175,13 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   blocks_.strides = strides_.data();
 
   const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
-  if (other >= 0 && rows >= kSquareSide && columns >= kSquareSide) {
+  // A square, or half as many rows twice as long.
+  const int64_t rows_of_tile = rows >= kSquareSide ? kSquareSide : kSquareSide / 2;
+  const int64_t columns_of_tile = kTileElements / rows_of_tile;
+  if (other >= 0 && rows >= rows_of_tile && columns >= columns_of_tile) {
     blocks_.long_rows = true;
-    blocks_.extent[0] = blocks_.extent[1] = kSquareSide;
+    blocks_.extent[0] = rows_of_tile;
+    blocks_.extent[1] = columns_of_tile;
   } else if (other < 0 && columns >= kLongRow) {
     blocks_.long_rows = true;
     blocks_.extent[0] = 1;
