@@ -22,9 +22,9 @@ struct Span {
   int64_t rows = 1, count;          // at least one row
   const void* scalars;              // the rule's Scalars<float or double>
   Ahead ahead;
-  double grad_factor;               // what the gradient is multiplied by as it is read
-  double ratio;                     // second phase: the tensor's trust ratio
-  double* norms;                    // first phase: [2][kLanes] sums of squares of weight and update
+  double grad_factor;  // what the gradient is multiplied by as it is read
+  double ratio;        // second phase: the tensor's trust ratio
+  double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
 };
 
 struct SpanKernel {

@@ -3,7 +3,6 @@
 #include <ATen/cpu/vec/vec.h>
 
 #include <concepts>
-#include <type_traits>
 
 #include "fusedstep/vocabulary.h"
 
@@ -11,6 +10,7 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 template <class T>
 struct Pack {
+  using Number = T;
   using Vector = at::vec::Vectorized<T>;
   Vector v;
 
@@ -50,15 +50,6 @@ struct Pack {
     for (int i = 0; i < size(); ++i) z[i] = rules::mul_add(x[i], y[i], z[i]);
     return Pack(Vector::loadu(z));
 #endif
-  }
-
-  // As src/reduction.h has it.
-  FUSEDSTEP_FN friend Pack with_square(const Pack& sum, const Pack& x) {
-    if constexpr (std::is_same_v<T, float>) {
-      return mul_add(x, x, sum);
-    } else {
-      return sum + x * x;
-    }
   }
 };
 

@@ -187,8 +187,7 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
     blocks_.extent[0] = 1;
     blocks_.extent[1] = std::min(columns, kTileElements);
   } else {
-    blocks_.extent[1] =
-        other >= 0 ? std::min(columns, std::max(kSquareSide, kTileElements / rows)) : columns;
+    blocks_.extent[1] = other >= 0 ? std::min(columns, std::max(kSquareSide, kTileElements / rows)) : columns;
     blocks_.extent[0] = std::min(rows, kTileElements / blocks_.extent[1]);
   }
   blocks_.blocks_per_tile = 1;

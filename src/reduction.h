@@ -23,9 +23,27 @@ constexpr int64_t kSegmentElements = 128;
 constexpr int kLanes = 16;
 constexpr int kPartialsGroup = 16;
 
+// The type of a number, or of those in a register.
+template <class V>
+struct NumberIn {
+  using Type = V;
+};
+template <class V>
+requires requires { typename V::Number; }
+struct NumberIn<V> {
+  using Type = typename V::Number;
+};
+
 // A sum with one more square. Of floats it has the range of a float.
-FUSEDSTEP_FN float with_square(float sum, float x) { return rules::mul_add(x, x, sum); }
-FUSEDSTEP_FN double with_square(double sum, double x) { return sum + x * x; }
+template <class V>
+FUSEDSTEP_FN V with_square(const V& sum, const V& x) {
+  using rules::mul_add;
+  if constexpr (std::is_same_v<typename NumberIn<V>::Type, float>) {
+    return mul_add(x, x, sum);
+  } else {
+    return sum + x * x;
+  }
+}
 
 // A sum of squares of floats has lost nothing that matters to the range of a float if it is between these: no
 // square is infinite, and those that are zero or denormal are 2^-27 of it at most.
