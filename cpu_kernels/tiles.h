@@ -19,6 +19,25 @@ __attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64
                                         reinterpret_cast<float*>(to), to_stride);
 }
 
+// The same for 32 halves of each of 16 columns, to rows: two by two, as words, which are then taken apart.
+// `from_stride` is even.
+#if defined(CPU_CAPABILITY_AVX512)
+inline void transpose_32x16(const uint16_t* from, int64_t from_stride, uint16_t* to, int64_t to_stride) {
+  alignas(64) uint32_t pairs[16][16];
+  transpose_16x16(reinterpret_cast<const uint32_t*>(from), from_stride / 2, pairs[0], 16);
+  for (const auto& of_rows : pairs) {
+    const __m512i both = _mm512_load_si512(of_rows);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16(both));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + to_stride),
+                        _mm512_cvtepi32_epi16(_mm512_srli_epi32(both, 16)));
+    to += 2 * to_stride;
+  }
+}
+constexpr bool kTransposesHalves = true;
+#else
+constexpr bool kTransposesHalves = false;
+#endif
+
 // `count` words that lie side by side.
 template <class Word>
 FUSEDSTEP_FN void copy_words(const Word* from, Word* to, int64_t count) {
@@ -113,9 +132,12 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
     }
     return;
   }
-  // By 16 rows and 16 columns, what is left word by word.
-  const bool whole = sizeof(Word) == 4 && rows >= 16;
-  const int64_t whole_rows = whole ? rows - rows % 16 : 0, whole_columns = whole ? columns - columns % 16 : 0;
+  // By 16 columns and 64 bytes of each, what is left word by word.
+  constexpr int64_t kRows = 64 / sizeof(Word);
+  constexpr bool kHalves = sizeof(Word) == 2 && kGather && kTransposesHalves;
+  const bool whole = rows >= kRows && (sizeof(Word) == 4 || (kHalves && column_stride % 2 == 0));
+  const int64_t whole_rows = whole ? rows - rows % kRows : 0;
+  const int64_t whole_columns = whole ? columns - columns % 16 : 0;
   const auto copy_words_of = [&](int64_t column, int64_t first_row) {
     for (int64_t r = first_row; r < rows; ++r) {
       Word &outside = array[column * column_stride + r], &inside = tile[r * columns + column];
@@ -127,17 +149,17 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
       // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
       for (int64_t next = 0; next < 16; ++next) {
         const Word* const column = array + (columns + c + next) * column_stride;
-        for (int64_t r = 0; r < whole_rows; r += 16) __builtin_prefetch(column + r, 0, 2);
+        for (int64_t r = 0; r < whole_rows; r += kRows) __builtin_prefetch(column + r, 0, 2);
       }
     }
-    if constexpr (sizeof(Word) == 4) {
-      for (int64_t r = 0; r < whole_rows; r += 16) {
-        Word *outside = array + c * column_stride + r, *inside = tile + r * columns + c;
-        if constexpr (kGather) {
-          transpose_16x16(outside, column_stride, inside, columns);
-        } else {
-          transpose_16x16(inside, columns, outside, column_stride);
-        }
+    for (int64_t r = 0; r < whole_rows; r += kRows) {
+      [[maybe_unused]] Word *outside = array + c * column_stride + r, *inside = tile + r * columns + c;
+      if constexpr (kHalves) {
+        transpose_32x16(outside, column_stride, inside, columns);
+      } else if constexpr (sizeof(Word) == 4 && kGather) {
+        transpose_16x16(outside, column_stride, inside, columns);
+      } else if constexpr (sizeof(Word) == 4) {
+        transpose_16x16(inside, columns, outside, column_stride);
       }
     }
     for (int64_t column = c; whole_rows < rows && column < c + 16; ++column) {
