@@ -11,11 +11,13 @@ host.png      the host's cost: ms a step by number of tensors
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+import peers_report
 import plot as plots
 from peers_report import of_purpose
 from plot import COLOURS, MARKERS
@@ -50,7 +52,7 @@ def plot_share(results: Results, path: Path) -> None:
     _save(figure, axis, path)
 
 
-def plot_against(results: Results, purpose: str, key: str, path: Path) -> None:
+def plot_against(purpose: str, key: str, results: Results, path: Path) -> None:
     """Time by what grows from row to row."""
     label = {"threads": "threads", "tensors": "tensors of 64 elements"}[key]
     figure, axis = _axis(results, label, "ms a step")
@@ -63,9 +65,8 @@ def plot_against(results: Results, purpose: str, key: str, path: Path) -> None:
         ]
         if points:
             axis.plot(*zip(*points, strict=True), marker="o", color=COLOURS.get(name), label=title)
-    if rows:
-        limit = [(row[key], row["limit"]["ms"]) for row in rows]
-        axis.plot(*zip(*limit, strict=True), color="black", lw=1, label="limit")
+    limit = [(row[key], row["limit"]["ms"]) for row in rows]
+    axis.plot(*zip(*limit, strict=True), color="black", lw=1, label="limit")
     axis.set_xscale("log")
     axis.set_yscale("log")
     counts = sorted({row[key] for row in rows})
@@ -92,10 +93,14 @@ def _save(figure: Figure, axis: Axes, path: Path) -> None:
 
 
 def plot(results: Results, folder: Path) -> None:
-    plots.plot_time(results, folder / "time.png")
-    plot_share(results, folder / "share.png")
-    plot_against(results, "threads", "threads", folder / "threads.png")
-    plot_against(results, "host", "tensors", folder / "host.png")
+    draw = {
+        "time": plots.plot_time,
+        "share": plot_share,
+        "threads": partial(plot_against, "threads", "threads"),
+        "host": partial(plot_against, "host", "tensors"),
+    }
+    for name in peers_report.plots(results):
+        draw[name](results, folder / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -148,11 +148,17 @@ def tables(results: Results) -> list[Table]:
     return [grid.table() for grid in grids(results)]
 
 
-PLOTS = ("time", "share", "threads", "host")
+#: Plots besides, and the purpose of the rows that each shows.
+_PLOTS = {"share": "size", "threads": "threads", "host": "host"}
+
+
+def plots(results: Results) -> list[str]:
+    """The plot of lists, and those that there are rows for."""
+    return ["time", *(name for name, purpose in _PLOTS.items() if of_purpose(results, purpose))]
 
 
 def markdown(results: Results) -> str:
     subtitle, *others = remarks(results)
     parts = [f"# Optimizer steps beside peers on {results['machine']['cpu']}", subtitle]
     parts += [grid.markdown() for grid in grids(results)]
-    return report.document(parts, others, PLOTS)
+    return report.document(parts, others, plots(results))
