@@ -273,36 +273,38 @@ void Plan::refresh(int64_t wave_bytes) {
   chunks_.clear();
   first_chunks_.clear();
   waves_.clear();
-  cost_.assign(1, 0);
-  Wave wave{};
-  int64_t bytes = 0;
-  const auto close = [&](size_t last) {
-    wave.last = last;
-    wave.last_chunk = static_cast<int64_t>(chunks_.size());
-    if (wave.last_chunk > wave.first_chunk) waves_.push_back(wave);
-    wave = Wave{last, last, wave.last_chunk, wave.last_chunk};
-    bytes = 0;
-  };
+  for (std::vector<int64_t>* cost : {&cost_, &wave_cost_, &single_cost_}) cost->assign(1, 0);
+  int64_t bytes = 0;  // of the last wave
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Layout& layout = *entries_[i].layout;
     const int64_t units = entries_[i].units();
+    const auto first = static_cast<int64_t>(chunks_.size());
+    first_chunks_.push_back(first);
+    const int64_t per_chunk = std::max<int64_t>(1, kChunkElements / layout.elements_per_unit());
+    const bool is_single = units <= per_chunk;
+    for (int64_t begin = 0; begin < units; begin += per_chunk) {
+      const int64_t end = std::min(begin + per_chunk, units);
+      chunks_.push_back({static_cast<uint32_t>(i), begin, end});
+      const int64_t elements = (end - begin) * layout.elements_per_unit();
+      cost_.push_back(cost_.back() + elements);
+      wave_cost_.push_back(wave_cost_.back() + (is_single ? 0 : elements));
+      single_cost_.push_back(single_cost_.back() + (is_single ? elements : 0));
+    }
+    if (is_single) continue;
     int64_t tensor_bytes = 0;
     for (int k = 0; k < entries_[i].task.operands; ++k) {
       tensor_bytes += units * layout.elements_per_unit() * entries_[i].task.element_size[k];
     }
-    if (bytes > 0 && bytes + tensor_bytes > wave_bytes) close(i);
-    bytes += tensor_bytes;
-    first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
-    const int64_t per_chunk = std::max<int64_t>(1, kChunkElements / layout.elements_per_unit());
-    for (int64_t begin = 0; begin < units; begin += per_chunk) {
-      const int64_t end = std::min(begin + per_chunk, units);
-      chunks_.push_back({static_cast<uint32_t>(i), begin, end});
-      cost_.push_back(cost_.back() + (end - begin) * layout.elements_per_unit());
+    if (waves_.empty() || bytes + tensor_bytes > wave_bytes) {
+      waves_.push_back({first, first});
+      bytes = 0;
     }
+    bytes += tensor_bytes;
+    waves_.back().last = static_cast<int64_t>(chunks_.size());
   }
-  close(entries_.size());
   first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
   partial_norms.resize(2 * chunks_.size());
+  ratios.resize(entries_.size());
   stale_ = false;
   ++operands_version_;
 }

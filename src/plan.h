@@ -41,11 +41,10 @@ struct TensorOperands {
   std::optional<RowIndex> rows = std::nullopt;
 };
 
-// Tensors whose operands fit in the cache together: chunks [first_chunk, last_chunk) of tensors [first,
-// last).
+// Tensors of several chunks whose operands fit in the cache together: chunks [first, last). Those of tensors
+// with one chunk, which may lie between, are not in it.
 struct Wave {
-  size_t first, last;
-  int64_t first_chunk, last_chunk;
+  int64_t first, last;
 };
 
 class Plan {
@@ -125,12 +124,18 @@ class Plan {
   uint64_t operands_version() const { return operands_version_; }
   uint64_t grads_version() const { return grads_version_; }
 
+  bool has_one_chunk(size_t i) const { return first_chunk(i + 1) - first_chunk(i) == 1; }
+
   const std::vector<Wave>& waves() const { return waves_; }
-  // cost()[c] is the number of elements in the chunks before c.
+  // cost()[c] is the number of elements in the chunks before c; of these, in tensors that are in waves; and
+  // in those that are not.
   const std::vector<int64_t>& cost() const { return cost_; }
+  const std::vector<int64_t>& wave_cost() const { return wave_cost_; }
+  const std::vector<int64_t>& single_cost() const { return single_cost_; }
 
   // What a step leaves for the next or for the curious.
   std::vector<double> partial_norms;  // [chunks][2], scratch of a step with norms
+  std::vector<double> ratios;         // [tensors], of a step with norms
   const char* ran_on = "";            // the instruction set that ran the last step
 
  private:
@@ -166,7 +171,7 @@ class Plan {
   std::vector<Chunk> chunks_;
   std::vector<int64_t> first_chunks_;
   std::vector<Wave> waves_;
-  std::vector<int64_t> cost_;
+  std::vector<int64_t> cost_, wave_cost_, single_cost_;
   std::vector<Plan*> shared_with_;  // the plans among which shared gradients were last looked for
 };
 

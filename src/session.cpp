@@ -35,29 +35,42 @@ class FloatEnvironment {
 
 // First item of thread t of n: the first whose cost begins at or after t/n of the whole.
 int64_t share_begin(std::span<const int64_t> cost, int t, int n) {
+  if (cost.empty()) return 0;
   if (t == n) return static_cast<int64_t>(cost.size()) - 1;
   const int64_t total = cost.back() - cost.front();
   const int64_t from = cost.front() + static_cast<int64_t>(static_cast<double>(total) * t / n);
   return std::lower_bound(cost.begin(), cost.end() - 1, from) - cost.begin();
 }
 
+bool is_worth_a_team(const Stage& stage) {
+  return stage.cost.size() > 2 && stage.cost.back() - stage.cost.front() >= kSerialElements;
+}
+
 }  // namespace
 
-void run_session(int threads, std::span<const int64_t> cost,
-                 void (*work)(void* context, int64_t begin, int64_t end), void* context) {
-  const auto items = static_cast<int64_t>(cost.size()) - 1;
-  if (items <= 0) return;
-  const bool alone = threads <= 1 || items == 1 || cost.back() - cost.front() < kSerialElements || forked ||
-                     omp_in_parallel();
-  if (alone) return work(context, 0, items);
+void run_stages(int threads, std::span<const Stage> stages,
+                void (*work)(void* context, size_t stage, int64_t begin, int64_t end), void* context) {
+  const auto run_share = [&](size_t stage, int thread, int team) {
+    const std::span<const int64_t> cost = stages[stage].cost;
+    const int64_t begin = share_begin(cost, thread, team), end = share_begin(cost, thread + 1, team);
+    if (begin < end) work(context, stage, begin, end);
+  };
+  if (threads <= 1 || std::ranges::none_of(stages, is_worth_a_team) || forked || omp_in_parallel()) {
+    for (size_t stage = 0; stage < stages.size(); ++stage) run_share(stage, 0, 1);
+    return;
+  }
   const FloatEnvironment callers = FloatEnvironment::current();
 #pragma omp parallel num_threads(threads)
   {
     const FloatEnvironment own = FloatEnvironment::current();
     callers.install();
-    const int t = omp_get_thread_num(), n = omp_get_num_threads();
-    const int64_t begin = share_begin(cost, t, n), end = share_begin(cost, t + 1, n);
-    if (begin < end) work(context, begin, end);
+    const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    for (size_t stage = 0; stage < stages.size(); ++stage) {
+      if (stages[stage].waits) {
+#pragma omp barrier
+      }
+      run_share(stage, thread, team);
+    }
     own.install();
   }
 }

@@ -1,6 +1,7 @@
 // One OpenMP session over a list of chunks.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -10,22 +11,37 @@ namespace fusedstep {
 // Work below this many elements is done by the calling thread: waking a team costs more.
 constexpr int64_t kSerialElements = 32768;
 
-// Calls work(context, begin, end) for ranges that make up [0, cost.size() - 1) on up to `threads` threads,
-// the calling one included, and returns when all are done. cost[i] is the cost of everything before item i:
-// each thread gets one run of neighbours of about equal cost, always the same for the same number of threads,
-// so that what it touched in one session is in its cache in the next. `work` must not throw.
+// A part of a session: items of which cost[i] is the cost of everything before item i. `waits` for all
+// threads to be done with the stages before it.
+struct Stage {
+  std::span<const int64_t> cost;
+  bool waits = false;
+};
+
+// Goes through the stages on up to `threads` threads, the calling one included, and returns when all are
+// done. Calls work(context, stage, begin, end) for ranges that make up [0, cost.size() - 1) of each stage: a
+// thread gets one run of neighbours of about equal cost, always the same for the same number of threads, so
+// that what it touched in one stage or session is in its cache in the next. `work` must not throw.
 //
 // Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
 // its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
-void run_session(int threads, std::span<const int64_t> cost,
-                 void (*work)(void* context, int64_t begin, int64_t end), void* context);
+void run_stages(int threads, std::span<const Stage> stages,
+                void (*work)(void* context, size_t stage, int64_t begin, int64_t end), void* context);
 
 template <class Work>
-void run_session(int threads, std::span<const int64_t> cost, Work& work) {
-  const auto call = [](void* context, int64_t begin, int64_t end) {
-    (*static_cast<Work*>(context))(begin, end);
+void run_stages(int threads, std::span<const Stage> stages, Work& work) {
+  const auto call = [](void* context, size_t stage, int64_t begin, int64_t end) {
+    (*static_cast<Work*>(context))(stage, begin, end);
   };
-  run_session(threads, cost, call, &work);
+  run_stages(threads, stages, call, &work);
+}
+
+// The same for one stage: work(begin, end).
+template <class Work>
+void run_session(int threads, std::span<const int64_t> cost, Work& work) {
+  const Stage stage{cost};
+  auto of_stage = [&](size_t, int64_t begin, int64_t end) { work(begin, end); };
+  run_stages(threads, {&stage, 1}, of_stage);
 }
 
 // The same for `count` items that cost `each`.

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstring>
 #include <map>
+#include <optional>
 #include <type_traits>
 
 #include "src/dispatch.h"
@@ -22,12 +23,12 @@ int64_t wave_bytes(int threads) {
   return second_level * std::max(threads, 1);
 }
 
-// A session that reads what the one before it wrote goes backwards, and finds the last of that in the cache.
+// A stage that reads what the one before it wrote goes backwards, and finds the last of that in the cache.
 enum class Order { kForwards, kBackwards };
 
 // Neighbouring chunks of a tensor that a kernel gets in one call where none has sums of its own: a call costs
-// a twentieth of the time of a chunk in the cache. No more of them, so that a session that goes backwards
-// does so.
+// a twentieth of the time of a chunk in the cache. No more of them, so that a stage that goes backwards does
+// so.
 constexpr int64_t kChunksTogether = 4;
 
 // Calls work(begin, end) for neighbours that make up chunks [first, last): of one tensor, `most` at most.
@@ -49,35 +50,23 @@ void for_neighbours(const Plan& plan, int64_t first, int64_t last, Order order, 
   }
 }
 
-// One session over chunks [first, last): `kernel_of(tensor)` for each of them. `complete(task, tensor)` adds
-// to a tensor's task what differs from step to step. `reduce(chunk, lanes)`, if any, gets a chunk's sums.
-template <class Complete, class KernelOf, class TreatmentOf, class Reduce = std::nullptr_t>
-void run_chunks(Plan& plan, int threads, int64_t first, int64_t last, Order order, Complete complete,
-                KernelOf kernel_of, TreatmentOf treatment_of, Reduce reduce = nullptr) {
-  constexpr bool kReduces = !std::is_null_pointer_v<Reduce>;
+// A kernel over chunks [begin, end), neighbours of one tensor. `complete(task)` adds to its task what differs
+// from step to step.
+template <class Complete>
+void run_kernel(Plan& plan, int64_t begin, int64_t end, const cpu::SpanKernel& kernel,
+                const cpu::GradTreatment& treatment, double* lanes, Complete complete) {
   const cpu::KernelTable& table = kernels();
-  const auto cost = std::span(plan.cost()).subspan(first, last - first + 1);
-  const auto run = [&](int64_t begin, int64_t end) {
-    Chunk chunk = plan.chunks()[begin];
-    chunk.end = plan.chunks()[end - 1].end;
-    alignas(64) double lanes[2][kLanes] = {};
-    const cpu::SpanKernel& kernel = kernel_of(chunk.tensor);
-    const cpu::GradTreatment treatment = treatment_of(chunk.tensor);
-    const char* isa = "";
-    plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t from, int64_t to) {
-      complete(task, chunk.tensor);
-      isa = table.run(kernel, task, treatment, from, to, &lanes[0][0]);
-    });
-    if constexpr (kReduces) reduce(begin, lanes);
-    if (begin == first) plan.ran_on = isa;
-  };
-  auto work = [&](int64_t begin, int64_t end) {
-    for_neighbours(plan, first + begin, first + end, order, kReduces ? 1 : kChunksTogether, run);
-  };
-  run_session(threads, cost, work);
+  Chunk chunk = plan.chunks()[begin];
+  chunk.end = plan.chunks()[end - 1].end;
+  const char* isa = "";
+  plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t from, int64_t to) {
+    complete(task);
+    isa = table.run(kernel, task, treatment, from, to, lanes);
+  });
+  if (begin == 0) plan.ran_on = isa;
 }
 
-// What the sessions of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
+// What the phases of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
 class Treatments {
  public:
   Treatments(const Plan& plan, const StepOptions& options) : plan_(plan), options_(options) {}
@@ -139,48 +128,136 @@ class KernelsByFormat {
   std::array<const cpu::RuleKernels*, static_cast<size_t>(Format::kCount)> found_{};
 };
 
-void run_wave(Plan& plan, const BoundRule& rule, const Wave& wave, const KernelsByFormat& kernels,
-              const Scalars& scalars, const StepOptions& options) {
-  const Treatments treatments(plan, options);
-  const bool scratch = options.grads == GradUse::kScratch || options.grads == GradUse::kClear;
-  const auto stores = [&](uint32_t tensor) { return scratch && plan.grad_can_store(tensor); };
-  run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kForwards,
-      [&](cpu::TensorTask& task, uint32_t tensor) { task.scalars = scalars.of(tensor); },
-      [&](uint32_t tensor) -> const cpu::SpanKernel& {
-        return kernels[tensor].phase[stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate];
-      },
-      [&](uint32_t tensor) { return treatments.first(tensor); },
-      [&](int64_t chunk, double(&lanes)[2][kLanes]) {
-        plan.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
-        plan.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
-      });
-  // The ratio of a tensor with one chunk is found by whoever has that: the small ones of a list are then
-  // shared among the threads.
-  const auto has_one_chunk = [&](int64_t tensor) {
-    return plan.first_chunk(tensor + 1) - plan.first_chunk(tensor) == 1;
-  };
-  const auto ratio_of = [&](int64_t tensor) {
-    const auto norm2 = [&](int which) {
-      return sum_chunks(plan.first_chunk(tensor), plan.first_chunk(tensor + 1),
-                        [&](int64_t c) { return plan.partial_norms[2 * c + which]; });
-    };
-    return rule.trust_ratio(norm2(0), norm2(1));
-  };
-  for (auto tensor = static_cast<int64_t>(wave.first); tensor < static_cast<int64_t>(wave.last); ++tensor) {
-    if (!has_one_chunk(tensor)) plan.task(tensor).ratio = ratio_of(tensor);
+// A step of an elementwise rule: one stage.
+class ElementwiseStep {
+ public:
+  ElementwiseStep(Plan& plan, const BoundRule& rule, const Scalars& scalars, const StepOptions& options)
+      : plan_(plan), scalars_(scalars), kernels_(plan, rule), treatments_(plan, options) {}
+
+  void operator()(int64_t first, int64_t last) {
+    for_neighbours(plan_, first, last, Order::kForwards, kChunksTogether, [&](int64_t begin, int64_t end) {
+      const uint32_t tensor = plan_.chunks()[begin].tensor;
+      run_kernel(plan_, begin, end, kernels_[tensor].phase[cpu::kUpdate], treatments_.whole(tensor), nullptr,
+                 [&](cpu::TensorTask& task) { task.scalars = scalars_.of(tensor); });
+    });
   }
-  run_chunks(
-      plan, options.threads, wave.first_chunk, wave.last_chunk, Order::kBackwards,
-      [&](cpu::TensorTask& task, uint32_t tensor) {
-        task.scalars = scalars.of(tensor);
-        if (has_one_chunk(tensor)) task.ratio = plan.task(tensor).ratio = ratio_of(tensor);
-      },
-      [&](uint32_t tensor) -> const cpu::SpanKernel& {
-        return kernels[tensor].phase[stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute];
-      },
-      [&](uint32_t tensor) { return treatments.last(tensor); });
-}
+
+ private:
+  Plan& plan_;
+  const Scalars& scalars_;
+  KernelsByFormat kernels_;
+  Treatments treatments_;
+};
+
+// A step of a rule with a trust ratio. Each wave has two stages, of which the second waits for the norms of
+// the first. Tensors of one chunk need no wave, and nobody to wait for: both phases at once, in one stage for
+// all.
+class TwoPhaseStep {
+ public:
+  TwoPhaseStep(Plan& plan, const BoundRule& rule, const Scalars& scalars, const StepOptions& options)
+      : plan_(plan),
+        rule_(rule),
+        scalars_(scalars),
+        kernels_(plan, rule),
+        treatments_(plan, options),
+        may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {
+    const auto add = [&](Phases phases, const std::vector<int64_t>& cost, int64_t first, int64_t last) {
+      stages_.push_back({std::span(cost).subspan(first, last - first + 1), phases == Phases::kSecond});
+      parts_.push_back({phases, first});
+    };
+    for (const Wave& wave : plan.waves()) {
+      add(Phases::kFirst, plan.wave_cost(), wave.first, wave.last);
+      add(Phases::kSecond, plan.wave_cost(), wave.first, wave.last);
+    }
+    if (plan.single_cost().back() > 0) {
+      add(Phases::kBoth, plan.single_cost(), 0, static_cast<int64_t>(plan.chunks().size()));
+    }
+  }
+
+  std::span<const Stage> stages() const { return stages_; }
+
+  void operator()(size_t stage, int64_t begin, int64_t end) {
+    const auto [phases, first_chunk] = parts_[stage];
+    const int64_t first = first_chunk + begin, last = first_chunk + end;
+    switch (phases) {
+      case Phases::kFirst:
+        for (int64_t c = first; c < last; ++c) {
+          if (!is_single(c)) accumulate(c);
+        }
+        break;
+      case Phases::kSecond:
+        return apply_wave(first, last);
+      case Phases::kBoth:
+        for (int64_t c = first; c < last; ++c) {
+          if (!is_single(c)) continue;
+          accumulate(c);
+          const uint32_t tensor = plan_.chunks()[c].tensor;
+          apply(c, c + 1, plan_.ratios[tensor] = ratio_of(tensor));
+        }
+    }
+  }
+
+ private:
+  enum class Phases : uint8_t { kFirst, kSecond, kBoth };
+  struct Part {
+    Phases phases;
+    int64_t first_chunk;
+  };
+
+  bool is_single(int64_t chunk) const { return plan_.has_one_chunk(plan_.chunks()[chunk].tensor); }
+  bool stores(uint32_t tensor) const { return may_store_ && plan_.grad_can_store(tensor); }
+
+  void accumulate(int64_t chunk) {
+    const uint32_t tensor = plan_.chunks()[chunk].tensor;
+    alignas(64) double lanes[2][kLanes] = {};
+    const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
+    run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
+               &lanes[0][0], [&](cpu::TensorTask& task) { task.scalars = scalars_.of(tensor); });
+    plan_.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
+    plan_.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
+  }
+
+  double ratio_of(uint32_t tensor) const {
+    const auto norm2 = [&](int which) {
+      return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
+                        [&](int64_t c) { return plan_.partial_norms[2 * c + which]; });
+    };
+    return rule_.trust_ratio(norm2(0), norm2(1));
+  }
+
+  void apply(int64_t begin, int64_t end, double ratio) {
+    const uint32_t tensor = plan_.chunks()[begin].tensor;
+    const cpu::Phase phase = stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute;
+    run_kernel(plan_, begin, end, kernels_[tensor].phase[phase], treatments_.last(tensor), nullptr,
+               [&](cpu::TensorTask& task) {
+                 task.scalars = scalars_.of(tensor);
+                 task.ratio = ratio;
+               });
+  }
+
+  // Every thread finds the ratios that it needs: to wait until one has found them all would take longer.
+  void apply_wave(int64_t first, int64_t last) {
+    double ratio = 0;
+    std::optional<uint32_t> ratio_is_of;
+    for_neighbours(plan_, first, last, Order::kBackwards, kChunksTogether, [&](int64_t begin, int64_t end) {
+      if (is_single(begin)) return;
+      const uint32_t tensor = plan_.chunks()[begin].tensor;
+      if (ratio_is_of != tensor) ratio = ratio_of(tensor);
+      ratio_is_of = tensor;
+      if (begin == plan_.first_chunk(tensor)) plan_.ratios[tensor] = ratio;
+      apply(begin, end, ratio);
+    });
+  }
+
+  Plan& plan_;
+  const BoundRule& rule_;
+  const Scalars& scalars_;
+  KernelsByFormat kernels_;
+  Treatments treatments_;
+  bool may_store_;
+  std::vector<Stage> stages_;
+  std::vector<Part> parts_;
+};
 
 }  // namespace
 
@@ -212,18 +289,13 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
     Plan::find_shared_grads(alone);
   }
   const Scalars scalars = prepare_scalars(plan, rule, steps);
-  const KernelsByFormat kernels_of(plan, rule);
-
   if (rule.trust_ratio) {
-    for (const Wave& wave : plan.waves()) run_wave(plan, rule, wave, kernels_of, scalars, options);
-    return;
+    TwoPhaseStep step(plan, rule, scalars, options);
+    run_stages(options.threads, step.stages(), step);
+  } else {
+    ElementwiseStep step(plan, rule, scalars, options);
+    run_session(options.threads, plan.cost(), step);
   }
-  const Treatments treatments(plan, options);
-  run_chunks(
-      plan, options.threads, 0, static_cast<int64_t>(plan.chunks().size()), Order::kForwards,
-      [&](cpu::TensorTask& task, uint32_t tensor) { task.scalars = scalars.of(tensor); },
-      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels_of[tensor].phase[cpu::kUpdate]; },
-      [&](uint32_t tensor) { return treatments.whole(tensor); });
 }
 
 void sum_entries(Plan& plan, int threads) {
@@ -251,13 +323,17 @@ void sum_entries(Plan& plan, int threads) {
 
 double grad_norm2(Plan& plan, int threads) {
   plan.refresh(wave_bytes(threads));
-  const auto chunks = static_cast<int64_t>(plan.chunks().size());
-  run_chunks(
-      plan, threads, 0, chunks, Order::kForwards, [](cpu::TensorTask&, uint32_t) {},
-      [&](uint32_t tensor) -> const cpu::SpanKernel& { return kernels().grads(plan.format(tensor))->norm; },
-      [](uint32_t) { return cpu::GradTreatment{}; },
-      [&](int64_t chunk, double(&lanes)[2][kLanes]) { plan.partial_norms[chunk] = sum_lanes(lanes[0]); });
-  return sum_chunks(0, chunks, [&](int64_t c) { return plan.partial_norms[c]; });
+  auto work = [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) {
+      const Format format = plan.format(plan.chunks()[c].tensor);
+      alignas(64) double lanes[kLanes] = {};
+      run_kernel(plan, c, c + 1, kernels().grads(format)->norm, {}, lanes, [](cpu::TensorTask&) {});
+      plan.partial_norms[c] = sum_lanes(lanes);
+    }
+  };
+  run_session(threads, plan.cost(), work);
+  return sum_chunks(0, static_cast<int64_t>(plan.chunks().size()),
+                    [&](int64_t c) { return plan.partial_norms[c]; });
 }
 
 void zero_states(Plan& plan, int threads) {

@@ -63,9 +63,11 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Chunks of tensors that go through both passes together.
+// Chunks of tensors that go through both passes together. `waits`: some are shared by threads, whose second
+// pass waits for all first ones.
 struct Wave {
   size_t first, last;
+  bool waits;
 };
 
 // Fills bytes [begin, end) of a stream with what depends on their place alone. Zeros would do for the memory,
@@ -78,35 +80,36 @@ void fill_with_noise(unsigned char* stream, int64_t begin, int64_t end, int64_t 
   }
 }
 
-// One pass over chunks: each thread takes one run of neighbours of about equal size, always the same for the
-// same number of threads. Returns the exclusive or of what `work` returns.
+// One run of neighbours among a wave's chunks for each thread, of about equal size, always the same for the
+// same number of threads. Returns the exclusive or of what `work` returns for them.
 template <class Work>
-uint16_t session(int threads, const std::vector<Chunk>& chunks, const Wave& wave, bool backward, Work work) {
+uint16_t run_share(const std::vector<Chunk>& chunks, const Wave& wave, int thread, int team, bool backward,
+                   Work work) {
   const int64_t begin = chunks[wave.first].begin, bytes = chunks[wave.last - 1].end - begin;
-  std::atomic<uint16_t> sum = 0;
-  const auto run = [&](int thread, int team) {
-    const auto boundary = [&](int part) {
-      const int64_t at = begin + bytes * part / team;
-      const auto found =
-          std::lower_bound(chunks.begin() + wave.first, chunks.begin() + wave.last, at,
-                           [](const Chunk& chunk, int64_t value) { return chunk.begin < value; });
-      return static_cast<size_t>(found - chunks.begin());
-    };
-    const size_t from = boundary(thread), to = thread + 1 == team ? wave.last : boundary(thread + 1);
-    uint16_t own = 0;
-    if (backward) {
-      for (size_t i = to; i > from; --i) own ^= work(chunks[i - 1]);
-    } else {
-      for (size_t i = from; i < to; ++i) own ^= work(chunks[i]);
-    }
-    sum ^= own;
+  const auto boundary = [&](int part) {
+    const int64_t at = begin + bytes * part / team;
+    const auto found =
+        std::lower_bound(chunks.begin() + wave.first, chunks.begin() + wave.last, at,
+                         [](const Chunk& chunk, int64_t value) { return chunk.begin < value; });
+    return static_cast<size_t>(found - chunks.begin());
   };
-  if (threads == 1) {
-    run(0, 1);
+  const size_t from = boundary(thread), to = thread + 1 == team ? wave.last : boundary(thread + 1);
+  uint16_t sum = 0;
+  if (backward) {
+    for (size_t i = to; i > from; --i) sum ^= work(chunks[i - 1]);
   } else {
-#pragma omp parallel num_threads(threads)
-    run(omp_get_thread_num(), omp_get_num_threads());
+    for (size_t i = from; i < to; ++i) sum ^= work(chunks[i]);
   }
+  return sum;
+}
+
+// Runs work(thread, team) on every thread of a team. Returns the exclusive or of what it returns.
+template <class Work>
+uint16_t run_team(int threads, Work work) {
+  if (threads == 1) return work(0, 1);
+  std::atomic<uint16_t> sum = 0;
+#pragma omp parallel num_threads(threads)
+  sum ^= work(omp_get_thread_num(), omp_get_num_threads());
   return sum;
 }
 
@@ -142,25 +145,41 @@ class Step {
                                                     i * memory.offset % kHugePage, memory.huge_pages != 0));
       data_[i] = mappings_.back()->data();
     }
-    session(threads, chunks_, {0, chunks_.size()}, false, [&](const Chunk& chunk) {
+    const auto fill = [&](const Chunk& chunk) {
       for (int i = 0; i < count; ++i) {
         const int64_t stride = stride_of(strides_, i);
         fill_with_noise(data_[i], chunk.begin * stride, chunk.end * stride, i + 1);
       }
       return uint16_t{0};
+    };
+    run_team(threads, [&](int thread, int team) {
+      return run_share(chunks_, {0, chunks_.size(), false}, thread, team, false, fill);
     });
   }
 
   void walk(const fusedstep_limit_walk& how) {
     const bool turned = how.alternate != 0 && walks_++ % 2 != 0;
-    if (streams_.two_phase == 0) return pass(kUpdate, how, {0, chunks_.size()}, turned);
-    const TwoPasses& passes = kWays[how.way];
-    const std::vector<Wave>& waves = waves_of(how.wave_elements);
-    for (size_t i = 0; i < waves.size(); ++i) {
-      const Wave& wave = waves[turned ? waves.size() - 1 - i : i];
-      pass(passes.first, how, wave, turned);
-      pass(passes.second, how, wave, turned != (how.backward != 0));
-    }
+    const std::vector<Wave>& waves = waves_of(streams_.two_phase == 0 ? 0 : how.wave_elements);
+    sum_ ^= run_team(how.threads, [&](int thread, int team) {
+      uint16_t sum = 0;
+      const auto pass = [&](PassId id, const Wave& wave, bool backward) {
+        const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.grad_size;
+        sum ^= run_share(chunks_, wave, thread, team, backward, [&](const Chunk& chunk) {
+          return passes_[id](data_, chunk.begin, chunk.end, ahead);
+        });
+      };
+      for (size_t i = 0; i < waves.size(); ++i) {
+        const Wave& wave = waves[turned ? waves.size() - 1 - i : i];
+        if (streams_.two_phase == 0) {
+          pass(kUpdate, wave, turned);
+          continue;
+        }
+        pass(kWays[how.way].first, wave, turned);
+        if (wave.waits) wait();
+        pass(kWays[how.way].second, wave, turned != (how.backward != 0));
+      }
+      return sum;
+    });
   }
 
   int64_t traffic(int way) const {
@@ -179,10 +198,8 @@ class Step {
   uint16_t sum() const { return sum_; }
 
  private:
-  void pass(PassId id, const fusedstep_limit_walk& how, const Wave& wave, bool backward) {
-    const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.grad_size;
-    sum_ ^= session(how.threads, chunks_, wave, backward,
-                    [&](const Chunk& chunk) { return passes_[id](data_, chunk.begin, chunk.end, ahead); });
+  static void wait() {
+#pragma omp barrier
   }
 
   // Whole tensors, as many as have `wave_elements` together; all of them for 0. Those of the last call are
@@ -192,12 +209,14 @@ class Step {
     wave_elements_ = wave_elements;
     waves_.clear();
     for (size_t tensor = 0, first = 0; tensor < last_chunks_.size(); first = waves_.back().last) {
+      const size_t first_tensor = tensor;
       const int64_t most = chunks_[first].begin + wave_elements * streams_.grad_size;
       do {
         ++tensor;
       } while (tensor < last_chunks_.size() &&
                (wave_elements == 0 || chunks_[last_chunks_[tensor] - 1].end <= most));
-      waves_.push_back({first, last_chunks_[tensor - 1]});
+      const size_t last = last_chunks_[tensor - 1];
+      waves_.push_back({first, last, last - first > tensor - first_tensor});
     }
     return waves_;
   }

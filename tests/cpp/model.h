@@ -47,7 +47,7 @@ class Model {
   std::vector<Tensor>& tensors() { return tensors_; }
   Plan& plan() { return plan_; }
   // What a two-phase step made of tensor i's norms.
-  double ratio(size_t i) { return plan_.task(i).ratio; }
+  double ratio(size_t i) { return plan_.ratios[i]; }
 
  private:
   RuleCase rule_;

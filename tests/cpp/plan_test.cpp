@@ -362,36 +362,60 @@ TEST_P(TwoPhaseTest, ResultsDoNotDependOnWaves) {
 INSTANTIATE_TEST_SUITE_P(Rules, TwoPhaseTest, testing::ValuesIn(two_phase_cases()),
                          [](const auto& info) { return name(info.param); });
 
-TEST(WaveTest, WavesPartitionTheChunks) {
+TEST(WaveTest, WavesPartitionTheTensorsOfSeveralChunks) {
   const Case c = lamb();
-  const Sizes sizes = {0, 100, 20000, 0, 50000, 1, 0};
+  const Sizes sizes = {0, 100, 20000, kChunkElements, 0, 50000, 1, kChunkElements + 1, 0};
   Model model(c, dense_tensors(c, sizes));
   Plan& plan = model.plan();
   for (size_t t = 0; t < sizes.size(); ++t) plan.bind(t, model.tensors()[t].operands());
-  const int64_t operands = 4, all = 70101 * operands * static_cast<int64_t>(sizeof(float));
+  const int64_t element = 4 * sizeof(float), all = (70000 + kChunkElements + 1) * element;
   for (const auto& [wave_bytes, waves] :
-       std::vector<std::pair<int64_t, size_t>>{{0, 4},
-                                               {1, 4},
-                                               {100 * operands * 4, 4},
-                                               {20100 * operands * 4, 3},
+       std::vector<std::pair<int64_t, size_t>>{{0, 3},
+                                               {1, 3},
+                                               {70000 * element - 1, 2},
+                                               {70000 * element, 2},
                                                {all - 1, 2},
                                                {all, 1},
                                                {std::numeric_limits<int64_t>::max(), 1}}) {
     SCOPED_TRACE(testing::Message() << "waves of " << wave_bytes << " bytes");
     plan.refresh(wave_bytes);
     EXPECT_EQ(plan.waves().size(), waves);
+    std::vector<int64_t> in_waves(plan.tensors());
     int64_t next_chunk = 0;
     for (const Wave& wave : plan.waves()) {
-      EXPECT_EQ(wave.first_chunk, next_chunk);
-      ASSERT_LT(wave.first_chunk, wave.last_chunk);
-      next_chunk = wave.last_chunk;
-      for (int64_t chunk = wave.first_chunk; chunk < wave.last_chunk; ++chunk) {
-        EXPECT_GE(plan.chunks()[chunk].tensor, wave.first);
-        EXPECT_LT(plan.chunks()[chunk].tensor, wave.last);
+      ASSERT_LE(next_chunk, wave.first);
+      ASSERT_LT(wave.first, wave.last);
+      next_chunk = wave.last;
+      for (int64_t chunk = wave.first; chunk < wave.last; ++chunk) ++in_waves[plan.chunks()[chunk].tensor];
+    }
+    for (size_t t = 0; t < sizes.size(); ++t) {
+      const int64_t chunks = plan.first_chunk(t + 1) - plan.first_chunk(t);
+      EXPECT_EQ(plan.has_one_chunk(t), chunks == 1);
+      if (chunks > 1) {
+        EXPECT_EQ(in_waves[t], chunks) << "tensor " << t;
       }
     }
-    EXPECT_EQ(next_chunk, static_cast<int64_t>(plan.chunks().size()));
   }
+}
+
+TEST(WaveTest, CostsAreThoseOfTheChunksThatAStageWorksOn) {
+  const Case c = lamb();
+  Model model(c, dense_tensors(c, {kChunkElements, 10, 2 * kChunkElements + 5, 0, 7, kChunkElements + 1}));
+  Plan& plan = model.plan();
+  for (size_t t = 0; t < plan.tensors(); ++t) plan.bind(t, model.tensors()[t].operands());
+  plan.refresh(0);
+  std::vector<int64_t> all{0}, in_waves{0}, single{0};
+  for (const Chunk& chunk : plan.chunks()) {
+    const int64_t elements = chunk.end - chunk.begin;
+    const bool is_single = chunk.tensor != 2 && chunk.tensor != 5;
+    all.push_back(all.back() + elements);
+    in_waves.push_back(in_waves.back() + (is_single ? 0 : elements));
+    single.push_back(single.back() + (is_single ? elements : 0));
+  }
+  EXPECT_EQ(plan.cost(), all);
+  EXPECT_EQ(plan.wave_cost(), in_waves);
+  EXPECT_EQ(plan.single_cost(), single);
+  EXPECT_EQ(all.back(), 4 * kChunkElements + 23);
 }
 
 TEST(WaveTest, ChunksCoverEveryTensorInOrder) {

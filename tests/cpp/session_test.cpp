@@ -92,6 +92,51 @@ TEST(SessionTest, NothingToDo) {
   run_session(3, std::vector<int64_t>{7}, work);
 }
 
+// A stage that waits finds all that was done before it; one that does not finds what its own thread did.
+TEST(SessionTest, EveryItemOfEveryStageRunsOnceAndAStageWaits) {
+  const auto small = equal_costs(7, 1), large = equal_costs(64, kSerialElements), none = equal_costs(5, 0);
+  const std::vector<Stage> stages{{large}, {large, true}, {none}, {small, true}, {{}, true}, {large}};
+  for (const int threads : {1, 2, 3, 7}) {
+    for (int repeat = 0; repeat < 20; ++repeat) {
+      std::vector<std::vector<std::atomic<int>>> runs;
+      for (const Stage& stage : stages) runs.emplace_back(std::max<size_t>(stage.cost.size(), 1) - 1);
+      std::vector<std::atomic<size_t>> done(stages.size());
+      std::set<std::thread::id> ran;
+      std::mutex mutex;
+      auto work = [&](size_t stage, int64_t begin, int64_t end) {
+        ASSERT_LT(begin, end);
+        for (size_t before = 0; stages[stage].waits && before < stage; ++before) {
+          EXPECT_EQ(done[before], runs[before].size()) << "stage " << before << " before " << stage;
+        }
+        for (int64_t i = begin; i < end; ++i) ++runs[stage].at(i);
+        done[stage] += end - begin;
+        const std::lock_guard lock(mutex);
+        ran.insert(std::this_thread::get_id());
+      };
+      run_stages(threads, stages, work);
+      EXPECT_EQ(ran.size(), static_cast<size_t>(threads));
+      for (size_t stage = 0; stage < stages.size(); ++stage) {
+        for (const auto& run : runs[stage]) EXPECT_EQ(run, 1) << "stage " << stage;
+      }
+    }
+  }
+}
+
+TEST(SessionTest, AStageWorthATeamMakesOneForAll) {
+  const auto little = equal_costs(2, kSerialElements / 2 - 1), enough = equal_costs(2, kSerialElements / 2);
+  for (const bool has_enough : {false, true}) {
+    const std::vector<Stage> stages{{little}, {has_enough ? enough : little, true}};
+    std::set<std::thread::id> ran;
+    std::mutex mutex;
+    auto work = [&](size_t, int64_t, int64_t) {
+      const std::lock_guard lock(mutex);
+      ran.insert(std::this_thread::get_id());
+    };
+    run_stages(2, stages, work);
+    EXPECT_EQ(ran.size(), has_enough ? 2u : 1u);
+  }
+}
+
 TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {
   for (const int threads : {2, 3, 7}) {
     const auto ran = threads_of_items(threads, equal_costs(100, kSerialElements));
