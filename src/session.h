@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <span>
 #include <vector>
 
@@ -18,6 +19,13 @@ struct Stage {
   bool waits = false;
 };
 
+// What the calling thread does first, while others begin: as much as the work of `cost` elements, which the
+// first stage has less of for that thread. Must not throw.
+struct Aside {
+  std::function<void()> run;
+  int64_t cost = 0;
+};
+
 // Goes through the stages on up to `threads` threads, the calling one included, and returns when all are
 // done. Calls work(context, stage, begin, end) for ranges that make up [0, cost.size() - 1) of each stage: a
 // thread gets one run of neighbours of about equal cost, always the same for the same number of threads, so
@@ -26,22 +34,23 @@ struct Stage {
 // Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
 // its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
 void run_stages(int threads, std::span<const Stage> stages,
-                void (*work)(void* context, size_t stage, int64_t begin, int64_t end), void* context);
+                void (*work)(void* context, size_t stage, int64_t begin, int64_t end), void* context,
+                const Aside& aside);
 
 template <class Work>
-void run_stages(int threads, std::span<const Stage> stages, Work& work) {
+void run_stages(int threads, std::span<const Stage> stages, Work& work, const Aside& aside = {}) {
   const auto call = [](void* context, size_t stage, int64_t begin, int64_t end) {
     (*static_cast<Work*>(context))(stage, begin, end);
   };
-  run_stages(threads, stages, call, &work);
+  run_stages(threads, stages, call, &work, aside);
 }
 
 // The same for one stage: work(begin, end).
 template <class Work>
-void run_session(int threads, std::span<const int64_t> cost, Work& work) {
+void run_session(int threads, std::span<const int64_t> cost, Work& work, const Aside& aside = {}) {
   const Stage stage{cost};
   auto of_stage = [&](size_t, int64_t begin, int64_t end) { work(begin, end); };
-  run_stages(threads, {&stage, 1}, of_stage);
+  run_stages(threads, {&stage, 1}, of_stage, aside);
 }
 
 // The same for `count` items that cost `each`.

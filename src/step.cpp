@@ -165,12 +165,12 @@ class TwoPhaseStep {
       stages_.push_back({std::span(cost).subspan(first, last - first + 1), phases == Phases::kSecond});
       parts_.push_back({phases, first});
     };
+    if (plan.single_cost().back() > 0) {
+      add(Phases::kBoth, plan.single_cost(), 0, static_cast<int64_t>(plan.chunks().size()));
+    }
     for (const Wave& wave : plan.waves()) {
       add(Phases::kFirst, plan.wave_cost(), wave.first, wave.last);
       add(Phases::kSecond, plan.wave_cost(), wave.first, wave.last);
-    }
-    if (plan.single_cost().back() > 0) {
-      add(Phases::kBoth, plan.single_cost(), 0, static_cast<int64_t>(plan.chunks().size()));
     }
   }
 
@@ -282,7 +282,8 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const
   return scalars;
 }
 
-void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options) {
+void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options,
+              const Aside& aside) {
   plan.refresh(wave_bytes(options.threads));
   if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
     Plan* const alone[] = {&plan};
@@ -291,10 +292,10 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
   const Scalars scalars = prepare_scalars(plan, rule, steps);
   if (rule.trust_ratio) {
     TwoPhaseStep step(plan, rule, scalars, options);
-    run_stages(options.threads, step.stages(), step);
+    run_stages(options.threads, step.stages(), step, aside);
   } else {
     ElementwiseStep step(plan, rule, scalars, options);
-    run_session(options.threads, plan.cost(), step);
+    run_session(options.threads, plan.cost(), step, aside);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
 #include "src/plan.h"
+#include "src/session.h"
 
 namespace fusedstep {
 
@@ -79,7 +80,8 @@ struct Scalars {
 FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps);
 
 // Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
-void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options);
+void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options,
+              const Aside& aside = {});
 
 // Adds up the entries that sparse gradients have for the same row: to be called when these are bound, before
 // they are read.

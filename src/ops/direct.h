@@ -11,6 +11,7 @@
 #include "fusedstep/isa.h"
 #include "src/bound.h"
 #include "src/plan.h"
+#include "src/session.h"
 
 namespace fusedstep::ops {
 
@@ -65,9 +66,10 @@ FUSEDSTEP_API std::vector<int64_t> shared_grads(const std::vector<int64_t>& hand
 FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
 
 // A step over a plan, with the options of the optimizer's operator as numbers, those from the first to
-// maximize. Throws std::runtime_error if their count is wrong, or the plan does not exist.
+// maximize. `aside` is run on the calling thread once the step can fail no more. Throws std::runtime_error if
+// their count is wrong, or the plan does not exist.
 using StepFunction = void (*)(int64_t plan, std::span<const double> options, double grad_factor,
-                              int64_t grads);
+                              int64_t grads, const Aside& aside);
 
 // The step function of an optimizer, by the name that its operators begin with; null if there is none.
 FUSEDSTEP_API StepFunction find_step(std::string_view optimizer);

@@ -267,7 +267,7 @@ bool Rebinding::finish(bool look_at_states) {
   return true;
 }
 
-void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
+void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
   const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
   check(native.plan.slots() == states, "the plan has " + std::to_string(native.plan.slots()) +
                                            " states for each weight, the rule needs " +
@@ -283,9 +283,10 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
                             .maximize = grads.maximize,
                             .grads = static_cast<GradUse>(grads.use)};
   if (native.device) {
+    if (aside.run) aside.run();  // first: a launch may wait for what needs Python's lock
     take_device_step(native, rule, options);
   } else {
-    run_step(native.plan, rule, native.counts, options);
+    run_step(native.plan, rule, native.counts, options, aside);
   }
   native.parts.clear();
   native.lr = native.grad_factor = native.found_inf = std::nullopt;

@@ -77,7 +77,8 @@ struct GradArguments {
 };
 
 // Raises every step count by one, and updates what was bound last.
-void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads);
+void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
+               const Aside& aside = {});
 
 // The `count` numbers in `options`, a float64 tensor on the CPU. Throws std::runtime_error if it is another.
 const double* numbers(const Tensor& options, size_t count);
@@ -91,10 +92,11 @@ struct StepOperators<kRule> {
   static void over_plan(int64_t plan, Options... options, bool maximize, double grad_factor, int64_t grads) {
     take_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
   }
-  static void over_numbers(int64_t plan, std::span<const double> options, double grad_factor, int64_t grads) {
+  static void over_numbers(int64_t plan, std::span<const double> options, double grad_factor, int64_t grads,
+                           const Aside& aside) {
     check(options.size() == kNumbers, "an option is missing, or there is one too many");
     take_step(*find_plan(plan), rule_of(options.data()),
-              {options[sizeof...(Options)] != 0, grad_factor, grads});
+              {options[sizeof...(Options)] != 0, grad_factor, grads}, aside);
   }
   static void over_lists(const Tensors& weights, const Tensors& grads, const Tensors& states,
                          const Tensors& steps, const Tensor& options) {

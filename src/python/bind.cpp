@@ -183,7 +183,7 @@ PyObject* step(PyObject* /*module*/, PyObject* arguments) {
   std::optional<std::string> error;
   Py_BEGIN_ALLOW_THREADS;
   try {
-    take(plan, {values.data(), count}, grad_factor, grads);
+    take(plan, {values.data(), count}, grad_factor, grads, {});
   } catch (const std::exception& thrown) {
     error = thrown.what();
   }
@@ -330,7 +330,9 @@ class PartOfStep {
   bool updates() const { return bound_.has_value(); }
   long long plan() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kPlan)); }
   bool writes_grads() const { return use() != 0; }
-  void take(fusedstep::ops::StepFunction step) { step(plan_, {values_, options_}, 1, use_); }
+  void take(fusedstep::ops::StepFunction step, const fusedstep::Aside& aside) {
+    step(plan_, {values_, options_}, 1, use_, aside);
+  }
 
   // To be called before take(), which Python's objects are out of reach of.
   void read() {
@@ -353,6 +355,14 @@ class PartOfStep {
     };
     return of(PyTuple_GetItem(part_, kWeights)) && (!writes_grads() || of(list_of_grads().get())) &&
            (!of_states || of(PyTuple_GetItem(part_, kStates)));
+  }
+
+  // Of that, in elements of a step.
+  int64_t cost_of_versions(bool of_states) const {
+    constexpr int64_t kVersionElements = 64;
+    const auto weights = static_cast<int64_t>(grads_.size());
+    const auto states = of_states ? PyList_Size(PyTuple_GetItem(part_, kStates)) : 0;
+    return kVersionElements * (weights + (writes_grads() ? weights : 0) + states);
   }
 
  private:
@@ -408,29 +418,41 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   const fusedstep::ops::StepFunction function =
       fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
   if (function == nullptr) return false;
-  // Now and not after the step, which leaves none of what this touches in the cache.
   std::vector<int64_t> plans;
   bool writes_grads = false;
   for (PartOfStep& part : step) {
     if (!part.updates()) continue;
-    if (!part.bump_versions(PyTuple_GetItem(last, kBumpVersions), accessed)) return {};
     part.read();
     plans.push_back(part.plan());
     writes_grads = writes_grads || part.writes_grads();
   }
+  if (plans.empty()) return true;
   if (writes_grads) fusedstep::ops::find_shared_grads(plans);
+
+  // Beside the first part, whose other threads begin: here is what only this thread can do, which holds
+  // Python's lock. It lets that go for the rest of the step.
+  bool bumped = true;
+  PyThreadState* unlocked = nullptr;
+  fusedstep::Aside aside;
+  aside.run = [&] {
+    for (const PartOfStep& part : step) {
+      bumped =
+          bumped && (!part.updates() || part.bump_versions(PyTuple_GetItem(last, kBumpVersions), accessed));
+    }
+    unlocked = PyEval_SaveThread();
+  };
+  for (const PartOfStep& part : step) aside.cost += part.cost_of_versions(accessed);
   std::optional<std::string> error;
-  Py_BEGIN_ALLOW_THREADS;
   try {
     for (PartOfStep& part : step) {
-      if (part.updates()) part.take(function);
+      if (part.updates()) part.take(function, std::exchange(aside, {}));
     }
   } catch (const std::exception& thrown) {
     error = thrown.what();
   }
-  Py_END_ALLOW_THREADS;
-  if (!error) return true;
-  PyErr_SetString(PyExc_RuntimeError, error->c_str());
+  if (unlocked != nullptr) PyEval_RestoreThread(unlocked);
+  if (!error && bumped) return true;
+  if (error) PyErr_SetString(PyExc_RuntimeError, error->c_str());
   return {};
 }
 

@@ -137,6 +137,43 @@ TEST(SessionTest, AStageWorthATeamMakesOneForAll) {
   }
 }
 
+TEST(SessionTest, WhatIsAsideRunsOnceOnTheCallingThread) {
+  const auto large = equal_costs(64, kSerialElements), small = equal_costs(3, 1);
+  const std::vector<std::vector<Stage>> sessions{
+      {}, {{{}}}, {{small}}, {{large}}, {{large, true}, {large, true}}};
+  for (const auto& stages : sessions) {
+    for (const int threads : {1, 3}) {
+      std::vector<std::thread::id> ran;
+      std::atomic<int64_t> items = 0;
+      auto work = [&](size_t, int64_t begin, int64_t end) { items += end - begin; };
+      run_stages(threads, stages, work, {[&] { ran.push_back(std::this_thread::get_id()); }, 1000});
+      EXPECT_EQ(ran, std::vector{std::this_thread::get_id()});
+      int64_t all = 0;
+      for (const Stage& stage : stages)
+        all += std::max<int64_t>(static_cast<int64_t>(stage.cost.size()), 1) - 1;
+      EXPECT_EQ(items, all);
+    }
+  }
+}
+
+// In the first stage, as only there the calling thread has less time.
+TEST(SessionTest, TheCallingThreadHasLessToDoForWhatIsAside) {
+  const auto cost = equal_costs(120, kSerialElements);
+  const auto caller = std::this_thread::get_id();
+  const auto items_of_caller = [&](int64_t aside) {
+    std::vector<int> items(2);
+    auto work = [&](size_t stage, int64_t begin, int64_t end) {
+      if (std::this_thread::get_id() == caller) items[stage] += static_cast<int>(end - begin);
+    };
+    run_stages(3, std::vector<Stage>{{cost}, {cost, true}}, work, {[] {}, aside * kSerialElements});
+    return items;
+  };
+  EXPECT_EQ(items_of_caller(0), (std::vector{40, 40}));
+  EXPECT_EQ(items_of_caller(30), (std::vector{20, 40}));
+  EXPECT_EQ(items_of_caller(60), (std::vector{0, 40}));
+  EXPECT_EQ(items_of_caller(600), (std::vector{0, 40}));
+}
+
 TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {
   for (const int threads : {2, 3, 7}) {
     const auto ran = threads_of_items(threads, equal_costs(100, kSerialElements));
