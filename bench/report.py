@@ -205,9 +205,9 @@ def against_torch(results: Results) -> Iterator[str]:
     """How much faster than torch's fused step, median over the lists, by allocator."""
     for optimizer in optimizers(results):
         ratios: dict[str, list[float]] = {}
-        for row in results["rows"]:
+        for row in of_lists(results, optimizer):
             ours, torch = (row.get("results", {}).get(n, {}) for n in ("fused", "torch_fused"))
-            if row["optimizer"] == optimizer and "ms" in ours and "ms" in torch:
+            if "ms" in ours and "ms" in torch:
                 times = torch.get("times", torch["ms"] / ours["ms"])
                 ratios.setdefault(row["allocator"], []).append(times)
         medians = [f"{statistics.median(found):.2f}× ({name})" for name, found in ratios.items()]

@@ -328,7 +328,12 @@ def test_what_is_wrong_or_skipped_is_shown_as_such(output):
     row["results"]["torch_fused"] = {"ms": 3.0}
     row["results"]["fused"] = {"ms": 2.0}
     skipped = {k: v for k, v in row.items() if k not in ("limit", "results")}
-    results["rows"] = [row, skipped | {"title": "huge", "shapes": "huge", "skipped": "no memory"}]
+    by_threads = row | {
+        "purpose": "threads",
+        "results": {"fused": {"ms": 1}, "torch_fused": {"ms": 9}},
+    }
+    huge = skipped | {"title": "huge", "shapes": "huge", "skipped": "no memory"}
+    results["rows"] = [row, by_threads, huge]
     text = report.markdown(results)
     assert "| wrong |" in text
     assert "torch foreach is wrong: tensor 0 is 1.0e+00 off (adam, " in text
