@@ -6,17 +6,15 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Prefetches what is ahead of `count` elements from the i-th on. The second-level cache gets two lines at a
-// time.
+// Prefetches what is ahead of `count` elements from the i-th on.
 template <class T>
 FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const Ahead& ahead) {
   constexpr int64_t kLine = 64;
   const char* const first = reinterpret_cast<const char*>(array);
   const int64_t offset = i * int64_t{sizeof(T)}, bytes = count * int64_t{sizeof(T)};
 #pragma GCC unroll 8
-  for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(first + (offset + ahead.first) + at);
-#pragma GCC unroll 8
-  for (int64_t at = 0; at < bytes; at += 2 * kLine) {
+  for (int64_t at = 0; at < bytes; at += kLine) {
+    __builtin_prefetch(first + (offset + ahead.first) + at);
     __builtin_prefetch(first + (offset + ahead.second) + at, 0, 2);
   }
 }

@@ -1,5 +1,5 @@
 // The plan of a step over a fixed list of tensors: where their operands are, how they lie, which chunks there
-// are, and which run of tensors goes through the cache together. Worked out when something moves, reused
+// are, and which runs of large tensors go through the cache together. Worked out when something moves, reused
 // otherwise.
 #pragma once
 #include <algorithm>

@@ -1,4 +1,4 @@
-// One OpenMP session over a list of chunks.
+// One OpenMP session over lists of chunks, in stages.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -19,8 +19,8 @@ struct Stage {
   bool waits = false;
 };
 
-// What the calling thread does first, while others begin: as much as the work of `cost` elements, which the
-// first stage has less of for that thread. Must not throw.
+// What the calling thread does first, while others begin: as much as the work of `cost` elements, which that
+// thread has less of before the team first waits. Must not throw.
 struct Aside {
   std::function<void()> run;
   int64_t cost = 0;

@@ -16,7 +16,7 @@
 namespace fusedstep {
 namespace {
 
-// Bytes that a wave may have for its second session to find them in the cache: the second-level caches of the
+// Bytes that a wave may have for its second stage to find them in the cache: the second-level caches of the
 // team.
 int64_t wave_bytes(int threads) {
   static const int64_t second_level = std::max<int64_t>(sysconf(_SC_LEVEL2_CACHE_SIZE), int64_t{1} << 20);

@@ -209,14 +209,16 @@ class Step {
     wave_elements_ = wave_elements;
     waves_.clear();
     for (size_t tensor = 0, first = 0; tensor < last_chunks_.size(); first = waves_.back().last) {
-      const size_t first_tensor = tensor;
+      bool waits = false;  // only tensors of several chunks: others are one thread's from the beginning
       const int64_t most = chunks_[first].begin + wave_elements * streams_.grad_size;
       do {
+        const size_t first_chunk = tensor == 0 ? 0 : last_chunks_[tensor - 1];
+        waits = waits || last_chunks_[tensor] > first_chunk + 1;
         ++tensor;
       } while (tensor < last_chunks_.size() &&
                (wave_elements == 0 || chunks_[last_chunks_[tensor] - 1].end <= most));
       const size_t last = last_chunks_[tensor - 1];
-      waves_.push_back({first, last, last - first > tensor - first_tensor});
+      waves_.push_back({first, last, waits});
     }
     return waves_;
   }

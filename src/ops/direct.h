@@ -66,8 +66,8 @@ FUSEDSTEP_API std::vector<int64_t> shared_grads(const std::vector<int64_t>& hand
 FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
 
 // A step over a plan, with the options of the optimizer's operator as numbers, those from the first to
-// maximize. `aside` is run on the calling thread once the step can fail no more. Throws std::runtime_error if
-// their count is wrong, or the plan does not exist.
+// maximize. `aside` is run on the calling thread, once all of that is checked which can be without a device.
+// Throws std::runtime_error if their count is wrong, or the plan does not exist.
 using StepFunction = void (*)(int64_t plan, std::span<const double> options, double grad_factor,
                               int64_t grads, const Aside& aside);
 

@@ -430,15 +430,18 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   if (writes_grads) fusedstep::ops::find_shared_grads(plans);
 
   // Beside the first part, whose other threads begin: here is what only this thread can do, which holds
-  // Python's lock. It lets that go for the rest of the step.
+  // Python's lock. It lets that go for the rest of the step. Of Python's code nothing may run meanwhile, such
+  // as a finalizer.
   bool bumped = true;
   PyThreadState* unlocked = nullptr;
   fusedstep::Aside aside;
   aside.run = [&] {
+    const int collects = PyGC_Disable();
     for (const PartOfStep& part : step) {
       bumped =
           bumped && (!part.updates() || part.bump_versions(PyTuple_GetItem(last, kBumpVersions), accessed));
     }
+    if (collects != 0) PyGC_Enable();
     unlocked = PyEval_SaveThread();
   };
   for (const PartOfStep& part : step) aside.cost += part.cost_of_versions(accessed);

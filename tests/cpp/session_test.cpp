@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -122,10 +123,9 @@ TEST(SessionTest, EveryItemOfEveryStageRunsOnceAndAStageWaits) {
   }
 }
 
-TEST(SessionTest, AStageWorthATeamMakesOneForAll) {
+TEST(SessionTest, StagesWorthATeamMakeOneForAll) {
   const auto little = equal_costs(2, kSerialElements / 2 - 1), enough = equal_costs(2, kSerialElements / 2);
-  for (const bool has_enough : {false, true}) {
-    const std::vector<Stage> stages{{little}, {has_enough ? enough : little, true}};
+  const auto team_of = [](const std::vector<Stage>& stages) {
     std::set<std::thread::id> ran;
     std::mutex mutex;
     auto work = [&](size_t, int64_t, int64_t) {
@@ -133,8 +133,11 @@ TEST(SessionTest, AStageWorthATeamMakesOneForAll) {
       ran.insert(std::this_thread::get_id());
     };
     run_stages(2, stages, work);
-    EXPECT_EQ(ran.size(), has_enough ? 2u : 1u);
-  }
+    return ran.size();
+  };
+  EXPECT_EQ(team_of({{little}, {little, true}}), 1u);
+  EXPECT_EQ(team_of({{little}, {enough, true}}), 2u);
+  EXPECT_EQ(team_of({{little}, {little}}), 2u);  // one is begun while the other is not done
 }
 
 TEST(SessionTest, WhatIsAsideRunsOnceOnTheCallingThread) {
@@ -156,22 +159,33 @@ TEST(SessionTest, WhatIsAsideRunsOnceOnTheCallingThread) {
   }
 }
 
-// In the first stage, as only there the calling thread has less time.
-TEST(SessionTest, TheCallingThreadHasLessToDoForWhatIsAside) {
-  const auto cost = equal_costs(120, kSerialElements);
-  const auto caller = std::this_thread::get_id();
-  const auto items_of_caller = [&](int64_t aside) {
-    std::vector<int> items(2);
-    auto work = [&](size_t stage, int64_t begin, int64_t end) {
-      if (std::this_thread::get_id() == caller) items[stage] += static_cast<int>(end - begin);
-    };
-    run_stages(3, std::vector<Stage>{{cost}, {cost, true}}, work, {[] {}, aside * kSerialElements});
-    return items;
+// How many items each thread of three has of each stage, the calling one first.
+std::vector<std::vector<int64_t>> shares_beside(int64_t aside, const std::vector<Stage>& stages) {
+  std::vector<std::map<int64_t, int64_t>> found(stages.size());  // items by where they begin
+  std::mutex mutex;
+  auto work = [&](size_t stage, int64_t begin, int64_t end) {
+    const std::lock_guard lock(mutex);
+    found[stage][begin] = end - begin;
   };
-  EXPECT_EQ(items_of_caller(0), (std::vector{40, 40}));
-  EXPECT_EQ(items_of_caller(30), (std::vector{20, 40}));
-  EXPECT_EQ(items_of_caller(60), (std::vector{0, 40}));
-  EXPECT_EQ(items_of_caller(600), (std::vector{0, 40}));
+  run_stages(3, stages, work, {[] {}, aside * kSerialElements});
+  std::vector<std::vector<int64_t>> shares;
+  for (const auto& of_stage : found) {
+    shares.emplace_back(3 - of_stage.size(), 0);
+    for (const auto& [begin, items] : of_stage) shares.back().push_back(items);
+  }
+  return shares;
+}
+
+TEST(SessionTest, TheCallingThreadHasLessToDoForWhatIsAside) {
+  using Shares = std::vector<std::vector<int64_t>>;
+  const auto cost = equal_costs(120, kSerialElements);
+  const std::vector<Stage> waits{{cost}, {cost, true}}, goes_on{{cost}, {cost}};
+  EXPECT_EQ(shares_beside(0, waits), (Shares{{40, 40, 40}, {40, 40, 40}}));
+  EXPECT_EQ(shares_beside(30, waits), (Shares{{20, 50, 50}, {40, 40, 40}}));
+  EXPECT_EQ(shares_beside(60, waits), (Shares{{0, 60, 60}, {40, 40, 40}}));
+  EXPECT_EQ(shares_beside(600, waits), (Shares{{0, 60, 60}, {40, 40, 40}}));
+  EXPECT_EQ(shares_beside(90, goes_on), (Shares{{0, 60, 60}, {27, 47, 46}}));
+  EXPECT_EQ(shares_beside(600, goes_on), (Shares{{0, 60, 60}, {0, 60, 60}}));
 }
 
 TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {
