@@ -40,7 +40,10 @@ class _Memory(ctypes.Structure):
 
 class _Walk(ctypes.Structure):
     _fields_ = [
-        *((n, ctypes.c_int32) for n in ("threads", "prefetch", "alternate", "way", "backward")),
+        *(
+            (n, ctypes.c_int32)
+            for n in ("threads", "prefetch", "take", "alternate", "way", "backward")
+        ),
         ("wave_elements", ctypes.c_int64),
     ]
 
@@ -94,6 +97,7 @@ class Memory:
 class Walk:
     threads: int
     prefetch: int = 256
+    take: bool = True
     alternate: bool = False
     way: int = RECOMPUTE
     backward: bool = True
@@ -238,6 +242,7 @@ def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[l
         if len(elements) > 1:
             yield [{"wave_elements": wave} for wave in WAVES if wave < sum(elements)]
     yield [{"prefetch": prefetch} for prefetch in PREFETCHES]
+    yield [{"take": take} for take in (False, True)]
     yield [{"alternate": alternate} for alternate in (True, False)]
     if streams.two_phase:
         yield [{"backward": backward} for backward in (False, True)]

@@ -6,6 +6,9 @@
 namespace fusedstep {
 namespace {
 
+// Bytes of operands of which a socket's caches keep a part from one step to the next.
+constexpr int64_t kCached = int64_t{512} << 20;
+
 [[noreturn]] void refuse(size_t i, const std::string& what) {
   throw std::runtime_error("tensor " + std::to_string(i) + " of the list: " + what);
 }
@@ -274,7 +277,7 @@ void Plan::refresh(int64_t wave_bytes) {
   first_chunks_.clear();
   waves_.clear();
   for (std::vector<int64_t>* cost : {&cost_, &wave_cost_, &single_cost_}) cost->assign(1, 0);
-  int64_t bytes = 0;  // of the last wave
+  int64_t bytes = 0, all_bytes = 0;  // of the last wave, and of all operands
   for (size_t i = 0; i < entries_.size(); ++i) {
     const Layout& layout = *entries_[i].layout;
     const int64_t units = entries_[i].units();
@@ -290,11 +293,12 @@ void Plan::refresh(int64_t wave_bytes) {
       wave_cost_.push_back(wave_cost_.back() + (is_single ? 0 : elements));
       single_cost_.push_back(single_cost_.back() + (is_single ? elements : 0));
     }
-    if (is_single) continue;
     int64_t tensor_bytes = 0;
     for (int k = 0; k < entries_[i].task.operands; ++k) {
       tensor_bytes += units * layout.elements_per_unit() * entries_[i].task.element_size[k];
     }
+    all_bytes += tensor_bytes;
+    if (is_single) continue;
     if (waves_.empty() || bytes + tensor_bytes > wave_bytes) {
       waves_.push_back({first, first});
       bytes = 0;
@@ -305,6 +309,7 @@ void Plan::refresh(int64_t wave_bytes) {
   first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
+  step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
   stale_ = false;
   ++operands_version_;
 }

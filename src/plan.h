@@ -15,6 +15,7 @@
 #include "fusedstep/isa.h"
 #include "src/layout.h"
 #include "src/rows.h"
+#include "src/shares.h"
 
 namespace fusedstep {
 
@@ -136,6 +137,7 @@ class Plan {
   // What a step leaves for the next or for the curious.
   std::vector<double> partial_norms;  // [chunks][2], scratch of a step with norms
   std::vector<double> ratios;         // [tensors], of a step with norms
+  Shares step_shares, norm_shares;    // of the threads: in steps, and in sums over gradients
   const char* ran_on = "";            // the instruction set that ran the last step
 
  private:

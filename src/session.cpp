@@ -12,6 +12,12 @@
 namespace fusedstep {
 namespace {
 
+// What others must have left for a thread to take of it: less is done sooner by whose cache it is in.
+constexpr int64_t kLeast = 2;
+
+// Of a range that is one word, its end.
+constexpr uint64_t kEnd = 0xffffffff;
+
 // Set in the child of a fork() for good.
 std::atomic<bool> forked{false};
 
@@ -41,13 +47,11 @@ int64_t cost_of(const Stage& stage) {
   return stage.cost.empty() ? 0 : stage.cost.back() - stage.cost.front();
 }
 
-// First item of thread t of n, where the first thread's items cost about `callers` and the others share the
-// rest: the first item whose cost begins there or after it.
-int64_t share_begin(const Stage& stage, int64_t callers, int t, int n) {
-  if (stage.cost.empty() || t == 0) return 0;
-  if (t == n) return items_of(stage);
-  const auto rest = static_cast<double>(cost_of(stage) - callers);
-  const int64_t from = stage.cost.front() + callers + static_cast<int64_t>(rest * (t - 1) / (n - 1));
+// The first item that has `part` of the cost before it.
+int64_t item_at(const Stage& stage, double part) {
+  if (stage.cost.empty() || part <= 0) return 0;
+  if (part >= 1) return items_of(stage);
+  const int64_t from = stage.cost.front() + static_cast<int64_t>(static_cast<double>(cost_of(stage)) * part);
   return std::lower_bound(stage.cost.begin(), stage.cost.end() - 1, from) - stage.cost.begin();
 }
 
@@ -69,41 +73,124 @@ void wait_for_team() {
 
 }  // namespace
 
-void run_stages(int threads, std::span<const Stage> stages,
-                void (*work)(void* context, size_t stage, int64_t begin, int64_t end), void* context,
-                const Aside& aside) {
-  // Until the team waits, the calling thread is behind the others by what it does aside.
-  const auto run_shares = [&](int thread, int team, auto wait) {
-    int64_t behind = aside.cost;
-    for (size_t i = 0; i < stages.size(); ++i) {
-      const Stage& stage = stages[i];
-      if (stage.waits) {
-        wait();
-        behind = 0;
-      }
-      const int64_t share = (cost_of(stage) + behind) / team;
-      const int64_t callers = std::max<int64_t>(share - behind, 0);
-      behind = std::max<int64_t>(behind - share, 0);
-      const int64_t begin = share_begin(stage, callers, thread, team);
-      const int64_t end = share_begin(stage, callers, thread + 1, team);
-      if (begin < end) work(context, i, begin, end);
+void Rest::set(int64_t begin, int64_t end) {
+  range_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
+}
+
+int64_t Rest::left() const {
+  const uint64_t range = range_.load(std::memory_order_relaxed);
+  return static_cast<int64_t>(range & kEnd) - static_cast<int64_t>(range >> 32);
+}
+
+bool Rest::take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end) {
+  uint64_t range = range_.load(std::memory_order_relaxed);
+  for (;;) {
+    const auto first = static_cast<int64_t>(range >> 32), last = static_cast<int64_t>(range & kEnd);
+    if (last - first < least) return false;
+    const int64_t count = std::min(most, last - first);
+    begin = front ? first : last - count;
+    end = begin + count;
+    const uint64_t rest = front ? range + (static_cast<uint64_t>(count) << 32) : range - count;
+    // Which thread takes an item is all that is decided here: what it reads was written before the stage.
+    if (range_.compare_exchange_weak(range, rest, std::memory_order_relaxed)) return true;
+  }
+}
+
+Pieces::Pieces(const Stage& stage, std::span<Rest> team, int thread, Progress& progress)
+    : stage_(stage), team_(team), thread_(thread), progress_(progress), since_(omp_get_wtime()) {}
+
+bool Pieces::next(int64_t& begin, int64_t& end) {
+  Rest& own = team_[thread_];
+  // The last ones are halved, so that others can take of them.
+  const int64_t most = team_.size() == 1 ? kPiece : std::min(kPiece, (own.left() + 1) / 2);
+  bool found = own.take(!stage_.backwards, most, 1, begin, end);
+  if (!found) {
+    const double now = omp_get_wtime();
+    progress_.busy += now - since_;
+    found = take_from_others(begin, end);
+    since_ = omp_get_wtime();
+  }
+  if (found) progress_.done += stage_.cost[end] - stage_.cost[begin];
+  return found;
+}
+
+bool Pieces::take_from_others(int64_t& begin, int64_t& end) {
+  for (;;) {
+    Rest* behind = nullptr;
+    int64_t most = kLeast - 1;
+    for (size_t i = 1; i < team_.size(); ++i) {
+      Rest& other = team_[(thread_ + i) % team_.size()];
+      const int64_t left = other.left();
+      if (left <= most) continue;
+      most = left;
+      behind = &other;
     }
+    if (behind == nullptr) return false;
+    const int64_t part = std::clamp<int64_t>(most / 4, 1, kPiece);
+    if (behind->take(stage_.backwards, part, kLeast, begin, end)) return true;
+  }
+}
+
+void run_stages(int threads, std::span<const Stage> stages,
+                void (*work)(void* context, size_t stage, Pieces& pieces), void* context, const Aside& aside,
+                Shares* shares) {
+  const auto run_alone = [&](size_t stage, double from, double to) {
+    Rest own(item_at(stages[stage], from), item_at(stages[stage], to));
+    Progress unused;
+    Pieces pieces(stages[stage], {&own, 1}, 0, unused);
+    work(context, stage, pieces);
   };
   if (threads <= 1 || !are_worth_a_team(stages) || forked || omp_in_parallel()) {
-    if (aside.run) aside.run();
-    run_shares(0, 1, [] {});
+    if (aside) aside();
+    for (size_t i = 0; i < stages.size(); ++i) run_alone(i, 0, 1);
     return;
   }
+  // What every thread has left of each stage, and got done.
+  std::vector<Rest> rests(shares ? stages.size() * threads : 0);
+  std::vector<Progress> progress(shares ? threads : 0);
+  const auto lay_out = [&](size_t first, int thread) {
+    for (size_t i = first; i < stages.size() && (i == first || !stages[i].waits); ++i) {
+      rests[i * threads + thread].set(item_at(stages[i], shares->before(thread)),
+                                      item_at(stages[i], shares->before(thread + 1)));
+    }
+  };
+  if (shares) {
+    shares->of_team(threads);
+    // Before the others begin: one that comes late finds that its work is being done.
+    for (int thread = 0; thread < threads; ++thread) lay_out(0, thread);
+  }
   const FloatEnvironment callers = FloatEnvironment::current();
+  const double start = omp_get_wtime();
 #pragma omp parallel num_threads(threads)
   {
     const FloatEnvironment own = FloatEnvironment::current();
     callers.install();
-    const int thread = omp_get_thread_num();
-    if (thread == 0 && aside.run) aside.run();
-    run_shares(thread, omp_get_num_threads(), wait_for_team);
+    const int thread = omp_get_thread_num(), team = omp_get_num_threads();
+    const bool shared = shares != nullptr && team == threads;
+    if (thread == 0 && aside) aside();
+    Progress got;
+    got.late = omp_get_wtime() - start;
+    for (size_t i = 0; i < stages.size(); ++i) {
+      if (stages[i].waits) {
+        if (shared) lay_out(i, thread);
+        wait_for_team();
+      }
+      if (shared) {
+        const std::span of_all = std::span(rests).subspan(i * threads, threads);
+        Pieces pieces(stages[i], shares->may_take ? of_all : of_all.subspan(thread, 1),
+                      shares->may_take ? thread : 0, got);
+        work(context, i, pieces);
+      } else {
+        run_alone(i, static_cast<double>(thread) / team, static_cast<double>(thread + 1) / team);
+      }
+    }
+    if (shared) progress[thread] = got;
     own.install();
   }
+  if (!shares) return;
+  int64_t all = 0;
+  for (const Stage& stage : stages) all += cost_of(stage);
+  shares->learn(progress, all);
 }
 
 }  // namespace fusedstep

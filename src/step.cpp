@@ -23,30 +23,14 @@ int64_t wave_bytes(int threads) {
   return second_level * std::max(threads, 1);
 }
 
-// A stage that reads what the one before it wrote goes backwards, and finds the last of that in the cache.
-enum class Order { kForwards, kBackwards };
-
-// Neighbouring chunks of a tensor that a kernel gets in one call where none has sums of its own: a call costs
-// a twentieth of the time of a chunk in the cache. No more of them, so that a stage that goes backwards does
-// so.
-constexpr int64_t kChunksTogether = 4;
-
-// Calls work(begin, end) for neighbours that make up chunks [first, last): of one tensor, `most` at most.
+// Calls work(begin, end) for neighbours that make up chunks [first, last), of one tensor each, for a kernel
+// to get in one call: a call costs a twentieth of the time of a chunk in the cache.
 template <class Work>
-void for_neighbours(const Plan& plan, int64_t first, int64_t last, Order order, int64_t most, Work work) {
-  const auto are_together = [&](int64_t a, int64_t b) {
-    return plan.chunks()[a].tensor == plan.chunks()[b].tensor;
-  };
-  if (order == Order::kForwards) {
-    for (int64_t begin = first, end; begin < last; begin = end) {
-      for (end = begin + 1; end < std::min(begin + most, last) && are_together(begin, end);) ++end;
-      work(begin, end);
-    }
-  } else {
-    for (int64_t end = last, begin; end > first; end = begin) {
-      for (begin = end - 1; begin > std::max(end - most, first) && are_together(begin - 1, begin);) --begin;
-      work(begin, end);
-    }
+void for_neighbours(const Plan& plan, int64_t first, int64_t last, Work work) {
+  for (int64_t begin = first, end; begin < last; begin = end) {
+    const uint32_t tensor = plan.chunks()[begin].tensor;
+    for (end = begin + 1; end < last && plan.chunks()[end].tensor == tensor;) ++end;
+    work(begin, end);
   }
 }
 
@@ -135,7 +119,7 @@ class ElementwiseStep {
       : plan_(plan), scalars_(scalars), kernels_(plan, rule), treatments_(plan, options) {}
 
   void operator()(int64_t first, int64_t last) {
-    for_neighbours(plan_, first, last, Order::kForwards, kChunksTogether, [&](int64_t begin, int64_t end) {
+    for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
       const uint32_t tensor = plan_.chunks()[begin].tensor;
       run_kernel(plan_, begin, end, kernels_[tensor].phase[cpu::kUpdate], treatments_.whole(tensor), nullptr,
                  [&](cpu::TensorTask& task) { task.scalars = scalars_.of(tensor); });
@@ -162,7 +146,9 @@ class TwoPhaseStep {
         treatments_(plan, options),
         may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {
     const auto add = [&](Phases phases, const std::vector<int64_t>& cost, int64_t first, int64_t last) {
-      stages_.push_back({std::span(cost).subspan(first, last - first + 1), phases == Phases::kSecond});
+      // The second phase finds the last that the first wrote in the cache.
+      const bool second = phases == Phases::kSecond;
+      stages_.push_back({std::span(cost).subspan(first, last - first + 1), second, second});
       parts_.push_back({phases, first});
     };
     if (plan.single_cost().back() > 0) {
@@ -176,24 +162,28 @@ class TwoPhaseStep {
 
   std::span<const Stage> stages() const { return stages_; }
 
-  void operator()(size_t stage, int64_t begin, int64_t end) {
+  void operator()(size_t stage, Pieces& pieces) {
     const auto [phases, first_chunk] = parts_[stage];
-    const int64_t first = first_chunk + begin, last = first_chunk + end;
-    switch (phases) {
-      case Phases::kFirst:
-        for (int64_t c = first; c < last; ++c) {
-          if (!is_single(c)) accumulate(c);
-        }
-        break;
-      case Phases::kSecond:
-        return apply_wave(first, last);
-      case Phases::kBoth:
-        for (int64_t c = first; c < last; ++c) {
-          if (!is_single(c)) continue;
-          accumulate(c);
-          const uint32_t tensor = plan_.chunks()[c].tensor;
-          apply(c, c + 1, plan_.ratios[tensor] = ratio_of(tensor));
-        }
+    Ratio ratio;
+    for (int64_t begin, end; pieces.next(begin, end);) {
+      const int64_t first = first_chunk + begin, last = first_chunk + end;
+      switch (phases) {
+        case Phases::kFirst:
+          for (int64_t c = first; c < last; ++c) {
+            if (!is_single(c)) accumulate(c);
+          }
+          break;
+        case Phases::kSecond:
+          apply_wave(first, last, ratio);
+          break;
+        case Phases::kBoth:
+          for (int64_t c = first; c < last; ++c) {
+            if (!is_single(c)) continue;
+            accumulate(c);
+            const uint32_t tensor = plan_.chunks()[c].tensor;
+            apply(c, c + 1, plan_.ratios[tensor] = ratio_of(tensor));
+          }
+      }
     }
   }
 
@@ -202,6 +192,12 @@ class TwoPhaseStep {
   struct Part {
     Phases phases;
     int64_t first_chunk;
+  };
+
+  // The trust ratio that a thread found last.
+  struct Ratio {
+    std::optional<uint32_t> tensor;
+    double value = 0;
   };
 
   bool is_single(int64_t chunk) const { return plan_.has_one_chunk(plan_.chunks()[chunk].tensor); }
@@ -236,16 +232,13 @@ class TwoPhaseStep {
   }
 
   // Every thread finds the ratios that it needs: to wait until one has found them all would take longer.
-  void apply_wave(int64_t first, int64_t last) {
-    double ratio = 0;
-    std::optional<uint32_t> ratio_is_of;
-    for_neighbours(plan_, first, last, Order::kBackwards, kChunksTogether, [&](int64_t begin, int64_t end) {
+  void apply_wave(int64_t first, int64_t last, Ratio& ratio) {
+    for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
       if (is_single(begin)) return;
       const uint32_t tensor = plan_.chunks()[begin].tensor;
-      if (ratio_is_of != tensor) ratio = ratio_of(tensor);
-      ratio_is_of = tensor;
-      if (begin == plan_.first_chunk(tensor)) plan_.ratios[tensor] = ratio;
-      apply(begin, end, ratio);
+      if (ratio.tensor != tensor) ratio = {tensor, ratio_of(tensor)};
+      if (begin == plan_.first_chunk(tensor)) plan_.ratios[tensor] = ratio.value;
+      apply(begin, end, ratio.value);
     });
   }
 
@@ -292,10 +285,10 @@ void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, 
   const Scalars scalars = prepare_scalars(plan, rule, steps);
   if (rule.trust_ratio) {
     TwoPhaseStep step(plan, rule, scalars, options);
-    run_stages(options.threads, step.stages(), step, aside);
+    run_stages(options.threads, step.stages(), step, aside, &plan.step_shares);
   } else {
     ElementwiseStep step(plan, rule, scalars, options);
-    run_session(options.threads, plan.cost(), step, aside);
+    run_session(options.threads, plan.cost(), step, aside, &plan.step_shares);
   }
 }
 
@@ -332,7 +325,7 @@ double grad_norm2(Plan& plan, int threads) {
       plan.partial_norms[c] = sum_lanes(lanes);
     }
   };
-  run_session(threads, plan.cost(), work);
+  run_session(threads, plan.cost(), work, {}, &plan.norm_shares);
   return sum_chunks(0, static_cast<int64_t>(plan.chunks().size()),
                     [&](int64_t c) { return plan.partial_norms[c]; });
 }

@@ -1,6 +1,5 @@
 #include "bench/limit/limit.h"
 
-#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -9,9 +8,11 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <span>
 #include <vector>
 
 #include "bench/limit/passes.h"
+#include "src/session.h"
 
 namespace fusedstep::limit {
 namespace {
@@ -64,7 +65,7 @@ struct Chunk {
 };
 
 // Chunks of tensors that go through both passes together. `waits`: some are shared by threads, whose second
-// pass waits for all first ones.
+// pass waits for all first ones. Others get both passes at once.
 struct Wave {
   size_t first, last;
   bool waits;
@@ -78,39 +79,6 @@ void fill_with_noise(unsigned char* stream, int64_t begin, int64_t end, int64_t 
     word = (word ^ word >> 29) * 0xbf58476d1ce4e5b9u;
     std::memcpy(stream + at, &word, std::min<int64_t>(sizeof(word), end - at));
   }
-}
-
-// One run of neighbours among a wave's chunks for each thread, of about equal size, always the same for the
-// same number of threads. Returns the exclusive or of what `work` returns for them.
-template <class Work>
-uint16_t run_share(const std::vector<Chunk>& chunks, const Wave& wave, int thread, int team, bool backward,
-                   Work work) {
-  const int64_t begin = chunks[wave.first].begin, bytes = chunks[wave.last - 1].end - begin;
-  const auto boundary = [&](int part) {
-    const int64_t at = begin + bytes * part / team;
-    const auto found =
-        std::lower_bound(chunks.begin() + wave.first, chunks.begin() + wave.last, at,
-                         [](const Chunk& chunk, int64_t value) { return chunk.begin < value; });
-    return static_cast<size_t>(found - chunks.begin());
-  };
-  const size_t from = boundary(thread), to = thread + 1 == team ? wave.last : boundary(thread + 1);
-  uint16_t sum = 0;
-  if (backward) {
-    for (size_t i = to; i > from; --i) sum ^= work(chunks[i - 1]);
-  } else {
-    for (size_t i = from; i < to; ++i) sum ^= work(chunks[i]);
-  }
-  return sum;
-}
-
-// Runs work(thread, team) on every thread of a team. Returns the exclusive or of what it returns.
-template <class Work>
-uint16_t run_team(int threads, Work work) {
-  if (threads == 1) return work(0, 1);
-  std::atomic<uint16_t> sum = 0;
-#pragma omp parallel num_threads(threads)
-  sum ^= work(omp_get_thread_num(), omp_get_num_threads());
-  return sum;
 }
 
 struct TwoPasses {
@@ -145,41 +113,63 @@ class Step {
                                                     i * memory.offset % kHugePage, memory.huge_pages != 0));
       data_[i] = mappings_.back()->data();
     }
-    const auto fill = [&](const Chunk& chunk) {
+    cost_.reserve(chunks_.size() + 1);
+    for (const Chunk& chunk : chunks_) cost_.push_back(chunk.begin);
+    cost_.push_back(end);
+    auto fill = [&](int64_t first, int64_t last) {
       for (int i = 0; i < count; ++i) {
         const int64_t stride = stride_of(strides_, i);
-        fill_with_noise(data_[i], chunk.begin * stride, chunk.end * stride, i + 1);
+        for (int64_t c = first; c < last; ++c) {
+          fill_with_noise(data_[i], chunks_[c].begin * stride, chunks_[c].end * stride, i + 1);
+        }
       }
-      return uint16_t{0};
     };
-    run_team(threads, [&](int thread, int team) {
-      return run_share(chunks_, {0, chunks_.size(), false}, thread, team, false, fill);
-    });
+    run_session(threads, cost_, fill);
   }
 
   void walk(const fusedstep_limit_walk& how) {
     const bool turned = how.alternate != 0 && walks_++ % 2 != 0;
     const std::vector<Wave>& waves = waves_of(streams_.two_phase == 0 ? 0 : how.wave_elements);
-    sum_ ^= run_team(how.threads, [&](int thread, int team) {
-      uint16_t sum = 0;
-      const auto pass = [&](PassId id, const Wave& wave, bool backward) {
-        const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.grad_size;
-        sum ^= run_share(chunks_, wave, thread, team, backward, [&](const Chunk& chunk) {
-          return passes_[id](data_, chunk.begin, chunk.end, ahead);
-        });
-      };
-      for (size_t i = 0; i < waves.size(); ++i) {
-        const Wave& wave = waves[turned ? waves.size() - 1 - i : i];
-        if (streams_.two_phase == 0) {
-          pass(kUpdate, wave, turned);
-          continue;
-        }
-        pass(kWays[how.way].first, wave, turned);
-        if (wave.waits) wait();
-        pass(kWays[how.way].second, wave, turned != (how.backward != 0));
+    const int64_t ahead = static_cast<int64_t>(how.prefetch) * streams_.grad_size;
+    const auto [first_pass, second_pass] = kWays[how.way];
+    struct Part {
+      size_t first_chunk;
+      PassId pass, then;
+    };
+    std::vector<Stage> stages;
+    std::vector<Part> parts;
+    const auto add = [&](const Wave& wave, bool waits, bool backwards, PassId pass, PassId then = kPasses) {
+      const std::span cost = std::span(cost_).subspan(wave.first, wave.last - wave.first + 1);
+      stages.push_back({cost, waits, backwards});
+      parts.push_back({wave.first, pass, then});
+    };
+    for (size_t i = 0; i < waves.size(); ++i) {
+      const Wave& wave = waves[turned ? waves.size() - 1 - i : i];
+      if (streams_.two_phase == 0) {
+        add(wave, false, turned, kUpdate);
+      } else if (!wave.waits) {
+        add(wave, false, turned, first_pass, second_pass);
+      } else {
+        add(wave, false, turned, first_pass);
+        add(wave, true, turned != (how.backward != 0), second_pass);
       }
-      return sum;
-    });
+    }
+    shares_.may_take = how.take != 0;
+    std::atomic<uint16_t> sum = 0;
+    auto work = [&](size_t stage, Pieces& pieces) {
+      const auto [first_chunk, pass, then] = parts[stage];
+      uint16_t own = 0;
+      for (int64_t begin, end; pieces.next(begin, end);) {
+        for (int64_t i = begin; i < end; ++i) {
+          const Chunk& chunk = chunks_[first_chunk + i];
+          own ^= passes_[pass](data_, chunk.begin, chunk.end, ahead);
+          if (then != kPasses) own ^= passes_[then](data_, chunk.begin, chunk.end, ahead);
+        }
+      }
+      sum ^= own;
+    };
+    run_stages(how.threads, stages, work, {}, &shares_);
+    sum_ ^= sum;
   }
 
   int64_t traffic(int way) const {
@@ -198,10 +188,6 @@ class Step {
   uint16_t sum() const { return sum_; }
 
  private:
-  static void wait() {
-#pragma omp barrier
-  }
-
   // Whole tensors, as many as have `wave_elements` together; all of them for 0. Those of the last call are
   // kept.
   const std::vector<Wave>& waves_of(int64_t wave_elements) {
@@ -228,6 +214,8 @@ class Step {
   const Pass* passes_;
   int64_t bytes_ = 0;  // of the gradient, without the gaps between tensors
   std::vector<Chunk> chunks_;
+  std::vector<int64_t> cost_;  // where each begins
+  Shares shares_;
   std::vector<size_t> last_chunks_;  // one past the last chunk of each tensor
   int64_t wave_elements_ = 0;
   std::vector<Wave> waves_;

@@ -283,7 +283,7 @@ void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& g
                             .maximize = grads.maximize,
                             .grads = static_cast<GradUse>(grads.use)};
   if (native.device) {
-    if (aside.run) aside.run();  // first: a launch may wait for what needs Python's lock
+    if (aside) aside();  // first: a launch may wait for what needs Python's lock
     take_device_step(native, rule, options);
   } else {
     run_step(native.plan, rule, native.counts, options, aside);

@@ -357,14 +357,6 @@ class PartOfStep {
            (!of_states || of(PyTuple_GetItem(part_, kStates)));
   }
 
-  // Of that, in elements of a step.
-  int64_t cost_of_versions(bool of_states) const {
-    constexpr int64_t kVersionElements = 64;
-    const auto weights = static_cast<int64_t>(grads_.size());
-    const auto states = of_states ? PyList_Size(PyTuple_GetItem(part_, kStates)) : 0;
-    return kVersionElements * (weights + (writes_grads() ? weights : 0) + states);
-  }
-
  private:
   Object list_of_grads() const {
     const auto count = static_cast<Py_ssize_t>(grads_.size());
@@ -434,8 +426,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   // as a finalizer.
   bool bumped = true;
   PyThreadState* unlocked = nullptr;
-  fusedstep::Aside aside;
-  aside.run = [&] {
+  fusedstep::Aside aside = [&] {
     const int collects = PyGC_Disable();
     for (const PartOfStep& part : step) {
       bumped =
@@ -444,7 +435,6 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
     if (collects != 0) PyGC_Enable();
     unlocked = PyEval_SaveThread();
   };
-  for (const PartOfStep& part : step) aside.cost += part.cost_of_versions(accessed);
   std::optional<std::string> error;
   try {
     for (PartOfStep& part : step) {

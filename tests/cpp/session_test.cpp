@@ -7,7 +7,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <map>
 #include <mutex>
 #include <set>
@@ -93,28 +95,31 @@ TEST(SessionTest, NothingToDo) {
   run_session(3, std::vector<int64_t>{7}, work);
 }
 
-// A stage that waits finds all that was done before it; one that does not finds what its own thread did.
+// A stage that waits finds all that was done before it.
 TEST(SessionTest, EveryItemOfEveryStageRunsOnceAndAStageWaits) {
   const auto small = equal_costs(7, 1), large = equal_costs(64, kSerialElements), none = equal_costs(5, 0);
   const std::vector<Stage> stages{{large}, {large, true}, {none}, {small, true}, {{}, true}, {large}};
   for (const int threads : {1, 2, 3, 7}) {
-    for (int repeat = 0; repeat < 20; ++repeat) {
+    Shares shares;
+    for (int repeat = 0; repeat < 40; ++repeat) {
       std::vector<std::vector<std::atomic<int>>> runs;
       for (const Stage& stage : stages) runs.emplace_back(std::max<size_t>(stage.cost.size(), 1) - 1);
       std::vector<std::atomic<size_t>> done(stages.size());
       std::set<std::thread::id> ran;
       std::mutex mutex;
-      auto work = [&](size_t stage, int64_t begin, int64_t end) {
-        ASSERT_LT(begin, end);
-        for (size_t before = 0; stages[stage].waits && before < stage; ++before) {
-          EXPECT_EQ(done[before], runs[before].size()) << "stage " << before << " before " << stage;
+      auto work = [&](size_t stage, Pieces& pieces) {
+        for (int64_t begin, end; pieces.next(begin, end);) {
+          ASSERT_LT(begin, end);
+          for (size_t before = 0; stages[stage].waits && before < stage; ++before) {
+            EXPECT_EQ(done[before], runs[before].size()) << "stage " << before << " before " << stage;
+          }
+          for (int64_t i = begin; i < end; ++i) ++runs[stage].at(i);
+          done[stage] += end - begin;
         }
-        for (int64_t i = begin; i < end; ++i) ++runs[stage].at(i);
-        done[stage] += end - begin;
         const std::lock_guard lock(mutex);
         ran.insert(std::this_thread::get_id());
       };
-      run_stages(threads, stages, work);
+      run_stages(threads, stages, work, {}, repeat % 2 == 0 ? nullptr : &shares);
       EXPECT_EQ(ran.size(), static_cast<size_t>(threads));
       for (size_t stage = 0; stage < stages.size(); ++stage) {
         for (const auto& run : runs[stage]) EXPECT_EQ(run, 1) << "stage " << stage;
@@ -128,7 +133,7 @@ TEST(SessionTest, StagesWorthATeamMakeOneForAll) {
   const auto team_of = [](const std::vector<Stage>& stages) {
     std::set<std::thread::id> ran;
     std::mutex mutex;
-    auto work = [&](size_t, int64_t, int64_t) {
+    auto work = [&](size_t, Pieces&) {
       const std::lock_guard lock(mutex);
       ran.insert(std::this_thread::get_id());
     };
@@ -148,8 +153,10 @@ TEST(SessionTest, WhatIsAsideRunsOnceOnTheCallingThread) {
     for (const int threads : {1, 3}) {
       std::vector<std::thread::id> ran;
       std::atomic<int64_t> items = 0;
-      auto work = [&](size_t, int64_t begin, int64_t end) { items += end - begin; };
-      run_stages(threads, stages, work, {[&] { ran.push_back(std::this_thread::get_id()); }, 1000});
+      auto work = [&](size_t, Pieces& pieces) {
+        for (int64_t begin, end; pieces.next(begin, end);) items += end - begin;
+      };
+      run_stages(threads, stages, work, [&] { ran.push_back(std::this_thread::get_id()); });
       EXPECT_EQ(ran, std::vector{std::this_thread::get_id()});
       int64_t all = 0;
       for (const Stage& stage : stages)
@@ -159,33 +166,104 @@ TEST(SessionTest, WhatIsAsideRunsOnceOnTheCallingThread) {
   }
 }
 
-// How many items each thread of three has of each stage, the calling one first.
-std::vector<std::vector<int64_t>> shares_beside(int64_t aside, const std::vector<Stage>& stages) {
-  std::vector<std::map<int64_t, int64_t>> found(stages.size());  // items by where they begin
-  std::mutex mutex;
-  auto work = [&](size_t stage, int64_t begin, int64_t end) {
-    const std::lock_guard lock(mutex);
-    found[stage][begin] = end - begin;
-  };
-  run_stages(3, stages, work, {[] {}, aside * kSerialElements});
-  std::vector<std::vector<int64_t>> shares;
-  for (const auto& of_stage : found) {
-    shares.emplace_back(3 - of_stage.size(), 0);
-    for (const auto& [begin, items] : of_stage) shares.back().push_back(items);
+// Waits until `done`; false if that takes a minute.
+template <class Done>
+bool wait_until(Done done) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::minutes(1);
+  while (!done()) {
+    if (std::chrono::steady_clock::now() > end) return false;
+    std::this_thread::yield();
   }
-  return shares;
+  return true;
 }
 
-TEST(SessionTest, TheCallingThreadHasLessToDoForWhatIsAside) {
-  using Shares = std::vector<std::vector<int64_t>>;
+TEST(SessionTest, WithSharesThreadsTakeWhatAnotherIsBehindWith) {
+  constexpr int64_t kItems = 120;
+  const auto cost = equal_costs(kItems, kSerialElements);
+  for (const bool backwards : {false, true}) {
+    Shares shares;
+    std::vector<std::thread::id> ran(kItems);
+    std::atomic<int64_t> done = 0;
+    bool were_done = false;
+    auto work = [&](size_t, Pieces& pieces) {
+      for (int64_t begin, end; pieces.next(begin, end); done += end - begin) {
+        for (int64_t i = begin; i < end; ++i) ran[i] = std::this_thread::get_id();
+      }
+    };
+    // The calling thread does not begin before the others have left one item.
+    const Stage stage{cost, false, backwards};
+    run_stages(
+        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return done >= kItems - 1; }); }, &shares);
+    EXPECT_TRUE(were_done);
+    EXPECT_EQ(done, kItems);
+    const auto caller = std::this_thread::get_id();
+    EXPECT_EQ(std::count(ran.begin(), ran.end(), caller), 1);
+    EXPECT_EQ(ran[backwards ? kItems / 3 - 1 : 0], caller);  // others take from the other end
+  }
+}
+
+TEST(SessionTest, NobodyTakesWhatIsAnothersWithoutSharesOrWhereTheseForbidIt) {
   const auto cost = equal_costs(120, kSerialElements);
-  const std::vector<Stage> waits{{cost}, {cost, true}}, goes_on{{cost}, {cost}};
-  EXPECT_EQ(shares_beside(0, waits), (Shares{{40, 40, 40}, {40, 40, 40}}));
-  EXPECT_EQ(shares_beside(30, waits), (Shares{{20, 50, 50}, {40, 40, 40}}));
-  EXPECT_EQ(shares_beside(60, waits), (Shares{{0, 60, 60}, {40, 40, 40}}));
-  EXPECT_EQ(shares_beside(600, waits), (Shares{{0, 60, 60}, {40, 40, 40}}));
-  EXPECT_EQ(shares_beside(90, goes_on), (Shares{{0, 60, 60}, {27, 47, 46}}));
-  EXPECT_EQ(shares_beside(600, goes_on), (Shares{{0, 60, 60}, {0, 60, 60}}));
+  const auto caller = std::this_thread::get_id();
+  Shares forbidding;
+  forbidding.may_take = false;
+  for (Shares* shares : {static_cast<Shares*>(nullptr), &forbidding}) {
+    std::atomic<int> others = 0;
+    std::atomic<int64_t> of_caller = 0;
+    auto work = [&](size_t, Pieces& pieces) {
+      for (int64_t begin, end; pieces.next(begin, end);) {
+        if (std::this_thread::get_id() == caller) of_caller += end - begin;
+      }
+      if (std::this_thread::get_id() != caller) ++others;
+    };
+    const Stage stage{cost};
+    bool were_done = false;
+    run_stages(
+        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return others == 2; }); }, shares);
+    EXPECT_TRUE(were_done);
+    EXPECT_EQ(of_caller, 40);
+  }
+}
+
+TEST(SessionTest, AThreadGoesThroughItsRunFromOneEndToTheOther) {
+  const auto cost = equal_costs(100, kSerialElements);
+  for (const int threads : {1, 2, 3}) {
+    for (const bool backwards : {false, true}) {
+      std::map<std::thread::id, std::vector<int64_t>> begins;
+      std::mutex mutex;
+      auto work = [&](size_t, Pieces& pieces) {
+        for (int64_t begin, end; pieces.next(begin, end);) {
+          EXPECT_LE(end - begin, kPiece);
+          const std::lock_guard lock(mutex);
+          begins[std::this_thread::get_id()].push_back(begin);
+        }
+      };
+      const Stage stage{cost, false, backwards};
+      run_stages(threads, {&stage, 1}, work);
+      EXPECT_EQ(begins.size(), static_cast<size_t>(threads));
+      for (auto& [thread, of_thread] : begins) {
+        EXPECT_GE(of_thread.size(), 100 / threads / kPiece);
+        if (backwards) std::reverse(of_thread.begin(), of_thread.end());
+        EXPECT_TRUE(std::is_sorted(of_thread.begin(), of_thread.end()));
+      }
+    }
+  }
+}
+
+// A thread that takes long for what it does is given less the next time.
+TEST(SessionTest, SharesAreLearnt) {
+  const auto cost = equal_costs(200, kSerialElements);
+  const auto caller = std::this_thread::get_id();
+  Shares shares;
+  auto work = [&](int64_t begin, int64_t end) {
+    const auto each = std::chrono::microseconds(std::this_thread::get_id() == caller ? 40 : 10);
+    const auto until = std::chrono::steady_clock::now() + each * (end - begin);
+    while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
+  };
+  EXPECT_TRUE(wait_until([&] {
+    run_session(2, cost, work, {}, &shares);
+    return shares.before(1) < 0.4;
+  }));
 }
 
 TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {

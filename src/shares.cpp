@@ -1,0 +1,101 @@
+#include "src/shares.h"
+
+#include <algorithm>
+#include <cstddef>
+
+namespace fusedstep {
+namespace {
+
+// Sessions that count: what a thread did in the last one has an eighth of the weight.
+constexpr int kMemory = 8;
+
+// Sessions of which nothing is learnt: the first ones, and those after a change, find what they need in
+// memory or in another thread's cache.
+constexpr int kUnsettled = 2;
+
+// Sessions between changes.
+constexpr int kBetween = 8;
+
+// By how much the slowest thread may be behind, and the fastest ahead: one of many that has nothing to do
+// hardly delays the others.
+constexpr double kMostBehind = 0.1, kMostAhead = 0.25;
+
+// How far from what is known a session can be: a thread may have been interrupted.
+constexpr double kMostNews = 0.25;
+
+}  // namespace
+
+void Shares::of_team(int threads) {
+  const auto size = static_cast<size_t>(threads);
+  if (threads_.size() == size) return;
+  since_change_ = learnt_ = 0;
+  threads_.assign(size, {});
+  before_.resize(size + 1);
+  for (size_t t = 0; t <= size; ++t) before_[t] = static_cast<double>(t) / static_cast<double>(size);
+}
+
+double Shares::finish(int64_t work) const {
+  // Without those who would begin after it.
+  double finish = 0;
+  for (size_t left = threads_.size() + 1, before = left + 1; left < before;) {
+    double speed = 0, by_late = 0;
+    before = left;
+    left = 0;
+    for (const Thread& thread : threads_) {
+      if (finish > 0 && thread.late >= finish) continue;
+      speed += thread.speed;
+      by_late += thread.speed * thread.late;
+      ++left;
+    }
+    if (speed <= 0) return 0;
+    finish = (static_cast<double>(work) + by_late) / speed;
+  }
+  return finish;
+}
+
+void Shares::learn(std::span<const Progress> progress, int64_t work) {
+  since_change_ = std::min(since_change_ + 1, kBetween);
+  if (since_change_ <= kUnsettled) return;
+  double speeds = 0;
+  int worked = 0;
+  for (const Progress& of : progress) {
+    if (of.done <= 0 || of.busy <= 0) continue;
+    speeds += static_cast<double>(of.done) / of.busy;
+    ++worked;
+  }
+  if (worked == 0) return;
+  // At first the mean of all sessions; then the newest have more weight, but none that differs much.
+  const bool knows = learnt_ == kMemory;
+  learnt_ = std::min(learnt_ + 1, kMemory);
+  const double weight = 1.0 / learnt_, before = finish(work);
+  for (size_t t = 0; t < threads_.size(); ++t) {
+    const Progress& of = progress[t];
+    // Who had nothing to do is taken to be like the others, and so will be given something again.
+    const bool has_worked = of.done > 0 && of.busy > 0;
+    double speed = has_worked ? static_cast<double>(of.done) / of.busy : speeds / worked, late = of.late;
+    if (knows) {
+      const Thread& known = threads_[t];
+      speed = std::clamp(speed, known.speed * (1 - kMostNews), known.speed * (1 + kMostNews));
+      late = std::clamp(late, known.late - kMostNews * before, known.late + kMostNews * before);
+    }
+    threads_[t].speed += weight * (speed - threads_[t].speed);
+    threads_[t].late += weight * (late - threads_[t].late);
+  }
+  if (since_change_ < kBetween) return;
+  const double all = static_cast<double>(work), finish = this->finish(work);
+  double first = finish, last = 0;
+  for (size_t t = 0; t < threads_.size(); ++t) {
+    const double done = threads_[t].late + (before_[t + 1] - before_[t]) * all / threads_[t].speed;
+    first = std::min(first, done);
+    last = std::max(last, before_[t + 1] > before_[t] ? done : 0);
+  }
+  if (last <= (1 + kMostBehind) * finish && first >= (1 - kMostAhead) * finish) return;
+  since_change_ = 0;
+  for (size_t t = 0; t < threads_.size(); ++t) {
+    const double share = threads_[t].speed * std::max(finish - threads_[t].late, 0.0) / all;
+    before_[t + 1] = before_[t] + share;
+  }
+  before_.back() = 1;
+}
+
+}  // namespace fusedstep
