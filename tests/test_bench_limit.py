@@ -76,8 +76,8 @@ WALKS = (
     Walk(threads=1, prefetch=0, way=limit_library.STORE, backward=False),
     Walk(threads=2, prefetch=256, alternate=True),
     Walk(threads=3, prefetch=512, way=limit_library.STORE, wave_elements=20_000),
-    Walk(threads=7, prefetch=256, alternate=True, wave_elements=1),
-    Walk(threads=2, prefetch=1024, way=limit_library.TWICE, wave_elements=60_000),
+    Walk(threads=7, prefetch=256, take=False, alternate=True, wave_elements=1),
+    Walk(threads=2, prefetch=1024, take=False, way=limit_library.TWICE, wave_elements=60_000),
 )
 
 
@@ -191,7 +191,7 @@ class Recorder:
 
 
 def test_search_finds_the_best_of_each_thing():
-    best = Walk(4, 512, True, limit_library.TWICE, False, 1 << 19)
+    best = Walk(4, 512, False, True, limit_library.TWICE, False, 1 << 19)
     memory = Memory(True, 0)
 
     def cost(tried, walk):

@@ -89,15 +89,17 @@ void expect_same(const Outcome& outcome, const Outcome& expected) {
 
 class DeterminismTest : public testing::TestWithParam<Case> {
  protected:
-  // Runs a few steps from the same start as every other run. The last tensor keeps its gradient.
+  // Runs a few steps from the same start as every other run. The last tensor keeps its gradient. From the
+  // second on threads may take of one another's work, as if there was more of it, if they `take`.
   Outcome run(const std::vector<Tensor>& start, const std::vector<std::vector<Operand>>& grads,
-              const std::string& isa, const StepOptions& options) {
+              const std::string& isa, const StepOptions& options, bool take = false) {
     const ForcedIsa forced(isa);
     Model model(GetParam(), start);
     for (const std::vector<Operand>& of_step : grads) {
       for (size_t t = 0; t < of_step.size(); ++t) model.tensors()[t].grad = of_step[t];
       model.step(options);
       EXPECT_EQ(model.plan().ran_on, isa);
+      model.plan().step_shares.may_take = take;
     }
     return Outcome(model);
   }
@@ -144,6 +146,7 @@ TEST_P(DeterminismTest, SameBitsFromRunToRun) {
   const StepOptions options{.threads = 3, .grads = GradUse::kScratch};
   const Outcome expected = run(start, grads, isa(), options);
   for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options), expected);
+  for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options, /*take=*/true), expected);
 }
 
 // A tensor's result does not depend on the others of its list.
