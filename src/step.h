@@ -90,7 +90,8 @@ void sum_entries(Plan& plan, int threads);
 // The sum of the squares of all elements of the plan's gradients.
 double grad_norm2(Plan& plan, int threads);
 
-// Sets every element of the plan's states to zero, each by the thread that a step will update it on.
+// Sets every element of the plan's states to zero, each by the thread that a step will update it on while
+// shares are equal.
 void zero_states(Plan& plan, int threads);
 
 }  // namespace fusedstep

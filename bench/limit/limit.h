@@ -45,7 +45,7 @@ struct fusedstep_limit_walk {
 struct fusedstep_limit;
 
 // `elements[i]` is the size of tensor i. Memory is first touched by the thread, of `threads`, that a walk on
-// as many goes over it with. Null if there is not enough memory.
+// as many goes over it with while shares are equal. Null if there is not enough memory.
 FUSEDSTEP_LIMIT_API struct fusedstep_limit* fusedstep_limit_new(const struct fusedstep_limit_streams* streams,
                                                                 const struct fusedstep_limit_memory* memory,
                                                                 int64_t tensors, const int64_t* elements,
