@@ -27,9 +27,11 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
 
 // Where each operand has the first of some rows, and how far on the next one.
 struct Rows {
+  explicit Rows(const TensorTask& task) : ahead(task.ahead) {}
+
   void* operand[kMaxOperands] = {};
   int64_t bytes[kMaxOperands] = {};
-  Ahead ahead = {};
+  Ahead ahead;
 
   void go_to_next() {
     for (int k = 0; k < kMaxOperands; ++k) operand[k] = static_cast<char*>(operand[k]) + bytes[k];
@@ -94,7 +96,7 @@ struct Work {
 
 inline void run_dense(const Work& work, int64_t begin, int64_t end) {
   const int64_t step = work.treats() ? kTileElements : end - begin;
-  Rows row;
+  Rows row(work.task);
   for (; begin < end; begin += step) {
     for (int k = 0; k < work.task.operands; ++k) {
       row.operand[k] = static_cast<char*>(work.task.data[k]) + begin * work.task.element_size[k];
@@ -109,7 +111,7 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
-  Rows rows;
+  Rows rows(task);
   if (layout.extent[0] > 1) {
     // The next block has each row's next elements; what lies further on would wait for too long.
     const int largest = *std::max_element(task.element_size, task.element_size + task.operands);
@@ -139,7 +141,7 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
   const TensorTask& task = work.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
-  Rows row;
+  Rows row(task);
   BlockWalk walk(layout, task.operands, begin);
   while (begin < end) {
     const Block& block = walk.block();
@@ -164,7 +166,7 @@ inline void run_packed(const Work& work, int64_t begin, int64_t end) {
   const int64_t blocks = task.layout->blocks_per_tile;
   if (blocks == 1) return run_blocks(work, begin, end);
   alignas(64) Tile tiles[kMaxOperands];
-  Rows row;
+  Rows row(task);
   for (int k = 0; k < task.operands; ++k) row.operand[k] = tiles[k];
   while (begin < end) {
     const int64_t last = std::min(begin + blocks, end);

@@ -85,6 +85,7 @@ struct Arrays {
     advance(grad, span.row_bytes[kGrad]);
     for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
+  FUSEDSTEP_FN bool prefetches() const { return ahead.first != 0; }
   template <class V>
   FUSEDSTEP_FN void prefetch(int64_t i) const {
     prefetch_ahead(weight, i, V::size(), ahead);
@@ -120,24 +121,34 @@ FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
   a.store_states(s, i);
 }
 
+// From the i-th element on, as many registers as there are before `end`; returns what comes after them.
+template <class Register, bool kPrefetch, class Rule, class Weight, class State>
+FUSEDSTEP_FN int64_t update_registers(const Arrays<Rule, Weight, State>& a, int64_t i, int64_t end) {
+  for (; i + Register::size() <= end; i += Register::size()) {
+    if constexpr (kPrefetch) a.template prefetch<Register>(i);
+    update_at<Register>(a, i);
+  }
+  return i;
+}
+
 template <class Rule, class Weight, class State>
 void update_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
   using T = typename decltype(a)::T;
   using V = Pack<T>;
+  using Pair = typename Pairs<Weight, State>::Type;
   const int64_t count = span.count;
   const int64_t in_pairs = Pairs<Weight, State>::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
         int64_t i = 0;
-        const auto update = [&]<class Register>() __attribute__((always_inline)) {
-          a.template prefetch<Register>(i);
-          update_at<Register>(a, i);
-          i += Register::size();
-        };
-        using Pair = typename Pairs<Weight, State>::Type;
-        while (i + Pair::size() <= in_pairs) update.template operator()<Pair>();
-        while (i + V::size() <= count) update.template operator()<V>();
+        if (a.prefetches()) {  // a loop of its own: with a branch in it the prefetches would come in bursts
+          i = update_registers<Pair, true>(a, i, in_pairs);
+          i = update_registers<V, true>(a, i, count);
+        } else {
+          i = update_registers<Pair, false>(a, i, in_pairs);
+          i = update_registers<V, false>(a, i, count);
+        }
         for (; i < count; ++i) update_at<T>(a, i);
       });
 }

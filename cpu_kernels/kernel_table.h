@@ -10,9 +10,10 @@
 
 namespace fusedstep::cpu {
 
-// By how many bytes prefetches are ahead: for the first-level cache, and for the second.
+// By how many bytes prefetches are ahead: for the first-level cache, and for the second. Zeros: there are
+// none.
 struct Ahead {
-  int64_t first = 1024, second = 6144;
+  int64_t first = 0, second = 0;
 };
 
 // Rows of `count` elements that lie side by side in every operand.
@@ -63,6 +64,7 @@ struct TensorTask {
   const BlockLayout* layout;  // null: all operands share one dense order
   const void* scalars;
   double ratio;
+  Ahead ahead;  // in operands that lie in one run
 };
 
 struct KernelTable {

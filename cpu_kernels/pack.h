@@ -33,9 +33,20 @@ struct Pack {
     return Pack(Vector::blendv(y.v, x.v, a.v == b.v));
   }
 
-  // Whether all elements are; false for NaN.
-  FUSEDSTEP_FN friend bool all_between(T least, const Pack& x, T most) {
-    return ((x.v >= Vector(least)) & (x.v <= Vector(most))).zero_mask() == 0;
+  // Whether all elements of both are; false for NaN.
+  FUSEDSTEP_FN friend bool all_between(T least, const Pack& x, const Pack& y, T most) {
+#if defined(CPU_CAPABILITY_AVX512)
+    if constexpr (std::is_same_v<T, float>) {  // ATen would make vectors of the masks
+      const __m512 low = _mm512_set1_ps(least), high = _mm512_set1_ps(most);
+      __mmask16 between = _mm512_cmp_ps_mask(x.v, low, _CMP_GE_OQ);
+      between = _mm512_mask_cmp_ps_mask(between, x.v, high, _CMP_LE_OQ);
+      between = _mm512_mask_cmp_ps_mask(between, y.v, low, _CMP_GE_OQ);
+      between = _mm512_mask_cmp_ps_mask(between, y.v, high, _CMP_LE_OQ);
+      return between == 0xffff;
+    }
+#endif
+    const Vector low(least), high(most);
+    return ((x.v >= low) & (x.v <= high) & (y.v >= low) & (y.v <= high)).zero_mask() == 0;
   }
 
   // ATen's fmadd rounds twice where the instruction is missing; this one never does.

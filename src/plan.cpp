@@ -7,7 +7,10 @@ namespace fusedstep {
 namespace {
 
 // Bytes of operands of which a socket's caches keep a part from one step to the next.
-constexpr int64_t kCached = int64_t{512} << 20;
+constexpr int64_t kCached = int64_t{256} << 20;
+
+// How far ahead what no second-level cache has is asked for; docs/tried.md has other distances.
+constexpr cpu::Ahead kAhead = {.first = 1024, .second = 6144};
 
 [[noreturn]] void refuse(size_t i, const std::string& what) {
   throw std::runtime_error("tensor " + std::to_string(i) + " of the list: " + what);
@@ -310,6 +313,7 @@ void Plan::refresh(int64_t wave_bytes) {
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
   step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
+  for (Entry& entry : entries_) entry.task.ahead = all_bytes > wave_bytes ? kAhead : cpu::Ahead{};
   stale_ = false;
   ++operands_version_;
 }

@@ -68,7 +68,8 @@ class Plan {
   // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element.
   void check_weights_apart();
 
-  // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands.
+  // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands, those
+  // that the team's second-level caches hold: where all are in them, nothing is prefetched.
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
   Format format(size_t i) const { return formats_[i]; }

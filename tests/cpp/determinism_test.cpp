@@ -90,9 +90,10 @@ void expect_same(const Outcome& outcome, const Outcome& expected) {
 class DeterminismTest : public testing::TestWithParam<Case> {
  protected:
   // Runs a few steps from the same start as every other run. The last tensor keeps its gradient. From the
-  // second on threads may take of one another's work, as if there was more of it, if they `take`.
+  // second on threads may take of one another's work, as if there was more of it, if they `take`, and
+  // prefetches are as far `ahead`.
   Outcome run(const std::vector<Tensor>& start, const std::vector<std::vector<Operand>>& grads,
-              const std::string& isa, const StepOptions& options, bool take = false) {
+              const std::string& isa, const StepOptions& options, bool take = false, cpu::Ahead ahead = {}) {
     const ForcedIsa forced(isa);
     Model model(GetParam(), start);
     for (const std::vector<Operand>& of_step : grads) {
@@ -100,6 +101,7 @@ class DeterminismTest : public testing::TestWithParam<Case> {
       model.step(options);
       EXPECT_EQ(model.plan().ran_on, isa);
       model.plan().step_shares.may_take = take;
+      for (size_t t = 0; t < start.size(); ++t) model.plan().task(t).ahead = ahead;
     }
     return Outcome(model);
   }
@@ -136,6 +138,20 @@ TEST_P(DeterminismTest, SameBitsForAllInstructionSetsAndThreads) {
                      << isa << ", " << threads << " threads, gradients " << static_cast<int>(use));
         expect_same(run(start, grads, isa, {.threads = threads, .grads = use}), expected);
       }
+    }
+  }
+}
+
+TEST_P(DeterminismTest, SameBitsWithPrefetchesAndWithout) {
+  const std::vector<Tensor> start = dense_tensors(GetParam(), sizes_around_everything());
+  const std::vector<std::vector<Operand>> grads = grads_of_steps(start);
+  for (const GradUse use : grad_uses()) {
+    const StepOptions options{.threads = 2, .grads = use};
+    const Outcome expected = run(start, grads, "base", options);
+    for (const std::string& isa : isas()) {
+      SCOPED_TRACE(isa);
+      expect_same(run(start, grads, isa, options, /*take=*/false, {.first = 1024, .second = 6144}), expected);
+      expect_same(run(start, grads, isa, options), expected);
     }
   }
 }

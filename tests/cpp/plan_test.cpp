@@ -418,6 +418,21 @@ TEST(WaveTest, CostsAreThoseOfTheChunksThatAStageWorksOn) {
   EXPECT_EQ(all.back(), 4 * kChunkElements + 23);
 }
 
+TEST(PlanTest, PrefetchesWhatDoesNotFitInTheSecondLevel) {
+  const Case c = lamb();
+  Model model(c, dense_tensors(c, {20000, 100}));
+  Plan& plan = model.plan();
+  for (size_t t = 0; t < plan.tensors(); ++t) plan.bind(t, model.tensors()[t].operands());
+  constexpr int64_t kAll = 20100 * 4 * sizeof(float);
+  for (const auto& [bytes, prefetches] : {std::pair{kAll - 1, true}, {kAll, false}, {int64_t{0}, true}}) {
+    plan.refresh(bytes);
+    for (size_t t = 0; t < plan.tensors(); ++t) {
+      EXPECT_EQ(plan.task(t).ahead.first > 0, prefetches) << bytes << " bytes, tensor " << t;
+      EXPECT_EQ(plan.task(t).ahead.second > 0, prefetches) << bytes << " bytes, tensor " << t;
+    }
+  }
+}
+
 TEST(WaveTest, ChunksCoverEveryTensorInOrder) {
   const Case c = lamb();
   const Sizes sizes = {0, 100, 2 * kChunkElements + 1, 1};
