@@ -215,7 +215,7 @@ MEMORIES = (
     Memory(True, 0),
     Memory(False, 0),
 )
-PREFETCHES = (256, 512, 1024, 0)
+PREFETCHES = (256, 512, 1024, 64, 0)
 WAVES = tuple(1 << power for power in range(18, 24))
 
 #: Elements below which one thread is tried first, and above which the whole team only.

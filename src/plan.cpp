@@ -9,8 +9,15 @@ namespace {
 // Bytes of operands of which a socket's caches keep a part from one step to the next.
 constexpr int64_t kCached = int64_t{256} << 20;
 
-// How far ahead what no second-level cache has is asked for; docs/tried.md has other distances.
-constexpr cpu::Ahead kAhead = {.first = 1024, .second = 6144};
+// How far ahead what no second-level cache has is asked for: by whose processor it is, since they differ in
+// how far they look ahead by themselves. docs/tried.md has other distances.
+cpu::Ahead ahead_in_memory() {
+#if defined(__x86_64__)
+  static const bool is_amd = __builtin_cpu_is("amd") != 0;
+  if (is_amd) return {.first = 256, .second = 1024};
+#endif
+  return {.first = 1024, .second = 6144};
+}
 
 [[noreturn]] void refuse(size_t i, const std::string& what) {
   throw std::runtime_error("tensor " + std::to_string(i) + " of the list: " + what);
@@ -313,7 +320,7 @@ void Plan::refresh(int64_t wave_bytes) {
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
   step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
-  for (Entry& entry : entries_) entry.task.ahead = all_bytes > wave_bytes ? kAhead : cpu::Ahead{};
+  for (Entry& entry : entries_) entry.task.ahead = all_bytes > wave_bytes ? ahead_in_memory() : cpu::Ahead{};
   stale_ = false;
   ++operands_version_;
 }
