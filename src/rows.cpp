@@ -61,6 +61,8 @@ cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
     task.data[k] = static_cast<std::byte*>(task.data[k]) + offset * task.element_size[k];
   }
   task.data[kGrad] = rows_[row].grad;
+  // So far ahead are other rows, of which few have an entry.
+  if (row_bytes_ < task.ahead.second) task.ahead = {};
   return task;
 }
 

@@ -166,6 +166,28 @@ TEST(RowsPlanTest, SparseGradientsAreNotWritten) {
   }
 }
 
+// Beyond a short row is another one, which the step does not touch.
+TEST(RowsPlanTest, NothingBeyondAShortRowIsPrefetched) {
+  for (const auto& [columns, prefetches] : {std::pair{int64_t{64}, false}, {int64_t{10000}, true}}) {
+    const Sizes sizes = {50, columns};
+    Tensor tensor(elementwise_cases()[0], sizes, Forms::all(dense(sizes)), /*seed=*/1);
+    SparseGrad grad(DType::kFloat, sizes, 1, {3, 1}, /*seed=*/1);
+    Plan plan = elementwise_cases()[0].plan(1);
+    grad.bind(plan, 0, tensor.operands());
+    plan.refresh(/*wave_bytes=*/0);
+    EXPECT_GT(plan.task(0).ahead.first, 0);
+    int parts = 0;
+    for (const Chunk& chunk : plan.chunks()) {
+      plan.run_parts(chunk, [&](const cpu::TensorTask& task, int64_t, int64_t) {
+        EXPECT_EQ(task.ahead.first > 0, prefetches);
+        EXPECT_EQ(task.ahead.second > 0, prefetches);
+        ++parts;
+      });
+    }
+    EXPECT_GE(parts, 2);
+  }
+}
+
 TEST(RowsPlanTest, RowsOutsideOfTheTensorAreRefused) {
   for (const int64_t outside : {int64_t{-1}, int64_t{50}, int64_t{1} << 62}) {
     Tensor tensor = table_tensor();
