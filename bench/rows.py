@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -75,6 +75,12 @@ class Row:
     def title(self) -> str:
         title = self.shape_list.title
         return title if self.precision == FLOAT32 else f"{title}, {self.precision.title}"
+
+    @property
+    def contiguous(self) -> Row | None:
+        """The row whose time is told against that of this layout, where it is another."""
+        shape_list = self.shape_list.contiguous
+        return None if shape_list == self.shape_list else replace(self, shape_list=shape_list)
 
     @property
     def weight(self) -> float:

@@ -233,6 +233,8 @@ def _merged_row(allocator: str, found: list[tuple[str, dict[str, Any]]]) -> dict
         row.pop(key, None)
     row["results"] = {}
     for process, each in found:
+        if "contiguous" in each:
+            row["contiguous"] = each["contiguous"]
         ours = each.get("results", {}).get("fused", {})
         for peer in each.get("peers", [process]):
             result = {"skipped": each["skipped"]} if "skipped" in each else each["results"][peer]

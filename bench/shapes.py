@@ -11,7 +11,7 @@ import math
 import random
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 
@@ -28,6 +28,11 @@ class ShapeList:
     @property
     def elements(self) -> int:
         return sum(map(math.prod, self.shapes))
+
+    @property
+    def contiguous(self) -> ShapeList:
+        """The same shapes, each in one piece."""
+        return replace(self, layout="contiguous")
 
     def __str__(self) -> str:
         return self.name

@@ -176,6 +176,7 @@ class Measurement:
         self._threads = row.threads or torch.get_num_threads()
         self._problems: dict[str, dict[str, str]] = {}
         self._arrays_bytes = row.arrays_bytes
+        self._contiguous: Contestant | None = None
         self._candidates = [i for i in bench.implementations if i.exists(row)]
         #: The search for the limit gets as much time as an implementation.
         self._search_seconds = seconds / (len(self._candidates) + 1)
@@ -200,14 +201,23 @@ class Measurement:
             samples, limit = self._run_apart(), limit and self._limit_again(limit)
         if limit is None:
             return {"results": self._problems | self._figures(samples)}
+        contiguous = self._against_contiguous(samples)
         limit = self._never_above(limit, samples)
         figures = self._figures(samples)
         for name, figure in figures.items():
             figure["share"] = limit.seconds / statistics.median(samples[name])
-        return {
+        return contiguous | {
             "limit": asdict(limit) | {"ms": 1e3 * limit.seconds},
             "results": self._problems | figures,
         }
+
+    def _against_contiguous(self, samples: Samples) -> dict[str, Any]:
+        """What ours takes of the time of contiguous weights that took turns with it."""
+        if self._contiguous is None or "fused" not in samples:
+            return {}
+        time = statistics.median(self._contiguous.samples)
+        times = statistics.median(samples["fused"]) / time
+        return {"contiguous": {"ms": 1e3 * time, "times": times}}
 
     # The limit
 
@@ -251,6 +261,9 @@ class Measurement:
         """All implementations in turn, and the limit with them."""
         contestants = [c for i in self._candidates if (c := self._contestant(i)) is not None]
         samples = {contestant.name: contestant.samples for contestant in contestants}
+        if self._bench.request.peer == "fused" and self._row.contiguous is not None:
+            self._contiguous = self._contestant(implementations.FUSED, self._row.contiguous)
+            contestants += filter(None, [self._contiguous])
         if limit is None:
             take_turns(contestants, self._deadline)
             return samples, None
@@ -275,9 +288,12 @@ class Measurement:
         take_turns([contestant], deadline)
         return {contestant.name: contestant.samples}
 
-    def _contestant(self, implementation: Implementation) -> Contestant | None:
-        """A right implementation; what is the matter with another is noted."""
-        row, dtype = self._row, self._row.precision.weight
+    def _contestant(
+        self, implementation: Implementation, row: Row | None = None
+    ) -> Contestant | None:
+        """A right implementation of this row or another; what is the matter with one is noted."""
+        row = row or self._row
+        dtype = row.precision.weight
         params = subjects.make(row.shape_list, dtype)
         formula = implementation.formula_of(row)
         check = self._bench.check(formula, row, implementation.slack)

@@ -113,9 +113,11 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
   alignas(64) Tile tiles[kMaxOperands];
   Rows rows(task);
   if (layout.extent[0] > 1) {
-    // The next block has each row's next elements; what lies further on would wait for too long.
+    // The next block has each row's next elements, and the block after it those after them; what lies further
+    // on would wait for too long.
     const int largest = *std::max_element(task.element_size, task.element_size + task.operands);
-    rows.ahead.first = rows.ahead.second = layout.extent[1] * largest;
+    rows.ahead.first = layout.extent[1] * largest;
+    rows.ahead.second = kBlocksAhead * rows.ahead.first;
   }
   BlockWalk walk(layout, task.operands, begin);
   while (begin < end) {

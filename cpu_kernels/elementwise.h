@@ -1,13 +1,24 @@
 // Runs a rule over a span: loads, the rule's maths, stores; a register at a time, then the tail one by one.
 #pragma once
 #include "cpu_kernels/codecs.h"
+#include "cpu_kernels/group.h"
 #include "cpu_kernels/kernel_table.h"
-#include "cpu_kernels/pair.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
+// What is prefetched: nothing, what is near, or what is far too.
+enum class Reach { kNone, kNear, kFar };
+
+// Registers that are worked on together. Of many, the divider finds work while others wait for it; but where
+// memory is waited for, their prefetches would come in bursts, and of many operands they would not fit in
+// what registers there are.
+template <class Rule>
+constexpr int registers_at_once(Reach reach) {
+  return reach == Reach::kFar || Rule::kStates > 2 ? 2 : 4;
+}
+
 // Prefetches what is ahead of `count` elements from the i-th on.
-template <class T>
+template <Reach kReach, class T>
 FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const Ahead& ahead) {
   constexpr int64_t kLine = 64;
   const char* const first = reinterpret_cast<const char*>(array);
@@ -15,7 +26,7 @@ FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const Ahe
 #pragma GCC unroll 8
   for (int64_t at = 0; at < bytes; at += kLine) {
     __builtin_prefetch(first + (offset + ahead.first) + at);
-    __builtin_prefetch(first + (offset + ahead.second) + at, 0, 2);
+    if constexpr (kReach == Reach::kFar) __builtin_prefetch(first + (offset + ahead.second) + at, 0, 2);
   }
 }
 
@@ -85,12 +96,16 @@ struct Arrays {
     advance(grad, span.row_bytes[kGrad]);
     for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
-  FUSEDSTEP_FN bool prefetches() const { return ahead.first != 0; }
-  template <class V>
+  FUSEDSTEP_FN Reach reach() const {
+    if (ahead.second != 0) return Reach::kFar;
+    return ahead.first != 0 && Groups<Weight, State>::kExist ? Reach::kNear : Reach::kNone;
+  }
+  template <Reach kReach, class V>
   FUSEDSTEP_FN void prefetch(int64_t i) const {
-    prefetch_ahead(weight, i, V::size(), ahead);
-    prefetch_ahead(grad, i, V::size(), ahead);
-    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead(state[k], i, V::size(), ahead);
+    if constexpr (kReach == Reach::kNone) return;
+    prefetch_ahead<kReach>(weight, i, V::size(), ahead);
+    prefetch_ahead<kReach>(grad, i, V::size(), ahead);
+    for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead<kReach>(state[k], i, V::size(), ahead);
   }
 };
 
@@ -121,35 +136,42 @@ FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
   a.store_states(s, i);
 }
 
-// From the i-th element on, as many registers as there are before `end`; returns what comes after them.
-template <class Register, bool kPrefetch, class Rule, class Weight, class State>
+// From the i-th element on, as many registers, or groups of them, as there are before `end`; returns what
+// comes after them.
+template <class Register, Reach kReach, class Rule, class Weight, class State>
 FUSEDSTEP_FN int64_t update_registers(const Arrays<Rule, Weight, State>& a, int64_t i, int64_t end) {
   for (; i + Register::size() <= end; i += Register::size()) {
-    if constexpr (kPrefetch) a.template prefetch<Register>(i);
+    a.template prefetch<kReach, Register>(i);
     update_at<Register>(a, i);
   }
   return i;
 }
 
+template <Reach kReach, class Rule, class Weight, class State>
+FUSEDSTEP_FN void update_row(const Arrays<Rule, Weight, State>& a, int64_t in_groups, int64_t count) {
+  using T = typename Arrays<Rule, Weight, State>::T;
+  using Group = typename Groups<Weight, State>::template Type<registers_at_once<Rule>(kReach)>;
+  // What groups leave is little.
+  constexpr Reach kReachOfRest = Groups<Weight, State>::kExist ? Reach::kNone : kReach;
+  int64_t i = update_registers<Group, kReach>(a, 0, in_groups);
+  i = update_registers<Pack<T>, kReachOfRest>(a, i, count);
+  for (; i < count; ++i) update_at<T>(a, i);
+}
+
 template <class Rule, class Weight, class State>
 void update_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
-  using T = typename decltype(a)::T;
-  using V = Pack<T>;
-  using Pair = typename Pairs<Weight, State>::Type;
-  const int64_t count = span.count;
-  const int64_t in_pairs = Pairs<Weight, State>::are_exact() ? count : 0;
+  const int64_t count = span.count, in_groups = Groups<Weight, State>::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
-        int64_t i = 0;
-        if (a.prefetches()) {  // a loop of its own: with a branch in it the prefetches would come in bursts
-          i = update_registers<Pair, true>(a, i, in_pairs);
-          i = update_registers<V, true>(a, i, count);
-        } else {
-          i = update_registers<Pair, false>(a, i, in_pairs);
-          i = update_registers<V, false>(a, i, count);
+        switch (a.reach()) {  // loops of their own: with a branch in one the prefetches would come in bursts
+          case Reach::kFar:
+            return update_row<Reach::kFar>(a, in_groups, count);
+          case Reach::kNear:
+            return update_row<Reach::kNear>(a, in_groups, count);
+          case Reach::kNone:
+            return update_row<Reach::kNone>(a, in_groups, count);
         }
-        for (; i < count; ++i) update_at<T>(a, i);
       });
 }
 

@@ -31,7 +31,7 @@ FUSEDSTEP_FN void norm_row(const Stored* grad, const Span& span) {
     for (; i < tail; i += kLanes) {
 #pragma GCC unroll 4
       for (int lane = 0; lane < kLanes; lane += V::size()) {
-        if (span.ahead.first != 0) prefetch_ahead(grad, i + lane, 1, span.ahead);
+        if (span.ahead.second != 0) prefetch_ahead<Reach::kFar>(grad, i + lane, 1, span.ahead);
         sums.add_squares(lane, load<V>(grad, i + lane));
       }
     }

@@ -10,8 +10,8 @@
 
 namespace fusedstep::cpu {
 
-// By how many bytes prefetches are ahead: for the first-level cache, and for the second. Zeros: there are
-// none.
+// By how many bytes prefetches are ahead: for the first-level cache, and for the second. Zero: there are none
+// for it; for the second there are none without the first.
 struct Ahead {
   int64_t first = 0, second = 0;
 };

@@ -33,10 +33,10 @@ class LaneSums {
     add_squares(lane + kPart, high);
   }
 #if defined(CPU_CAPABILITY_AVX512)
-  FUSEDSTEP_FN void add_squares(int lane, const PackPair<Order::kBehind>& x) {
+  template <int kRegisters>
+  FUSEDSTEP_FN void add_squares(int lane, const PackGroup<Order::kBehind, kRegisters>& x) {
     static_assert(kPart == kLanes);
-    add_squares(lane, x.first);
-    add_squares(lane, x.second);
+    for (const Pack<float>& part : x.part) add_squares(lane, part);
   }
 #endif
 
@@ -187,34 +187,34 @@ FUSEDSTEP_FN void add_sums(const Arrays<Rule, Weight, State>& a, int64_t begin, 
 }
 
 // Elements from the i-th on, `kElements` of them, the first of which is in the first lane.
-template <class Register, bool kStore, bool kPrefetch, int64_t kElements, class Rule, class Weight,
-          class State, class T>
+template <class Register, bool kStore, Reach kReach, int64_t kElements, class Rule, class Weight, class State,
+          class T>
 FUSEDSTEP_FN void accumulate_lanes(const Arrays<Rule, Weight, State>& a, int64_t i, LaneSums<T>& weight,
                                    LaneSums<T>& update) {
 #pragma GCC unroll 4
   for (int64_t k = 0; k < kElements; k += Register::size()) {
-    if constexpr (kPrefetch) a.template prefetch<Register>(i + k);
+    a.template prefetch<kReach, Register>(i + k);
     accumulate_at<Register, kStore>(a, i + k,
                                     PackNorms<Register, T>{weight, update, static_cast<int>(k % kLanes)});
   }
 }
 
-template <bool kStore, bool kPrefetch, class Rule, class Weight, class State>
+template <bool kStore, Reach kReach, class Rule, class Weight, class State>
 FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t count, double* norms) {
   using T = typename Arrays<Rule, Weight, State>::T;
-  using Pair = typename Pairs<Weight, State>::InOrder;
+  using Group = typename Groups<Weight, State>::template InOrder<registers_at_once<Rule>(kReach)>;
   int64_t i = 0;
   // Whole segments: where their end is known, what comes between them is a tenth of the time less.
-  const int64_t in_pairs = Pairs<Weight, State>::are_exact() ? count : 0;
-  for (; i + kSegmentElements <= in_pairs; i += kSegmentElements) {
+  const int64_t in_groups = Groups<Weight, State>::are_exact() ? count : 0;
+  for (; i + kSegmentElements <= in_groups; i += kSegmentElements) {
     LaneSums<T> weight, update;
-    accumulate_lanes<Pair, kStore, kPrefetch, kSegmentElements>(a, i, weight, update);
+    accumulate_lanes<Group, kStore, kReach, kSegmentElements>(a, i, weight, update);
     add_sums<kStore>(a, i, i + kSegmentElements, weight, update, norms);
   }
   while (i < count) {
     const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
     LaneSums<T> weight, update;
-    for (; i < tail; i += kLanes) accumulate_lanes<Pack<T>, kStore, kPrefetch, kLanes>(a, i, weight, update);
+    for (; i < tail; i += kLanes) accumulate_lanes<Pack<T>, kStore, kReach, kLanes>(a, i, weight, update);
     if (i < end) {
       alignas(64) T last[2][kLanes];
       weight.save(last[0]);
@@ -234,10 +234,13 @@ void accumulate_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
-        if (a.prefetches()) {
-          accumulate_row<kStore, true>(a, span.count, span.norms);
-        } else {
-          accumulate_row<kStore, false>(a, span.count, span.norms);
+        switch (a.reach()) {
+          case Reach::kFar:
+            return accumulate_row<kStore, Reach::kFar>(a, span.count, span.norms);
+          case Reach::kNear:
+            return accumulate_row<kStore, Reach::kNear>(a, span.count, span.norms);
+          case Reach::kNone:
+            return accumulate_row<kStore, Reach::kNone>(a, span.count, span.norms);
         }
       });
 }
@@ -265,13 +268,13 @@ void apply_span(const Span& span) {
   using V = Pack<T>;
   const T ratio = static_cast<T>(span.ratio);
   const int64_t count = span.count;
-  const int64_t in_pairs = !kStored && Pairs<Weight, State>::are_exact() ? count : 0;
+  const int64_t in_groups = !kStored && Groups<Weight, State>::are_exact() ? count : 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) {
         int64_t i = 0;
         if constexpr (!kStored) {
-          using Pair = typename Pairs<Weight, State>::Type;
-          for (; i + Pair::size() <= in_pairs; i += Pair::size()) apply_at<Pair, kStored>(a, i, ratio);
+          using Group = typename Groups<Weight, State>::template Type<registers_at_once<Rule>(Reach::kFar)>;
+          for (; i + Group::size() <= in_groups; i += Group::size()) apply_at<Group, kStored>(a, i, ratio);
         }
         for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
         for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);

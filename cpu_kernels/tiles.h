@@ -11,6 +11,9 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 using Tile = char[kTileElements * sizeof(double)];
 
+// How many blocks ahead what lies in columns is asked for, for the second-level cache.
+constexpr int64_t kBlocksAhead = 2;
+
 // Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
 // checks of constant arguments fold away with the reference to torch that they would bring.
 __attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64_t from_stride, uint32_t* to,
@@ -146,9 +149,9 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
   };
   for (int64_t c = 0; c < whole_columns; c += 16) {
     if constexpr (kGather) {
-      // The next block's lines, into the second-level cache: hardware prefetch stops at a page.
+      // Hardware prefetch stops at a page.
       for (int64_t next = 0; next < 16; ++next) {
-        const Word* const column = array + (columns + c + next) * column_stride;
+        const Word* const column = array + (kBlocksAhead * columns + c + next) * column_stride;
         for (int64_t r = 0; r < whole_rows; r += kRows) __builtin_prefetch(column + r, 0, 2);
       }
     }

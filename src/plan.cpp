@@ -9,14 +9,19 @@ namespace {
 // Bytes of operands of which a socket's caches keep a part from one step to the next.
 constexpr int64_t kCached = int64_t{256} << 20;
 
-// How far ahead what no second-level cache has is asked for: by whose processor it is, since they differ in
-// how far they look ahead by themselves. docs/tried.md has other distances.
-cpu::Ahead ahead_in_memory() {
+// How far ahead is asked for what the team's second-level caches do not hold, and what they do: by whose
+// processor it is, since they differ in how far they look ahead by themselves. docs/tried.md has other
+// distances.
+struct Distances {
+  cpu::Ahead in_memory, in_cache;
+};
+
+Distances distances() {
 #if defined(__x86_64__)
   static const bool is_amd = __builtin_cpu_is("amd") != 0;
-  if (is_amd) return {.first = 256, .second = 1024};
+  if (is_amd) return {.in_memory = {.first = 256, .second = 1024}, .in_cache = {}};
 #endif
-  return {.first = 1024, .second = 6144};
+  return {.in_memory = {.first = 1024, .second = 6144}, .in_cache = {.first = 512}};
 }
 
 [[noreturn]] void refuse(size_t i, const std::string& what) {
@@ -320,7 +325,8 @@ void Plan::refresh(int64_t wave_bytes) {
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
   step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
-  for (Entry& entry : entries_) entry.task.ahead = all_bytes > wave_bytes ? ahead_in_memory() : cpu::Ahead{};
+  const cpu::Ahead ahead = all_bytes > wave_bytes ? distances().in_memory : distances().in_cache;
+  for (Entry& entry : entries_) entry.task.ahead = ahead;
   stale_ = false;
   ++operands_version_;
 }

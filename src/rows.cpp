@@ -62,7 +62,7 @@ cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
   }
   task.data[kGrad] = rows_[row].grad;
   // So far ahead are other rows, of which few have an entry.
-  if (row_bytes_ < task.ahead.second) task.ahead = {};
+  if (row_bytes_ < std::max(task.ahead.first, task.ahead.second)) task.ahead = {};
   return task;
 }
 

@@ -256,7 +256,7 @@ def run(tmp_path_factory):
         "--all-rows",
     ]
     command += ["--packages", packages, "--allocator", "glibc", *(f"--peer={p}" for p in peers)]
-    pattern = "^(lamb/(matrix|small)|adamw/matrix|adam/64x10)$"
+    pattern = "^(lamb/(matrix|small|sliced)|adamw/matrix|adam/64x10)$"
     done = subprocess.run([*command, pattern], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     results = json.loads((folder / "results.json").read_text())
@@ -286,7 +286,7 @@ def test_rows_after_a_crash_are_measured(run):
 @needs_limit
 def test_limit_and_ours_are_measured_in_every_process(run):
     _, _, results, found = run
-    assert set(found) == {"lamb/matrix", "lamb/small", "adamw/matrix", "adam/64x10"}
+    assert set(found) == {"lamb/matrix", "lamb/small", "lamb/sliced", "adamw/matrix", "adam/64x10"}
     assert all(row["limit"]["ms"] > 0 for row in found.values())
     by_peer = {each["peer"]: {r["name"]: r for r in each["rows"]} for each in results["processes"]}
     first = by_peer["fused"]["lamb/small"]["limit"]
@@ -294,6 +294,9 @@ def test_limit_and_ours_are_measured_in_every_process(run):
     assert other["results"]["fused"]["share"] > 0
     assert other["limit"]["walks"][0].keys() == first["walks"][0].keys()
     assert found["lamb/small"]["results"]["fused"]["processes"] == 3
+    assert found["lamb/sliced"]["contiguous"].keys() == {"ms", "times"}
+    assert all("contiguous" not in row for name, row in found.items() if name != "lamb/sliced")
+    assert all("contiguous" not in row for row in by_peer["timm"].values())
     assert by_peer["bitsandbytes"]["adamw/matrix"].keys().isdisjoint({"limit"})
 
 
@@ -305,7 +308,7 @@ def test_tables_and_plots_of_a_run(run):
     assert "| crashed | wrong |" in line
     assert "| absent |" in tables
     for text in (
-        "timm crashed: ended by SIGABRT (lamb, [1024, 1024], glibc)",
+        "timm crashed: ended by SIGABRT (lamb, [1024, 1024], glibc and 1 more)",
         "torchao failed: RuntimeError: no kernel for this machine (adamw",
         "bitsandbytes is absent: no wheel for this machine (adamw",
     ):
@@ -382,6 +385,22 @@ def test_times_are_told_within_a_process_and_ours_is_the_median():
     assert "skipped" not in merged
 
 
+def test_time_of_contiguous_weights_is_that_of_the_process_that_took_it():
+    row = row_of("adam/sliced")
+    contiguous = {"ms": 1.6, "times": 1.25}
+    first = in_process(row, 1.0, fused=2.0) | {"contiguous": contiguous}
+    other = in_process(row, 1.0, torch_fused=6.0, fused=4.0)
+    (merged,) = run_peers.merged([("fused", "glibc", [first]), ("torch_fused", "glibc", [other])])
+    assert merged["contiguous"] == contiguous
+
+
+def test_row_of_a_layout_knows_the_contiguous_one():
+    sliced = Row(CASES["adam"], LISTS["sliced"])
+    assert sliced.contiguous.shape_list.shapes == sliced.shape_list.shapes
+    assert sliced.contiguous.streams == Row(CASES["adam"], LISTS["contiguous"]).streams
+    assert Row(CASES["adam"], LISTS["resnet50"]).contiguous is None
+
+
 def test_allocators_are_not_mixed():
     row = row_of("adam/gpt2")
     parts = [(("fused"), a, [in_process(row, 1.0, fused=2.0)]) for a in ("glibc", "jemalloc")]
@@ -403,7 +422,10 @@ def results():
         ("lamb/resnet50", 2.6), ("adam/resnet50", 2.0), ("adam/channels-last", 2.2),
         ("adam/contiguous", 0.5), ("adam/transposed", 0.6), ("adam/sliced", 0.7),
     ):  # fmt: skip
-        found.append(in_process(row_of(name), 0.4, fused=ms, torch_fused=2 * ms))
+        row = in_process(row_of(name), 0.4, fused=ms, torch_fused=2 * ms)
+        if name.endswith(("transposed", "sliced", "channels-last")):
+            row["contiguous"] = {"ms": 0.5, "times": ms / 0.5}
+        found.append(row)
     for threads in (1, 2):
         row = row_of(f"adam/gpt2/{threads}-threads", "threads", threads)
         found.append(in_process(row, 9 / threads, torch_fused=12 / threads, fused=10 / threads))
@@ -435,7 +457,7 @@ def test_tables_of_threads_host_sizes_and_ratios(results):
     assert grids["Ours against ours: time to time"] == [
         ["[4096, 1024] transposed to contiguous", "", "1.20"],
         ["[4096, 1024] every second column to contiguous", "", "1.40"],
-        ["ResNet-50 channels-last to contiguous", "", "1.10"],
+        ["ResNet-50 channels-last to contiguous", "", "4.40"],
         ["resnet50: LAMB to Adam", "1.30", ""],
     ]
     assert len(grids["adam: ms a step"]) == 5, "rows of plots are in the table of lists"

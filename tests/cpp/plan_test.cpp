@@ -418,7 +418,7 @@ TEST(WaveTest, CostsAreThoseOfTheChunksThatAStageWorksOn) {
   EXPECT_EQ(all.back(), 4 * kChunkElements + 23);
 }
 
-TEST(PlanTest, PrefetchesWhatDoesNotFitInTheSecondLevel) {
+TEST(PlanTest, PrefetchesForTheSecondLevelWhatDoesNotFitInIt) {
   const Case c = lamb();
   Model model(c, dense_tensors(c, {20000, 100}));
   Plan& plan = model.plan();
@@ -427,7 +427,7 @@ TEST(PlanTest, PrefetchesWhatDoesNotFitInTheSecondLevel) {
   for (const auto& [bytes, prefetches] : {std::pair{kAll - 1, true}, {kAll, false}, {int64_t{0}, true}}) {
     plan.refresh(bytes);
     for (size_t t = 0; t < plan.tensors(); ++t) {
-      EXPECT_EQ(plan.task(t).ahead.first > 0, prefetches) << bytes << " bytes, tensor " << t;
+      EXPECT_GE(plan.task(t).ahead.first, prefetches ? 1 : 0) << bytes << " bytes, tensor " << t;
       EXPECT_EQ(plan.task(t).ahead.second > 0, prefetches) << bytes << " bytes, tensor " << t;
     }
   }

@@ -20,10 +20,14 @@ class Roots {
  public:
   static constexpr int64_t kCount = int64_t{1} << 20;
 
-  Roots(const std::string& isa, double eps)
+  // With prefetches `ahead`, by which kernels may have other loops.
+  Roots(const std::string& isa, double eps, cpu::Ahead ahead)
       : forced_(isa),
         eps_(static_cast<float>(eps)),
-        model_(adagrad(eps), dense_tensors(adagrad(eps), {kCount})) {}
+        model_(adagrad(eps), dense_tensors(adagrad(eps), {kCount})) {
+    model_.step({});
+    model_.plan().task(0).ahead = ahead;  // the plan stays as it is, since its operands do
+  }
 
   // Of number(i) in place i, seen by grad(number(i)).
   template <class Number, class Grad>
@@ -58,24 +62,29 @@ class Roots {
   Model model_;
 };
 
-class RootTest : public testing::TestWithParam<std::string> {};
+class RootTest : public testing::TestWithParam<std::string> {
+ protected:
+  static constexpr cpu::Ahead kAheads[] = {{}, {.first = 1024, .second = 6144}};
+};
 
 // By a gradient that is the root scaled down: a power of two where the root is right, another number where it
 // is but one unit of the last place off. Four times a number has the same significand, and twice its root:
 // two neighbouring exponents stand for all. Those here are also the ones at the ends. Kernels may take the
-// roots of neighbouring registers in different ways: each number is in both of two.
+// roots of half of two or four neighbouring registers in another way: each number is in both halves.
 TEST_P(RootTest, OfEverySignificand) {
-  Roots roots(GetParam(), 0);
-  for (const int exponent : {-126, -98, -97, -96, -95, -1, 0, 126, 127}) {
-    for (int64_t first = 0; first < int64_t{1} << kSignificandBits; first += Roots::kCount) {
-      const auto bits =
-          static_cast<uint32_t>((exponent + 127) << kSignificandBits) + static_cast<uint32_t>(first);
-      for (const uint32_t other_register : {0, 16}) {
-        ASSERT_NO_FATAL_FAILURE(roots.expect(
-            [&](int64_t i) {
-              return std::bit_cast<float>(bits + (static_cast<uint32_t>(i) ^ other_register));
-            },
-            [](float s) { return std::sqrt(s) * 0x1p-40f; }));
+  for (const cpu::Ahead ahead : kAheads) {
+    Roots roots(GetParam(), 0, ahead);
+    for (const int exponent : {-126, -98, -97, -96, -95, -1, 0, 126, 127}) {
+      for (int64_t first = 0; first < int64_t{1} << kSignificandBits; first += Roots::kCount) {
+        const auto bits =
+            static_cast<uint32_t>((exponent + 127) << kSignificandBits) + static_cast<uint32_t>(first);
+        for (const uint32_t other_register : {0, 48}) {
+          ASSERT_NO_FATAL_FAILURE(roots.expect(
+              [&](int64_t i) {
+                return std::bit_cast<float>(bits + (static_cast<uint32_t>(i) ^ other_register));
+              },
+              [](float s) { return std::sqrt(s) * 0x1p-40f; }));
+        }
       }
     }
   }
@@ -84,12 +93,14 @@ TEST_P(RootTest, OfEverySignificand) {
 // Each in every place of a register of ordinary numbers. With eps the quotient of a root of zero is a number.
 TEST_P(RootTest, OfNumbersAtTheEdgesAmongOthers) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  Roots roots(GetParam(), 1);
-  for (const float edge : {0.0f, -0.0f, 0x1p-149f, 0x1.8p-140f, 0x1p-126f, 0x1.fffffep-97f, 0x1p-96f,
-                           0x1.fffffep127f, kInfinity, std::numeric_limits<float>::quiet_NaN(), -1.0f}) {
-    ASSERT_NO_FATAL_FAILURE(
-        roots.expect([&](int64_t i) { return i % 37 == 5 ? edge : 1.0f + static_cast<float>(i) * 0x1p-23f; },
-                     [](float) { return 0x1p-100f; }));
+  for (const cpu::Ahead ahead : kAheads) {
+    Roots roots(GetParam(), 1, ahead);
+    for (const float edge : {0.0f, -0.0f, 0x1p-149f, 0x1.8p-140f, 0x1p-126f, 0x1.fffffep-97f, 0x1p-96f,
+                             0x1.fffffep127f, kInfinity, std::numeric_limits<float>::quiet_NaN(), -1.0f}) {
+      ASSERT_NO_FATAL_FAILURE(roots.expect(
+          [&](int64_t i) { return i % 37 == 5 ? edge : 1.0f + static_cast<float>(i) * 0x1p-23f; },
+          [](float) { return 0x1p-100f; }));
+    }
   }
 }
 
