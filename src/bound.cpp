@@ -15,7 +15,7 @@ void Bound::note(std::span<const TensorView> weights, std::span<const TensorView
       pairs_.clear();
       return;
     }
-    pairs_.push_back({weight.data, grad.data, address_of_sizes(weight), address_of_sizes(grad), nullptr,
+    pairs_.push_back({weight.data, grad.data, Place(weight), Place(grad), nullptr,
                       static_cast<uint32_t>(shapes_.size()), static_cast<uint16_t>(weight.sizes.size()),
                       weight.dtype});
     for (const Dims& dims : {weight.sizes, weight.strides, grad.strides}) {

@@ -226,8 +226,8 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
     return true;
   }
   native.bound.note(weights, grads);
-  native.state_places.clear();
-  for (const TensorView& state : states) native.state_places.push_back({state.data, address_of_sizes(state)});
+  native.bound_states.clear();
+  for (const TensorView& state : states) native.bound_states.push_back({state.data, Place(state)});
   return true;
 }
 
@@ -242,9 +242,9 @@ bool states_are_in_place(const NativePlan& native) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < count) {
         __builtin_prefetch(native.states[i + kAhead].get());
-        prefetch_tensor(native.state_places[i + kAhead].sizes);
+        native.bound_states[i + kAhead].place.prefetch();
       }
-      if (data_of(native.states[i]) != native.state_places[i].data) all = false;
+      if (data_of(native.states[i]) != native.bound_states[i].data) all = false;
     }
   });
   return all;

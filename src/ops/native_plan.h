@@ -44,11 +44,11 @@ struct NativePlan {
   std::vector<double> counts;
   std::vector<float*> count_places;  // where the counts are on the host, since they were bound
   Bound bound;                       // what was bound last, if no gradient was sparse
-  struct Place {
+  struct State {
     const void* data;
-    uintptr_t sizes;
+    Place place;
   };
-  std::vector<Place> state_places;  // where the states were at that bind
+  std::vector<State> bound_states;  // where the states were at that bind
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);
