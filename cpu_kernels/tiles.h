@@ -14,6 +14,9 @@ using Tile = char[kTileElements * sizeof(double)];
 // How many blocks ahead what lies in columns is asked for, for the second-level cache.
 constexpr int64_t kBlocksAhead = 2;
 
+// How many words ahead of those that are gathered, of which each second is wanted.
+constexpr int64_t kWordsAhead = 1024;
+
 // Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
 // checks of constant arguments fold away with the reference to torch that they would bring.
 __attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64_t from_stride, uint32_t* to,
@@ -78,6 +81,8 @@ FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe
   if constexpr (kGather) {
     const __m512i words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31);
     for (; i + 16 <= count; i += 16) {
+      __builtin_prefetch(array + 2 * i + kWordsAhead);
+      __builtin_prefetch(array + 2 * i + kWordsAhead + 16);
       const __m512i low = _mm512_loadu_si512(array + 2 * i), high = _mm512_loadu_si512(array + 2 * i + 15);
       _mm512_storeu_si512(tile + i, _mm512_permutex2var_epi32(low, words, high));
     }
@@ -96,6 +101,7 @@ FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe
       return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
     };
     for (; i + 8 <= count; i += 8) {
+      __builtin_prefetch(array + 2 * i + kWordsAhead);
       // Words 0 2 | 4 6 of the one, 1 3 | 5 7 of the other, which begins with word 7.
       const __m256 low = load(array + 2 * i), high = load(array + 2 * i + 7);
       const __m256 mixed = _mm256_shuffle_ps(low, high, _MM_SHUFFLE(3, 1, 2, 0));

@@ -1,5 +1,9 @@
 #include "src/plan.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -16,12 +20,28 @@ struct Distances {
   cpu::Ahead in_memory, in_cache;
 };
 
-Distances distances() {
 #if defined(__x86_64__)
-  static const bool is_amd = __builtin_cpu_is("amd") != 0;
-  if (is_amd) return {.in_memory = {.first = 256, .second = 1024}, .in_cache = {}};
+// As AMD counts its families: 0x19 is that of Zen 4, 0x1a that of Zen 5.
+unsigned processor_family() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  __get_cpuid(1, &eax, &ebx, &ecx, &edx);
+  return (eax >> 8 & 0xf) + (eax >> 20 & 0xff);
+}
+#endif
+
+Distances known_distances() {
+#if defined(__x86_64__)
+  if (__builtin_cpu_is("amd")) {
+    if (processor_family() >= 0x1a) return {.in_memory = {.first = 2048}, .in_cache = {}};
+    return {.in_memory = {.first = 256, .second = 1024}, .in_cache = {}};
+  }
 #endif
   return {.in_memory = {.first = 1024, .second = 6144}, .in_cache = {.first = 512}};
+}
+
+const Distances& distances() {
+  static const Distances known = known_distances();
+  return known;
 }
 
 [[noreturn]] void refuse(size_t i, const std::string& what) {

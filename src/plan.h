@@ -69,7 +69,7 @@ class Plan {
   void check_weights_apart();
 
   // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands, those
-  // that the team's second-level caches hold: where all are in them, nothing is prefetched.
+  // that the team's second-level caches hold: where all are in them, prefetches are near or none.
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
   Format format(size_t i) const { return formats_[i]; }
