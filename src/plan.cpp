@@ -13,11 +13,16 @@ namespace {
 // Bytes of operands of which a socket's caches keep a part from one step to the next.
 constexpr int64_t kCached = int64_t{256} << 20;
 
-// How far ahead is asked for what the team's second-level caches do not hold, and what they do: by whose
-// processor it is, since they differ in how far they look ahead by themselves. docs/tried.md has other
-// distances.
+// How far ahead is asked for what lies in memory, what a socket's third-level cache may hold, and what the
+// team's second-level caches do: by whose processor it is, since they differ in how far they look ahead by
+// themselves. docs/tried.md has other distances.
 struct Distances {
-  cpu::Ahead in_memory, in_cache;
+  cpu::Ahead in_memory, in_third_level, in_second_level;
+
+  const cpu::Ahead& of(int64_t bytes, int64_t second_level) const {
+    if (bytes <= second_level) return in_second_level;
+    return bytes <= kCached ? in_third_level : in_memory;
+  }
 };
 
 #if defined(__x86_64__)
@@ -32,11 +37,15 @@ unsigned processor_family() {
 Distances known_distances() {
 #if defined(__x86_64__)
   if (__builtin_cpu_is("amd")) {
-    if (processor_family() >= 0x1a) return {.in_memory = {.first = 2048}, .in_cache = {}};
-    return {.in_memory = {.first = 256, .second = 1024}, .in_cache = {}};
+    if (processor_family() >= 0x1a) {
+      return {.in_memory = {.first = 2048}, .in_third_level = {.first = 4096}, .in_second_level = {}};
+    }
+    constexpr cpu::Ahead kBeyond{.first = 256, .second = 1024};
+    return {.in_memory = kBeyond, .in_third_level = kBeyond, .in_second_level = {}};
   }
 #endif
-  return {.in_memory = {.first = 1024, .second = 6144}, .in_cache = {.first = 512}};
+  constexpr cpu::Ahead kBeyond{.first = 1024, .second = 6144};
+  return {.in_memory = kBeyond, .in_third_level = kBeyond, .in_second_level = {.first = 512}};
 }
 
 const Distances& distances() {
@@ -345,7 +354,7 @@ void Plan::refresh(int64_t wave_bytes) {
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
   step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
-  const cpu::Ahead ahead = all_bytes > wave_bytes ? distances().in_memory : distances().in_cache;
+  const cpu::Ahead& ahead = distances().of(all_bytes, wave_bytes);
   for (Entry& entry : entries_) entry.task.ahead = ahead;
   stale_ = false;
   ++operands_version_;
