@@ -382,9 +382,10 @@ def test_has_its_authors_arguments():
         ("max_grad_norm", 0.0),
         ("no_prox", False),
         ("foreach", True),
-        ("fused", True),
+        ("fused", None),  # theirs is True, and refuses what has no kernels
     ]
-    defaults = {name: p.default for name, p in parameters.items() if name != "params"}
+    unset = {"params", "state_dtype", "master_weights"}
+    defaults = {name: p.default for name, p in parameters.items() if name not in unset}
     assert optim.Adan([torch.zeros(3)]).defaults == defaults
 
 

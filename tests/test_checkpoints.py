@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedstep import optim
-from peers import ALL, NAMESAKES, Difference, laws, of, said, without_own
+from peers import ALL, MODES, NAMESAKES, Difference, laws, of, said, without_own
 from stepping import as_parameters, contents, make_weights, train
 
 SHAPES = ((5, 4), (7,), ())
@@ -284,6 +284,7 @@ DIFFERENCES = [
     Difference(
         "after `load_state_dict`", "a_loaded_dictionary_afterwards", ALL, ("default", "fused")
     ),
+    Difference("states of `Adagrad`", "a_state_dict", (optim.Adagrad,), tuple(MODES)),
 ]
 
 test_does_as_torch, test_shows_something, test_differences_are_told = laws(globals(), DIFFERENCES)

@@ -382,8 +382,14 @@ DIFFERENCES = [
     Difference(
         "tensors made in inference mode",
         "states_made_in_inference_mode",
-        tuple(cls for cls in ALL if not cls([torch.ones(1)]).state),  # others have them by then
+        tuple(cls for cls in ALL if cls is not optim.Adagrad),
         ("default", "fused"),
+    ),
+    Difference(
+        "states of `Adagrad`",
+        "states_made_in_inference_mode",
+        (optim.Adagrad,),
+        ("unfused", "foreach"),
     ),
     Difference("a weight cast to another", "weights_cast_between_steps", ADAMS, tuple(MODES)),
     Difference(

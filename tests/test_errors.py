@@ -70,7 +70,6 @@ UNSUPPORTED = {
         lambda: torch.zeros(3, dtype=torch.float8_e4m3fn),
         NOT_FUSED.format("float8_e4m3fn", "cpu"),
     ),
-    "no backend": (lambda: torch.zeros(3, device="meta"), NOT_FUSED.format("float32", "meta")),
     "sparse": (
         lambda: torch.sparse_coo_tensor([[0]], [1.0], (3,), check_invariants=True),
         "`fused=True` requires all the params to be dense Tensors",
@@ -85,6 +84,24 @@ def test_weights_that_have_no_kernel(case, name):
     with pytest.raises(RuntimeError, match=text):
         case.build([torch.zeros(2), make()], fused=True)
     case.build([torch.zeros(2), make()], fused=None)  # falls back
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_weights_on_the_meta_device_are_refused_at_a_step(case):
+    """Not before: models are built there, and then given memory by `to_empty`."""
+    optimizer = case.build([torch.zeros(2), torch.zeros(3, device="meta")], fused=True)
+    weight, empty = optimizer.param_groups[0]["params"]
+    weight.grad, empty.grad = torch.ones(2), torch.ones(3, device="meta")
+    with pytest.raises(RuntimeError, match=NOT_FUSED.format("float32", "meta")):
+        optimizer.step()
+    assert not weight.any()
+
+    empty.grad = None
+    torch.utils.swap_tensors(empty, torch.zeros(3))
+    empty.grad = torch.ones(3)
+    optimizer.step()
+    assert weight.all()
+    assert empty.all()
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

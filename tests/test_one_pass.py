@@ -81,6 +81,58 @@ def test_clips_as_the_separate_calls_do(case, max_norm, mode):
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_clips_by_an_option_as_by_the_separate_call(case, max_norm, mode):
+    """Frameworks call step() without arguments."""
+    optimizer, twin = build(case, torch.float32, mode)
+    before = [param.grad.clone() for param in params_of(optimizer)]
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = max_norm
+        group["keep_grad"] = True  # an option of Lamb
+    optimizer.step()
+    torch.nn.utils.clip_grad_norm_(params_of(twin), max_norm)
+    twin.step()
+    assert_same_step(optimizer, twin, torch.float32)
+    for param, grad in zip(params_of(optimizer), before, strict=True):
+        assert_same_bits(param.grad, grad, "gradient")
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_such_an_option_is_one_number(case):
+    params = as_parameters(make_weights(SHAPES[:2], torch.float32))
+    for bad in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"Invalid (max_grad_norm value|Max grad norm)"):
+            case.build(params, max_grad_norm=bad)
+    groups = [{"params": params[:1], "max_grad_norm": 2.0}, {"params": params[1:]}]
+    with pytest.raises(ValueError, match=r"max_grad_norm must be the same in all groups"):
+        case.build(groups)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_such_an_option_outlives_a_dictionary_without_it(case):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    dictionary = case.build(params).state_dict()
+    for group in dictionary["param_groups"]:
+        group.pop("max_grad_norm", None)
+    optimizer = case.build(params, max_grad_norm=2.0, master_weights=True)
+    optimizer.load_state_dict(dictionary)
+    has_key = "max_grad_norm" in case.build(params).defaults  # its dictionaries always have it
+    assert has_key or optimizer.param_groups[0]["max_grad_norm"] == 2.0
+    assert optimizer.param_groups[0]["master_weights"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("zero_grad", [False, True])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_clips_with_a_closure_and_returns_what_that_returned(case, zero_grad, mode):
+    optimizer, twin = build(case, torch.float32, mode)
+    assert optimizer.step(lambda: 2.5, max_norm=0.5, zero_grad=zero_grad) == 2.5
+    twin.step(max_norm=0.5, zero_grad=zero_grad)
+    assert_same_contents(contents(optimizer), contents(twin))
+
+
 @pytest.mark.parametrize("zero_grad", [True, "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -193,7 +245,6 @@ def test_norms_that_are_not_finite(case):
     [
         ({"max_norm": -1.0}, "Invalid max_norm value: -1.0"),
         ({"max_norm": float("nan")}, "Invalid max_norm value: nan"),
-        ({"max_norm": 1.0, "closure": lambda: 0.0}, "max_norm and closure"),
         ({"zero_grad": "all"}, "zero_grad must be"),
         ({"zero_grad": None}, "zero_grad must be"),
     ],

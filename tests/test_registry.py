@@ -11,9 +11,9 @@ import torch
 from cases import CASES, PLAIN
 from fusedstep import optim
 
-#: What is exported for scripts that use it of torch.optim.
+#: What scripts use of torch.optim beside its optimizers.
 TORCHS = ("Optimizer", "lr_scheduler", "swa_utils")
-NAMES = sorted(set(optim.__all__).difference(TORCHS))
+NAMES = sorted(optim.__all__)
 
 
 def rows_of(name):
@@ -30,8 +30,10 @@ def rule_of(name) -> str:
 def test_every_class_is_exported():
     for name, member in vars(optim).items():
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer):
-            assert name in optim.__all__
+            is_base = member in (torch.optim.Optimizer, optim.FusedOptimizer)
+            assert (name in optim.__all__) != is_base
     assert NAMES
+    assert all(issubclass(getattr(optim, name), optim.FusedOptimizer) for name in NAMES)
 
 
 @pytest.mark.parametrize("name", TORCHS)
@@ -97,12 +99,14 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    own = {"state_dtype": None, "master_weights": False}
+    own = {"state_dtype": None, "master_weights": False, "max_grad_norm": None}
     keyword = inspect.Parameter.KEYWORD_ONLY
     assert described[0] == [*described[1], *((name, keyword, own[name]) for name in own)]
     assert all(case.namesake is theirs for case in rows_of(name))
     param = [torch.zeros(3, requires_grad=True)]
-    assert ours(param).defaults == theirs(param).defaults | own
+    assert ours(param).defaults == theirs(param).defaults
+    given = {"state_dtype": torch.float32, "master_weights": True, "max_grad_norm": 2.0}
+    assert ours(param, **given).defaults == theirs(param).defaults | given
 
 
 def test_lamb_has_its_papers_defaults():
@@ -125,8 +129,6 @@ def test_lamb_has_its_papers_defaults():
         "differentiable": False,
         "fused": None,
         "keep_grad": False,
-        "state_dtype": None,
-        "master_weights": False,
     }
     positional = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.KEYWORD_ONLY]
     assert positional == ["params", "lr", "betas", "eps", "weight_decay"]

@@ -9,13 +9,14 @@ import torch
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from cases import PLAIN
 from fusedstep import _ops, optim
 from stepping import assert_same_contents, contents
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
 
 SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
-CLASSES = (optim.Adam, optim.AdamW, optim.Adagrad, optim.Adan, optim.Lamb)
+CLASSES = tuple(case.optimizer for case in PLAIN)
 
 
 def build(cls, **options):
@@ -461,6 +462,66 @@ def test_options_in_a_list_may_change_in_place(told):
     assert told.answers == []
     anew = stepped(lambda number: (0.9 - number / 10, 0.999))
     assert_same_contents(contents(in_place), contents(anew))
+
+
+def loss():
+    return 2.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "is_repeat"),
+    [
+        ((None,), {}, True),
+        ((), {"closure": None}, True),
+        ((loss,), {}, False),
+        ((), {"closure": loss}, False),
+        ((None,), {"max_norm": 1.0}, False),
+        ((), {"max_norm": 1.0}, False),
+        ((), {"zero_grad": True}, False),
+        ((), {"max_norm": None}, False),
+    ],
+    ids=[
+        "None",
+        "closure=None",
+        "loss",
+        "closure=loss",
+        "None and norm",
+        "norm",
+        "clear",
+        "no norm",
+    ],
+)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_a_step_without_a_closure_is_repeated(cls, arguments, options, is_repeat, told):
+    """Accelerate, the Trainer and torchtitan call it in these ways."""
+    optimizer, params = build(cls)
+    for seed in (1, 2, 3):
+        set_grads(params, seed)
+        optimizer.step(*arguments, **options)
+    assert told.answers == ([True, True] if is_repeat else [])
+
+
+def test_states_are_not_read_by_a_dictionary_of_none(told):
+    """Accelerate reads a new optimizer's dictionary and loads it again."""
+    optimizer, params = build(optim.Adam)
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_grads(params, 1)
+    optimizer.step()
+    assert not optimizer._state_was_accessed
+    optimizer.state_dict()
+    assert optimizer._state_was_accessed
+
+
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_a_hook_of_a_dictionary_may_keep_the_states(hook):
+    optimizer, params = build(optim.Adam)
+    kept = []
+    register = getattr(optimizer, f"register_state_dict_{hook}_hook")
+    register(lambda optimizer, *_: kept.append(optimizer.state))
+    optimizer.state_dict()
+    set_grads(params, 1)
+    optimizer.step()
+    assert optimizer._state_was_accessed
 
 
 @pytest.mark.parametrize("everywhere", [False, True])

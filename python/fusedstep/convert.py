@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fusedstep import _twin, optim
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._imperative import MASTER
+from fusedstep.optim._options import own_option
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
 _CHOICES = ("foreach", "fused")
@@ -226,6 +227,8 @@ def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     """What a group of another optimizer says that one of this class goes on with."""
     if issubclass(cls, optim.Lamb):
         group = _lamb_group(group)
+    elif not issubclass(cls, optim.Adan) and not group.get("max_grad_norm", True):
+        group = {k: v for k, v in group.items() if k != "max_grad_norm"}  # a 0 that clips nothing
     foreign = _NEUTRAL_VALUES.keys() - inspect.signature(cls).parameters.keys()
     for name in sorted(foreign & group.keys()):
         if group[name] not in _NEUTRAL_VALUES[name]:
@@ -334,7 +337,7 @@ def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:
     """A state as a weight's has to be; that of a 16-bit weight may be float32, or be asked to."""
     if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
         return value
-    asked = group["state_dtype"] is torch.float32 or group["master_weights"]
+    asked = own_option(group, "state_dtype") is torch.float32 or own_option(group, "master_weights")
     wide = value.itemsize > 2 or asked
     is_small = weight.dtype in (torch.bfloat16, torch.float16)
     return value.to(weight.device, torch.float32 if wide and is_small else weight.dtype)

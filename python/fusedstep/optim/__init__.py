@@ -1,10 +1,14 @@
 """Optimizers for :mod:`torch` whose step is one pass over memory.
 
-What scripts use of :mod:`torch.optim` beside its optimizers is here under the same name.
+What scripts use of :mod:`torch.optim` beside its optimizers is here under the same name, but not in
+``__all__``: that holds the optimizers alone. ``FusedOptimizer`` is their base, for annotations.
 """
 
-from torch.optim import Optimizer, lr_scheduler, swa_utils
+from torch.optim import Optimizer as Optimizer
+from torch.optim import lr_scheduler as lr_scheduler
+from torch.optim import swa_utils as swa_utils
 
+from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW
@@ -17,7 +21,4 @@ __all__ = [
     "AdamW",
     "Adan",
     "Lamb",
-    "Optimizer",
-    "lr_scheduler",
-    "swa_utils",
 ]

@@ -7,7 +7,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable
 from itertools import chain, cycle
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads,
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
+from fusedstep.optim._options import fill_own, own_option
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
 from fusedstep.optim._watched import WatchedState
@@ -33,6 +34,9 @@ _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDi
 _names = map(str, itertools.count())
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+#: A closure's result.
+_Loss = TypeVar("_Loss")
 
 #: The index of a group, and that of a launch among those that update it.
 _Place = tuple[int, int]
@@ -58,8 +62,6 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         "maximize": False,
         "differentiable": False,
         "fused": None,
-        "state_dtype": None,
-        "master_weights": False,
     }
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
@@ -95,16 +97,15 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
     def _max_grad_norm(self) -> float:
         """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
-        if "max_grad_norm" not in self.defaults:
-            return math.inf
-        norms = {float(group["max_grad_norm"]) for group in self._groups}
+        given = [own_option(group, "max_grad_norm") for group in self._groups]
+        norms = {math.inf if norm is None else float(norm) for norm in given}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
         return max(norms, default=math.inf)
 
     def _grad_norm_eps(self) -> float:
-        """What is added to the norm that is clipped to that."""
-        return 0.0
+        """What is added to the norm that is clipped to that: as clip_grad_norm_ adds it."""
+        return _factors.EPSILON
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -149,8 +150,10 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        # Weights on the meta device may be given memory before the first step, which looks again.
+        weights = [p for p in group["params"] if not p.is_meta]
         try:
-            self._is_native(group, group["params"])
+            self._is_native(group, weights)
             self._max_grad_norm()
         except (RuntimeError, ValueError):
             self.param_groups.pop()
@@ -175,6 +178,9 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         finally:
             hook.remove()
             del self._loading
+        # torch has made the dictionary of states: without any, nobody but a hook can have it.
+        if not (self._state or self._optimizer_load_state_dict_post_hooks):
+            self._state_was_accessed = False
 
     def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
         """Takes from a dictionary what has been cast to a 16-bit weight's dtype."""
@@ -199,6 +205,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
+            fill_own(group, self.defaults)
         if "_loading" in self.__dict__:
             self._keep_wide_states(self._loading)
         for group in self.param_groups:
@@ -265,15 +272,15 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
-        if weight.dtype not in _SIXTEEN_BITS or group["master_weights"]:
+        if weight.dtype not in _SIXTEEN_BITS or own_option(group, "master_weights"):
             return weight.dtype in _SIXTEEN_BITS
         state = self._state.get(weight, {})
         dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
-        return (dtypes or [group["state_dtype"]])[0] is torch.float32
+        return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether what is updated is a float32 copy, which the weight is rounded from."""
-        return group["master_weights"] and weight.dtype in _SIXTEEN_BITS
+        return weight.dtype in _SIXTEEN_BITS and own_option(group, "master_weights")
 
     def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of a plan."""
@@ -386,13 +393,40 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     profile_hook_step = staticmethod(with_hooks)
     _init_group = init_group
 
+    @overload
     def step(
         self,
-        closure: Callable[[], float] | None = None,
+        closure: None = None,
+        *,
+        max_norm: None = None,
+        zero_grad: bool | Literal["none"] = False,
+    ) -> None: ...
+
+    @overload
+    def step(
+        self,
+        closure: None = None,
+        *,
+        max_norm: float,
+        zero_grad: bool | Literal["none"] = False,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], _Loss],
         *,
         max_norm: float | None = None,
         zero_grad: bool | Literal["none"] = False,
-    ) -> float | Tensor | None:
+    ) -> _Loss: ...
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+        zero_grad: bool | Literal["none"] = False,
+    ) -> Any:
         """Perform a single optimization step.
 
         With ``max_norm`` and ``zero_grad`` it does in two passes over memory what ``unscale_``,
@@ -408,19 +442,18 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
                 ``"none"`` sets them to None.
 
         Returns:
-            The closure's loss; with ``max_norm`` the norm before clipping, a 0-dimensional float64
-            tensor: on the weights' device if all groups step there, else on the CPU.
+            With a closure what it returned; otherwise with ``max_norm`` the norm before clipping,
+            a 0-dimensional float64 tensor: on the weights' device if all groups step there, else
+            on the CPU; otherwise None.
 
         Raises:
-            ValueError: if ``max_norm`` is negative or NaN or comes with a closure, or ``zero_grad``
-                is neither a bool nor ``"none"``.
+            ValueError: if ``max_norm`` is negative or NaN, or ``zero_grad`` is neither a bool nor
+                ``"none"``.
         """
         if max_norm is not None:
             max_norm = float(max_norm)
             if not max_norm >= 0:
                 raise ValueError(f"Invalid max_norm value: {max_norm}")
-            if closure is not None:
-                raise ValueError("max_norm and closure: step() returns the norm or the loss")
         if zero_grad not in (False, True, "none"):
             raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
         zero_grad = zero_grad if zero_grad == "none" else bool(zero_grad)  # of numpy, perhaps
@@ -440,7 +473,7 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
                     return loss
             update = self._update_outside_graphs if is_compiling() else self._update
             norm = update(max_norm, zero_grad)
-            return loss if max_norm is None else norm
+            return norm if closure is None else loss
 
     step.repeats = True  # see with_hooks(). A subclass's own step may do more
 
@@ -448,9 +481,14 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Tells a GradScaler that the step divides by the scale, in ``grad_scale``, itself.
 
-        So do native steps; before others the scaler goes over the gradients.
+        Native steps can. As with torch's classes they do only where ``fused=True`` asks for it:
+        Lightning refuses to clip the gradients of an optimizer that says so, and Accelerate does
+        not notice that it skipped a step.
         """
-        return all(self._is_native(group, group["params"]) for group in self.param_groups)
+        return all(
+            group["fused"] and self._is_native(group, group["params"])
+            for group in self.param_groups
+        )
 
     def _is_on_host(self) -> bool:
         # To ask an accelerator about graph capture starts it, which fails in a child of fork().

@@ -32,6 +32,11 @@ def check_state_dtype(state_dtype: torch.dtype | None) -> None:
         raise ValueError(f"state_dtype must be None or torch.float32, not {state_dtype}")
 
 
+def check_max_grad_norm(max_grad_norm: float | None) -> None:
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
+
+
 def check_at_least_zero(name: str, value: float) -> None:
     if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")

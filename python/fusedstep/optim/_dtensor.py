@@ -38,10 +38,13 @@ def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
     """A tensor spread as a weight is, of which this process has `shard`."""
     if not is_dtensor(weight):
         return shard
-    mesh, placements = _spread(weight)
-    return type(weight).from_local(
-        shard, mesh, placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    # from_local() would move the shard to the mesh's device: with its weights offloaded to the CPU,
+    # FSDP2 has shards there of a mesh of GPUs.
+    meta = TensorMeta(weight.shape, weight.stride(), shard.dtype)
+    spec = DTensorSpec(*_spread(weight), tensor_meta=meta)
+    return type(weight)(shard, spec, requires_grad=False)
 
 
 def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fusedstep.optim._work import Work
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
-_EPSILON = 1e-6
+EPSILON = 1e-6
 
 
 class Factors(NamedTuple):
@@ -76,7 +76,7 @@ def of_step(
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
     if asks_norm:
         left = norm = _grad_norm(work) * factor
-        if max_norm is not None and not (part := max_norm / (norm + _EPSILON)) >= 1:
+        if max_norm is not None and not (part := max_norm / (norm + EPSILON)) >= 1:
             factor, left = factor * part, left * part
         left += optimizer._grad_norm_eps()
         if left > own_max_norm:
@@ -102,7 +102,7 @@ def _on_device(
     if max_norm is not None or own_max_norm < math.inf:
         left = norm = _device_norm2(work, device).sqrt() * factor
         if max_norm is not None:
-            part = (max_norm / (norm + _EPSILON)).clamp(max=1.0)
+            part = (max_norm / (norm + EPSILON)).clamp(max=1.0)
             factor, left = part * factor, left * part
         if own_max_norm < math.inf:
             left = left + own_eps

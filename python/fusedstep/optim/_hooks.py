@@ -26,6 +26,12 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or frame_callback() is not None
 
 
+def _asks_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Tells ``step(None)`` and ``step(closure=None)``, which frameworks call, from other calls."""
+    (closure, *others) = (*args, *kwargs.values())
+    return closure is None and not others and (not kwargs or "closure" in kwargs)
+
+
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     """What torch makes of an optimizer's ``step``: it calls hooks, and tells the profiler.
 
@@ -39,7 +45,8 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if (
             repeats
-            and not (args or kwargs or torch.compiler.is_compiling())
+            and (not (args or kwargs) or _asks_nothing(args, kwargs))
+            and not torch.compiler.is_compiling()
             and self._last_step is not None
             and (direct := _ops.direct())
             and direct.repeat(self, self._last_step)

@@ -26,6 +26,15 @@ class WatchedState:
         self._state_was_accessed = "_state" in self.__dict__
         self._state = state
 
+    def state_dict(self) -> dict[str, Any]:
+        was_accessed = self._state_was_accessed
+        dictionary = super().state_dict()
+        # Without states it lets nothing out, unless hooks have had the optimizer.
+        hooks = self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks
+        if not (self._state or any(hooks)):
+            self._state_was_accessed = was_accessed
+        return dictionary
+
     def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]:
         """The states of weights, if anybody has had them: autograd may have, too."""
         if not self._state_was_accessed:

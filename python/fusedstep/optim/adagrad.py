@@ -8,7 +8,14 @@ from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, check_eps, check_lr, check_state_dtype
+from fusedstep.optim._checks import (
+    check_at_least_zero,
+    check_eps,
+    check_lr,
+    check_max_grad_norm,
+    check_state_dtype,
+)
+from fusedstep.optim._options import set_ones
 
 __all__ = ["Adagrad"]
 
@@ -64,6 +71,10 @@ class Adagrad(FusedOptimizer):
             state ``master_param`` and update that, so that moves too small for the weight's dtype
             add up; the weight is the copy rounded, and its states are float32. A weight that is
             changed otherwise is taken as it is then (default: False)
+        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
+            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
+            ``step(max_norm=...)`` clips before it (default: None)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -100,6 +111,7 @@ class Adagrad(FusedOptimizer):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
         check_lr(lr)
         check_at_least_zero("lr_decay", lr_decay)
@@ -107,6 +119,7 @@ class Adagrad(FusedOptimizer):
         check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
         check_eps(eps)
         check_state_dtype(state_dtype)
+        check_max_grad_norm(max_grad_norm)
         defaults = {
             "lr": lr,
             "lr_decay": lr_decay,
@@ -117,20 +130,20 @@ class Adagrad(FusedOptimizer):
             "maximize": maximize,
             "differentiable": differentiable,
             "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
+            **set_ones(
+                state_dtype=state_dtype,
+                master_weights=master_weights,
+                max_grad_norm=max_grad_norm,
+            ),
         }
         super().__init__(params, defaults)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._create_states(group, group["params"])
-
     def share_memory(self) -> None:
-        """Calls tensor.share_memory_() on the state sum tensors."""
-        for state in self.state.values():
-            state["sum"].share_memory_()
+        """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
+        for group in self.param_groups:
+            self._create_states(group, group["params"])
+            for p in group["params"]:
+                self.state[p]["sum"].share_memory_()
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> tuple[bool, bool]:
         """As torch's: whether there is a sparse gradient, and whether a complex weight."""

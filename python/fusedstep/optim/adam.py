@@ -13,8 +13,10 @@ from fusedstep.optim._checks import (
     check_betas,
     check_eps,
     check_lr,
+    check_max_grad_norm,
     check_state_dtype,
 )
+from fusedstep.optim._options import set_ones
 
 __all__ = ["Adam"]
 
@@ -71,6 +73,10 @@ class Adam(FusedOptimizer):
             state ``master_param`` and update that, so that moves too small for the weight's dtype
             add up; the weight is the copy rounded, and its states are float32. A weight that is
             changed otherwise is taken as it is then (default: False)
+        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
+            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
+            ``step(max_norm=...)`` clips before it (default: None)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
 
@@ -118,10 +124,12 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
         check_lr(lr, foreach=foreach, capturable=capturable)
         check_eps(eps)
         check_state_dtype(state_dtype)
+        check_max_grad_norm(max_grad_norm)
         check_at_least_zero("weight_decay", weight_decay)
         defaults = {
             "lr": lr,
@@ -135,8 +143,11 @@ class Adam(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
+            **set_ones(
+                state_dtype=state_dtype,
+                master_weights=master_weights,
+                max_grad_norm=max_grad_norm,
+            ),
         }
         super().__init__(params, defaults)
 

@@ -62,6 +62,10 @@ class AdamW(Adam):
             state ``master_param`` and update that, so that moves too small for the weight's dtype
             add up; the weight is the copy rounded, and its states are float32. A weight that is
             changed otherwise is taken as it is then (default: False)
+        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
+            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
+            ``step(max_norm=...)`` clips before it (default: None)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -99,6 +103,7 @@ class AdamW(Adam):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
+        max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(
             params,
@@ -115,6 +120,7 @@ class AdamW(Adam):
             decoupled_weight_decay=True,
             state_dtype=state_dtype,
             master_weights=master_weights,
+            max_grad_norm=max_grad_norm,
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:

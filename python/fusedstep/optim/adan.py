@@ -19,6 +19,7 @@ from fusedstep.optim._checks import (
     check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._options import set_ones
 
 __all__ = ["Adan"]
 
@@ -71,7 +72,7 @@ class Adan(FusedOptimizer):
             or over tensors (default: True)
         fused (bool, optional): True runs the native kernels, False the same formula
             in plain torch operations. None takes the native kernels if they can
-            update every weight of the group and differentiable is not True (default: True)
+            update every weight of the group and differentiable is not True (default: None)
         maximize (bool, optional): maximize the objective instead of minimizing it
             (default: False)
         capturable (bool, optional): keep the step count on the weight's device, so
@@ -122,7 +123,7 @@ class Adan(FusedOptimizer):
         max_grad_norm: float = 0.0,
         no_prox: bool = False,
         foreach: bool | None = True,
-        fused: bool | None = True,
+        fused: bool | None = None,
         *,
         maximize: bool = False,
         capturable: bool = False,
@@ -150,8 +151,7 @@ class Adan(FusedOptimizer):
             "maximize": maximize,
             "capturable": capturable,
             "differentiable": differentiable,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
+            **set_ones(state_dtype=state_dtype, master_weights=master_weights),
         }
         super().__init__(params, defaults)
 

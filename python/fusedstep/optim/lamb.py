@@ -16,9 +16,11 @@ from fusedstep.optim._checks import (
     check_betas,
     check_eps,
     check_lr,
+    check_max_grad_norm,
     check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor, norms, whole
+from fusedstep.optim._options import set_ones
 
 __all__ = ["Lamb"]
 
@@ -208,8 +210,7 @@ class Lamb(FusedOptimizer):
         check_state_dtype(state_dtype)
         for name in ("weight_decay", "max_weight_norm", "min_ratio"):
             check_at_least_zero(name, options[name])
-        if not options["max_grad_norm"] > 0.0:
-            raise ValueError(f"Invalid max_grad_norm value: {options['max_grad_norm']}")
+        check_max_grad_norm(options["max_grad_norm"])
         if not options["max_ratio"] >= options["min_ratio"]:
             raise ValueError(
                 f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "
@@ -227,8 +228,7 @@ class Lamb(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "keep_grad": keep_grad,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
+            **set_ones(state_dtype=state_dtype, master_weights=master_weights),
         }
         super().__init__(params, defaults)
 
@@ -236,6 +236,9 @@ class Lamb(FusedOptimizer):
         if "variant" in param_group:
             raise ValueError("variant is for all groups: give a group the options it stands for")
         super().add_param_group(param_group)
+
+    def _grad_norm_eps(self) -> float:
+        return 0.0
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return "exp_avg", "exp_avg_sq"

@@ -1,0 +1,29 @@
+"""Options that torch's classes lack: a group has such a key only where it was set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Each with its value where a group has no such key. torch's distributed checkpoints, and the flat
+#: ones of torchtitan, ask a checkpoint for every key that a group has: those of torch's optimizers
+#: could not be loaded if these keys were always there.
+OWN: dict[str, Any] = {"state_dtype": None, "master_weights": False, "max_grad_norm": None}
+
+
+def own_option(group: dict[str, Any], name: str) -> Any:
+    """The value of such an option in a group."""
+    return group.get(name, OWN[name])
+
+
+def set_ones(**options: Any) -> dict[str, Any]:
+    """Those of these options that were set: the keys that the defaults get."""
+    return {name: value for name, value in options.items() if value != OWN[name]}
+
+
+def fill_own(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Completes a group that was loaded: what it does not say is as the optimizer was made."""
+    for name, unset in OWN.items():
+        if name in defaults:
+            group.setdefault(name, defaults[name])
+        elif name in group and group[name] == unset:  # in a dictionary of fusedstep 0.1.0
+            del group[name]
