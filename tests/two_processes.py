@@ -4,6 +4,7 @@ import copy
 import os
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ import torch.multiprocessing as mp
 import fusedstep
 from cases import CASES, PLAIN
 from fusedstep import optim
+from fusedstep.optim import lamb
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
 SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
@@ -258,6 +260,96 @@ def gradients_in_the_buckets_of_ddp(here):
             assert buckets == [param.grad.data_ptr() for param in model.parameters()]
 
 
+def offloaded_shards_are_stepped_where_they_are(here):
+    """With FSDP2's offloading the mesh is one of GPUs, and weights and gradients are on the CPU."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    policy = CPUOffloadPolicy(pin_memory=here.device.type == "cuda")
+    for case in CASES:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 2))
+        twin = copy.deepcopy(model)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        optimizer = case.build(model.parameters(), fused=None)
+        reference = case.build(twin.parameters())
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            inputs = torch.randn(8, 20, generator=generator)
+            model(inputs.to(here.device)).square().mean().backward()
+            twin(inputs).square().mean().backward()
+            optimizer.step(max_norm=0.5, zero_grad=True)
+            reference.step(max_norm=0.5, zero_grad=True)
+        assert bool(optimizer._plans) == case.elementwise
+        for weight, other in zip(model.parameters(), twin.parameters(), strict=True):
+            assert weight.to_local().is_cpu
+            for name in case.states:
+                state = optimizer.state[weight][name]
+                assert state.to_local().is_cpu
+                assert state.placements == weight.placements
+                assert state.shape == weight.shape
+            whole = weight.detach().to_local().to(here.device)
+            whole = (
+                type(weight)
+                .from_local(
+                    whole, mesh, weight.placements, shape=weight.shape, stride=weight.stride()
+                )
+                .full_tensor()
+            )
+            torch.testing.assert_close(whole.cpu(), other.detach(), rtol=1e-4, atol=1e-5)
+
+
+def a_state_is_the_memory_of_its_shard(here):
+    from torch.distributed.tensor import Shard
+
+    from fusedstep.optim._dtensor import spread_like
+
+    _, spread = here.subjects(Shard(0))
+    for weight in spread:
+        for dtype in (torch.float32, torch.float64):
+            shard = torch.zeros(weight.to_local().shape, dtype=dtype, device="meta")
+            state = spread_like(weight, shard)  # whatever the device of the mesh
+            assert state._local_tensor is shard
+            assert (state.shape, state.stride()) == (weight.shape, weight.stride())
+            assert (state.dtype, state.placements) == (dtype, weight.placements)
+
+
+def warnings_of(act, text):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        act()
+    return [str(each.message) for each in caught if text in str(each.message)]
+
+
+def steps_that_shards_slow_down_are_warned_of_once(here):
+    from torch.distributed.tensor import Shard
+
+    lamb._warn.cache_clear()  # earlier works have stepped shards
+    _, spread = here.subjects(Shard(0))
+    text = "Lamb steps sharded DTensor weights in torch operations"
+    assert not warnings_of(optim.Lamb(spread, fused=False).step, text)
+    assert not warnings_of(optim.Adam(spread).step, text)
+    assert len(warnings_of(optim.Lamb(spread).step, text)) == 1
+    assert not warnings_of(optim.Lamb(spread).step, text)
+
+
+def flat_parameters_are_warned_of(here):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for use_orig_params in (False, True):
+        lamb._warn.cache_clear()
+        model = FullyShardedDataParallel(
+            torch.nn.Linear(4, 2).to(here.device),
+            use_orig_params=use_orig_params,
+            device_id=here.device,
+        )
+        params = list(model.parameters())
+        text = "parts of a flat parameter"
+        assert not warnings_of(lambda params=params: optim.Adam(params), text)
+        assert len(warnings_of(lambda params=params: optim.Lamb(params), text)) == 1
+
+
 WORKS = (
     shards_are_stepped_as_the_whole,
     a_compiled_step_leaves_shards_to_the_step,
@@ -271,6 +363,10 @@ WORKS = (
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,
     gradients_in_the_buckets_of_ddp,
+    offloaded_shards_are_stepped_where_they_are,
+    a_state_is_the_memory_of_its_shard,
+    steps_that_shards_slow_down_are_warned_of_once,
+    flat_parameters_are_warned_of,
 )
 
 

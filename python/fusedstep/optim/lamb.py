@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -236,6 +238,11 @@ class Lamb(FusedOptimizer):
         if "variant" in param_group:
             raise ValueError("variant is for all groups: give a group the options it stands for")
         super().add_param_group(param_group)
+        if any(map(_is_part_of_flat, self.param_groups[-1]["params"])):
+            _warn(
+                "Lamb got weights of FSDP1, which are parts of a flat parameter: the trust ratio "
+                "is then one of a process's part, not of a weight. FSDP2 (fully_shard) keeps weights."
+            )
 
     def _grad_norm_eps(self) -> float:
         return 0.0
@@ -256,6 +263,15 @@ class Lamb(FusedOptimizer):
             and not any(weight.is_complex() for weight in weights)
             for group, weights, _ in groups
         ]
+        if any(
+            is_apart and self._wants_native(group)
+            for (group, *_), is_apart in zip(groups, apart, strict=True)
+        ):
+            _warn(
+                "Lamb steps sharded DTensor weights in torch operations, which takes many times as "
+                "long as native kernels: its norms need the other processes. fused=False asks for "
+                "that without this warning."
+            )
         begun = []
         for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
             for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
@@ -363,6 +379,17 @@ class Lamb(FusedOptimizer):
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Says it once in a process."""
+    warnings.warn(text, stacklevel=2)
+
+
+def _is_part_of_flat(weight: Tensor) -> bool:
+    """Tells FSDP1's flat parameters, and the parameters that are views of them."""
+    return getattr(weight, "_is_flat_param", False) or getattr(weight, "_fsdp_flattened", False)
 
 
 def _norm(tensor: Tensor) -> float:
