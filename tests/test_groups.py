@@ -1,6 +1,5 @@
 """Law: groups, options and states are what torch makes of them, changed between steps as well."""
 
-import copy
 from collections import defaultdict
 
 import torch
@@ -143,20 +142,6 @@ def a_tensor_lr_in_a_foreach_group(build):
     return said(lambda: build([group]).step()), param.detach()
 
 
-def weights_exchanged_before_the_first_step(build):
-    """As Accelerate exchanges them when FSDP2 has made DTensors of a model's."""
-    optimizer, params = build(weights()), weights()
-    optimizer.param_groups[0]["params"] = params
-    train(optimizer, params, [1])
-    dictionary = copy.deepcopy(optimizer.state_dict())
-    other, others = build(weights()), as_parameters(params)
-    other.param_groups[0]["params"] = others
-    other.load_state_dict(dictionary)
-    train(optimizer, params, [2])
-    train(other, others, [2])
-    return contents(optimizer), contents(other)
-
-
 # What it looks like
 
 
@@ -266,12 +251,6 @@ def an_accumulator_of_one_group(build):
 
 
 DIFFERENCES = [
-    Difference(
-        "states of `Adagrad`",
-        "weights_exchanged_before_the_first_step",
-        (optim.Adagrad,),
-        tuple(MODES),
-    ),
     Difference(
         "options that exclude each other",
         "a_tensor_lr_in_a_foreach_group",

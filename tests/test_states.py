@@ -375,3 +375,26 @@ def test_a_forgotten_optimizer_frees_its_states(case):
     del optimizer
     gc.collect()
     assert all(state() is None for state in states)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_weights_may_be_exchanged_before_the_first_step(case, fused):
+    """As Accelerate exchanges them when FSDP2 has made DTensors of a model's."""
+
+    def exchanged(weights):
+        optimizer = case.build(as_parameters(make_weights(SHAPES, torch.float32)), fused=fused)
+        params = optimizer.param_groups[0]["params"] = as_parameters(weights)
+        return params, optimizer
+
+    weights = make_weights(SHAPES, torch.float32)
+    params = as_parameters(weights)
+    expected = case.build(params, fused=fused)
+    others, optimizer = exchanged(weights)
+    train(expected, params, [1])
+    train(optimizer, others, [1])
+    loaded_params, loaded = exchanged(others)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(expected, params, [2])
+    train(loaded, loaded_params, [2])
+    assert_same_contents(contents(loaded), contents(expected))

@@ -241,7 +241,7 @@ class Lamb(FusedOptimizer):
         if any(map(_is_part_of_flat, self.param_groups[-1]["params"])):
             _warn(
                 "Lamb got weights of FSDP1, which are parts of a flat parameter: the trust ratio "
-                "is then one of a process's part, not of a weight. FSDP2 (fully_shard) keeps weights."
+                "is then that of a process's part, not of a weight. fully_shard keeps weights."
             )
 
     def _grad_norm_eps(self) -> float:
