@@ -198,7 +198,8 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         if "param_groups" in self.__dict__:
             self.param_groups = self.__dict__.pop("param_groups")
         if "state" in self.__dict__:
-            self._state, self._state_was_accessed = self.__dict__.pop("state"), True
+            self.state = self.__dict__.pop("state")
+            self._note_access()
         if "_name" not in self.__dict__:
             self._register()
         self._forget_plans()

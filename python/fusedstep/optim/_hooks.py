@@ -49,6 +49,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
             and not torch.compiler.is_compiling()
             and self._last_step is not None
             and (direct := _ops.direct())
+            and (not self._state_was_accessed or self._look_for_holders() is None)
             and direct.repeat(self, self._last_step)
         ):
             return None

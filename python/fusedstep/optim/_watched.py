@@ -1,30 +1,46 @@
-"""The state of an optimizer that knows whether anybody has had it."""
+"""The state of an optimizer, which knows whether code outside of the optimizer may hold it."""
 
 from __future__ import annotations
 
+import functools
+import sys
+import weakref
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from fusedstep.optim._plan import Plan, Snapshot
+
+#: Steps without a read of the state after which a step looks whether anybody still holds it. That
+#: takes as long as some steps: code that reads the state at every step is not to pay for it.
+_STEPS_BEFORE_A_LOOK = 16
 
 
 class WatchedState:
     """Gives an optimizer its attribute ``state``.
 
-    Whoever has had it may exchange what is in it, or move the memory of that, at any time: from
-    then on every step looks. Code of the optimizer that lets nothing of it out goes by ``_state``.
+    Code that has read it may exchange its entries, or move their memory, at any time. Every step
+    then looks for that and raises the versions of the states, until nobody holds them any more.
+    Code of the optimizer that lets nothing of the state out uses ``_state``.
     """
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        self._state_was_accessed = True
+        self._note_access()
         return self._state
 
     @state.setter
     def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        # The first one comes from torch's constructor, which keeps it to itself.
-        self._state_was_accessed = "_state" in self.__dict__
+        # torch's constructor sets the first one, and keeps it to itself.
+        self._note_access("_state" in self.__dict__)
         self._state = state
+
+    def _note_access(self, is_read: bool = True) -> None:
+        self._state_was_accessed = is_read
+        self._steps_before_a_look = self._steps_between_looks = _STEPS_BEFORE_A_LOOK
 
     def state_dict(self) -> dict[str, Any]:
         was_accessed = self._state_was_accessed
@@ -36,8 +52,81 @@ class WatchedState:
         return dictionary
 
     def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]:
-        """The states of weights, if anybody has had them: autograd may have, too."""
+        """The states of weights, if code outside may hold them: autograd may, too."""
         if not self._state_was_accessed:
             return []
         values = chain.from_iterable(self._state[p].values() for p in weights)
         return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
+
+    def _look_for_holders(self) -> None:
+        """Counts steps since the state was read; now and then asks whether anybody holds it.
+
+        For steps that repeat the last one: all states are then held by a plan, and nothing else.
+        """
+        self._steps_before_a_look -= 1
+        if self._steps_before_a_look > 0:
+            return
+        self._steps_between_looks *= 2  # for the next look, if somebody does
+        self._steps_before_a_look = self._steps_between_looks
+        self._state_was_accessed = False  # before counting: another thread's read makes it True
+        # The record of the last step has a list of the states, if they had been read by then.
+        in_record = any(part.states for part in self._last_step.parts)
+        unread = _holders_of_unread_states()
+        if not _is_held_as(self._state, unread, in_record):
+            self._state_was_accessed = True
+
+
+def _is_held_as(
+    state: dict[Tensor, dict[str, Any]],
+    unread: tuple[tuple[int, int], tuple[int, ...]],
+    in_record: bool,
+) -> bool:
+    """Compares the holders of all states with those of states that nobody has read."""
+    (of_state, of_dictionary), (objects, *others) = unread
+    of_value = (objects + in_record, *others)
+    if sys.getrefcount(state) != of_state:
+        return False
+    for tensors in state.values():
+        if sys.getrefcount(tensors) != of_dictionary:
+            return False
+        for value in tensors.values():
+            if not isinstance(value, Tensor) or _holders(value) != of_value:
+                return False
+    return True
+
+
+def _holders(value: Tensor) -> tuple[int, ...]:
+    """Counts references to a tensor: as an object, in C++ (autograd's), and to its memory."""
+    storage = value.untyped_storage()._cdata
+    return (
+        sys.getrefcount(value),
+        weakref.getweakrefcount(value),
+        value._use_count(),
+        torch._C._storage_Use_Count(storage),
+    )
+
+
+@functools.cache
+def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
+    """Counts them where only an attribute, a plan and a snapshot hold a state.
+
+    Releases of Python and torch count differently: this asks the ones in use.
+    """
+    weight, optimizer = torch.zeros(1), SimpleNamespace()
+    optimizer.state = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
+    plan = Plan([weight], list(optimizer.state.values()), ("sum",), False, False)
+    snapshot = Snapshot(optimizer.state)
+    found = _first_holders(optimizer.state)
+    del plan, snapshot
+    return found
+
+
+def _first_holders(
+    state: dict[Tensor, dict[str, Any]],
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    of_state = sys.getrefcount(state)
+    for tensors in state.values():
+        of_dictionary = sys.getrefcount(tensors)
+        for value in tensors.values():
+            return (of_state, of_dictionary), _holders(value)
+    raise ValueError("there are no states")
