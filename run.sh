@@ -18,7 +18,7 @@ Usage:
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
   ./run.sh test sanitize-cuda    the CUDA kernels under compute-sanitizer, where there is a GPU
-  ./run.sh bench [FILTER]        the benchmark, all sizes
+  ./run.sh bench [FILTER]        the benchmark, all sizes; results go to build/results (--commit: to bench/results)
   ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs (--device cuda: on a GPU)
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit

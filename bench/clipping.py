@@ -11,7 +11,6 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -19,6 +18,7 @@ from rich.progress import track
 from rich.table import Table
 
 import cases
+import output
 import shapes
 import subjects
 from machine import this_machine
@@ -96,9 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("lists", nargs="*", metavar="LIST", help="default: gpt2 and small")
     parser.add_argument("--seconds", type=float, default=8, help="for each row (default: 8)")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="instead of bench/results/MACHINE"
-    )
+    output.output_arguments(parser)
     arguments = parser.parse_args()
     if unknown := set(arguments.lists) - set(LISTS):
         parser.error(f"no list {', '.join(unknown)}: there are {', '.join(LISTS)}")
@@ -114,8 +112,7 @@ def main() -> None:
                 "ms": measure(case, LISTS[name], arguments.seconds),
             }
         )
-    folder = arguments.output or Path(__file__).parent / "results" / machine.slug
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = output.results_folder(arguments, machine.slug)
     results = {
         "machine": machine.facts(),
         "torch": torch.__version__,

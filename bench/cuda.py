@@ -347,7 +347,7 @@ def main() -> None:
     if not chosen:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
     collected.facts = {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
-    folder = output.results_folder(arguments.output, device_slug())
+    folder = output.results_folder(arguments, device_slug())
     for row in track(chosen, "timing steps", console=Console(stderr=True)):
         print(row, file=sys.stderr)
         collected.rows.append(measure(row, limit))

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 
 import torch
 from rich.console import Console
@@ -131,9 +130,7 @@ def main() -> None:
     parser.add_argument("--touched", type=int, default=TOUCHED, help=f"default: {TOUCHED:,}")
     parser.add_argument("--seconds", type=float, default=20, help="for each row (default: 20)")
     parser.add_argument("--device", choices=_ops.DEVICES, default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="instead of bench/results/MACHINE"
-    )
+    output.output_arguments(parser)
     arguments = parser.parse_args()
     if not 0 < arguments.touched <= arguments.rows:
         parser.error(f"--touched must be from 1 to {arguments.rows}")
@@ -148,7 +145,7 @@ def main() -> None:
         rows.append({"gradient": title, "ms": measure(gradients, arguments.seconds)})
     machine = this_machine()
     name = cuda.device_slug() if arguments.device == "cuda" else machine.slug
-    folder = output.results_folder(arguments.output, name)
+    folder = output.results_folder(arguments, name)
     results = {
         "machine": machine.facts(),
         "device": arguments.device,

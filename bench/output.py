@@ -63,15 +63,25 @@ def add_arguments(parser: argparse.ArgumentParser, seconds: float | None = None)
     parser.add_argument(
         "--budget", type=float, metavar="SECONDS", default=seconds, help="time for all steps"
     )
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="instead of one in bench/results/MACHINE"
-    )
+    output_arguments(parser)
     parser.add_argument(
         "--libraries",
         type=Path,
         metavar="DIR",
         default=ROOT / "build" / "release" / "bench",
         help="where the native parts of the benchmark were built",
+    )
+
+
+def output_arguments(parser: argparse.ArgumentParser) -> None:
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--output", type=Path, metavar="DIR", help="instead of one in build/results/MACHINE"
+    )
+    where.add_argument(
+        "--commit",
+        action="store_true",
+        help="write into bench/results/MACHINE, which the pages are made from",
     )
 
 
@@ -91,8 +101,10 @@ def check_libraries(folder: Path) -> None:
         )
 
 
-def results_folder(wanted: Path | None, *names: str) -> Path:
-    found = wanted or ROOT.joinpath("bench", "results", *names)
+def results_folder(arguments: argparse.Namespace, *names: str) -> Path:
+    """The folder that `output_arguments` ask for. Git ignores the usual one, in build/."""
+    root = ROOT / ("bench" if arguments.commit else "build") / "results"
+    found = arguments.output or root.joinpath(*names)
     found.mkdir(parents=True, exist_ok=True)
     return found
 

@@ -111,7 +111,7 @@ def main() -> None:
         sys.exit(f"bench: {failure}")
     if not collected.rows:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
-    folder = output.results_folder(arguments.output, collected.machine.slug)
+    folder = output.results_folder(arguments, collected.machine.slug)
     results = collected.results()
     output.write(folder, results, report.markdown(results))
     plot.plot(results, folder)

@@ -102,9 +102,7 @@ def parse_arguments() -> argparse.Namespace:
         help=f"for each optimizer and size, if the steps take longer (default: {SECONDS:g})",
     )
     parser.add_argument("--again", action="store_true", help="also what is measured already")
-    parser.add_argument(
-        "--output", type=Path, metavar="DIR", help="instead of bench/results/MACHINE/adan"
-    )
+    output.output_arguments(parser)
     return parser.parse_args()
 
 
@@ -212,7 +210,7 @@ def main() -> None:
     slug = collected.machine.slug
     if device.type == "cuda":
         slug = "-".join(collected.facts["device"].lower().split())
-    folder = output.results_folder(arguments.output, slug, "adan")
+    folder = output.results_folder(arguments, slug, "adan")
     if device.type == "cuda" and not has_authors(device):
         collected.note("the authors' kernel is absent: adan and fused_adan cannot be imported")
     collected.rows = rows_before(folder, collected.facts)

@@ -329,7 +329,7 @@ def main() -> None:
         slug = collected.machine.slug
         if arguments.device == "cuda":
             slug = "-".join(results["device"].lower().split())
-        folder = output.results_folder(arguments.output, slug, "peers")
+        folder = output.results_folder(arguments, slug, "peers")
         output.write(folder, results, target.report.markdown(results))
         return results, folder
 
