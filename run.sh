@@ -44,21 +44,13 @@ parallelism() {
   printf '%s\n' "$(nproc)" "$((memory > 1 ? memory : 1))" | sort -n | head -n 1
 }
 
-# That of the GPU that is here, for all take nvcc minutes. Without one, nothing can run what an assembler would take
-# half of the time for: it is compiled as far as PTX.
-cuda_architecture() {
-  local capability
-  capability=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -n 1 | tr -d .) || true
-  echo "${capability:-90-virtual}"
-}
-
 configure() {
-  local preset=$1 folder=$root/build/$1 args
-  args="-DPython_EXECUTABLE=$python -Ddnnl_DIR=$(find_onednn) -DFUSEDSTEP_CUDA_ARCHITECTURES=$(cuda_architecture)"
-  [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$args" ]] || return 0
-  # shellcheck disable=SC2086  # one word an option
-  step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" $args || return
-  echo "$args" >"$folder/.configured"
+  local preset=$1 folder=$root/build/$1 args configured
+  args=("-DPython_EXECUTABLE=$python" "-Ddnnl_DIR=$(find_onednn)")
+  configured="${args[*]} $(nvidia-smi -L 2>/dev/null || true)"  # for the CUDA kernels are compiled for the GPUs
+  [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$configured" ]] || return 0
+  step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" "${args[@]}" || return
+  echo "$configured" >"$folder/.configured"
 }
 
 # build PRESET [--target TARGET...]
@@ -130,7 +122,7 @@ main() {
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
-    '' | --full | build | test | bench | mnist | doctor | lint | *.py) prepare ;;
+    '' | --full | build | test | bench | mnist | doctor | lint | *.py) need_writable_checkout && prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in

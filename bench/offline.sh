@@ -83,7 +83,7 @@ main() {
     tests=ON
   fi
   cmake -S "$root" -B "$build" -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE="$python" \
-    -DFUSEDSTEP_WITH_CUDA=$cuda -DFUSEDSTEP_CUDA_ARCHITECTURES=native -DFUSEDSTEP_IN_PLACE=ON \
+    -DFUSEDSTEP_WITH_CUDA=$cuda -DFUSEDSTEP_IN_PLACE=ON \
     -DFUSEDSTEP_BUILD_BENCHMARKS=ON -DFUSEDSTEP_BUILD_TESTS=$tests >"$out/build.log"
   cmake --build "$build" >>"$out/build.log" || { tail -n 40 "$out/build.log" && exit 1; }
 

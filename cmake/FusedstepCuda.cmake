@@ -2,8 +2,8 @@
 # compiled by itself.
 
 set(FUSEDSTEP_WITH_CUDA AUTO CACHE STRING "The CUDA backend: AUTO (where nvcc and a torch for CUDA are), ON or OFF")
-set(FUSEDSTEP_CUDA_ARCHITECTURES "80-real;90-real;100-real;120" CACHE STRING
-    "GPU architectures to compile for; the last also as PTX, which newer ones compile")
+set(FUSEDSTEP_CUDA_ARCHITECTURES AUTO CACHE STRING
+    "GPU architectures to compile for: AUTO (of the GPUs that are here, else ALL), ALL, or as CMAKE_CUDA_ARCHITECTURES")
 
 function(fusedstep_has_cuda OUT)
   set(${OUT} OFF PARENT_SCOPE)
@@ -21,6 +21,26 @@ function(fusedstep_has_cuda OUT)
   endif()
 endfunction()
 
+# fusedstep_cuda_architectures(<out>): those of the GPUs that are here, for all take nvcc minutes. Without a GPU nothing
+# here can run what an assembler would take half of the time for: a build in place goes as far as PTX.
+function(fusedstep_cuda_architectures OUT)
+  set(architectures ${FUSEDSTEP_CUDA_ARCHITECTURES})
+  if(architectures STREQUAL "AUTO")
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader OUTPUT_VARIABLE found ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]+" architectures "${found}")
+    string(REPLACE "." "" architectures "${architectures}")
+    list(REMOVE_DUPLICATES architectures)
+    if(NOT architectures AND FUSEDSTEP_IN_PLACE)
+      set(architectures 90-virtual)
+    endif()
+  endif()
+  if(NOT architectures OR architectures STREQUAL "ALL")
+    set(architectures 80-real 90-real 100-real 120)  # the last also as PTX, which newer ones compile
+  endif()
+  message(STATUS "CUDA kernels are compiled for ${architectures}")
+  set(${OUT} ${architectures} PARENT_SCOPE)
+endfunction()
+
 # IEEE arithmetic as on the CPU: nothing is contracted, approximated or flushed to zero.
 set(fusedstep_nvcc_options -O3 -std=c++20 -fmad=false -prec-div=true -prec-sqrt=true -ftz=false
                            --expt-relaxed-constexpr -Xcompiler=-fvisibility=hidden)
@@ -30,8 +50,7 @@ function(fusedstep_cuda_objects NAME SOURCE)
   target_compile_options(${NAME} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:${fusedstep_nvcc_options}>)
   target_compile_definitions(${NAME} PRIVATE ${ARGN})
   target_include_directories(${NAME} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/include")
-  set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON
-                                           CUDA_ARCHITECTURES "${FUSEDSTEP_CUDA_ARCHITECTURES}")
+  set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endfunction()
 
 # fusedstep_rules(<out>): the names in the list of rules.

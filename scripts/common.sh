@@ -12,6 +12,20 @@ die() {
   exit 1
 }
 
+# What is built goes into the checkout.
+need_writable_checkout() {
+  local folder
+  for folder in "$root" "$root/build" "$root/python/fusedstep"; do
+    [[ ! -e $folder || -w $folder ]] || die "$folder cannot be written, and builds go there: use a copy that is yours"
+  done
+}
+
+# full_disk LOG: the line of LOG that names a full disk. Where it had no room for a line, the disk itself says so.
+full_disk() {
+  grep -s -m 1 "No space left on device" "$1" && return
+  (($(df --output=avail "$logs" | tail -n 1) == 0)) && df --output=target,size,avail -h "$logs" | tail -n 1
+}
+
 # over TEXT: writes TEXT over the terminal's last line. One wider than the terminal could not be written over.
 over() {
   local columns=0
@@ -22,9 +36,9 @@ over() {
 
 # step LOG WHAT COMMAND...
 # Runs COMMAND with its output in build/logs/LOG.log and one line on the terminal: WHAT, then the seconds it
-# took. When it fails, the end of the log is shown.
+# took. When it fails, the end of the log is shown, or in one line that a disk is full.
 step() {
-  local log=$logs/$1.log what=$2 began=$SECONDS ticker='' status=0
+  local log=$logs/$1.log what=$2 began=$SECONDS ticker='' status=0 full
   shift 2
   mkdir -p "$logs"
   if [[ -t 2 ]]; then
@@ -44,6 +58,10 @@ step() {
     return
   fi
   printf 'failed\n' >&2
+  if full=$(full_disk "$log"); then
+    say "a disk is full: $full"
+    return "$status"
+  fi
   tail -n 40 "$log" >&2
   say "the whole output: $log"
   return "$status"

@@ -10,14 +10,14 @@ check() {
   step "lint-$name" "$name" "$@" || failed+=("$name")
 }
 
-format_cpp() { ours '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r clang-format "$@"; }
+format_cpp() { ours '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r -d '\n' clang-format "$@"; }
 
 # Over the files that the release build compiles, those of several sources and the largest first: none that takes long is
 # left for the end.
 # clang has an omp.h only where its own OpenMP is installed: the compiler's is looked for last.
 tidy() {
   grep -oP '"file": "\K[^"]+' build/release/compile_commands.json | grep -v '\.cu$' | sort -u |
-    xargs -r ls -S | awk '/Unity/ { print; next } { rest = rest $0 "\n" } END { printf "%s", rest }' | xargs -r -n 1 -P "$(parallelism)" \
+    xargs -r -d '\n' ls -S | awk '/Unity/ { print; next } { rest = rest $0 "\n" } END { printf "%s", rest }' | xargs -r -d '\n' -n 1 -P "$(parallelism)" \
       clang-tidy -p build/release --quiet --extra-arg="-idirafter$("$CXX" -print-file-name=include)" 2>&1 |
     { grep -Ev 'warnings generated\.$|Processing file' || true; }
 }

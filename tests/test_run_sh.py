@@ -1,0 +1,118 @@
+"""run.sh in folders with spaces, in those that cannot be written, and on disks that are full."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+#: Stands for every program that a build needs: tells what was asked of CMake, and builds nothing.
+STUB = """#!/bin/sh
+case "$(basename "$0") $1" in
+  "g++ -dumpversion") echo 13 ;;
+  "cmake --version") echo "cmake version 3.31.0" ;;
+  "cmake -S") mkdir -p "$2/build/$4" && printf '%s\\n' "$@" >"$2/asked" ;;
+  nvidia-smi*) exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def checkout(repository):
+    """What run.sh consists of, in a folder whose name has spaces, which anybody may enter."""
+    with tempfile.TemporaryDirectory(prefix="a b ") as folder:
+        Path(folder).chmod(0o755)
+        root = Path(folder) / "fu sed"
+        shutil.copytree(repository / "scripts", root / "scripts")
+        shutil.copy(repository / "run.sh", root)
+        shutil.copy(repository / "pyproject.toml", root)
+        yield root
+
+
+@pytest.fixture
+def programs(tmp_path):
+    """An environment with stubs in place of compilers and CMake."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("g++", "cmake", "ninja", "nm", "ccache", "nvidia-smi", "apt-get"):
+        (folder / name).write_text(STUB)
+        (folder / name).chmod(0o755)
+    path = os.pathsep.join([str(folder), str(Path(sys.executable).parent), os.environ["PATH"]])
+    return os.environ | {"PATH": path, "CXX": str(folder / "g++")}
+
+
+def run(*command, **options):
+    return subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, **options
+    )
+
+
+def test_builds_in_a_folder_whose_name_has_spaces(checkout, programs):
+    onednn = checkout / "build" / "onednn" / "dnnl-config.cmake"
+    onednn.parent.mkdir(parents=True)
+    onednn.touch()
+    for name in ("jemalloc", "python-headers"):  # these are not to be installed
+        (checkout / "build" / f".tried-{name}").touch()
+    done = run(checkout / "run.sh", "build", env=programs)
+    assert done.returncode == 0, done.stderr
+    asked = (checkout / "asked").read_text().splitlines()
+    assert f"-Ddnnl_DIR={onednn.parent}" in asked
+    assert asked[:4] == ["-S", str(checkout), "--preset", "release"]
+    (python,) = (word for word in asked if word.startswith("-DPython_EXECUTABLE="))
+    assert Path(python.partition("=")[2]).is_file()
+
+
+@pytest.mark.parametrize("folder", [".", "build", "python/fusedstep"])
+def test_a_checkout_that_cannot_be_written_is_named_before_anything_else(checkout, folder):
+    folder = checkout / folder
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o555)
+    nobody = ()
+    if os.geteuid() == 0:  # whom no permission binds
+        if not shutil.which("setpriv"):
+            pytest.skip("there is no setpriv")
+        nobody = ("setpriv", "--reuid=65534", "--regid=65534", "--clear-groups")
+        for path in (checkout / "build", checkout / "python" / "fusedstep", checkout):
+            if path.exists() and path != folder:
+                os.chown(path, 65534, 65534)
+    done = run(*nobody, checkout / "run.sh", "build")
+    folder.chmod(0o755)
+    assert done.returncode == 1
+    assert done.stderr == (
+        f"run.sh: {folder} cannot be written, and builds go there: use a copy that is yours\n"
+    )
+
+
+STEP = 'source "$1/scripts/common.sh" && shift && step x "compiling" "$@"'
+
+
+def test_a_full_disk_is_told_in_one_line(checkout):
+    text = "fatal error: error writing to /tmp/c.s: No space left on device"
+    told = f"echo first; echo '{text}'; echo last; exit 3"
+    done = run("bash", "-c", STEP, "bash", checkout, "bash", "-c", told)
+    assert done.returncode == 3
+    assert done.stderr.splitlines() == [
+        "run.sh: compiling ... failed",
+        f"run.sh: a disk is full: {text}",
+    ]
+
+
+def test_a_full_disk_that_has_no_room_for_a_log_is_told_too(checkout, tmp_path):
+    """df as on such a disk."""
+    (tmp_path / "df").write_text(
+        "#!/bin/sh\necho header\ncase $* in *-h*) echo / 5G;; *) echo 0;; esac"
+    )
+    (tmp_path / "df").chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = run("bash", "-c", STEP, "bash", checkout, "false", env=os.environ | {"PATH": path})
+    assert done.stderr.splitlines()[1:] == ["run.sh: a disk is full: / 5G"]
+
+
+def test_any_other_failure_shows_the_end_of_its_log(checkout):
+    done = run("bash", "-c", STEP, "bash", checkout, "bash", "-c", "echo why; exit 4")
+    assert done.returncode == 4
+    log = checkout / "build" / "logs" / "x.log"
+    assert done.stderr.splitlines()[1:] == ["why", f"run.sh: the whole output: {log}"]
