@@ -78,8 +78,8 @@ DAMAGED = {
     "empty": (1, b"", "truncated: 0 bytes, the header alone takes 8"),
     "header": (3, idx_bytes((1, 28), b""), "truncated: 12 bytes, the header alone takes 16"),
     "fewer": (1, idx_bytes((4,), b"abc"), "truncated: the header declares 4 bytes, 3 are there"),
-    "more": (2, idx_bytes((2, 1), b"abc"), "too long: the header declares 2x1 bytes, 3 are there"),
-    "huge": (3, idx_bytes((CUT,) * 3, b"a"), f"truncated: the header declares {CUT}x{CUT}x{CUT} "),
+    "more": (2, idx_bytes((2, 1), b"abc"), "too long: the header declares 2x1 bytes, more "),
+    "huge": (3, idx_bytes((CUT,) * 3, b"a"), f"too large: the header declares {CUT}x{CUT}x{CUT} "),
     "labels": (3, idx_bytes((4,), bytes(12)), "wrong magic number 0x00000801, expected 0x00000803"),
     "floats": (1, idx_bytes((1,), b"", 13), "wrong magic number 0x00000d01, expected 0x00000801"),
     "zipped": (1, gzip.compress(b"a", mtime=0), "wrong magic number 0x1f8b08"),
@@ -102,6 +102,19 @@ def test_read_refuses_a_truncated_gzip(tmp_path):
         path.write_bytes(whole[:size])
         with expect_error(path, "truncated: the gzip stream ends too early"):
             idx.read(path, 1)
+
+
+def test_read_unpacks_no_more_than_the_header_declares(tmp_path):
+    """The checksum is wrong, but nobody gets there."""
+    path = tmp_path / "a.gz"
+    content = bytearray(gzip.compress(idx_bytes((2,), bytes(9 << 20))))
+    content[-6] ^= 0xFF
+    path.write_bytes(content)
+    with expect_error(path, "too long: the header declares 2 bytes, more are there"):
+        idx.read(path, 1)
+    path.write_bytes(gzip.compress(idx_bytes((2**30 + 1,), b"a")))
+    with expect_error(path, "too large: the header declares 1073741825 bytes, at most 1073741824 "):
+        idx.read(path, 1)
 
 
 @pytest.mark.parametrize("at", [0, 10, -6], ids=["header", "data", "checksum"])

@@ -122,7 +122,9 @@ def test_the_cpp_program_gives_the_same_figures(small_set, repository, capsys):
     assert reports[0] == reports[1]
 
 
-@pytest.mark.parametrize("option", ["--epochs=0", "--lr=fast", "--epoch-count=1", "--threads=-1"])
+@pytest.mark.parametrize(
+    "option", ["--epochs=0", "--lr=fast", "--epoch-count=1", "--threads=-1", "--threads=9999"]
+)
 def test_the_program_refuses_bad_options(option):
     with pytest.raises(SystemExit, match="2"):
         mnist.main([option])

@@ -15,11 +15,12 @@ namespace {
 using Bytes = std::vector<std::uint8_t>;
 
 constexpr std::uint32_t kUnsignedByte = 8;
+constexpr std::size_t kMost = std::size_t{1} << 30;  // elements of an array: MNIST has 47 million
 
-Bytes read_plain(const std::filesystem::path& path) {
+Bytes read_plain(const std::filesystem::path& path, std::size_t most) {
   std::error_code error;
   const auto size = std::filesystem::file_size(path, error);
-  Bytes bytes(error ? 0 : size);
+  Bytes bytes(error ? 0 : std::min<std::size_t>(size, most));
   std::ifstream file(path, std::ios::binary);
   if (error ||
       !file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(bytes.size()))) {
@@ -28,18 +29,18 @@ Bytes read_plain(const std::filesystem::path& path) {
   return bytes;
 }
 
-Bytes read_gzip(const std::filesystem::path& path) {
+Bytes read_gzip(const std::filesystem::path& path, std::size_t most) {
   const std::unique_ptr<gzFile_s, int (*)(gzFile)> file(gzopen(path.c_str(), "rb"), gzclose);
   if (!file) throw IdxError(path, "cannot be read");
   // zlib hands on what is not gzip as it is.
   if (gzdirect(file.get())) throw IdxError(path, "corrupt gzip: no gzip header");
 
-  constexpr unsigned kBlock = 1u << 20;
+  constexpr std::size_t kBlock = 1u << 20;
   Bytes bytes;
-  for (int got = kBlock; got == kBlock;) {
-    const std::size_t size = bytes.size();
-    bytes.resize(size + kBlock);
-    got = gzread(file.get(), bytes.data() + size, kBlock);
+  for (int got = 1; got > 0 && bytes.size() < most;) {
+    const std::size_t size = bytes.size(), block = std::min(kBlock, most - size);
+    bytes.resize(size + block);
+    got = gzread(file.get(), bytes.data() + size, static_cast<unsigned>(block));
     bytes.resize(size + std::max(got, 0));
   }
   int code = Z_OK;
@@ -47,6 +48,11 @@ Bytes read_gzip(const std::filesystem::path& path) {
   if (code == Z_BUF_ERROR) throw IdxError(path, "truncated: the gzip stream ends too early");
   if (code != Z_OK) throw IdxError(path, "corrupt gzip: " + message.substr(message.rfind(": ") + 2));
   return bytes;
+}
+
+/// The first `most` bytes of a file, unpacked, or all if it has fewer.
+Bytes read(const std::filesystem::path& path, std::size_t most) {
+  return path.extension() == ".gz" ? read_gzip(path, most) : read_plain(path, most);
 }
 
 std::uint32_t big_endian(const std::uint8_t* bytes) {
@@ -92,8 +98,8 @@ std::optional<std::filesystem::path> locate(const std::filesystem::path& folder,
 }
 
 IdxArray read_idx(const std::filesystem::path& path, std::size_t dimensions) {
-  Bytes bytes = path.extension() == ".gz" ? read_gzip(path) : read_plain(path);
   const std::size_t header = 4 + 4 * dimensions;
+  Bytes bytes = read(path, header);
   if (bytes.size() < header) {
     throw IdxError(path, "truncated: " + std::to_string(bytes.size()) + " bytes, the header alone takes " +
                              std::to_string(header));
@@ -106,12 +112,15 @@ IdxArray read_idx(const std::filesystem::path& path, std::size_t dimensions) {
   }
   std::vector<std::size_t> shape;
   for (std::size_t i = 0; i < dimensions; ++i) shape.push_back(big_endian(bytes.data() + 4 + 4 * i));
+  const std::string text = "the header declares " + join(shape) + " bytes, ";
+  const std::optional<std::size_t> declared = product(shape, kMost);
+  if (!declared)
+    throw IdxError(path, "too large: " + text + "at most " + std::to_string(kMost) + " are read");
+  bytes = read(path, header + *declared + 1);
   const std::size_t elements = bytes.size() - header;
-  const std::optional<std::size_t> declared = product(shape, elements);
-  if (declared != elements) {
-    throw IdxError(path, std::string(declared ? "too long" : "truncated") + ": the header declares " +
-                             join(shape) + " bytes, " + std::to_string(elements) + " are there");
-  }
+  if (elements < *declared)
+    throw IdxError(path, "truncated: " + text + std::to_string(elements) + " are there");
+  if (elements > *declared) throw IdxError(path, "too long: " + text + "more are there");
   bytes.erase(bytes.begin(), bytes.begin() + static_cast<std::ptrdiff_t>(header));
   return {std::move(shape), std::move(bytes)};
 }

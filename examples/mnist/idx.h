@@ -34,8 +34,8 @@ struct IdxArray {
 std::optional<std::filesystem::path> locate(const std::filesystem::path& folder, const std::string& name);
 
 /// The array of `dimensions` dimensions in `path`, which is gzipped if it ends in `.gz`.
-/// Throws IdxError: unreadable, not gzip, damaged or cut off, another kind of file, or fewer or more elements
-/// than the header declares.
+/// Throws IdxError: unreadable, not gzip, damaged or cut off, another kind of file, more than 2^30 elements,
+/// or fewer or more than the header declares. No more is read or unpacked than that.
 IdxArray read_idx(const std::filesystem::path& path, std::size_t dimensions);
 
 struct ImageSet {

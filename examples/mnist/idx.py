@@ -15,6 +15,7 @@ import numpy as np
 SIDE = 28  # pixels an image is high and wide
 CLASSES = 10
 _UNSIGNED_BYTE = 8
+_MOST = 1 << 30  # elements of an array: MNIST has 47 million
 
 
 class IdxError(ValueError):
@@ -34,11 +35,11 @@ def read(path: Path, dimensions: int) -> np.ndarray:
     """The uint8 array of `dimensions` dimensions in `path`, which is gzipped if it ends in `.gz`.
 
     Raises:
-        IdxError: not gzip, damaged or cut off, another kind of file, or fewer or more elements
-            than the header declares.
+        IdxError: not gzip, damaged or cut off, another kind of file, more than 2^30 elements, or
+            fewer or more than the header declares. No more is read or unpacked than that.
     """
-    content = _content(path)
     header = 4 + 4 * dimensions
+    content = _content(path, header)
     if len(content) < header:
         raise IdxError(path, f"truncated: {len(content)} bytes, the header alone takes {header}")
     magic = int.from_bytes(content[:4], "big")
@@ -46,20 +47,23 @@ def read(path: Path, dimensions: int) -> np.ndarray:
     if magic != expected_magic:
         raise IdxError(path, f"wrong magic number 0x{magic:08x}, expected 0x{expected_magic:08x}")
     shape = tuple(int(size) for size in np.frombuffer(content, ">u4", dimensions, offset=4))
-    elements, declared = len(content) - header, math.prod(shape)
-    if elements != declared:
-        fault = "truncated" if elements < declared else "too long"
-        text = "x".join(map(str, shape))
-        raise IdxError(path, f"{fault}: the header declares {text} bytes, {elements} are there")
+    declared, text = math.prod(shape), f"the header declares {'x'.join(map(str, shape))} bytes"
+    if declared > _MOST:
+        raise IdxError(path, f"too large: {text}, at most {_MOST} are read")
+    content = _content(path, header + declared + 1)
+    elements = len(content) - header
+    if elements < declared:
+        raise IdxError(path, f"truncated: {text}, {elements} are there")
+    if elements > declared:
+        raise IdxError(path, f"too long: {text}, more are there")
     return np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy()
 
 
-def _content(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def _content(path: Path, most: int) -> bytes:
+    """The first `most` bytes of a file, unpacked, or all if it has fewer."""
     try:
-        with gzip.open(path) as file:
-            return file.read()
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            return file.read(most)
     except EOFError:
         raise IdxError(path, "truncated: the gzip stream ends too early") from None
     except (gzip.BadGzipFile, zlib.error) as error:

@@ -66,15 +66,26 @@ TEST_F(IdxTest, RefusesAnotherNumberOfElements) {
   expect_read_error(write("less", idx_bytes({4}, "abc")), 1,
                     "truncated: the header declares 4 bytes, 3 are there");
   expect_read_error(write("more", idx_bytes({2, 1}, "abc")), 2,
-                    "too long: the header declares 2x1 bytes, 3 are there");
+                    "too long: the header declares 2x1 bytes, more are there");
 }
 
 TEST_F(IdxTest, RefusesSizesWhoseProductOverflows) {
-  // 2^32 * 2^32 elements are 0 modulo 2^64, and (2^32-1)^3 more than 64 bits hold.
-  expect_read_error(write("a", idx_bytes({0x80000000, 0x80000000, 4}, "")), 3,
-                    "truncated: the header declares 2147483648x2147483648x4 bytes, 0 are there");
-  expect_read_error(write("b", idx_bytes({0xffffffff, 0xffffffff, 0xffffffff}, "abc")), 3,
-                    "truncated: the header declares 4294967295x4294967295x4294967295 bytes, 3 are there");
+  // 2^31 * 2^31 * 4 elements are 0 modulo 2^64, and (2^32-1)^3 more than 64 bits hold.
+  expect_read_error(
+      write("a", idx_bytes({0x80000000, 0x80000000, 4}, "")), 3,
+      "too large: the header declares 2147483648x2147483648x4 bytes, at most 1073741824 are read");
+  expect_read_error(
+      write("b", idx_bytes({0xffffffff, 0xffffffff, 0xffffffff}, "abc")), 3,
+      "too large: the header declares 4294967295x4294967295x4294967295 bytes, at most 1073741824 are read");
+}
+
+TEST_F(IdxTest, UnpacksNoMoreThanTheHeaderDeclares) {
+  // The checksum is wrong, but nobody gets there.
+  const std::string bytes = content(write_gzip("a.gz", idx_bytes({2}, std::string(9 << 20, 'a'))));
+  expect_read_error(write("b.gz", damaged(bytes, bytes.size() - 6)), 1,
+                    "too long: the header declares 2 bytes, more are there");
+  expect_read_error(write_gzip("c.gz", idx_bytes({(1 << 30) + 1}, "a")), 1,
+                    "too large: the header declares 1073741825 bytes, at most 1073741824 are read");
 }
 
 TEST_F(IdxTest, RefusesAnotherMagicNumber) {

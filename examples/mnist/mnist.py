@@ -106,7 +106,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--gamma", "its factor from epoch to epoch", type=float, default=0.7, metavar="X")
     add("--seed", "seed of the random numbers", type=int, default=1, metavar="N")
     add("--device", "where to train, as torch names it", default="cpu", metavar="NAME")
-    add("--threads", "threads torch uses; 0: its own choice", type=_natural, default=0, metavar="N")
+    add("--threads", "threads torch uses; 0: its own choice", type=_threads, default=0, metavar="N")
     add("--log-interval", "steps between two losses", type=_positive, default=10, metavar="N")
     add("--json", "file for the figures of each epoch", type=Path, metavar="FILE")
     add("--no-fused", "step in torch operations", action="store_false", dest="fused")
@@ -122,6 +122,14 @@ def _natural(text: str, least: int = 0) -> int:
 
 def _positive(text: str) -> int:
     return _natural(text, least=1)
+
+
+def _threads(text: str, most: int = 1024) -> int:
+    """Of many more the system starts a part and then fails."""
+    value = _natural(text)
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{value} is more than {most}")
+    return value
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -15,6 +15,7 @@ using Real = double Options::*;
 struct Integer {
   std::int64_t Options::*member;
   std::int64_t least;
+  std::int64_t most = std::numeric_limits<std::int64_t>::max();
 };
 
 struct Row {
@@ -22,6 +23,7 @@ struct Row {
   std::variant<Text, Real, Integer> member;
 };
 
+constexpr std::int64_t kMostThreads = 1024;  // of many more the system starts a part and then fails
 constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::min();
 
 const Row kRows[] = {
@@ -32,7 +34,7 @@ const Row kRows[] = {
     {"--lr", "X", "learning rate of the first epoch", &Options::lr},
     {"--gamma", "X", "its factor from epoch to epoch", &Options::gamma},
     {"--seed", "N", "seed of the random numbers", Integer{&Options::seed, kAny}},
-    {"--threads", "N", "threads torch uses; 0: its own choice", Integer{&Options::threads, 0}},
+    {"--threads", "N", "threads torch uses; 0: its own choice", Integer{&Options::threads, 0, kMostThreads}},
     {"--log-interval", "N", "steps between two losses", Integer{&Options::log_interval, 1}},
     {"--json", "FILE", "file for the figures of each epoch", &Options::json},
 };
@@ -58,6 +60,10 @@ struct Assign {
     if (value < integer.least) {
       throw UsageError(std::string(name) + ": " + std::to_string(value) + " is less than " +
                        std::to_string(integer.least));
+    }
+    if (value > integer.most) {
+      throw UsageError(std::string(name) + ": " + std::to_string(value) + " is more than " +
+                       std::to_string(integer.most));
     }
     options.*integer.member = value;
   }

@@ -55,6 +55,7 @@ TEST(Options, RefusesWhatItCannotRead) {
       {{"--seed", "99999999999999999999"}, "--seed: '99999999999999999999' is not a valid number"},
       {{"--batch-size", "0"}, "--batch-size: 0 is less than 1"},
       {{"--threads", "-1"}, "--threads: -1 is less than 0"},
+      {{"--threads", "100000"}, "--threads: 100000 is more than 1024"},
   };
   for (const Bad& bad : cases) {
     try {
