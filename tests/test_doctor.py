@@ -61,6 +61,72 @@ def test_huge_pages(monkeypatch, mode, jemalloc, variables, advised):
         assert advised in found.advice
 
 
+@pytest.mark.parametrize(
+    ("threads", "variables", "finding", "advised"),
+    [
+        (8, {}, "8 on 8 cores (16 CPUs usable)", None),
+        (17, {}, "17 on", "wait for one another: OMP_NUM_THREADS=8"),
+        (1, {"OMP_NUM_THREADS": "1"}, "1 on", "cores are idle: OMP_NUM_THREADS=8"),
+        (1, {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "8"}, "8 processes", None),
+        (2, {"OMP_NUM_THREADS": "2", "LOCAL_WORLD_SIZE": "4"}, "4 processes, OMP", None),
+        (4, {"OMP_NUM_THREADS": "4", "LOCAL_WORLD_SIZE": "8"}, "8 processes", "OMP_NUM_THREADS=1"),
+        (1, {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "32"}, "32 processes", None),
+        (
+            1,
+            {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"},
+            "1 on 8 cores (16 CPUs usable), 2 processes, OMP_NUM_THREADS=1",
+            "torchrun sets 1, with which steps on the CPU take several times as long: "
+            "OMP_NUM_THREADS=4 torchrun",
+        ),
+    ],
+)
+def test_threads(monkeypatch, threads, variables, finding, advised):
+    """Eight cores of two CPUs each."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: list(range(16)))
+    monkeypatch.setattr(doctor, "siblings", lambda cpu: str(cpu % 8))
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
+    for name in ("OMP_NUM_THREADS", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = doctor.check_threads()
+    assert finding in found.finding
+    if advised is None:
+        assert found.advice is None
+    else:
+        assert advised in found.advice
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_run_sh_is_advised_in_a_source_tree_only(monkeypatch, tmp_path, installed):
+    if installed:
+        monkeypatch.setattr(doctor, "__file__", str(tmp_path / "fusedstep" / "doctor.py"))
+    monkeypatch.setattr(Path, "read_text", lambda _: "always [madvise] never\n")
+    for name in ("MALLOC_CONF", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(doctor, "jemalloc_decay", lambda _: 10000)
+    for mapped in ([], ["libjemalloc.so.2"]):
+        monkeypatch.setattr(doctor, "mapped_libraries", lambda _, mapped=mapped: mapped)
+        for found in (doctor.check_jemalloc(), doctor.check_huge_pages()):
+            assert "MALLOC_CONF=" in found.advice
+            assert found.advice.endswith(" (./run.sh SCRIPT.py does)") != installed
+            assert ("run.sh" in found.advice) != installed
+
+
+def test_help_shows_the_example_as_an_example(subprocess_environment):
+    result = subprocess.run(
+        [sys.executable, "-m", "fusedstep", "--help"],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "    from fusedstep import optim\n    optimizer = optim.Lamb(" in result.stdout
+    assert ">>>" not in result.stdout
+
+
 def test_command_line(subprocess_environment):
     worst = fusedstep.isas()[-1]
     result = subprocess.run(

@@ -80,15 +80,24 @@ def check_threads() -> Finding:
     threads = torch.get_num_threads()
     cpus = usable_cpus()
     cores = min(len({siblings(cpu) for cpu in cpus}), cpu_quota() or len(cpus))
+    processes = processes_here()
+    share = max(1, cores // processes)
     setting = os.environ.get("OMP_NUM_THREADS")
     finding = f"{threads} on {count(cores, 'core')} ({count(len(cpus), 'CPU')} usable)"
+    if processes > 1:
+        finding += f", {processes} processes"
     if setting:
         finding += f", OMP_NUM_THREADS={setting}"
     advice = None
-    if threads > len(cpus):
-        advice = f"more threads than CPUs wait for one another: OMP_NUM_THREADS={cores}"
-    elif threads < cores:
-        advice = f"cores are idle: OMP_NUM_THREADS={cores}"
+    if threads > max(1, len(cpus) // processes):
+        advice = f"more threads than CPUs wait for one another: OMP_NUM_THREADS={share}"
+    elif threads < share and setting == "1" and "TORCHELASTIC_RUN_ID" in os.environ:
+        advice = (
+            "torchrun sets 1, with which steps on the CPU take several times as long: "
+            f"OMP_NUM_THREADS={share} torchrun ..."
+        )
+    elif threads < share:
+        advice = f"cores are idle: OMP_NUM_THREADS={share}"
     return Finding("threads", finding, advice)
 
 
@@ -97,16 +106,14 @@ def check_jemalloc() -> Finding:
     if mapped is None:
         return Finding("jemalloc", UNKNOWN)
     if not mapped:
-        return Finding("jemalloc", "not mapped", "preload it (./run.sh SCRIPT.py does)")
+        advice = f"preload it: LD_PRELOAD=libjemalloc.so.2 {KEEP_PAGES}"
+        return Finding("jemalloc", "not mapped", or_by_launcher(advice))
     decay = jemalloc_decay(mapped[0])
     settings = os.environ.get("MALLOC_CONF", "no MALLOC_CONF")
     return Finding(
         "jemalloc",
         f"{mapped[0]} mapped, {settings}",
-        None
-        if decay in (-1, None)
-        else "it gives pages back: MALLOC_CONF=dirty_decay_ms:-1,"
-        "muzzy_decay_ms:-1 (./run.sh SCRIPT.py sets it)",
+        None if decay in (-1, None) else or_by_launcher(f"it gives pages back: {KEEP_PAGES}"),
     )
 
 
@@ -144,8 +151,9 @@ def check_huge_pages() -> Finding:
     return Finding(
         "huge pages",
         f"{mode}: states have them, weights and gradients not",
-        "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, or jemalloc with MALLOC_CONF=thp:always "
-        "(./run.sh SCRIPT.py sets it)",
+        or_by_launcher(
+            "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, or jemalloc with MALLOC_CONF=thp:always"
+        ),
     )
 
 
@@ -182,6 +190,21 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
 )
 
 UNKNOWN = "unknown on this system"
+
+#: Makes jemalloc keep the pages it has.
+KEEP_PAGES = "MALLOC_CONF=dirty_decay_ms:-1,muzzy_decay_ms:-1"
+
+
+def or_by_launcher(advice: str) -> str:
+    """Advice to set variables; in a source tree with the script that does it."""
+    is_source_tree = (Path(__file__).resolve().parents[2] / "run.sh").is_file()
+    return f"{advice} (./run.sh SCRIPT.py does)" if is_source_tree else advice
+
+
+def processes_here() -> int:
+    """The processes of this job on this machine, as torchrun and other launchers tell them."""
+    told = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(told)) if told.isdigit() else 1
 
 
 def usable_cpus() -> list[int]:
