@@ -73,6 +73,17 @@ def test_has_its_pieces(name, piece, repository):
     assert (repository / path).is_file(), f"{path} is missing"
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_help_begins_with_what_it_is_and_a_plain_formula(name):
+    text = inspect.getdoc(getattr(optim, name))
+    beginning = text[: text.index(".. math::")]
+    assert beginning.startswith(f"Implements the {'LAMB' if name == 'Lamb' else name} algorithm")
+    assert re.search(r"::\n\n(    .*\n)*    w = .*\blr\b", beginning)
+    assert not re.search(r"\\[a-z]|:math:", beginning)
+    if "keep_grad" in inspect.signature(getattr(optim, name)).parameters:
+        assert ".grad" in beginning.partition("::")[0]
+
+
 @pytest.mark.parametrize(
     "page", ["CHANGELOG.md", "README.md", "docs/README.md", "docs/differences.md"]
 )

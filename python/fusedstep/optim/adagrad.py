@@ -23,6 +23,14 @@ __all__ = ["Adagrad"]
 class Adagrad(FusedOptimizer):
     r"""Implements the Adagrad algorithm, in signature and states :class:`torch.optim.Adagrad`.
 
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        s = s + g**2                            # starts at initial_accumulator_value
+        w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    In the usual notation
+
     .. math::
         \begin{aligned}
             g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\

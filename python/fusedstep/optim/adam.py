@@ -24,6 +24,15 @@ __all__ = ["Adam"]
 class Adam(FusedOptimizer):
     r"""Implements the Adam algorithm, in signature and states :class:`torch.optim.Adam`.
 
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        w = w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+    In the usual notation
+
     .. math::
         \begin{aligned}
             g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\

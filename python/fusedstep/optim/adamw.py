@@ -14,6 +14,15 @@ __all__ = ["AdamW"]
 class AdamW(Adam):
     r"""Implements the AdamW algorithm, in signature and states :class:`torch.optim.AdamW`.
 
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        w = (1 - lr * weight_decay) * w
+        w = w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+    In the usual notation
+
     .. math::
         \begin{aligned}
             m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\

@@ -27,6 +27,17 @@ __all__ = ["Adan"]
 class Adan(FusedOptimizer):
     r"""Implements the Adan algorithm: Adam with Nesterov momentum, from differences of gradients.
 
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        d = g - previous g                      # 0 at the first step
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * d
+        n = beta3 * n + (1 - beta3) * (g + beta2 * d)**2
+        u = (m / (1 - beta1**t) + beta2 * v / (1 - beta2**t)) / (sqrt(n / (1 - beta3**t)) + eps)
+        w = (w - lr * u) / (1 + lr * weight_decay)
+
+    In the usual notation
+
     .. math::
         \begin{aligned}
             d_t      &= g_t - g_{t-1} \quad (0 \text{ at the first step})                     \\

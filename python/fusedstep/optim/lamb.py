@@ -55,6 +55,17 @@ VARIANTS = MappingProxyType(
 class Lamb(FusedOptimizer):
     r"""Implements the LAMB algorithm: Adam's direction, scaled for each weight by a trust ratio.
 
+    After a step ``.grad`` holds the update, by default; ``keep_grad=True`` leaves it as it was.
+
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        u = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w
+        w = w - lr * norm(w) / norm(u) * u      # the ratio is 1 where either norm is 0
+
+    In the usual notation
+
     .. math::
         \begin{aligned}
             m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
