@@ -37,7 +37,7 @@ function(fusedstep_cuda_architectures OUT)
   if(NOT architectures OR architectures STREQUAL "ALL")
     set(architectures 80-real 90-real 100-real 120)  # the last also as PTX, which newer ones compile
   endif()
-  message(STATUS "CUDA kernels are compiled for ${architectures}")
+  message(STATUS "CUDA kernels are compiled for ${architectures}, which takes minutes")
   set(${OUT} ${architectures} PARENT_SCOPE)
 endfunction()
 

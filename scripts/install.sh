@@ -136,7 +136,7 @@ prepare_python() {
   python=$venv/bin/python
   is_recent_python "$python" || step venv "making .venv" "$(find_python_for_venv)" -m venv --clear "$venv"
   export PATH=$venv/bin:$PATH
-  need_python_packages test bench examples digits lint
+  need_python_packages test wheel bench examples digits lint
 }
 
 # need_python_packages EXTRA...: the extras of pyproject.toml, installed into .venv and asked for elsewhere.

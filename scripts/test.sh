@@ -81,7 +81,7 @@ await() {
 
 test_everything() {
   local sanitizing packaging packaging_log=$logs/packaging.log
-  need_python_packages test
+  need_python_packages test wheel
   part "C++" cpp_tests release
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &

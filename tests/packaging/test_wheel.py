@@ -1,6 +1,8 @@
 """`pip install .` gives a package that works outside of the source tree."""
 
+import email
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -49,11 +51,36 @@ def wheel(tmp_path_factory) -> Path:
     return path
 
 
-def test_wheel_holds_the_package_and_its_library_only(wheel):
+@pytest.fixture(scope="module")
+def repaired(wheel, tmp_path_factory) -> Path:
+    """The wheel as it goes to a package index."""
+    folder = tmp_path_factory.mktemp("repaired")
+    run("env", f"PYTHON={sys.executable}", ROOT / "scripts" / "repair_wheel.sh", wheel, folder)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+@pytest.fixture(params=["wheel", "repaired"])
+def any_wheel(request) -> Path:
+    return request.getfixturevalue(request.param)
+
+
+def test_platform_of_a_wheel(wheel, repaired):
+    platform = sysconfig.get_platform().replace("-", "_")
     assert wheel.name.split("-")[0] == "fusedstep"
-    assert wheel.name.endswith(f"-py3-none-{sysconfig.get_platform().replace('-', '_')}.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert wheel.name.endswith(f"-py3-none-{platform}.whl")
+    tags = repaired.stem.split("-")[-1].split(".")
+    assert all(tag.startswith("manylinux") for tag in tags), repaired.name
+
+
+def test_wheel_holds_the_package_and_its_library_only(any_wheel):
+    """The repaired one has no OpenMP of its own either."""
+    with zipfile.ZipFile(any_wheel) as archive:
+        names = {
+            name
+            for name in archive.namelist()
+            if ".dist-info/" not in name and not name.endswith("/")
+        }
     sources = [*(ROOT / "python").rglob("*.py"), ROOT / "python" / "fusedstep" / "py.typed"]
     expected = {str(path.relative_to(ROOT / "python")) for path in sources}
     libraries = {"fusedstep/lib/libfusedstep.so"}
@@ -62,7 +89,25 @@ def test_wheel_holds_the_package_and_its_library_only(wheel):
     assert names == expected | libraries
 
 
-def test_installed_wheel_takes_a_step(wheel, tmp_path):
+def test_links_lead_somewhere_on_a_package_page(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    home = "https://github.com/fusedstep/fusedstep"
+    files = "https://raw.githubusercontent.com/fusedstep/fusedstep"
+    assert f"Homepage, {home}" in metadata.get_all("Project-URL")
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = metadata.get_payload(decode=True).decode()
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", page)
+    assert len(links) == len(re.findall(r"\]\(", (ROOT / "README.md").read_text()))
+    assert {bool(picture) for picture, _ in links} == {True, False}
+    for picture, link in links:
+        start = f"{files}/main/" if picture else f"{home}/blob/main/"
+        assert link.startswith(start), link
+        assert (ROOT / link.removeprefix(start).partition("#")[0]).exists(), link
+
+
+def test_installed_wheel_takes_a_step(any_wheel, tmp_path):
     venv = tmp_path / "venv"
     run(sys.executable, "-m", "venv", "--without-pip", venv)
     python = venv / "bin" / "python"
@@ -70,7 +115,10 @@ def test_installed_wheel_takes_a_step(wheel, tmp_path):
     ours = [folder for folder in sys.path if folder.endswith("-packages")]
     (site / "torch.pth").write_text("\n".join(ours))
     pip = (sys.executable, "-m", "pip", "--python", python)
-    run(*pip, "install", "--no-deps", "--no-index", wheel)
+    run(*pip, "install", "--no-deps", "--no-index", any_wheel)
     version, isa = run(python, "-c", STEP, cwd=tmp_path).split()
-    assert version == wheel.name.split("-")[1]
+    assert version == any_wheel.name.split("-")[1]
     assert isa in ("base", "avx2", "avx512")
+    doctor = run(python, "-m", "fusedstep", "doctor", cwd=tmp_path)
+    assert re.search(r"^OpenMP +one runtime", doctor, re.MULTILINE), doctor
+    assert "run.sh" not in doctor
