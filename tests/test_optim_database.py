@@ -20,6 +20,7 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from cases import CASES, PLAIN, Tolerance
+from fusedstep import optim
 from peers import (
     ALL,
     MODES,
@@ -132,6 +133,7 @@ OPTIONS = [
     {"no such option": 1},
 ]
 
+ANOTHER_NUMBER = "`betas` of another number"
 FOREACH = "`differentiable` with `foreach=True`"
 CAPTURABLE = [
     "capturable",
@@ -159,6 +161,16 @@ DIFFERENCES = [
         ("fused",),
     ),
     Difference("`fused=True` with a number for a flag", str({"maximize": 1}), ALL, ("fused",)),
+    Difference(
+        "an option of another library", str({"amsgrad": 1}), (optim.Adagrad,), tuple(ALL_MODES)
+    ),
+    Difference(ANOTHER_NUMBER, str({"betas": (0.9,)}), having("betas"), tuple(ALL_MODES)),
+    Difference(
+        ANOTHER_NUMBER,
+        str({"betas": (0.9, 0.99, 0.999)}),
+        tuple(cls for cls in having("betas") if cls is not optim.Adan),
+        tuple(ALL_MODES),
+    ),
     Difference(FOREACH, str({"differentiable": True}), WITH_FOREACH, ("foreach",)),
     Difference(
         FOREACH,

@@ -12,25 +12,24 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep import _twin, optim
+from fusedstep import optim
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import name_of
+from fusedstep.optim._foreign import FOREIGN, in_our_words
 from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import own_option
+from fusedstep.optim._saved import (
+    check_count_of_steps,
+    check_is_state,
+    check_saved_options,
+    check_state,
+    check_tensor,
+    options_of,
+    our_classes,
+)
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
 _CHOICES = ("foreach", "fused")
-
-#: Options of other libraries, with the values that ask for nothing. A class here may have some.
-_NEUTRAL_VALUES: dict[str, tuple[float, ...]] = {
-    "amsgrad": (False,),
-    "bias_correction": (True,),
-    "caution": (False,),
-    "corrected_weight_decay": (False,),
-    "grad_averaging": (True,),
-    "max_grad_norm": (0, math.inf),
-    "max_coeff": (math.inf,),
-    "min_coeff": (0,),
-}
 
 
 def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
@@ -95,7 +94,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
         for master, state in zip(group["params"], members, strict=True):
             if state:
                 state[MASTER] = master.detach()
-    _give_states(converted, states)
+    _give_states(converted, states, converted.param_groups)
     return converted
 
 
@@ -129,10 +128,7 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         >>> optimizer = optim.AdamW(model.parameters(), lr=1e-3)
         >>> fusedstep.import_state_dict(optimizer, torch.load("apex.pt")["optimizer"])
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
-        )
+    check_is_ours(optimizer)
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "state_dict must have 'state' and 'param_groups', as the optimizer's own dictionary "
@@ -144,15 +140,34 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
         raise ValueError(
             f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
         )
+    given = [[state_dict["state"].get(i, {}) for i in group["params"]] for group in groups]
     options = [_carried(group, cls) for group in groups]
+    for index, (group, members) in enumerate(zip(groups, given, strict=True)):
+        _check_given(optimizer.param_groups[index], index, group, members)
     states = [
-        _translated(group, [state_dict["state"].get(i, {}) for i in group["params"]], cls)
-        for group in groups
+        _translated(group, members, cls) for group, members in zip(groups, given, strict=True)
     ]
-    _check_states(optimizer, states)
-    for own, carried in zip(optimizer.param_groups, options, strict=True):
-        own |= carried
-    _give_states(optimizer, states)
+    new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
+    for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
+        for place, state in enumerate(members):
+            check_state(optimizer, group, group, (index, place), state)
+        check_saved_options(optimizer, index, options[index])
+    _give_states(optimizer, states, new_groups)
+
+
+def check_is_ours(optimizer: Any) -> None:
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
+            f"{_inside(optimizer)}"
+        )
+
+
+def _inside(optimizer: Any) -> str:
+    """Tells where an optimizer is that Accelerate or Lightning has wrapped."""
+    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
+        return ", which wraps the one in its attribute .optimizer: give that"
+    return ""
 
 
 # Whose successor
@@ -160,7 +175,7 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
 
 def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
     """The class that goes on for an optimizer."""
-    ours = {getattr(optim, name) for name in optim.__all__}
+    ours = set(our_classes())
     namesakes = {
         getattr(torch.optim, cls.__name__): cls
         for cls in ours
@@ -180,8 +195,8 @@ def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
     parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
     why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
     raise TypeError(
-        f"optimizer is a {cls.__module__}.{cls.__qualname__}{why}. Taken are the classes of "
-        f"fusedstep.optim, {', '.join(known)}"
+        f"optimizer is a {cls.__module__}.{cls.__qualname__}{why or _inside(optimizer)}. Taken are "
+        f"the classes of fusedstep.optim, {', '.join(known)}"
     )
 
 
@@ -225,35 +240,25 @@ def _params(group: dict[str, Any]) -> list[Any]:
 
 def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     """What a group of another optimizer says that one of this class goes on with."""
-    if issubclass(cls, optim.Lamb):
-        group = _lamb_group(group)
-    elif not issubclass(cls, optim.Adan) and not group.get("max_grad_norm", True):
-        group = {k: v for k, v in group.items() if k != "max_grad_norm"}  # a 0 that clips nothing
-    foreign = _NEUTRAL_VALUES.keys() - inspect.signature(cls).parameters.keys()
-    for name in sorted(foreign & group.keys()):
-        if group[name] not in _NEUTRAL_VALUES[name]:
-            raise ValueError(
-                f"{name}={group[name]} has no counterpart in {cls.__name__}; to go on without it, "
-                "remove it from the parameter group"
-            )
-    left = {"params", "param_names", "step", *_CHOICES, *foreign}
-    return {name: value for name, value in group.items() if name not in left}
-
-
-def _lamb_group(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with what apex, timm and DeepSpeed call otherwise under the names of ours."""
-    group = dict(group)
-    if not group.get("max_grad_norm", True):  # timm's None and DeepSpeed's 0
-        group["max_grad_norm"] = math.inf
-    if not group.get("bias_correction", True):
-        del group["bias_correction"]
-        group["debias"] = False
-    if "trust_clip" in group:
-        group["max_ratio"] = 1.0 if group.pop("trust_clip") else math.inf
-    for theirs, ours in {"max_coeff": "max_ratio", "min_coeff": "min_ratio"}.items():
-        if theirs in group:
-            group[ours] = group.pop(theirs)
-    return group
+    cls = next(each for each in cls.__mro__ if each in our_classes())
+    accepted = inspect.signature(cls).parameters.keys() - {"variant"}
+    of_others = set().union(*map(options_of, our_classes())) - options_of(cls)
+    carried = {}
+    for name, value in group.items():
+        if name == "max_grad_norm" and value in (None, 0, math.inf):  # each clips nothing
+            if issubclass(cls, (optim.Adan, optim.Lamb)):
+                carried[name] = 0.0 if issubclass(cls, optim.Adan) else math.inf
+        elif name in FOREIGN and name not in accepted:
+            words = in_our_words(name, value, cls.__name__, accepted)
+            if words is None:
+                raise ValueError(
+                    f"{name}={value} has no counterpart in {cls.__name__}; to go on without it, "
+                    "remove it from the parameter group"
+                )
+            carried |= words
+        elif name not in {"params", "param_names", "step", *_CHOICES, *of_others}:
+            carried[name] = value
+    return carried
 
 
 # States
@@ -268,7 +273,7 @@ def _translated(
         states = [
             {"step": 0.0}
             | {"sum" if name == "exp_avg_sq" else name: value for name, value in state.items()}
-            if state
+            if state and "exp_avg" not in state  # which would be Adam's
             else state
             for state in states
         ]
@@ -296,41 +301,34 @@ def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
     return {"step": steps} | {name: value for name, value in state.items() if name != "step"}
 
 
-def _check_states(optimizer: Optimizer, states: list[list[dict[str, Any]]]) -> None:
-    """Raises what is missing from states, or does not fit the weights."""
-    # A step over one element tells the names.
-    probes = [torch.zeros(1) for _ in optimizer.param_groups]
-    for probe in probes:
-        probe.grad = torch.zeros(1)
-    twin = _twin.imperative_twin(optimizer, [[probe] for probe in probes])
-    _twin.step(twin)
-    for group, probe, members in zip(optimizer.param_groups, probes, states, strict=True):
-        for index, (weight, state) in enumerate(zip(group["params"], members, strict=True)):
-            missing = sorted(twin.state[probe].keys() - state.keys())
-            if state and missing:
-                raise ValueError(
-                    f"the state of parameter {index} of its group has no {', '.join(missing)}: "
-                    f"it is not one of {type(optimizer).__name__}"
-                )
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.dim() and value.shape != weight.shape:
-                    raise ValueError(
-                        f"{name} of parameter {index} of its group has the shape "
-                        f"{list(value.shape)}, but the weight has {list(weight.shape)}"
-                    )
+def _check_given(
+    own: dict[str, Any], index: int, group: dict[str, Any], states: list[dict[str, Any]]
+) -> None:
+    """Raises what cannot be translated. Neither counts nor moments need be there."""
+    if group.get("step") is not None:
+        check_count_of_steps(f"group {index}", group["step"])
+    for place, (weight, state) in enumerate(zip(own["params"], states, strict=True)):
+        name = name_of(own, index, place)
+        check_is_state(name, state)
+        if state.get("step") is not None:
+            check_count_of_steps(name, state["step"])
+        if "exp_avg" in state:
+            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight)
 
 
-def _give_states(optimizer: Optimizer, states: list[list[dict[str, Any]]]) -> None:
+def _give_states(
+    optimizer: Optimizer, states: list[list[dict[str, Any]]], groups: list[dict[str, Any]]
+) -> None:
     """Gives the parameters of each group these states, in place of all that there are."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
-    for group, members in zip(optimizer.param_groups, states, strict=True):
+    for group, members in zip(groups, states, strict=True):
         for weight, given in zip(group["params"], members, strict=True):
             if given:
                 state[weight] = {
                     name: _fitted(value, weight, group) for name, value in given.items()
                 }
     # What load_state_dict ends with. Its beginning copies the options, and so a tensor lr.
-    optimizer.__setstate__({"state": state, "param_groups": optimizer.param_groups})
+    optimizer.__setstate__({"state": state, "param_groups": groups})
 
 
 def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import _ops, _twin
+from fusedstep.convert import check_is_ours
 from fusedstep.optim import _dtensor
-from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._imperative import MASTER, value_of
 
 
@@ -71,10 +71,7 @@ def verify(
         Adam, 3 of 3 steps, largest errors in ulp:
         ...
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
-        )
+    check_is_ours(optimizer)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     watch = _Watch(optimizer, steps, tolerance)

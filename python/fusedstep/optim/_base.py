@@ -17,13 +17,15 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors, _grads
-from fusedstep.optim._checks import check_operands, numeric
+from fusedstep.optim._checks import check_number, check_operands, check_options, numeric, with_name
 from fusedstep.optim._factors import PLAIN, Factors, is_one
+from fusedstep.optim._foreign import with_advice
 from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
-from fusedstep.optim._options import fill_own, own_option
+from fusedstep.optim._loading import SIXTEEN_BITS, LoadsStates, new_step
+from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
 from fusedstep.optim._watched import WatchedState
@@ -33,8 +35,6 @@ from fusedstep.optim._work import Work
 _by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
 _names = map(str, itertools.count())
 
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
-
 #: A closure's result.
 _Loss = TypeVar("_Loss")
 
@@ -42,7 +42,7 @@ _Loss = TypeVar("_Loss")
 _Place = tuple[int, int]
 
 
-class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
+class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native operator
@@ -55,6 +55,8 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
+    #: Whether dictionaries may hold a step count for a whole group.
+    _counts_in_groups: ClassVar[bool] = False
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
@@ -64,7 +66,15 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         "fused": None,
     }
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            cls.__init__ = with_advice(cls.__init__)
+
     def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+        if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
+            name = type(params).__name__
+            raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
         self._forget_plans()
         self._register()
         super().__init__(params, defaults)
@@ -98,6 +108,9 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     def _max_grad_norm(self) -> float:
         """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
         given = [own_option(group, "max_grad_norm") for group in self._groups]
+        for norm in given:
+            if norm is not None:
+                check_number("max_grad_norm", norm)
         norms = {math.inf if norm is None else float(norm) for norm in given}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
@@ -153,70 +166,15 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         # Weights on the meta device may be given memory before the first step, which looks again.
         weights = [p for p in group["params"] if not p.is_meta]
         try:
+            check_options(group, self.defaults)
             self._is_native(group, weights)
             self._max_grad_norm()
-        except (RuntimeError, ValueError):
+        except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
             raise
         for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
             if self._wants_native(group) and _ops.missing_on(kind):
                 _ops.warn_missing(kind)
-
-    @torch._disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the optimizer state, as torch does, but for float32 states of 16-bit weights.
-
-        They stay float32. torch casts them to the weight's dtype.
-        """
-        # What torch is about to cast: the last hook sees it as the user's hooks have left it.
-        self._loading: dict[str, Any] = {}
-        hook = self.register_load_state_dict_pre_hook(
-            lambda optimizer, dictionary: optimizer._loading.update(dictionary)
-        )
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            hook.remove()
-            del self._loading
-        # torch has made the dictionary of states: without any, nobody but a hook can have it.
-        if not (self._state or self._optimizer_load_state_dict_post_hooks):
-            self._state_was_accessed = False
-
-    def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
-        """Takes from a dictionary what has been cast to a 16-bit weight's dtype."""
-        keys = chain.from_iterable(group["params"] for group in dictionary["param_groups"])
-        for group in self.param_groups:
-            for p, key in zip(group["params"], keys, strict=False):
-                saved = dictionary["state"].get(key, {})
-                for name in self._names_of(group, p) if p.dtype in _SIXTEEN_BITS else ():
-                    value = saved.get(name)
-                    if isinstance(value, Tensor) and value.itemsize > 2:
-                        self._state[p][name] = value.to(p.device, torch.float32)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if "param_groups" in self.__dict__:
-            self.param_groups = self.__dict__.pop("param_groups")
-        if "state" in self.__dict__:
-            self.state = self.__dict__.pop("state")
-            self._note_access()
-        if "_name" not in self.__dict__:
-            self._register()
-        self._forget_plans()
-        for group in self.param_groups:
-            for name, value in self._later_options.items():
-                group.setdefault(name, value)
-            fill_own(group, self.defaults)
-        if "_loading" in self.__dict__:
-            self._keep_wide_states(self._loading)
-        for group in self.param_groups:
-            weights = [p for p in group["params"] if self._state.get(p)]
-            for p in weights:
-                step = self._state[p].get("step")
-                if isinstance(step, (int, float)):
-                    self._state[p]["step"] = _new_step(p, group).fill_(step)
-            if self._wants_native(group) and not self._obstacle(weights):
-                self._place_states(group, weights)
 
     @torch.no_grad()
     def _create_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
@@ -227,29 +185,13 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         value = self._initial_value(group)
         for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
             state = self._state[p]
-            state.setdefault("step", _new_step(p, group))
+            state.setdefault("step", new_step(p, group))
             if name not in state:
                 if value != 0 and name != MASTER:
                     tensor.fill_(complex(value, value) if p.is_complex() else value)
                 state[name] = tensor
             elif self._has_master(group, p):  # which came later: no state is narrower than it
                 state[name] = state[name].to(tensor.dtype)
-
-    @torch.no_grad()
-    def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        weights = [
-            p
-            for p in weights
-            if all(
-                name in self._state[p] and self._state[p][name].shape == p.shape
-                for name in self._names_of(group, p)
-            )
-        ]
-        for p in weights:
-            self._state[p]["step"] = _new_step(p, group).copy_(self._state[p]["step"])
-        for p, name, tensor in self._zeros(group, weights, native=True):
-            self._state[p][name] = tensor.copy_(self._state[p][name])
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
@@ -273,15 +215,15 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
-        if weight.dtype not in _SIXTEEN_BITS or own_option(group, "master_weights"):
-            return weight.dtype in _SIXTEEN_BITS
+        if weight.dtype not in SIXTEEN_BITS or own_option(group, "master_weights"):
+            return weight.dtype in SIXTEEN_BITS
         state = self._state.get(weight, {})
         dtypes = [state[name].dtype for name in self._state_names(group) if name in state]
         return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Whether what is updated is a float32 copy, which the weight is rounded from."""
-        return weight.dtype in _SIXTEEN_BITS and own_option(group, "master_weights")
+        return weight.dtype in SIXTEEN_BITS and own_option(group, "master_weights")
 
     def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of a plan."""
@@ -548,15 +490,18 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     def _bind(
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Work:
-        plan = self._plan(place, group, weights, grads)
-        sparse = self._sparse_error(group) is None
-        if plan and not plan.bind(weights, grads, sparse):
-            del self._plans[place]
+        try:
             plan = self._plan(place, group, weights, grads)
-            if plan:
-                plan.bind(weights, grads, sparse)
-        if not plan:
-            check_operands(weights, grads)
+            sparse = self._sparse_error(group) is None
+            if plan and not plan.bind(weights, grads, sparse):
+                del self._plans[place]
+                plan = self._plan(place, group, weights, grads)
+                if plan:
+                    plan.bind(weights, grads, sparse)
+            if not plan:
+                check_operands(weights, grads)
+        except RuntimeError as error:
+            raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)
 
     def _update_groups(
@@ -576,10 +521,13 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         if at_once:
             self._imperative_update(imperative, factors)
         for item, values, use in zip(work, options, uses, strict=True):
-            _, weights, grads, plan = item
+            group, weights, grads, plan = item
             if plan:
                 factor = 1.0 if factors is PLAIN else factors.on_host
-                _ops.take_step(self._operator, plan.handle, values, factor, use)
+                try:
+                    _ops.take_step(self._operator, plan.handle, values, factor, use)
+                except RuntimeError as error:
+                    raise with_name(error, self._groups, group, weights) from None
                 increment_version(weights)
                 increment_version(self._accessed_states(weights))
                 if use:
@@ -597,9 +545,11 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         """Options as a native step takes them; an error before any group has stepped."""
         group, _, _, plan = item
-        if not plan and (group["differentiable"] or group.get("capturable")):
-            return ()  # autograd and graphs follow them
         try:
+            if str in map(type, chain(group.values(), group.get("betas", ()))):
+                check_options(group, self.defaults)  # float() would take a text
+            if not plan and (group["differentiable"] or group.get("capturable")):
+                return ()  # autograd and graphs follow them
             lr = None
             if plan and plan.is_on_device:
                 lr = plan.set_device_inputs(group["lr"], factors)
@@ -622,9 +572,3 @@ class FusedOptimizer(WatchedState, ImperativeTwin, Optimizer):
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
             return GradUse.LEAVE
         return GradUse.SCALE
-
-
-def _new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
-    """A step count of zero, on the host unless a device graph counts the steps."""
-    device = weight.device if group.get("capturable") else "cpu"
-    return torch.tensor(0.0, dtype=torch.float32, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -9,8 +10,32 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
+from fusedstep.optim._options import OWN
+
+
+def check_number(name: str, value: Any) -> None:
+    """Raises if an option is no number: YAML, for one, reads 1e-3 as a text."""
+    if not is_number(value):
+        text = f"{name} must be a number, not {value!r}"
+        raise TypeError(f"{text}: write float({value!r})" if _reads_as_number(value) else text)
+
+
+def is_number(value: Any) -> bool:
+    if isinstance(value, (str, bytes)):
+        return False
+    return isinstance(value, Tensor) or hasattr(type(value), "__float__")
+
+
+def _reads_as_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
 
 def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: bool = True) -> None:
+    check_number("lr", lr)
     if isinstance(lr, Tensor):
         if foreach and not capturable:
             raise ValueError(
@@ -23,6 +48,7 @@ def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: boo
 
 
 def check_eps(eps: float) -> None:
+    check_number("eps", eps)
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
 
@@ -33,16 +59,21 @@ def check_state_dtype(state_dtype: torch.dtype | None) -> None:
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is not None and not max_grad_norm > 0.0:
+    if max_grad_norm is None:
+        return
+    check_number("max_grad_norm", max_grad_norm)
+    if not max_grad_norm > 0.0:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
 def check_at_least_zero(name: str, value: float) -> None:
+    check_number(name, value)
     if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")
 
 
 def check_beta(index: int, beta: float | Tensor) -> None:
+    check_number(f"betas[{index}]", beta)
     if isinstance(beta, Tensor) and beta.numel() != 1:
         raise ValueError(f"Tensor betas[{index}] must be 1-element")
     if not 0.0 <= beta < 1.0:
@@ -50,21 +81,90 @@ def check_beta(index: int, beta: float | Tensor) -> None:
 
 
 def check_betas(
-    betas: tuple[float | Tensor, float | Tensor], *, foreach: bool | None, capturable: bool
-) -> tuple[float | Tensor, float | Tensor]:
+    betas: tuple[float | Tensor, ...],
+    *,
+    foreach: bool | None,
+    capturable: bool,
+    count: int = 2,
+) -> tuple[float | Tensor, ...]:
     """Returns the betas, one-element tensors among them as 0-dimensional ones."""
-    for i in range(2):
-        check_beta(i, betas[i])
-    beta1, beta2 = betas
+    betas = _as_tuple(betas, count)
+    for i, beta in enumerate(betas[:count]):
+        check_beta(i, beta)
+    check_count(betas, count)
+    beta1, beta2, *others = betas
+    others = map(as_number, others)
     if isinstance(beta1, float) and isinstance(beta2, float):
-        return beta1, beta2
+        return beta1, beta2, *others
     if not (isinstance(beta1, Tensor) and isinstance(beta2, Tensor)):
         raise ValueError("betas must be either both floats or both Tensors")
     if foreach and not capturable:
         raise ValueError(
             "betas[0] as a Tensor is not supported for capturable=False and foreach=True"
         )
-    return as_number(beta1), as_number(beta2)
+    return as_number(beta1), as_number(beta2), *others
+
+
+#: By their number.
+_FORMS_OF_BETAS = {2: "(beta1, beta2)", 3: "(beta1, beta2, beta3)"}
+
+
+def _as_tuple(betas: Any, count: int) -> tuple[Any, ...]:
+    try:
+        if not isinstance(betas, (str, bytes)):
+            return tuple(betas)
+    except TypeError:
+        pass
+    raise TypeError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}")
+
+
+def check_count(betas: tuple[Any, ...], count: int) -> None:
+    if len(betas) != count:
+        others = "Adan has three" if count == 2 else "Adam, AdamW and Lamb have two"
+        raise ValueError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}; {others}")
+
+
+def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raises an option of a group that is of another kind than the default; its range may be any.
+
+    A number given as a text is one: float() would take it.
+    """
+    defaults = OWN | defaults
+    for name in defaults.keys() & group.keys():
+        value, default = group[name], defaults[name]
+        if name == "max_grad_norm" and value is None:
+            continue
+        if name == "betas":
+            betas = _as_tuple(value, len(default))
+            for index, beta in enumerate(betas):
+                check_number(f"betas[{index}]", beta)
+            check_count(betas, len(default))
+        elif name == "max_grad_norm" or (is_number(default) and not isinstance(default, bool)):
+            check_number(name, value)
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"Tensor {name} must be 1-element")
+        elif isinstance(value, str) and name in _NEVER_TEXT:
+            raise TypeError(f"{name} must not be a text: {value!r}")
+
+
+#: Options beside numbers to which a text is never right, though Python takes it for true.
+_NEVER_TEXT = frozenset(
+    {
+        "always_adapt",
+        "amsgrad",
+        "capturable",
+        "decoupled_decay",
+        "decoupled_weight_decay",
+        "differentiable",
+        "foreach",
+        "fused",
+        "keep_grad",
+        "master_weights",
+        "maximize",
+        "no_prox",
+        "state_dtype",
+    }
+)
 
 
 def as_number(option: float | Tensor) -> float | Tensor:
@@ -90,6 +190,35 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
                 f"tensor {index} of the list: the weight overlaps itself in memory "
                 "(an expanded tensor?); clone() it first"
             )
+
+
+def name_of(group: dict[str, Any], index: int, place: int) -> str:
+    """What an error calls a parameter: by its name, or else by its place in the group `index`."""
+    if names := group.get("param_names"):
+        return f"parameter {names[place]!r}"
+    return f"parameter {place} of group {index}"
+
+
+def with_name(
+    error: RuntimeError,
+    groups: list[dict[str, Any]],
+    group: dict[str, Any],
+    weights: list[Tensor],
+) -> RuntimeError:
+    """An error with the parameter's name, where it tells a place in a list of a group's weights."""
+    found = re.match(r"tensor (\d+) of the list: ", str(error))
+    if not found:
+        return error
+    (index,) = (i for i, each in enumerate(groups) if each is group)
+    weight = weights[int(found[1])]
+    place = next(i for i, p in enumerate(group["params"]) if p is weight)
+    text = f"{name_of(group, index, place)}: {str(error)[found.end() :]}"
+    if re.search("a state is .* but the weight is", text):
+        text += (
+            ". If the dtype of the model has changed, give the states that of their weights by "
+            "optimizer.load_state_dict(optimizer.state_dict()), or make a new optimizer"
+        )
+    return RuntimeError(text)
 
 
 def numeric(group: dict[str, Any]) -> str:

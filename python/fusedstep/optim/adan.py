@@ -12,10 +12,10 @@ from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import (
     as_number,
     check_at_least_zero,
-    check_beta,
     check_betas,
     check_eps,
     check_lr,
+    check_number,
     check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor
@@ -116,6 +116,7 @@ class Adan(FusedOptimizer):
     """
 
     _operator = "adan"
+    _counts_in_groups = True
     _foreach_means_unfused = False
     _later_options = FusedOptimizer._later_options | {
         "max_grad_norm": 0.0,
@@ -142,17 +143,17 @@ class Adan(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
     ) -> None:
+        check_number("max_grad_norm", max_grad_norm)
         if not max_grad_norm >= 0.0:
             raise ValueError(f"Invalid Max grad norm: {max_grad_norm}")
         check_lr(lr)
         check_eps(eps)
         check_state_dtype(state_dtype)
         check_at_least_zero("weight_decay", weight_decay)
-        first_two = check_betas(betas[:2], foreach=False, capturable=capturable)
-        check_beta(2, betas[2])
+        betas = check_betas(betas, count=3, foreach=False, capturable=capturable)
         defaults = {
             "lr": lr,
-            "betas": (*first_two, as_number(betas[2])),
+            "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "max_grad_norm": max_grad_norm,

@@ -19,6 +19,7 @@ from fusedstep.optim._checks import (
     check_eps,
     check_lr,
     check_max_grad_norm,
+    check_number,
     check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor, norms, whole
@@ -224,6 +225,7 @@ class Lamb(FusedOptimizer):
         for name in ("weight_decay", "max_weight_norm", "min_ratio"):
             check_at_least_zero(name, options[name])
         check_max_grad_norm(options["max_grad_norm"])
+        check_number("max_ratio", options["max_ratio"])
         if not options["max_ratio"] >= options["min_ratio"]:
             raise ValueError(
                 f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "

@@ -1,0 +1,114 @@
+"""How states and options come in that were made elsewhere: saved, copied or unpickled."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._options import fill_own
+from fusedstep.optim._saved import check_dictionary
+
+if TYPE_CHECKING:
+    from fusedstep.optim._base import FusedOptimizer
+
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class LoadsStates:
+    """Gives an optimizer ``load_state_dict`` and ``__setstate__``: they take all, or nothing."""
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, as torch does, but for float32 states of 16-bit weights.
+
+        They stay float32. torch casts them to the weight's dtype. Nothing has changed after an
+        error.
+        """
+        # What torch is about to cast: the last hook sees it as the user's hooks have left it.
+        self._loading: dict[str, Any] = {}
+
+        def look(optimizer: FusedOptimizer, dictionary: dict[str, Any]) -> None:
+            check_dictionary(optimizer, dictionary)
+            optimizer._loading.update(dictionary)
+
+        hook = self.register_load_state_dict_pre_hook(look)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            hook.remove()
+            del self._loading
+        # torch has made the dictionary of states: without any, nobody but a hook can have it.
+        if not (self._state or self._optimizer_load_state_dict_post_hooks):
+            self._state_was_accessed = False
+
+    def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
+        """Takes from a dictionary what has been cast to a 16-bit weight's dtype."""
+        keys = chain.from_iterable(group["params"] for group in dictionary["param_groups"])
+        for group in self.param_groups:
+            for p, key in zip(group["params"], keys, strict=False):
+                saved = dictionary["state"].get(key, {})
+                for name in self._names_of(group, p) if p.dtype in SIXTEEN_BITS else ():
+                    value = saved.get(name)
+                    if isinstance(value, Tensor) and value.itemsize > 2:
+                        self._state[p][name] = value.to(p.device, torch.float32)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        before = {name: vars(self)[name] for name in ("_state", "_groups") if name in vars(self)}
+        try:
+            self._take_over(state)
+        except BaseException:  # memory that ran out, for one
+            vars(self).update(before)
+            self._forget_plans()
+            raise
+
+    def _take_over(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "param_groups" in self.__dict__:
+            self.param_groups = self.__dict__.pop("param_groups")
+        if "state" in self.__dict__:
+            self.state = self.__dict__.pop("state")
+            self._note_access()
+        if "_name" not in self.__dict__:
+            self._register()
+        self._forget_plans()
+        for group in self.param_groups:
+            for name, value in self._later_options.items():
+                group.setdefault(name, value)
+            fill_own(group, self.defaults)
+        if "_loading" in self.__dict__:
+            self._keep_wide_states(self._loading)
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if self._state.get(p)]
+            for p in weights:
+                step = self._state[p].get("step")
+                if isinstance(step, (int, float)):
+                    self._state[p]["step"] = new_step(p, group).fill_(step)
+            if self._wants_native(group) and not self._obstacle(weights):
+                self._place_states(group, weights)
+
+    @torch.no_grad()
+    def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Moves states that come from elsewhere to where the native kernels find them fastest."""
+        weights = [
+            p
+            for p in weights
+            if "step" in self._state[p]
+            and all(
+                name in self._state[p] and self._state[p][name].shape == p.shape
+                for name in self._names_of(group, p)
+            )
+        ]
+        for p in weights:
+            step = self._state[p]["step"].reshape(())  # older ones have the shape [1]
+            self._state[p]["step"] = new_step(p, group).copy_(step)
+        for p, name, tensor in self._zeros(group, weights, native=True):
+            self._state[p][name] = tensor.copy_(self._state[p][name])
+
+
+def new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
+    """A step count of zero, on the host unless a device graph counts the steps."""
+    device = weight.device if group.get("capturable") else "cpu"
+    return torch.tensor(0.0, dtype=torch.float32, device=device)

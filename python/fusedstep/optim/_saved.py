@@ -1,0 +1,180 @@
+"""Checks of saved states and options, made before anything of them is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from fusedstep.optim._checks import check_options, name_of
+from fusedstep.optim._imperative import MASTER
+from fusedstep.optim._options import OWN
+
+if TYPE_CHECKING:
+    from fusedstep.optim._base import FusedOptimizer
+
+#: Options that no dictionary of an optimizer which has them has ever lacked.
+_ALWAYS_SAVED = frozenset({"betas", "eps", "lr", "lr_decay", "weight_decay"})
+
+
+def check_dictionary(optimizer: FusedOptimizer, dictionary: Mapping[str, Any]) -> None:
+    """Raises what keeps a dictionary from being loaded, but for what torch checks itself."""
+    saved_groups, states = dictionary.get("param_groups", ()), dictionary.get("state", {})
+    groups = optimizer.param_groups
+    sizes = [[len(g["params"]) for g in each] for each in (saved_groups, groups)]
+    if sizes[0] != sizes[1] or not isinstance(states, Mapping):
+        return
+    for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
+        _check_kind(optimizer, index, saved)
+        check_saved_options(optimizer, index, saved)
+        count = saved.get("step") if optimizer._counts_in_groups else None
+        if count is not None:
+            check_count_of_steps(f"group {index}", count)
+        options = optimizer.defaults | optimizer._later_options | saved
+        for place, key in enumerate(saved["params"]):
+            state = states.get(key, {})
+            if count is not None and isinstance(state, Mapping) and state:
+                state = {"step": count} | state
+            check_state(optimizer, options, group, (index, place), state)
+
+
+def check_saved_options(optimizer: FusedOptimizer, index: int, saved: dict[str, Any]) -> None:
+    try:
+        check_options(saved, optimizer.defaults)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"group {index} of the dictionary: {error}") from None
+    optimizer._wants_native(optimizer.defaults | saved)  # raises options that exclude each other
+
+
+def check_state(
+    optimizer: FusedOptimizer,
+    options: dict[str, Any],
+    group: dict[str, Any],
+    where: tuple[int, int],
+    state: Any,
+) -> None:
+    """Raises what is missing from the state of a weight, or cannot be part of it.
+
+    `options`: those to come. `where`: the index of its group, and its place there.
+    """
+    index, place = where
+    weight, name = group["params"][place], name_of(group, index, place)
+    check_is_state(name, state)
+    if not state:
+        return
+    needed = state_names(type(optimizer))
+    if missing := sorted({"step", *needed} - state.keys()):
+        likely = [cls for cls in our_classes() if _is_state_of(cls, state)]
+        raise ValueError(
+            f"the state of {name} has no {', '.join(missing)}: it is not one of "
+            f"{type(optimizer).__name__}{_looks_like(likely)}. "
+            "fusedstep.import_state_dict loads dictionaries of other optimizers"
+        )
+    if not weight.is_meta:
+        check_count_of_steps(name, state["step"])
+    names = (*needed, *optimizer._state_names(options), MASTER)
+    for key in dict.fromkeys(each for each in names if each in state):
+        check_tensor(f"{key} of {name}", state[key], weight)
+
+
+def check_is_state(name: str, state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise ValueError(f"the state of {name} must be a dict, not {_kind(state)}")
+
+
+def check_count_of_steps(name: str, count: Any) -> None:
+    """Raises if it does not say how many steps there were."""
+    is_tensor = isinstance(count, Tensor) and count.layout is torch.strided and not count.is_meta
+    if not (isinstance(count, (int, float)) or (is_tensor and count.numel() == 1)):
+        raise ValueError(
+            f"step of {name} must be an int, a float or a tensor of one element, not {_kind(count)}"
+        )
+    if isinstance(count, FakeTensor):
+        return
+    steps = float(count)
+    if not (math.isfinite(steps) and steps >= 0):
+        raise ValueError(f"step of {name} must be finite and at least 0, not {steps}")
+
+
+def state_names(cls: type[FusedOptimizer]) -> tuple[str, ...]:
+    """The states that every weight has which has been stepped."""
+    return cls._state_names(cls, cls._later_options)
+
+
+def check_tensor(name: str, value: Any, weight: Tensor) -> None:
+    is_dense = isinstance(value, Tensor) and value.layout is torch.strided
+    if not is_dense or (value.is_meta and not weight.is_meta):
+        raise ValueError(f"{name} must be a dense tensor with values, not {_kind(value)}")
+    if value.shape != weight.shape:
+        raise ValueError(
+            f"{name} has the shape {list(value.shape)}, but the weight has {list(weight.shape)}"
+        )
+
+
+def _kind(value: Any) -> str:
+    """What an error says that something is."""
+    if isinstance(value, (str, type(None))):
+        return f"{value!r:.40}"
+    if not isinstance(value, Tensor):
+        return f"a {torch.typename(value)}"
+    if value.layout is not torch.strided:
+        return f"a tensor of layout {value.layout}"
+    return f"a tensor of the shape {list(value.shape)} on {value.device}"
+
+
+# Which optimizer has saved it
+
+
+def _check_kind(optimizer: FusedOptimizer, index: int, saved: dict[str, Any]) -> None:
+    """Raises if the options of a saved group are those of an optimizer with another formula."""
+    own = optimizer.defaults.keys() | optimizer._later_options.keys() | OWN.keys()
+    name = type(optimizer).__name__
+    likely = [
+        cls
+        for cls in our_classes()
+        if saved.keys() & (options_of(cls) - own) and not saved.keys() & (own - options_of(cls))
+    ]
+    shared = [len(saved.keys() & options_of(cls)) for cls in likely]
+    likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
+    missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
+    if likely or missing:
+        lacks = ", ".join(missing or sorted(own - options_of(likely[0])))
+        raise ValueError(
+            f"group {index} of the dictionary has no {lacks}: it is not one of "
+            f"{name}{_looks_like(likely)}. To go on from another optimizer all the same, "
+            "call fusedstep.import_state_dict"
+        )
+
+
+def our_classes() -> list[type[FusedOptimizer]]:
+    """Those of this package."""
+    from fusedstep import optim  # here, for they import this module
+    from fusedstep.optim._base import FusedOptimizer
+
+    return [
+        cls
+        for cls in vars(optim).values()
+        if isinstance(cls, type) and issubclass(cls, FusedOptimizer) and cls is not FusedOptimizer
+    ]
+
+
+def options_of(cls: type[FusedOptimizer]) -> set[str]:
+    """Those that its groups have."""
+    return (
+        inspect.signature(cls).parameters.keys() - {"params", "variant"} | cls._later_options.keys()
+    )
+
+
+def _is_state_of(cls: type[FusedOptimizer], state: Mapping[str, Any]) -> bool:
+    optional = {"step", MASTER, "max_exp_avg_sq"}
+    return set(state_names(cls)) == state.keys() - optional
+
+
+def _looks_like(classes: list[type[FusedOptimizer]]) -> str:
+    names = " or ".join(cls.__name__ for cls in classes)
+    return f", but looks like one of {names}" if names else ""
