@@ -122,9 +122,28 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
   };
   EXPECT_EQ(adan(AdanOptions().betas({0.9, 0.9, 1})), "Invalid beta parameter at index 2: 1");
   EXPECT_EQ(adan(AdanOptions().max_grad_norm(-1)), "Invalid Max grad norm: -1");
+  EXPECT_EQ(adam(AdamOptions().max_grad_norm(0)), "Invalid max_grad_norm value: 0");
+  EXPECT_EQ(adagrad(AdagradOptions().max_grad_norm(-1)), "Invalid max_grad_norm value: -1");
   for (const auto& [ours, other, text] : rows) {
     EXPECT_EQ(ours, text);
     EXPECT_EQ(other, text);
+  }
+}
+
+TYPED_TEST(OptimTest, ClipsByAnOptionAsByTheSeparateCall) {
+  for (const double max_norm : {0.5, 1e6}) {
+    const Tensors weights = make_weights(), twins = clones(weights);
+    auto options = TypeParam::options();
+    options.max_grad_norm(max_norm);
+    typename TypeParam::Optimizer optimizer(weights, options), twin(twins, TypeParam::options());
+    for (uint64_t step = 0; step < 3; ++step) {
+      set_grads(weights, step);
+      set_grads(twins, step);
+      torch::nn::utils::clip_grad_norm_(twins, max_norm);
+      optimizer.step();
+      twin.step();
+    }
+    expect_close(weights, twins, 1e-5);
   }
 }
 

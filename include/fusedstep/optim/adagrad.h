@@ -1,4 +1,6 @@
 #pragma once
+#include <limits>
+
 #include "fusedstep/optim/fused.h"
 
 namespace fusedstep::optim {
@@ -11,6 +13,8 @@ struct AdagradOptions : torch::optim::OptimizerCloneableOptions<AdagradOptions> 
   TORCH_ARG(double, initial_accumulator_value) = 0;
   TORCH_ARG(double, eps) = 1e-10;
   TORCH_ARG(bool, maximize) = false;
+  // Clips the 2-norm of all gradients together for the step; inf: not at all.
+  TORCH_ARG(double, max_grad_norm) = std::numeric_limits<double>::infinity();
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override {
@@ -20,6 +24,7 @@ struct AdagradOptions : torch::optim::OptimizerCloneableOptions<AdagradOptions> 
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, initial_accumulator_value);
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(double, eps);
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, maximize);
+    detail::read_if_there(archive, "max_grad_norm", max_grad_norm_);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
@@ -28,13 +33,14 @@ struct AdagradOptions : torch::optim::OptimizerCloneableOptions<AdagradOptions> 
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(initial_accumulator_value);
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(eps);
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(maximize);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(max_grad_norm);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { lr_ = lr; }
   friend bool operator==(const AdagradOptions& a, const AdagradOptions& b) {
     return a.lr_ == b.lr_ && a.lr_decay_ == b.lr_decay_ && a.weight_decay_ == b.weight_decay_ &&
            a.initial_accumulator_value_ == b.initial_accumulator_value_ && a.eps_ == b.eps_ &&
-           a.maximize_ == b.maximize_;
+           a.maximize_ == b.maximize_ && a.max_grad_norm_ == b.max_grad_norm_;
   }
 };
 
@@ -64,6 +70,7 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
     detail::check_at_least_zero(defaults.weight_decay(), "weight_decay value");
     detail::check_at_least_zero(defaults.initial_accumulator_value(), "initial_accumulator_value value");
     detail::check_at_least_zero(defaults.eps(), "epsilon value");
+    detail::check_above_zero(defaults.max_grad_norm(), "max_grad_norm value");
   }
   explicit Adagrad(std::vector<torch::Tensor> params, AdagradOptions defaults = {})
       : Adagrad({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}

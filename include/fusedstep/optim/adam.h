@@ -1,4 +1,5 @@
 #pragma once
+#include <limits>
 #include <tuple>
 
 #include "fusedstep/optim/fused.h"
@@ -15,6 +16,8 @@ struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
   TORCH_ARG(bool, amsgrad) = false;
   TORCH_ARG(bool, maximize) = false;
   TORCH_ARG(bool, decoupled_weight_decay) = false;
+  // Clips the 2-norm of all gradients together for the step; inf: not at all.
+  TORCH_ARG(double, max_grad_norm) = std::numeric_limits<double>::infinity();
 
  public:
   void serialize(torch::serialize::InputArchive& archive) override {
@@ -25,6 +28,7 @@ struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, amsgrad);
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, maximize);
     _TORCH_OPTIM_DESERIALIZE_TORCH_ARG(bool, decoupled_weight_decay);
+    detail::read_if_there(archive, "max_grad_norm", max_grad_norm_);
   }
   void serialize(torch::serialize::OutputArchive& archive) const override {
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(lr);
@@ -34,13 +38,14 @@ struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(amsgrad);
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(maximize);
     _TORCH_OPTIM_SERIALIZE_TORCH_ARG(decoupled_weight_decay);
+    _TORCH_OPTIM_SERIALIZE_TORCH_ARG(max_grad_norm);
   }
   double get_lr() const override { return lr(); }
   void set_lr(const double lr) override { lr_ = lr; }
   friend bool operator==(const AdamOptions& a, const AdamOptions& b) {
     return a.lr_ == b.lr_ && a.betas_ == b.betas_ && a.eps_ == b.eps_ && a.weight_decay_ == b.weight_decay_ &&
            a.amsgrad_ == b.amsgrad_ && a.maximize_ == b.maximize_ &&
-           a.decoupled_weight_decay_ == b.decoupled_weight_decay_;
+           a.decoupled_weight_decay_ == b.decoupled_weight_decay_ && a.max_grad_norm_ == b.max_grad_norm_;
   }
 };
 
@@ -72,6 +77,7 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState> {
     detail::check_at_least_zero(defaults.eps(), "epsilon value");
     detail::check_betas(defaults.betas());
     detail::check_at_least_zero(defaults.weight_decay(), "weight_decay value");
+    detail::check_above_zero(defaults.max_grad_norm(), "max_grad_norm value");
   }
   explicit Adam(std::vector<torch::Tensor> params, AdamOptions defaults = {})
       : Adam({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}

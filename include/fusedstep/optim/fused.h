@@ -154,9 +154,9 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 //   static void launch(const Options&, int64_t plan, double grad_factor), which calls the native operator,
 // and, where it does anything with the gradients but read them,
 //   static GradUse grad_use(const Options&),
-// and, where it clips the 2-norm of all gradients together for the step,
-//   static double max_grad_norm(const Options&),
-//   static double grad_norm_eps(const Options&), which is added to the norm that is divided by,
+// and, where they are not the option max_grad_norm and 1e-6,
+//   static double max_grad_norm(const Options&)   what the 2-norm of all gradients is clipped to,
+//   static double grad_norm_eps(const Options&)   which is added to the norm that is divided by,
 // and, where it takes sparse gradients,
 //   static const char* sparse_error(const Options&)   null, or why it does not with these options.
 template <class Derived, class Options, class State>
@@ -165,8 +165,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   using torch::optim::Optimizer::Optimizer;
 
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
-  static double max_grad_norm(const Options&) { return std::numeric_limits<double>::infinity(); }
-  static double grad_norm_eps(const Options&) { return 0; }
+  static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
+  static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
   static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the

@@ -134,7 +134,7 @@ class Lamb : public FusedOptimizer<Lamb, LambOptions, LambParamState> {
   static GradUse grad_use(const LambOptions& options) {
     return options.keep_grad() ? GradUse::kLeave : GradUse::kScratch;
   }
-  static double max_grad_norm(const LambOptions& options) { return options.max_grad_norm(); }
+  static double grad_norm_eps(const LambOptions&) { return 0; }
   static void launch(const LambOptions& o, int64_t plan, double grad_factor) {
     static const auto op =
         detail::find_op<void(int64_t, double, double, double, double, double, bool, bool, bool, bool, double,
