@@ -20,10 +20,10 @@ need_writable_checkout() {
   done
 }
 
-# full_disk LOG: the line of LOG that names a full disk. Where it had no room for a line, the disk itself says so.
+# full_disk LOG: the line of LOG that names a full disk. Where it had no room for that line, less than a megabyte is left.
 full_disk() {
   grep -s -m 1 "No space left on device" "$1" && return
-  (($(df --output=avail "$logs" | tail -n 1) == 0)) && df --output=target,size,avail -h "$logs" | tail -n 1
+  (($(df --output=avail "$logs" | tail -n 1) < 1024)) && df --output=target,size,avail -h "$logs" | tail -n 1
 }
 
 # over TEXT: writes TEXT over the terminal's last line. One wider than the terminal could not be written over.

@@ -103,7 +103,7 @@ def test_a_full_disk_is_told_in_one_line(checkout):
 def test_a_full_disk_that_has_no_room_for_a_log_is_told_too(checkout, tmp_path):
     """df as on such a disk."""
     (tmp_path / "df").write_text(
-        "#!/bin/sh\necho header\ncase $* in *-h*) echo / 5G;; *) echo 0;; esac"
+        "#!/bin/sh\necho header\ncase $* in *-h*) echo / 5G;; *) echo 300;; esac"
     )
     (tmp_path / "df").chmod(0o755)
     path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
