@@ -273,7 +273,7 @@ DIFFERENCES = [
     Difference("`amsgrad` switched on", "amsgrad_switched_on", ADAMS, tuple(MODES)),
     Difference("a state, or a part of it", "states_taken_away", ALL, tuple(MODES)),
     *(
-        Difference("a state, or a part of it", name, (optim.Adagrad,), tuple(MODES))
+        Difference("a state, or a part of it", name, (optim.Adagrad,), tuple(MODES), until="2.12")
         for name in (
             "a_group_added_later",
             "all_states_taken_away",

@@ -295,7 +295,7 @@ def test_error_inputs(cls, index, mode):
     )
     is_listed = check_same_unless_listed(ours, theirs, (given.desc, cls, mode), DIFFERENCES)
     if mode == "default" and not is_listed:
-        text = ours.error or "; ".join(f"UserWarning: {warning}" for warning in ours.warnings)
+        text = ours.error or "; ".join(ours.warnings)
         assert text.startswith(expected.error_type.__name__)
         assert re.search(expected.error_regex, text)
 

@@ -152,7 +152,10 @@ def force_isa(name: str | None) -> None:
         ValueError: this CPU does not run it, or there is no such instruction set.
     """
     _require()
-    torch.ops.fusedstep.force_isa(name or "")
+    try:
+        torch.ops.fusedstep.force_isa(name or "")
+    except RuntimeError as error:  # newer torches have no other type for what an operator throws
+        raise ValueError(str(error)) from None
 
 
 def plan_isa(optimizer: FusedOptimizer) -> str:
