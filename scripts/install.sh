@@ -179,6 +179,31 @@ prepare_onednn() {
   [[ -n $(find_onednn) ]] || once onednn install_onednn || say "no oneDNN: the benchmark goes without its row"
 }
 
+# ---- The newest torch, for some of the laws -------------------------------------------------------------
+
+newest=$root/build/newest-torch
+
+# An environment for torch and what that needs. What else is imported is that of $python.
+install_newest_torch() {
+  local folder
+  "$python" -m venv --without-pip "$newest" &&
+    folder=$("$newest/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') &&
+    "$python" -c 'import sys; print(*sys.path, sep="\n")' | grep -e '-packages$' >"$folder/others.pth" &&
+    timeout 600 "$newest/bin/python" -m pip install --retries 0 --timeout 10 --no-compile --upgrade torch &&
+    touch "$newest/.looked-for"
+}
+
+# pip is asked once a week. Where that fails, the torch that is there serves.
+prepare_newest_torch() {
+  [[ -z $(find "$newest/.looked-for" -mtime -7 2>/dev/null) ]] || return 0
+  is_online && step newest-torch "installing the newest torch" install_newest_torch
+}
+
+newest_torch_version() {
+  [[ -e $newest/.looked-for ]] || return
+  "$newest/bin/python" -c 'import importlib.metadata; print(importlib.metadata.version("torch"))'
+}
+
 prepare() {
   prepare_system
   prepare_python

@@ -10,7 +10,23 @@ import pytest
 import torch
 
 import fusedstep
+from cases import PLAIN
 from fusedstep import _ops
+
+
+def pytest_addoption(parser):
+    parser.addoption("--plain", action="store_true", help="only the plain rows of tests/cases.py")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keeps all tests that take no row."""
+
+    def is_plain(item):
+        row = item.callspec.params.get("case") if hasattr(item, "callspec") else None
+        return row is None or row in PLAIN
+
+    if config.getoption("plain"):
+        items[:] = filter(is_plain, items)
 
 
 @pytest.fixture(autouse=True)
