@@ -5,6 +5,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/common.sh"
 # shellcheck source=scripts/install.sh
 source "$root/scripts/install.sh"
+# shellcheck source=scripts/fuzz.sh
+source "$root/scripts/fuzz.sh"
 # shellcheck source=scripts/test.sh
 source "$root/scripts/test.sh"
 # shellcheck source=scripts/lint.sh
@@ -18,6 +20,9 @@ Usage:
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
   ./run.sh test                  everything that CI runs
   ./run.sh test sanitize-cuda    the CUDA kernels under compute-sanitizer, where there is a GPU
+  ./run.sh fuzz [--minutes N] [--seed S]
+                                 random optimizers over random memory against float64; prints what fails, made small
+                                 (--layouts: layouts and plans, by libFuzzer)
   ./run.sh bench [FILTER]        the benchmark, all sizes; results go to build/results (--commit: to bench/results)
   ./run.sh bench peers [FILTER]  beside other libraries' optimizers, which it installs (--device cuda: on a GPU)
   ./run.sh bench compare REF [FILTER]
@@ -122,7 +127,7 @@ main() {
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
-    '' | --full | build | test | bench | mnist | doctor | lint | *.py) need_writable_checkout && prepare ;;
+    '' | --full | build | test | fuzz | bench | mnist | doctor | lint | *.py) need_writable_checkout && prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in

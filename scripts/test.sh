@@ -14,7 +14,7 @@ part() {
     outcome=FAILED
     failures=$((failures + 1))
   }
-  words=$(grep -E 'tests passed|^=+ .*(passed|failed|error)|^run.sh: (.*failed|skipped:)' "$log" | tail -n 1 || true)
+  words=$(grep -E '(tests|cases) passed|^=+ .*(passed|failed|error)|^run.sh: (.*failed|skipped:)' "$log" | tail -n 1 || true)
   words=$(sed 's/^=* *//; s/ *=*$//' <<<"$words")
   [[ $words != "run.sh: skipped:"* ]] || outcome=skipped
   summary+=("$(printf '%-8s %-16s %5d s  %s' "$outcome" "$name" $((SECONDS - began)) "$words")")
@@ -90,7 +90,8 @@ await() {
 }
 
 test_everything() {
-  local bringing sanitizing packaging packaging_log=$logs/packaging.log newer newer_log=$logs/on-newest-torch.log
+  local bringing sanitizing packaging newer fuzzing
+  local packaging_log=$logs/packaging.log newer_log=$logs/on-newest-torch.log fuzz_log=$logs/fuzz.log
   need_python_packages test wheel
   # Gigabytes to load down and unpack, as the compilers run.
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
@@ -106,10 +107,14 @@ test_everything() {
   wait "$bringing" || true
   { newest_torch_tests && echo passed; } </dev/null &>"$newer_log" &
   newer=$!
+  # The same cases each time: `./run.sh fuzz` has others.
+  { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 400 && echo passed; } </dev/null &>"$fuzz_log" &
+  fuzzing=$!
   wait "$sanitizing" || true
   part "C++ sanitized" cpp_tests "${sanitized[@]}"
   part "packaging" await "$packaging" "$packaging_log"
   part "torch $(newest_torch_version || echo newest)" await "$newer" "$newer_log"
+  part "fuzz" await "$fuzzing" "$fuzz_log"
   printf '\n'
   printf '%s\n' "${summary[@]}"
   ((failures == 0))

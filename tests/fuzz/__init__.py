@@ -1,0 +1,5 @@
+"""The property fuzz: random optimizers over random memory, against float64 with an error bound.
+
+`./run.sh fuzz` runs it. `choices` draws a case from a seed, `run` steps through it, `oracle` says
+what each step has to give, `shrink` makes a failing case small.
+"""

@@ -1,0 +1,303 @@
+"""What a step has to give, in float64 from the operands as they are stored before it.
+
+Nothing here calls the library: formulas are the references of the case table, or stand below.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cases import Case as Row
+from fuzz.bounded import Arithmetic, Bounded, UndecidableError, judge
+from fuzz.memory import overlaps
+
+MASTER = "master_param"
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+ANY = "any"
+"""A gradient that may hold anything after a step: the update is kept in its memory."""
+
+#: What is in a group and no part of the formula. Clipping is done before it.
+NOT_IN_FORMULAS = {
+    "params", "foreach", "capturable", "differentiable", "fused", "state_dtype", "master_weights",
+    "keep_grad", "max_grad_norm",
+}  # fmt: skip
+
+#: What torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by.
+CLIP_EPSILON = 1e-6
+
+#: The same where an optimizer that clips by its own option adds something else.
+OWN_CLIP_EPSILON = {"Adan": lambda group: group["eps"], "Lamb": lambda group: 0.0}
+
+
+class WrongError(Exception):
+    """A result that is not what the formula gives."""
+
+
+def lamb(
+    weight, grad, state, step, *, lr, betas, eps, weight_decay, maximize, debias, decoupled_decay,
+    always_adapt, max_weight_norm, min_ratio, max_ratio,
+):  # fmt: skip
+    """LAMB with every option, from the tables of docs/optimizers/lamb.md."""
+    gradient = -grad if maximize else grad
+    zeros = torch.zeros_like(weight)
+    m = betas[0] * state.get("exp_avg", zeros) + (1 - betas[0]) * gradient
+    v = betas[1] * state.get("exp_avg_sq", zeros) + (1 - betas[1]) * gradient * gradient
+    bias1, bias2 = (1 - beta**step for beta in betas)
+    rate = lr * math.sqrt(bias2) / bias1 if debias == "lr" else lr
+    if debias is True:
+        m_hat, v_hat = m / bias1, v / bias2
+    else:
+        m_hat, v_hat = m, v
+    update = m_hat / (v_hat.sqrt() + eps)
+    if weight_decay != 0:
+        if decoupled_decay:
+            weight = weight - lr * weight_decay * weight
+        else:
+            update = update + weight_decay * weight
+    if always_adapt or weight_decay != 0:
+        weight_norm, update_norm = weight.norm(), update.norm()
+        if weight_norm != 0 and update_norm != 0:
+            ratio = min(weight_norm, max_weight_norm) / update_norm
+            update = update * max(min(ratio, max_ratio), min_ratio)
+    return weight - rate * update, {"exp_avg": m, "exp_avg_sq": v}
+
+
+#: Formulas that know more options than the references of their rows.
+FORMULAS: dict[str, Callable] = {"Lamb": lamb}
+
+
+class _States(dict):
+    """States before a step; one that is missing is zero, or the formula's value as it is stored."""
+
+    def __init__(self, states: dict[str, Bounded], like: Bounded, dtype: torch.dtype):
+        super().__init__(states)
+        self._like, self._dtype = like, dtype
+
+    def get(self, name: str, default: Bounded) -> Bounded:
+        stored = default.value.to(self._dtype).double()
+        return self[name] if name in self else Bounded(stored, 0.0, default.arithmetic)
+
+    def __missing__(self, name: str) -> Bounded:
+        return torch.zeros_like(self._like)
+
+
+@dataclass
+class Expected:
+    """Of one weight: what it, its states and its gradient have to be after a step."""
+
+    weight: Bounded | None = None
+    """None where nothing may change."""
+    states: dict[str, Bounded] = field(default_factory=dict)
+    dtype: torch.dtype = torch.float32
+    """That of the states."""
+    count: float = 0.0
+    has_master: bool = False
+    gradient: Bounded | str = "same"
+    """Or a word: same, zero, none, any."""
+    is_decidable: bool = True
+
+
+@dataclass
+class Step:
+    """What the optimizer is asked for."""
+
+    max_norm: float | None = None
+    zero_grad: bool | str = False
+    scale: float | None = None
+    found_inf: bool = False
+
+
+def number(option: Any) -> Any:
+    if isinstance(option, Tensor):
+        return option.item()
+    return tuple(map(number, option)) if isinstance(option, (tuple, list)) else option
+
+
+def expected_step(
+    row: Row, optimizer: torch.optim.Optimizer, step: Step
+) -> tuple[dict[Tensor, Expected], float]:
+    """What every weight has to become, and the norm of the gradients that the step returns."""
+    groups = optimizer.param_groups
+    pairs = [(group, p) for group in groups for p in group["params"]]
+    expected = {p: Expected() for _, p in pairs}
+    present = [(group, p) for group, p in pairs if p.grad is not None]
+    is_zeroed = {True: "zero", "none": "none"}.get(step.zero_grad, "same")
+    if step.found_inf:
+        for _, p in present:
+            expected[p].gradient = is_zeroed
+        return expected, math.inf
+    squares = sum(p.grad.double().square().sum().item() for _, p in present)
+    factor = 1.0 if step.scale is None else 1.0 / step.scale
+    left = norm = math.sqrt(squares) * factor
+    if step.max_norm is not None and not (part := step.max_norm / (norm + CLIP_EPSILON)) >= 1:
+        factor, left = factor * part, left * part
+    own = own_max_norm(groups)
+    left += OWN_CLIP_EPSILON.get(row.optimizer.__name__, lambda _: CLIP_EPSILON)(groups[-1])
+    clip = own / left if left > own else 1.0
+    places = Counter(p.grad.data_ptr() for _, p in present)
+    for group, p in present:
+        arithmetic = Arithmetic.of(p.dtype)
+        if is_zeroed != "same":
+            expected[p].gradient = is_zeroed
+        elif (
+            not row.elementwise
+            and not group.get("keep_grad")
+            and (p.dtype not in SIXTEEN_BITS or factor != 1)
+        ):
+            expected[p].gradient = ANY
+        elif factor != 1:
+            expected[p].gradient = factor * Bounded(p.grad.double(), 0.0, arithmetic)
+        # Scaled in memory first, where the step may write it, or else as it is read.
+        is_rounded = (
+            isinstance(expected[p].gradient, Bounded)
+            and clip == 1
+            and p.dtype in SIXTEEN_BITS
+            and places[p.grad.data_ptr()] == 1
+            and not overlaps(p.shape, p.grad.stride())
+        )
+        state = optimizer.state.get(p, {})
+        _expect(expected[p], row, group, p, state, factor * clip, is_rounded)
+    return expected, norm
+
+
+def own_max_norm(groups: list[dict[str, Any]]) -> float:
+    """What the optimizer clips all gradients to by its own option, where that is not None or 0."""
+    return number(groups[-1].get("max_grad_norm")) or math.inf
+
+
+def _expect(
+    expected: Expected,
+    row: Row,
+    group: dict[str, Any],
+    p: Tensor,
+    state: dict[str, Tensor],
+    factor: float,
+    is_rounded: bool,
+) -> None:
+    arithmetic = Arithmetic.of(p.dtype)
+    weight = p.detach().double()
+    is_short = p.dtype in SIXTEEN_BITS
+    expected.has_master = is_short and group.get("master_weights", False)
+    if expected.has_master and MASTER in state:
+        # A weight that is not what its copy rounds to has been changed, and is taken as it is.
+        copy = state[MASTER]
+        weight = torch.where(copy.to(p.dtype) == p.detach(), copy.double(), weight)
+    weight = Bounded(weight, 0.0, arithmetic)
+    gradient = Bounded(p.grad.detach().double(), 0.0, arithmetic)
+    if factor != 1:
+        gradient = factor * gradient
+        if is_rounded:
+            low, high = (
+                (gradient.value + sign * gradient.error).to(p.dtype).double() for sign in (-1, 1)
+            )
+            gradient = Bounded((low + high) / 2, (high - low) / 2, arithmetic)
+    stored = {name: state[name] for name in row_states(row, group) if name in state}
+    states = {name: Bounded(s.double(), 0.0, arithmetic, True) for name, s in stored.items()}
+    wide = is_short and (
+        group.get("master_weights", False) or group.get("state_dtype") is torch.float32
+    )
+    if stored and not group.get("master_weights", False):
+        wide = is_short and next(iter(stored.values())).dtype is torch.float32
+    expected.dtype = torch.float32 if wide else p.dtype
+    expected.count = (state["step"].item() if "step" in state else 0.0) + 1
+    formula = FORMULAS.get(row.optimizer.__name__, row.reference)
+    try:
+        expected.weight, expected.states = formula(
+            weight,
+            gradient,
+            _States(states, weight, expected.dtype),
+            expected.count,
+            **_options(formula, group),
+        )
+    except UndecidableError:
+        expected.is_decidable = False
+
+
+def row_states(row: Row, group: dict[str, Any]) -> tuple[str, ...]:
+    """Names of the states; one that only an option brings is looked for as well."""
+    return (*row.states, "max_exp_avg_sq") if group.get("amsgrad") else row.states
+
+
+def _options(formula: Callable, group: dict[str, Any]) -> dict[str, Any]:
+    options = {k: number(v) for k, v in group.items() if k not in NOT_IN_FORMULAS}
+    parameters = inspect.signature(formula).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+        return options
+    return {k: v for k, v in options.items() if k in parameters}
+
+
+@dataclass
+class Tally:
+    """Elements that have been compared, and those of them that a small error could hide in."""
+
+    elements: int = 0
+    vague: int = 0
+
+
+def compare(
+    expected: Expected, p: Tensor, state: dict[str, Tensor], what: str, tally: Tally
+) -> None:
+    """Raises `WrongError` where a weight or a state is not within its bound."""
+    if not expected.is_decidable:
+        tally.elements += p.numel()
+        tally.vague += p.numel()
+        return
+    count = state["step"].item()
+    if count != expected.count:
+        raise WrongError(f"{what}: the step count is {count} instead of {expected.count}")
+    for name, value, number in _stored(expected, p, state, what):
+        verdict = judge(value.detach(), number)
+        tally.elements += value.numel()
+        tally.vague += int(verdict.vague.sum())
+        if verdict.wrong.any():
+            raise WrongError(f"{what}: {name} {_first(verdict.wrong, value, number)}")
+
+
+def _stored(
+    expected: Expected, p: Tensor, state: dict[str, Tensor], what: str
+) -> Iterator[tuple[str, Tensor, Bounded]]:
+    for name, number in expected.states.items():
+        value = state[name]
+        if (value.dtype, value.shape) != (expected.dtype, p.shape):
+            raise WrongError(f"{what}: {name} is {value.dtype} {list(value.shape)}")
+        yield name, value, number
+    if expected.has_master:
+        copy = state[MASTER]
+        if not torch.equal(copy.to(p.dtype).nan_to_num(0.5), p.detach().nan_to_num(0.5)):
+            raise WrongError(f"{what}: the weight is not what its copy rounds to")
+        yield MASTER, copy, expected.weight
+    else:
+        yield "weight", p, expected.weight
+
+
+def compare_gradient(expected: Expected, before: Tensor | None, p: Tensor, what: str) -> None:
+    """Raises `WrongError` where a gradient is not what should be left of `before`."""
+    kind, after = expected.gradient, p.grad
+    if isinstance(kind, Bounded):
+        verdict = judge(after.detach(), kind)
+        if verdict.wrong.any():
+            raise WrongError(f"{what}: the gradient {_first(verdict.wrong, after, kind)}")
+    elif kind == "none" and after is not None:
+        raise WrongError(f"{what}: the gradient is not None")
+    elif kind == "zero" and after.count_nonzero():
+        raise WrongError(f"{what}: the gradient is not zero")
+    elif kind == "same" and before is not None and not torch.equal(before, after):
+        raise WrongError(f"{what}: the gradient has changed")
+
+
+def _first(wrong: Tensor, actual: Tensor, expected: Bounded) -> str:
+    first = tuple(wrong.nonzero()[0].tolist())
+    return (
+        f"is {actual[first].item()!r} at {first} instead of {expected.value[first].item()!r} "
+        f"within {expected.error[first].item():.2g}, and so are {int(wrong.sum())} "
+        f"of {wrong.numel()} elements"
+    )

@@ -1,0 +1,281 @@
+"""The property fuzz itself: it draws the same cases again, passes, and sees what is planted."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cases import PLAIN
+from fuzz import choices, oracle, run, shrink
+from fuzz.bounded import Arithmetic, Bounded, judge
+from fuzz.memory import DTYPES, Area, overlaps
+from layouts import WEIGHT_LAYOUTS
+
+SEED = 20_000
+
+
+def test_a_seed_has_one_case():
+    drawn = [choices.draw(seed) for seed in range(60)]
+    assert drawn == [choices.draw(seed) for seed in range(60)]
+    assert len({json.dumps(case) for case in drawn}) == 60
+    assert all(json.loads(json.dumps(case)) == case for case in drawn)
+
+
+def test_cases_have_everything_in_them():
+    drawn = [choices.draw(seed) for seed in range(600)]
+    steps = [step for case in drawn for step in case["steps"]]
+    changes = [change for step in steps for change in step["changes"]]
+    gradients = [gradient for step in steps for gradient in step["grads"].values()]
+    weights = [w for case in drawn for group in case["groups"] for w in group["weights"]]
+    assert {case["row"] for case in drawn} == {row.name for row in PLAIN}
+    assert {change["do"] for change in changes} == set(run.CHANGES) == set(choices.CHANGES)
+    assert {gradient["how"] for gradient in gradients} == {"new", "refill", "keep", "none", "share"}
+    assert {weight["dtype"] for weight in weights} == set(DTYPES)
+    called = {name for step in steps for name in step["call"]}
+    assert called == {"max_norm", "zero_grad", "closure", "scale", "found_inf"}
+    assert max(sum(len(g["weights"]) for g in case["groups"]) for case in drawn) > 140
+    assert any(0 in weight["shape"] for weight in weights)
+    assert any(overlaps([3, 5], g["strides"]) for g in gradients if len(g.get("strides", ())) == 2)
+    for row in PLAIN:
+        mine = [case for case in drawn if case["row"] == row.name]
+        assert {name for case in mine for name in case["options"]} == set(choices.options_of(row))
+
+
+@pytest.mark.parametrize("row", PLAIN, ids=str)
+def test_every_option_has_values(row):
+    for name, default in choices.options_of(row).items():
+        assert name == "betas" or len(choices.values_of(name, default)) >= 1
+    with pytest.raises(LookupError, match="'warmup'"):
+        choices.values_of("warmup", None)
+
+
+def test_random_cases_pass():
+    tally = oracle.Tally()
+    for seed in range(SEED, SEED + 12):
+        run.check(choices.draw(seed), tally)
+    assert tally.elements > 100_000
+    assert tally.vague < 0.05 * tally.elements
+
+
+# What is planted
+
+
+def small_case(row: str, dtype: str = "float32") -> run.Case:
+    """Three steps of three weights, all strided, of which the second is looked at."""
+    weights = [
+        {"id": 1, "dtype": dtype, "shape": [7]},
+        {"id": 2, "dtype": dtype, "shape": [30, 40], "strides": [100, 2], "offset": 1},
+        {"id": 3, "dtype": dtype, "shape": [5, 6], "strides": [1, 5]},
+    ]
+    grads = {"1": {"how": "new"}, "2": {"how": "new"}, "3": {"how": "new"}}
+    steps = [{"n": 1, "changes": [], "grads": grads, "call": {}}]
+    steps += [{"n": n, "changes": [], "grads": {}, "call": {}} for n in (2, 3)]
+    return {
+        "seed": 5,
+        "row": row,
+        "options": {"fused": True},
+        "groups": [{"options": {}, "weights": weights}],
+        "steps": steps,
+        "settings": [[0, 2], [2, 3]],
+    }
+
+
+class Planted(run.Run):
+    """Spoils something in the last step of the setting that is compared with the oracle."""
+
+    in_every_setting = True
+
+    def take_step(self, call):
+        p = self.params[2]
+        before = p.detach().clone()
+        returned = super().take_step(call)
+        self.stepped = getattr(self, "stepped", 0) + 1
+        if self.stepped == 3 and (self.in_every_setting or self.tally is None):
+            with torch.no_grad():
+                self.spoil(p, before)
+        return returned
+
+
+def off(tensor):
+    """Changes the largest element by 2e-5 of it."""
+    index = tuple(torch.unravel_index(tensor.abs().argmax(), tensor.shape))
+    tensor[index] *= 1 + 2e-5
+
+
+class OneElementOff(Planted):
+    def spoil(self, p, before):
+        off(p)
+
+
+class OneStateOff(Planted):
+    def spoil(self, p, before):
+        off(self.optimizer.state[p][self.row.states[-1]])
+
+
+class WrongSign(Planted):
+    def spoil(self, p, before):
+        p.copy_(2 * before - p)
+
+
+class CountOff(Planted):
+    def spoil(self, p, before):
+        self.optimizer.state[p]["step"] += 1
+
+
+class NoStep(Planted):
+    def spoil(self, p, before):
+        p.copy_(before)
+
+
+class ByteOutside(Planted):
+    def spoil(self, p, before):
+        end = p.storage_offset() + 29 * 100 + 39 * 2 + 1
+        p.as_strided((1,), (1,), end).fill_(0)
+
+
+class BitsOfOneSetting(Planted):
+    in_every_setting = False
+
+    def spoil(self, p, before):
+        p[3, 4] = torch.nextafter(p[3, 4], torch.tensor(9.0, dtype=p.dtype))
+
+
+PLANTS = (
+    (OneElementOff, "value"),
+    (OneStateOff, "value"),
+    (WrongSign, "value"),
+    (CountOff, "value"),
+    (NoStep, "value"),
+    (ByteOutside, "outside"),
+    (BitsOfOneSetting, "bits"),
+)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("row", PLAIN, ids=str)
+def test_what_is_planted_is_seen(row, dtype):
+    case = small_case(row.name, dtype)
+    run.check(case, oracle.Tally())
+    for plant, kind in PLANTS:
+        with pytest.raises(run.CaseError) as failure:
+            run.check(case, oracle.Tally(), plant)
+        assert (failure.value.kind, failure.value.n) == (kind, 3), plant
+
+
+def test_a_wrong_gradient_is_seen():
+    class Spoilt(Planted):
+        def spoil(self, p, before):
+            off(p.grad)
+
+    for call in ({}, {"max_norm": 0.1}):
+        case = small_case("adam")
+        case["steps"][2]["call"] = call
+        with pytest.raises(run.CaseError, match="step 3: weight 2: the gradient"):
+            run.check(case, oracle.Tally(), Spoilt)
+
+
+def test_a_change_without_a_gradient_is_seen():
+    case = small_case("adam")
+    case["steps"][2]["grads"] = {"2": {"how": "none"}}
+    with pytest.raises(run.CaseError, match="step 3: weight 2: it or a state has changed"):
+        run.check(case, oracle.Tally(), OneElementOff)
+
+
+def test_an_error_of_the_library_is_seen():
+    case = small_case("adam")
+    case["options"]["lr"] = -1.0
+    with pytest.raises(run.CaseError, match="Invalid learning rate") as failure:
+        run.check(case, oracle.Tally())
+    assert failure.value.kind == "ValueError"
+
+
+def test_shrinking_leaves_what_fails():
+    """What is planted needs one weight and three steps; all else goes."""
+
+    def fails(case):
+        try:
+            run.check(case, oracle.Tally(), ThirdStep)
+        except run.CaseError as failure:
+            return failure.kind == "value"
+        return False
+
+    class ThirdStep(Planted):
+        def take_step(self, call):
+            return super().take_step(call) if 2 in self.params else run.Run.take_step(self, call)
+
+        def spoil(self, p, before):
+            p.sub_(1)
+
+    case = small_case("adam")
+    case["groups"].append(
+        {"options": {"lr": 0.5}, "weights": [{"id": 9, "dtype": "float64", "shape": [3]}]}
+    )
+    case["options"] |= {"eps": 1e-3, "amsgrad": True}
+    case["steps"][1]["changes"] = [{"do": "load"}, {"do": "count", "weight": 1, "value": 10}]
+    case["steps"][2]["call"] = {"zero_grad": True}
+    untouched = copy.deepcopy(case)
+    small = shrink.shrink(case, fails)
+    assert case == untouched
+    assert small["options"] == {}
+    assert small["groups"] == [
+        {"options": {}, "weights": [{"id": 2, "dtype": "float32", "shape": []}]}
+    ]
+    assert [step["n"] for step in small["steps"]] == [1, 2, 3]
+    assert all(not step["changes"] and not step["call"] for step in small["steps"])
+    assert small["settings"] == [[0, 1]]
+
+
+# Its instruments
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS[:14], ids=str)
+def test_areas_see_a_byte_beside_them(layout, dtype):
+    area = Area(dtype, layout.shape, layout.strides, layout.offset)
+    area.write("usual", 1)
+    assert area.view.abs().max() <= 1
+    assert area.touched_outside() == 0
+    area.view.as_strided((1,), (1,), area.view.storage_offset() - 1).fill_(0)
+    assert area.touched_outside() == 1
+
+
+def test_bounds_hold_what_float32_gives():
+    """Formulas in float32, in other orders than in the oracle, are within its bounds."""
+    generator = torch.Generator().manual_seed(1)
+    a, b = (torch.randn(10_000, generator=generator) for _ in range(2))
+    arithmetic = Arithmetic.of(torch.float32)
+    x, y = (Bounded(each.double(), 0.0, arithmetic) for each in (a, b))
+    pairs = (
+        (0.9 * x + 0.1 * y, a + 0.1 * (b - a)),
+        (x / (y**2).sqrt(), a / b.abs()),
+        (0.3 * (x * y) / 7.0, a * (0.3 / 7.0) * b),
+        (1 - x, -(a - 1)),
+        (torch.maximum(x, y) + 1e-3, torch.maximum(a, b) + 1e-3),
+    )
+    for expected, actual in pairs[1:]:
+        verdict = judge(actual, expected)
+        assert not verdict.wrong.any()
+        assert judge(actual * (1 + 1e-4), expected).wrong.float().mean() > 0.5
+    averages, actual = pairs[0]
+    state = Bounded(a.double(), 0.0, arithmetic, is_state=True)
+    assert not judge(actual, 0.9 * state + 0.1 * y).wrong.any()
+    assert judge(actual * (1 + 1e-5), averages).wrong.float().mean() > 0.5
+
+
+def test_the_command_passes_and_prints_a_case(repository, subprocess_environment, tmp_path):
+    command = [sys.executable, "-m", "fuzz"]
+    run_it = {"env": subprocess_environment, "capture_output": True, "text": True, "cwd": tmp_path}
+    passed = subprocess.run([*command, "--seed", "3", "--cases", "2"], **run_it)
+    assert passed.returncode == 0, passed.stderr
+    assert "fuzz: 2 cases" in passed.stdout
+    assert passed.stdout.endswith("2 cases passed\n")
+    case = json.dumps(small_case("adam"))
+    assert subprocess.run([*command, "--case", case], **run_it).returncode == 0
+    wrong = small_case("adam")
+    wrong["options"]["eps"] = -1.0
+    failed = subprocess.run([*command, "--case", json.dumps(wrong)], **run_it)
+    assert failed.returncode == 1
+    assert "ValueError: step 0: Traceback" in failed.stderr
