@@ -92,7 +92,7 @@ await() {
 test_everything() {
   local bringing sanitizing packaging newer fuzzing
   local packaging_log=$logs/packaging.log newer_log=$logs/on-newest-torch.log fuzz_log=$logs/fuzz.log
-  need_python_packages test wheel
+  need_python_packages test wheel frameworks
   # Gigabytes to load down and unpack, as the compilers run.
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
   bringing=$!
@@ -100,7 +100,9 @@ test_everything() {
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
   sanitizing=$!
-  part "Python" python_tests --dist worksteal --ignore=tests/packaging
+  part "Python" python_tests --dist worksteal --ignore=tests/packaging --ignore=tests/frameworks
+  # A file is about one framework, which takes seconds to import.
+  part "frameworks" python_tests --dist loadfile tests/frameworks
   # Beside what is left of the sanitized build, and its tests: each leaves a CPU idle at times.
   { python_tests --dist loadfile tests/packaging && echo passed; } </dev/null &>"$packaging_log" &
   packaging=$!

@@ -5,16 +5,11 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), ROOT / "cpu_kernels" / "README.md"])
+from pages import INTEGRATIONS, PAGES, ROOT, blocks
 
 
 def named(pages):
     return [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages]
-
-
-def blocks(page: Path, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def anchors(page: Path) -> set[str]:
@@ -23,7 +18,10 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", named(page for page in PAGES if blocks(page, "python")))
+WITH_EXAMPLES = [page for page in PAGES if blocks(page, "python") and page != INTEGRATIONS]
+
+
+@pytest.mark.parametrize("page", named(WITH_EXAMPLES))
 def test_examples_run(page):
     exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
 

@@ -23,10 +23,14 @@ def modules(folder):
                 yield node.module.partition(".")[0]
 
 
-@pytest.mark.parametrize(("extra", "folders"), [("test", FOLDERS), ("bench", ["bench"])])
-def test_extra_lists_what_is_imported(extra, folders, repository):
+@pytest.mark.parametrize(
+    ("extras", "folders"), [(["test", "frameworks"], FOLDERS), (["bench"], ["bench"])]
+)
+def test_extras_list_what_is_imported(extras, folders, repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
-    requirements = project["dependencies"] + project["optional-dependencies"][extra]
+    requirements = project["dependencies"] + [
+        requirement for extra in extras for requirement in project["optional-dependencies"][extra]
+    ]
     listed = {re.split(r"[><=]", requirement)[0] for requirement in requirements}
     own = [path for name in FOLDERS for path in (repository / name).rglob("*.py")]
     ours = {path.stem for path in own} | {"fusedstep", "reference"}

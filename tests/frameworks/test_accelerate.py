@@ -1,0 +1,175 @@
+"""Accelerate: the prepared loop, its scaler and scheduler, the exchange of weights for FSDP2."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedstep
+from cases import PLAIN
+from fusedstep import _ops, optim
+from pages import run_section
+from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
+from stepping import as_parameters, assert_same_contents, contents, make_weights, train
+
+
+@pytest.fixture
+def accelerate():
+    """Without what its singletons keep of another test."""
+    accelerate = pytest.importorskip("accelerate")
+    yield accelerate
+    accelerate.state.AcceleratorState._reset_state(True)
+    accelerate.state.GradientState._reset_state()
+
+
+class Loop:
+    """A prepared model, optimizer and schedule; two batches a step, clipped."""
+
+    def __init__(self, accelerate, kind, precision="no"):
+        self.accelerator = accelerate.Accelerator(
+            cpu=True, mixed_precision=precision, gradient_accumulation_steps=2
+        )
+        cls, options = kind
+        model = network()
+        optimizer = cls(model.parameters(), **options)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        self.model, self.optimizer, self.schedule = self.accelerator.prepare(
+            model, optimizer, schedule
+        )
+        self.losses = []
+
+    def train(self, data):
+        for batch in data:
+            with self.accelerator.accumulate(self.model):
+                loss = loss_of(self.model, batch)
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients:
+                    self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.schedule.step()
+                self.optimizer.zero_grad()
+            self.losses.append(loss.item())
+        return self.losses
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("no", 1e-5), ("bf16", 2e-3)])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_prepared_loop(accelerate, case, precision, rtol):
+    loop = Loop(accelerate, ours(case), precision)
+    losses = loop.train(batches())
+    assert_native(loop.optimizer.optimizer)
+    assert_same_losses(losses, Loop(accelerate, reference(case), precision).train(batches()), rtol)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_state_is_saved_and_loaded(accelerate, case, tmp_path):
+    loop = Loop(accelerate, ours(case))
+    loop.train(batches()[:4])
+    loop.accelerator.save_state(str(tmp_path))
+    straight = loop.train(batches()[4:])
+    other = Loop(accelerate, ours(case))
+    other.accelerator.load_state(str(tmp_path))
+    assert other.train(batches()[4:]) == straight[4:]
+    assert_same_contents(contents(other.optimizer.optimizer), contents(loop.optimizer.optimizer))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_skipped_step_is_seen_to_be_skipped(accelerate, case):
+    """Three overflows, then a step: the schedule, which halves the learning rate, moves once."""
+
+    def train_with(kind):
+        accelerator = accelerate.Accelerator(cpu=True)
+        cls, options = kind
+        model = network()
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        inner = cls(model.parameters(), **options | {"lr": 1.0})
+        optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
+        schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
+        schedule.optimizers = [optimizer]
+        before, skipped = copy.deepcopy(model.state_dict()), []
+        for batch, factor in zip(batches(4), (float("inf"),) * 3 + (1.0,), strict=True):
+            scaler.scale(loss_of(model, batch) * factor).backward()
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+            if factor != 1.0:
+                assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+        return skipped, inner.param_groups[0]["lr"], loss_of(model, batches(1)[0]).item()
+
+    *seen, loss = train_with(ours(case))
+    *expected, its_loss = train_with(reference(case))
+    assert seen == expected == [[True, True, True, False], 0.5]
+    assert_same_losses([loss], [its_loss])
+
+
+@pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_prepared_steps_take_the_shortcut(accelerate, case, monkeypatch):
+    """Although Accelerate calls `step(None)`, and has read the states."""
+    answers, repeat = [], _ops.bind.repeat
+    monkeypatch.setattr(
+        _ops.bind, "repeat", lambda *args: answers.append(repeat(*args)) or answers[-1]
+    )
+    params = as_parameters(make_weights([(5, 4), (7,)], torch.float32))
+    cls, options = ours(case)
+    optimizer = accelerate.Accelerator(cpu=True).prepare(cls(params, **options))
+    train(optimizer, params, range(1, 6))
+    assert answers[-3:] == [True] * 3
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_option_max_grad_norm_is_clip_grad_norm(accelerate, case):
+    def train_with(kind, clips_itself):
+        cls, options = kind
+        accelerator, model = accelerate.Accelerator(cpu=True), network()
+        optimizer = accelerator.prepare(cls(model.parameters(), **options))
+        losses = []
+        for batch in batches():
+            loss = loss_of(model, batch)
+            accelerator.backward(loss)
+            if not clips_itself:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    cls, options = ours(case)
+    losses = train_with((cls, options | {"max_grad_norm": 0.5}), True)
+    assert_same_losses(losses, train_with(reference(case), False))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_weights_of_the_groups_are_exchanged(accelerate, case):
+    """As preparing for FSDP2 does, after the optimizer has been made."""
+    shapes = [(5, 4), (7,)]
+    old, new = (as_parameters(make_weights(shapes, torch.float32)) for _ in range(2))
+    cls, options = ours(case)
+    optimizer = accelerate.Accelerator(cpu=True).prepare(cls(old, **options))
+    optimizer._switch_parameters(dict(zip(old, new, strict=True)))
+    train(optimizer, new, [1, 2])
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert sorted(saved["state"]) == [0, 1]
+    params = as_parameters(make_weights(shapes, torch.float32))
+    straight = case.build(params)
+    train(straight, params, [1, 2])
+    assert_same_contents(contents(optimizer), contents(straight))
+    resumed = cls(as_parameters(new), **options)
+    resumed.load_state_dict(saved)
+    train(resumed, resumed.param_groups[0]["params"], [3])
+    train(straight, params, [3])
+    assert_same_contents(contents(resumed), contents(straight))
+
+
+@pytest.mark.parametrize("tool", [fusedstep.verify, fusedstep.convert])
+def test_tools_ask_for_the_optimizer_inside(accelerate, tool):
+    optimizer = accelerate.Accelerator(cpu=True).prepare(optim.AdamW(network().parameters()))
+    with pytest.raises(TypeError, match=r"\.optimizer"):
+        tool(optimizer)
+    tool(optimizer.optimizer)
+
+
+def test_the_page(accelerate):
+    names = run_section("Accelerate", model=network(), batches=batches(), loss_of=loss_of)
+    assert_native(names["optimizer"].optimizer)

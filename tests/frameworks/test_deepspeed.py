@@ -1,0 +1,133 @@
+"""DeepSpeed: two processes, every stage of ZeRO, and states offloaded to the CPU."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import two_processes
+from cases import PLAIN
+from pages import run_section
+from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
+from two_processes import PROCESSES
+
+SIZE = 4
+"""Samples a process takes at a time."""
+
+
+def expected_losses(case, dtype):
+    """Of one process, which has the samples of both."""
+    cls, options = reference(case)
+    model, losses = network(), []
+    optimizer = cls(model.parameters(), **options)
+    for inputs, labels in batches(4, SIZE * PROCESSES):
+        rounded = [p.detach().to(dtype) for p in model.parameters()]
+        names = [name for name, _ in model.named_parameters()]
+        used = {
+            name: p + (r.float() - p).detach()
+            for name, r, p in zip(names, rounded, model.parameters(), strict=True)
+        }
+        outputs = torch.func.functional_call(model, used, inputs)
+        loss = torch.nn.functional.cross_entropy(outputs, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train(engine, rank, dtype):
+    losses = []
+    for inputs, labels in batches(4, SIZE * PROCESSES):
+        part = slice(rank * SIZE, (rank + 1) * SIZE)
+        loss = loss_of(engine, (inputs[part].to(dtype), labels[part]))
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().float()
+        dist.all_reduce(mean)
+        losses.append(mean.item() / PROCESSES)
+    return losses
+
+
+def configuration(stage, dtype=torch.float32, **zero):
+    return {
+        "train_micro_batch_size_per_gpu": SIZE,
+        "zero_optimization": {"stage": stage, **zero},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": dtype is torch.bfloat16},
+    }
+
+
+def set_environment(here):
+    """As its launcher does."""
+    ranks = {"RANK": here.rank, "LOCAL_RANK": here.rank, "WORLD_SIZE": PROCESSES}
+    os.environ.update({name: str(value) for name, value in ranks.items()})
+
+
+def trained_by_deepspeed(case, here, stage, dtype=torch.float32, **zero):
+    import deepspeed
+
+    set_environment(here)
+    cls, options = ours(case)
+    model = network()
+    optimizer = cls(model.parameters(), **options)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=configuration(stage, dtype, **zero)
+    )
+    losses = train(engine, here.rank, dtype)
+    assert_native(optimizer)
+    return losses
+
+
+def every_stage_trains_as_one_process(here):
+    for case in PLAIN:
+        expected = expected_losses(case, torch.float32)
+        # One trust ratio for a flat partition is not that of its weights: the page says so.
+        for stage in range(4) if case.elementwise else [0]:
+            assert_same_losses(trained_by_deepspeed(case, here, stage), expected)
+
+
+def bfloat16_weights_train_as_ones_of_float32_rounded(here):
+    for case in PLAIN:
+        if case.elementwise:
+            losses = trained_by_deepspeed(case, here, 2, torch.bfloat16)
+            assert_same_losses(losses, expected_losses(case, torch.bfloat16), 2e-2)
+
+
+def states_are_offloaded(here):
+    for case in PLAIN:
+        if case.elementwise:
+            offload = {"offload_optimizer": {"device": "cpu"}}
+            losses = trained_by_deepspeed(case, here, 2, **offload)
+            assert_same_losses(losses, expected_losses(case, torch.float32))
+
+
+def the_page_is_right(here):
+    set_environment(here)
+    inputs, labels = batches(1, SIZE * PROCESSES)[0]
+    names = run_section(
+        "DeepSpeed", model=network(), loss_of=loss_of, batches=[(inputs[:SIZE], labels[:SIZE])]
+    )
+    assert_native(names["optimizer"])
+
+
+WORKS = (
+    every_stage_trains_as_one_process,
+    bfloat16_weights_train_as_ones_of_float32_rounded,
+    states_are_offloaded,
+    the_page_is_right,
+)
+
+
+@pytest.fixture(scope="module")
+def failures():
+    pytest.importorskip("deepspeed")
+    return two_processes.failures_by_name("gloo", WORKS)
+
+
+@pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
+def test_deepspeed(failures, name):
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)

@@ -1,0 +1,195 @@
+"""Lightning: Trainer, manual optimization and Fabric."""
+
+import pytest
+import torch
+
+import fusedstep
+from cases import PLAIN, WITH_NAMESAKE
+from pages import run_section
+from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
+
+NAMESAKES = [case for case in PLAIN if case in WITH_NAMESAKE]
+PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3}
+"""And how far apart losses may be: autocast amplifies the last bits of a weight."""
+BUILDERS = {"ours": ours, "reference": reference}
+
+
+@pytest.fixture(scope="module")
+def lightning():
+    return pytest.importorskip("lightning")
+
+
+class Recorder:
+    """The methods of a module that keeps its losses."""
+
+    def __init__(self, build, schedule=None):
+        super().__init__()
+        self.model, self.build, self.schedule, self.losses = network(), build, schedule, []
+
+    def training_step(self, batch, _):
+        loss = loss_of(self.model, batch)
+        self.losses.append(loss.item())
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = self.build(self.parameters())
+        if self.schedule is None:
+            return optimizer
+        schedule = {"scheduler": self.schedule(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def trainer(lightning, folder, **options):
+    return lightning.Trainer(
+        **{"max_steps": 6, "accelerator": "cpu", "devices": 1, "logger": False}
+        | {"enable_checkpointing": False, "enable_progress_bar": False}
+        | {"enable_model_summary": False, "default_root_dir": folder}
+        | options
+    )
+
+
+def module(lightning, kind, *methods, **options):
+    cls, its_options = kind
+    bases = (*methods, Recorder, lightning.LightningModule)
+    return type("Module", bases, {})(lambda params: cls(params, **its_options), **options)
+
+
+def data(count=6):
+    return torch.utils.data.DataLoader(batches(count), batch_size=None)
+
+
+def fit(lightning, folder, kind, *methods, schedule=None, **options):
+    it = module(lightning, kind, *methods, schedule=schedule)
+    trainer(lightning, folder, **options).fit(it, data())
+    return it
+
+
+class ClipsItself:
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val, gradient_clip_algorithm):
+        self.clip_gradients(optimizer, gradient_clip_val=0.5, gradient_clip_algorithm="norm")
+
+
+@pytest.mark.parametrize("clips", ["never", "trainer", "module"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_automatic_optimization(lightning, tmp_path, case, precision, clips):
+    options = {"precision": precision, "gradient_clip_val": 0.5 if clips == "trainer" else None}
+    methods = [ClipsItself] if clips == "module" else []
+    it = fit(lightning, tmp_path, ours(case), *methods, **options)
+    expected = fit(lightning, tmp_path, reference(case), *methods, **options)
+    assert_native(it.optimizers().optimizer)
+    assert_same_losses(it.losses, expected.losses, PRECISIONS[precision])
+
+
+def test_clipping_with_fused_is_refused_as_for_torchs_class(lightning, tmp_path):
+    (adamw,) = (case for case in PLAIN if case.name == "adamw")
+    for cls in (adamw.optimizer, adamw.namesake):
+        kind = cls, adamw.options | {"fused": True}
+        with pytest.raises(RuntimeError, match="performs unscaling of gradients internally"):
+            fit(lightning, tmp_path, kind, precision="bf16-mixed", gradient_clip_val=0.5)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_accumulation_and_a_schedule(lightning, tmp_path, case):
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, 8, cycle_momentum=False)
+
+    options = {"accumulate_grad_batches": 2, "schedule": schedule, "max_epochs": 2}
+    it = fit(lightning, tmp_path, ours(case), **options)
+    expected = fit(lightning, tmp_path, reference(case), **options)
+    assert_same_losses(it.losses, expected.losses)
+
+
+class Manual:
+    """Clips in the step, or beside it."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        loss = super().training_step(batch, index)
+        optimizer = self.optimizers()
+        self.manual_backward(loss)
+        if self.clips_in_step:
+            assert optimizer.step(max_norm=0.5, zero_grad=True) is None
+        else:
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_manual_optimization_clips_in_the_step(lightning, tmp_path, case):
+    class InStep(Manual):
+        clips_in_step = True
+
+    class Beside(Manual):
+        clips_in_step = False
+
+    it = fit(lightning, tmp_path, ours(case), InStep)
+    expected = fit(lightning, tmp_path, reference(case), Beside)
+    assert_same_losses(it.losses, expected.losses)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_option_max_grad_norm_is_the_trainers_clipping(lightning, tmp_path, case):
+    cls, options = ours(case)
+    it = fit(lightning, tmp_path, (cls, options | {"max_grad_norm": 0.5}))
+    expected = fit(lightning, tmp_path, reference(case), gradient_clip_val=0.5)
+    assert_same_losses(it.losses, expected.losses)
+
+
+@pytest.mark.parametrize("order", ["reference-ours", "ours-reference", "ours-ours"])
+@pytest.mark.parametrize("case", NAMESAKES, ids=str)
+def test_training_is_resumed_from_a_checkpoint(lightning, tmp_path, case, order):
+    first, second = (BUILDERS[name](case) for name in order.split("-"))
+    checkpoint = tmp_path / "checkpoint"
+    losses = []
+    for kind, epochs, path in ((first, 1, None), (second, 2, checkpoint)):
+        it = module(lightning, kind)
+        its_trainer = trainer(lightning, tmp_path, max_steps=-1, max_epochs=epochs)
+        its_trainer.fit(it, data(3), ckpt_path=path)
+        its_trainer.save_checkpoint(checkpoint)
+        losses += it.losses
+    straight = module(lightning, reference(case))
+    trainer(lightning, tmp_path, max_epochs=2).fit(straight, data(3))
+    assert_same_losses(losses, straight.losses)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_module_verifies_its_optimizer(lightning, tmp_path, case):
+    reports = []
+
+    class Verifies:
+        def on_train_start(self):
+            reports.append(fusedstep.verify(self.optimizers(), steps=3))
+
+    fit(lightning, tmp_path, ours(case), Verifies)
+    (report,) = reports
+    assert report.ok, report
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_fabric_clips_under_a_scaler(lightning, case):
+    def train(kind):
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        plugin = lightning.fabric.plugins.MixedPrecision("16-mixed", "cpu", scaler)
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, plugins=plugin)
+        cls, options = kind
+        model = network()
+        model, optimizer = fabric.setup(model, cls(model.parameters(), **options))
+        losses = []
+        for batch in batches():
+            loss = loss_of(model, batch)
+            fabric.backward(loss)
+            norm = fabric.clip_gradients(model, optimizer, max_norm=0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses += [loss.item(), norm.item()]
+        return losses
+
+    assert_same_losses(train(ours(case)), train(reference(case)), 2e-3)
+
+
+def test_the_page(lightning):
+    names = run_section("Lightning", model=network(), batches=batches(), loss_of=loss_of)
+    assert_native(names["module"].optimizers().optimizer)

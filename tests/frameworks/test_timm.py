@@ -1,0 +1,85 @@
+"""timm: its registry of optimizers, layer decay, Lookahead and schedulers."""
+
+import pytest
+import torch
+
+from cases import PLAIN
+from fusedstep import optim
+from pages import run_section
+from small import assert_native, assert_same_losses
+
+CLASSES = {case.optimizer.__name__.lower(): case.optimizer for case in PLAIN}
+VARIANT = {"lamb": {"variant": "timm"}}
+"""Options for ours to be timm's of that name. Its Adam, AdamW and Adagrad are torch's."""
+
+
+@pytest.fixture(scope="module")
+def timm():
+    """With our optimizers registered, as the page says."""
+    timm = pytest.importorskip("timm")
+    for module in ("optim", "scheduler"):
+        pytest.importorskip(f"timm.{module}")
+    run_section("timm", model=vit(timm))
+    return timm
+
+
+def vit(timm):
+    torch.manual_seed(0)
+    return timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=8, in_chans=1, num_classes=4, embed_dim=16, depth=2, num_heads=2
+    )
+
+
+def train(timm, name, options, **more):
+    generator = torch.Generator().manual_seed(1)
+    model = vit(timm)
+    optimizer = timm.optim.create_optimizer_v2(
+        model, name, lr=2e-3, weight_decay=0.05, **options, **more
+    )
+    schedule = timm.scheduler.CosineLRScheduler(optimizer, t_initial=7, warmup_t=2)
+    losses = []
+    for step in range(7):
+        images = torch.randn(4, 1, 16, 16, generator=generator)
+        labels = torch.randint(4, (4,), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step(step + 1)
+        losses.append(loss.item())
+    return optimizer, losses
+
+
+@pytest.mark.parametrize(
+    ("prefix", "more"),
+    [("", {}), ("", {"layer_decay": 0.75}), ("lookahead_", {})],
+    ids=["decay of weights only", "layer decay", "lookahead"],
+)
+@pytest.mark.parametrize("name", CLASSES)
+def test_by_name(timm, name, prefix, more):
+    eps = {"eps": 1e-8}  # timm has one of its own for Adagrad
+    optimizer, losses = train(timm, f"{prefix}fs{name}", VARIANT.get(name, {}) | eps, **more)
+    _, expected = train(timm, f"{prefix}{name}", eps, **more)
+    inner = optimizer._base_optimizer if prefix else optimizer
+    assert type(inner) is CLASSES[name]
+    assert_native(inner)
+    assert len(inner.param_groups) == (8 if more else 2)
+    assert_same_losses(losses, expected, 2e-5)
+
+
+def test_by_a_class_named_by_a_string(timm):
+    register, info = timm.optim._optim_factory.default_registry, timm.optim.OptimInfo
+    register.register(info(name="bystring", opt_class="fusedstep.optim.AdamW", has_betas=True))
+    optimizer, losses = train(timm, "bystring", {})
+    assert type(optimizer) is optim.AdamW
+    assert losses == train(timm, "fsadamw", {})[1]
+
+
+def test_options_of_the_command_line(timm):
+    """`--opt fsadan --opt-betas … --opt-eps … --opt-foreach`, which selects torch operations."""
+    betas, eps = (0.9, 0.8, 0.95), 1e-6
+    optimizer, losses = train(timm, "fsadan", {"betas": betas, "eps": eps})
+    assert optimizer.defaults["betas"] == betas
+    assert_same_losses(losses, train(timm, "adan", {"betas": betas, "eps": eps})[1], 2e-5)
+    optimizer, _ = train(timm, "fsadamw", {}, foreach=True)
+    assert not optimizer._plans
