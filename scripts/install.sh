@@ -156,6 +156,14 @@ install_peers() {
   "$python" "$root/bench/peer_packages.py" --device "$1" "${missing[@]}"
 }
 
+# torchtitan, whose optimizers are tested: in a folder of its own, and without most of what it asks for. They do not use
+# that, and transformers needs a newer huggingface_hub than it allows.
+install_torchtitan() {
+  local packages=(torchtitan torch_checkpointing torchdata spmd_types tyro typeguard docstring_parser)
+  step torchtitan "installing torchtitan for its tests" \
+    "$python" -m pip install --no-deps --target "$root/build/torchtitan" "${packages[@]}"
+}
+
 # Debian's and Ubuntu's older releases come with an older CMake.
 prepare_cmake() {
   at_least 3.25 "$(cmake --version | sed -n '1s/.* //p')" && return

@@ -96,6 +96,7 @@ test_everything() {
   # Gigabytes to load down and unpack, as the compilers run.
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
   bringing=$!
+  [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
   part "C++" cpp_tests release
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
