@@ -24,7 +24,7 @@ def modules(folder):
 
 
 @pytest.mark.parametrize(
-    ("extras", "folders"), [(["test", "frameworks"], FOLDERS), (["bench"], ["bench"])]
+    ("extras", "folders"), [(["test", "frameworks"], FOLDERS), (["bench", "frameworks"], ["bench"])]
 )
 def test_extras_list_what_is_imported(extras, folders, repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
