@@ -76,31 +76,42 @@ def test_the_state_is_saved_and_loaded(accelerate, case, tmp_path):
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_skipped_step_is_seen_to_be_skipped(accelerate, case):
     """Three overflows, then a step: the schedule, which halves the learning rate, moves once."""
-
-    def train_with(kind):
-        accelerator = accelerate.Accelerator(cpu=True)
-        cls, options = kind
-        model = network()
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        inner = cls(model.parameters(), **options | {"lr": 1.0})
-        optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
-        schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
-        schedule.optimizers = [optimizer]
-        before, skipped = copy.deepcopy(model.state_dict()), []
-        for batch, factor in zip(batches(4), (float("inf"),) * 3 + (1.0,), strict=True):
-            scaler.scale(loss_of(model, batch) * factor).backward()
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            skipped.append(optimizer.step_was_skipped)
-            if factor != 1.0:
-                assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
-        return skipped, inner.param_groups[0]["lr"], loss_of(model, batches(1)[0]).item()
-
-    *seen, loss = train_with(ours(case))
-    *expected, its_loss = train_with(reference(case))
+    *seen, loss = train_with_overflows(accelerate, ours(case))
+    *expected, its_loss = train_with_overflows(accelerate, reference(case))
     assert seen == expected == [[True, True, True, False], 0.5]
     assert_same_losses([loss], [its_loss])
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_with_fused_the_schedule_goes_on(accelerate, case):
+    """As with torch's Adam and AdamW: the page says so."""
+    kinds = [(case.optimizer, case.options | {"fused": True})]
+    if case.name in ("adam", "adamw"):
+        kinds.append((case.namesake, case.options | {"fused": True}))
+    for kind in kinds:
+        *seen, _ = train_with_overflows(accelerate, kind)
+        assert seen == [[False] * 4, 0.5**4]
+
+
+def train_with_overflows(accelerate, kind):
+    accelerator = accelerate.Accelerator(cpu=True)
+    cls, options = kind
+    model = network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    inner = cls(model.parameters(), **options | {"lr": 1.0})
+    optimizer = accelerate.optimizer.AcceleratedOptimizer(inner, scaler=scaler)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.ExponentialLR(inner, 0.5))
+    schedule.optimizers = [optimizer]
+    before, skipped = copy.deepcopy(model.state_dict()), []
+    for batch, factor in zip(batches(4), (float("inf"),) * 3 + (1.0,), strict=True):
+        scaler.scale(loss_of(model, batch) * factor).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        skipped.append(optimizer.step_was_skipped)
+        if factor != 1.0:
+            assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    return skipped, inner.param_groups[0]["lr"], loss_of(model, batches(1)[0]).item()
 
 
 @pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")

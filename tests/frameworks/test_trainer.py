@@ -116,6 +116,8 @@ def test_a_checkpoint_of_torchs_adamw_is_resumed(transformers, tmp_path, name):
     it = trainer(transformers, args, optimizer_cls_and_kwargs=kind)
     it.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert isinstance(inner(it), optim.AdamW)
+    if name == "adamw_torch_fused":
+        assert all(group["fused"] for group in it.optimizer.param_groups)
     assert_native(inner(it))
     assert_same_losses(losses_of(it), losses_of(straight), 2e-5)
 
