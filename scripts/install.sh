@@ -156,12 +156,18 @@ install_peers() {
   "$python" "$root/bench/peer_packages.py" --device "$1" "${missing[@]}"
 }
 
-# torchtitan, whose optimizers are tested: in a folder of its own, and without most of what it asks for. They do not use
-# that, and transformers needs a newer huggingface_hub than it allows.
+# In a folder of its own, and without most of what it asks for: its optimizers do not use that, and transformers needs a
+# newer huggingface_hub than it allows.
 install_torchtitan() {
   local packages=(torchtitan torch_checkpointing torchdata spmd_types tyro typeguard docstring_parser)
   step torchtitan "installing torchtitan for its tests" \
     "$python" -m pip install --no-deps --target "$root/build/torchtitan" "${packages[@]}"
+}
+
+# Installs what tests/frameworks trains inside of. The tests of one that cannot be had are skipped.
+install_frameworks() {
+  (need_python_packages frameworks) || say "some frameworks are missing: their tests are skipped"
+  [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.

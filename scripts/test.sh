@@ -92,11 +92,11 @@ await() {
 test_everything() {
   local bringing sanitizing packaging newer fuzzing
   local packaging_log=$logs/packaging.log newer_log=$logs/on-newest-torch.log fuzz_log=$logs/fuzz.log
-  need_python_packages test wheel frameworks
+  need_python_packages test wheel
+  install_frameworks
   # Gigabytes to load down and unpack, as the compilers run.
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
   bringing=$!
-  [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
   part "C++" cpp_tests release
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
