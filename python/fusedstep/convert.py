@@ -6,7 +6,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -32,7 +32,30 @@ from fusedstep.optim._saved import (
 _CHOICES = ("foreach", "fused")
 
 
-def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
+_Ours = TypeVar("_Ours", bound=FusedOptimizer)
+
+
+@overload
+def convert(optimizer: _Ours, **overrides: Any) -> _Ours: ...
+
+
+@overload
+def convert(optimizer: torch.optim.AdamW, **overrides: Any) -> optim.AdamW: ...
+
+
+@overload
+def convert(optimizer: torch.optim.Adam, **overrides: Any) -> optim.Adam: ...
+
+
+@overload
+def convert(optimizer: torch.optim.Adagrad, **overrides: Any) -> optim.Adagrad: ...
+
+
+@overload
+def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer: ...
+
+
+def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
     """Returns the optimizer of this package that goes on where the given one stopped.
 
     It updates the very same parameters and starts with the given one's states, step counts and
@@ -98,7 +121,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> Optimizer:
     return converted
 
 
-def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) -> None:
     """Loads the state dictionary of another library's optimizer, or of torch's.
 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
@@ -111,17 +134,18 @@ def import_state_dict(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> No
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
     dictionary does not say stays too. Apex and DeepSpeed do not store whether Adam's weight decay
     is decoupled: the class chosen here says so. Nor do they store all that makes their LAMB: the
-    ``variant`` chosen here says it. float32 states of 16-bit weights stay float32. Hooks of
-    ``load_state_dict`` are not run.
+    ``variant`` chosen here says it. Options that only other optimizers of this package have are
+    left behind. float32 states of 16-bit weights stay float32. Hooks of ``load_state_dict`` are
+    not run.
 
     Args:
         optimizer (Optimizer): one of :mod:`fusedstep.optim`, over the parameters of the other
         state_dict (dict): what the other's ``state_dict()`` returned
 
     Raises:
-        TypeError: if ``optimizer`` is not of this package.
+        TypeError: if ``optimizer`` is not of this package, or an option has the wrong type.
         ValueError: if the dictionary does not fit the optimizer, or has an option that asks for
-            what the optimizer does not do. Nothing has been changed then.
+            what the optimizer does not do. After an error nothing has changed.
 
     Example::
 
@@ -173,7 +197,7 @@ def _inside(optimizer: Any) -> str:
 # Whose successor
 
 
-def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
+def _counterpart(optimizer: Optimizer) -> type[FusedOptimizer]:
     """The class that goes on for an optimizer."""
     ours = set(our_classes())
     namesakes = {
@@ -200,17 +224,17 @@ def _counterpart(optimizer: Optimizer) -> type[Optimizer]:
     )
 
 
-def _adam(optimizer: Optimizer) -> type[Optimizer]:
+def _adam(optimizer: Any) -> type[FusedOptimizer]:
     return optim.AdamW if optimizer.adam_w_mode else optim.Adam
 
 
-def _apex_adagrad(optimizer: Optimizer) -> type[Optimizer]:
+def _apex_adagrad(optimizer: Any) -> type[FusedOptimizer]:
     if optimizer.adagrad_w_mode:
         raise ValueError("the optimizer's adagrad_w_mode=True has no counterpart in Adagrad")
     return optim.Adagrad
 
 
-def _deepspeed_adagrad(optimizer: Optimizer) -> type[Optimizer]:
+def _deepspeed_adagrad(optimizer: Any) -> type[FusedOptimizer]:
     # It adds the decay to what it squares, but not to what it divides by the root.
     if any(group["weight_decay"] for group in optimizer.param_groups):
         raise ValueError("DeepSpeedCPUAdagrad's weight_decay has no counterpart in Adagrad")
@@ -218,7 +242,7 @@ def _deepspeed_adagrad(optimizer: Optimizer) -> type[Optimizer]:
 
 
 #: Optimizers of other libraries with a formula of ours, by package and name.
-_RELATIVES: dict[tuple[str, str], Callable[[Optimizer], type[Optimizer]]] = {
+_RELATIVES: dict[tuple[str, str], Callable[[Any], type[FusedOptimizer]]] = {
     ("adan", "Adan"): lambda optimizer: optim.Adan,
     ("apex", "FusedAdam"): _adam,
     ("apex", "FusedAdagrad"): _apex_adagrad,
@@ -317,7 +341,7 @@ def _check_given(
 
 
 def _give_states(
-    optimizer: Optimizer, states: list[list[dict[str, Any]]], groups: list[dict[str, Any]]
+    optimizer: FusedOptimizer, states: list[list[dict[str, Any]]], groups: list[dict[str, Any]]
 ) -> None:
     """Gives the parameters of each group these states, in place of all that there are."""
     state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
