@@ -260,7 +260,9 @@ def _group_is_added(run: Run, change: dict[str, Any]) -> None:
 
 
 def _is_loaded(run: Run, change: dict[str, Any]) -> None:
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    # A dictionary that lacks a part of a weight's state is refused.
+    if all(state.keys() >= {*run.row.states} for state in run.optimizer.state.values() if state):
+        run.optimizer.load_state_dict(run.optimizer.state_dict())
 
 
 def _is_replaced(run: Run, optimizer: torch.optim.Optimizer) -> None:
