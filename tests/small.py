@@ -1,13 +1,22 @@
 """What the framework tests share: a small network, its data, and what the losses must be.
 
-Importing a framework takes seconds. So a test file is about one of them, has a fixture that imports
-it, and skips where it is not installed; `./run.sh test` gives a file to one process.
+Importing a framework takes seconds. So a test file is about one of them, and has a fixture that
+imports it; `./run.sh test` gives a file to one process.
 """
 
+import importlib.util
+
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from cases import Case
+
+
+def need(framework: str) -> None:
+    """Skips the file that is being imported if the framework is not installed."""
+    if importlib.util.find_spec(framework) is None:
+        pytest.skip(f"{framework} is not installed", allow_module_level=True)
 
 
 def network() -> torch.nn.Sequential:

@@ -1,6 +1,7 @@
 """Accelerate: the prepared loop, its scaler and scheduler, the exchange of weights for FSDP2."""
 
 import copy
+import importlib
 
 import pytest
 import torch
@@ -9,14 +10,25 @@ import fusedstep
 from cases import PLAIN
 from fusedstep import _ops, optim
 from pages import run_section
-from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
+from small import (
+    assert_native,
+    assert_same_losses,
+    batches,
+    loss_of,
+    need,
+    network,
+    ours,
+    reference,
+)
 from stepping import as_parameters, assert_same_contents, contents, make_weights, train
+
+need("accelerate")
 
 
 @pytest.fixture
 def accelerate():
     """Without what its singletons keep of another test."""
-    accelerate = pytest.importorskip("accelerate")
+    accelerate = importlib.import_module("accelerate")
     yield accelerate
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()

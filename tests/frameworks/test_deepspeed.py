@@ -1,6 +1,5 @@
 """DeepSpeed: two processes, every stage of ZeRO, and states offloaded to the CPU."""
 
-import importlib.util
 import os
 
 import pytest
@@ -10,8 +9,19 @@ import torch.distributed as dist
 import two_processes
 from cases import PLAIN
 from pages import run_section
-from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
+from small import (
+    assert_native,
+    assert_same_losses,
+    batches,
+    loss_of,
+    need,
+    network,
+    ours,
+    reference,
+)
 from two_processes import PROCESSES
+
+need("deepspeed")
 
 SIZE = 4
 """Samples a process takes at a time."""
@@ -124,8 +134,6 @@ WORKS = (
 
 @pytest.fixture(scope="module")
 def failures():
-    if importlib.util.find_spec("deepspeed") is None:
-        pytest.skip("could not import 'deepspeed'")
     return two_processes.failures_by_name("gloo", WORKS)
 
 

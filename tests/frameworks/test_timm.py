@@ -1,12 +1,17 @@
 """timm: its registry of optimizers, layer decay, Lookahead and schedulers."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 
 from cases import PLAIN
 from fusedstep import optim
 from pages import run_section
-from small import assert_native, assert_same_losses
+from small import assert_native, assert_same_losses, need
+
+need("timm")
 
 CLASSES = {case.optimizer.__name__.lower(): case.optimizer for case in PLAIN}
 VARIANT = {"lamb": {"variant": "timm"}}
@@ -16,9 +21,9 @@ VARIANT = {"lamb": {"variant": "timm"}}
 @pytest.fixture(scope="module")
 def timm():
     """With our optimizers registered, as the page says."""
-    timm = pytest.importorskip("timm")
-    for module in ("optim", "scheduler"):
-        pytest.importorskip(f"timm.{module}")
+    for module in ("timm.optim", "timm.scheduler"):
+        importlib.import_module(module)
+    timm = sys.modules["timm"]
     run_section("timm", model=vit(timm))
     return timm
 

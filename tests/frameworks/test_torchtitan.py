@@ -1,5 +1,6 @@
 """torchtitan: its container of optimizers, and its flat checkpoints."""
 
+import importlib
 import sys
 
 import pytest
@@ -8,19 +9,20 @@ import torch.distributed.checkpoint as dcp
 from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import optim
 from pages import ROOT, run_section
-from small import assert_native, assert_same_losses, batches, loss_of, network
+from small import assert_native, assert_same_losses, batches, loss_of, need, network
 
 FOLDER = ROOT / "build" / "torchtitan"
 """Where `./run.sh test` puts it."""
+sys.path.append(str(FOLDER))
+need("torchtitan")
+
 NAMESAKES = [case for case in PLAIN if case in WITH_NAMESAKE]
 DATA = batches(4)
 
 
 @pytest.fixture(scope="module")
 def titan():
-    sys.path.append(str(FOLDER))
-    yield pytest.importorskip("torchtitan.components.optimizer")
-    sys.path.remove(str(FOLDER))
+    return importlib.import_module("torchtitan.components.optimizer")
 
 
 class Training:

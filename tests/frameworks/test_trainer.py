@@ -1,5 +1,6 @@
 """transformers' Trainer, and peft, which imports transformers too."""
 
+import importlib
 import inspect
 
 import pytest
@@ -8,7 +9,9 @@ import torch
 from cases import PLAIN
 from fusedstep import optim
 from pages import run_section
-from small import assert_native, assert_same_losses, ours, reference
+from small import assert_native, assert_same_losses, need, ours, reference
+
+need("transformers")
 
 STEPS = 4
 WORDS = 32
@@ -16,7 +19,7 @@ WORDS = 32
 
 @pytest.fixture(scope="module")
 def transformers():
-    return pytest.importorskip("transformers")
+    return importlib.import_module("transformers")
 
 
 @pytest.fixture(scope="module")
