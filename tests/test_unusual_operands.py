@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import PLAIN
-from fusedstep import optim
+from fusedstep import _ops, optim
 from stepping import as_parameters, assert_same_bits
 
 SIZE = 40
@@ -74,6 +74,186 @@ class TestGradientsThatHoldOtherValues:
         assert (param == 1).all()
 
 
+@contextlib.contextmanager
+def without_binding():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_ops, "bind", None)
+        yield
+
+
+def step_scaled(optimizer):
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+    optimizer.step()
+    del optimizer.grad_scale, optimizer.found_inf
+
+
+def step_under_a_mode(optimizer):
+    with Seen():
+        optimizer.step()
+
+
+def step_without_binding(optimizer):
+    with without_binding():
+        optimizer.step()
+
+
+WAYS = {
+    "repeated": lambda optimizer: optimizer.step(),
+    "with an argument": lambda optimizer: optimizer.step(None),
+    "clipped": lambda optimizer: optimizer.step(max_norm=1e9),
+    "clearing": lambda optimizer: optimizer.step(zero_grad=True),
+    "scaled": step_scaled,
+    "under a mode": step_under_a_mode,
+    "without binding": step_without_binding,
+}
+
+
+def negated_at_once(values):
+    """Of the values given, by memory without gaps."""
+    return torch._neg_view(-values)
+
+
+LATE = {
+    "elements apart": (negated, (SIZE,)),
+    "elements side by side": (negated_at_once, (SIZE,)),
+    "one element": (negated_at_once, (1,)),
+    "one element of a matrix": (negated_at_once, (1, 1)),
+    "one element that is squeezed": (lambda v: negated(v).squeeze().view(1), (1,)),
+    "number": (negated_at_once, ()),
+    "five dimensions": (negated_at_once, (2, 1, 2, 1, 2)),
+    "more dimensions than lie in a tensor": (negated_at_once, (2, 1, 2, 1, 2, 1)),
+    "a side of a transposed matrix": (lambda v: negated_at_once(v.t()).t(), (3, 4)),
+    "zeros": (lambda v: torch._efficientzerotensor(v.shape), (SIZE,)),
+    "one zero": (lambda v: torch._efficientzerotensor(v.shape), (1,)),
+}
+
+
+def stepped_beside(case, shape, fused=None):
+    """Two weights alike after two steps, with their optimizers."""
+    params = as_parameters([torch.ones(shape), torch.ones(shape)])
+    optimizers = [case.build([params[0]], fused=fused), case.build([params[1]])]
+    for _ in range(2):
+        for param, optimizer in zip(params, optimizers, strict=True):
+            param.grad = torch.full(shape, 0.5)
+            optimizer.step()
+    return params, optimizers
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", LATE)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+class TestAfterOrdinarySteps:
+    """What the first step looks for is looked for in every step, whichever way it takes."""
+
+    def test_a_gradient_is_taken_by_its_values(self, case, kind, way):
+        make, shape = LATE[kind]
+        (ours, other), (optimizer, expected) = stepped_beside(case, shape)
+        for scale in (1.0, 2.0):
+            values = torch.linspace(1, 2, other.numel()).view(shape) * scale
+            ours.grad = make(values)
+            other.grad = ours.grad + 0
+            WAYS[way](optimizer)
+            WAYS[way](expected)
+            torch.testing.assert_close(ours, other, rtol=2e-6, atol=0)
+
+    def test_fused_refuses_a_gradient(self, case, kind, way):
+        make, shape = LATE[kind]
+        (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
+        ours.grad = make(torch.ones(shape))
+        with pytest.raises(RuntimeError, match="gradients to be Tensors whose memory"):
+            WAYS[way](optimizer)
+        assert_same_bits(ours.detach(), other.detach(), "weight")
+        assert optimizer.state[ours]["step"].item() == 2
+
+    def test_a_weight_that_has_become_one(self, case, kind, way):
+        make, shape = LATE[kind]
+        (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
+        ours.data = make(other.detach().clone())
+        before = ours.detach() + 0
+        ours.grad = torch.ones(shape)
+        with pytest.raises(RuntimeError, match=r"params to be Tensors whose|weight has no memory"):
+            WAYS[way](optimizer)
+        assert torch.equal(ours.detach(), before)
+
+    @pytest.mark.parametrize("in_place", [False, True])
+    def test_a_state_that_has_become_one(self, case, kind, way, in_place):
+        make, shape = LATE[kind]
+        (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
+        state, name = optimizer.state[ours], case.states[0]
+        unusual = make(state[name].clone())
+        if in_place:
+            state[name].data = unusual
+        else:
+            state[name] = unusual
+        ours.grad = torch.ones(shape)
+        with pytest.raises(RuntimeError, match=r"states to be Tensors|state is a neg|no memory"):
+            WAYS[way](optimizer)
+        assert_same_bits(ours.detach(), other.detach(), "weight")
+        assert state["step"].item() == 2
+
+
+# Adan's operations over lists refuse weights like this, as torch's do.
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.optimizer is not optim.Adan], ids=str)
+def test_a_weight_and_a_state_that_are_negated_by_now(case, way):
+    """They are stepped in torch's operations from then on."""
+    (ours, other), (optimizer, expected) = stepped_beside(case, (SIZE,))
+    name = case.states[0]
+    ours.data = negated(other.detach().clone())
+    optimizer.state[ours][name] = negated_at_once(optimizer.state[ours][name].clone())
+    for _ in range(2):
+        ours.grad, other.grad = torch.ones(SIZE), torch.ones(SIZE)
+        WAYS[way](optimizer)
+        WAYS[way](expected)
+    torch.testing.assert_close(ours, other, rtol=2e-6, atol=0)
+    ours_state, other_state = optimizer.state[ours][name], expected.state[other][name]
+    torch.testing.assert_close(ours_state, other_state, rtol=2e-6, atol=0)
+
+
+def transposed(tensor):
+    tensor.data = tensor.data.t()
+
+
+def of_another_dtype(tensor):
+    tensor.data = tensor.data.view(torch.int32)
+
+
+def of_fewer_elements(tensor):
+    tensor.resize_(tensor.numel() - 1)
+
+
+@pytest.mark.parametrize("change", [transposed, of_another_dtype, of_fewer_elements])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_state_changed_in_place_is_noticed(case, way, change):
+    (ours, other), (optimizer, expected) = stepped_beside(case, (8, 8))
+    name, values = case.states[0], torch.rand(8, 8)
+    for each, param in ((optimizer, ours), (expected, other)):
+        each.state[param][name].copy_(values)
+        param.grad = torch.ones(8, 8)
+    change(optimizer.state[ours][name])
+    if change is not transposed:
+        with pytest.raises(RuntimeError, match="state"):
+            WAYS[way](optimizer)
+        assert_same_bits(ours.detach(), other.detach(), "weight")
+        return
+    expected.state[other][name].copy_(values.t())
+    WAYS[way](optimizer)
+    WAYS[way](expected)
+    assert_same_bits(ours.detach(), other.detach(), "weight")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [-1.0, float("nan")])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_negative_step_count_is_an_error(case, count, way):
+    (ours, other), (optimizer, _) = stepped_beside(case, (8,))
+    optimizer.state[ours]["step"].fill_(count)
+    with pytest.raises(RuntimeError, match="the step count must be at least 0"):
+        WAYS[way](optimizer)
+    assert_same_bits(ours.detach(), other.detach(), "weight")
+
+
 def test_a_negated_gradient_beside_a_sparse_one():
     weights = [torch.ones(3, 2), torch.ones(SIZE)]
     ours, others = as_parameters(weights), as_parameters(w.clone() for w in weights)
@@ -99,7 +279,7 @@ def test_a_negated_weight(case):
     case.build([param], fused=None).step()
     case.build([other]).step()
     torch.testing.assert_close(param, other, rtol=1e-6, atol=0)
-    with pytest.raises(RuntimeError, match="params to hold their values, not negated ones"):
+    with pytest.raises(RuntimeError, match="params to be Tensors whose memory"):
         case.build([param], fused=True).step()
 
 

@@ -111,6 +111,17 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("plan_bind", TORCH_BOX(&plan_bind));
 }
 
+// What the dispatcher would make temporaries of otherwise, while a plan keeps addresses: view() refuses it.
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, Negative, m) {
+  m.impl("plan_new", TORCH_BOX(&plan_new));
+  m.impl("plan_bind", TORCH_BOX(&plan_bind));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, ZeroTensor, m) {
+  m.impl("plan_new", TORCH_BOX(&plan_new));
+  m.impl("plan_bind", TORCH_BOX(&plan_bind));
+}
+
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_device_inputs", TORCH_BOX(&plan_device_inputs));
   m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));

@@ -1,5 +1,7 @@
 #include "src/ops/native_plan.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
 #include <mutex>
@@ -7,6 +9,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "src/ops/negative_bit.h"
 #include "src/session.h"
 
 namespace fusedstep::ops {
@@ -18,15 +21,19 @@ struct Registry {
   int64_t next = 1;
 };
 
+Registry& registry() {
+  static Registry instance;
+  return instance;
+}
+
+// A child of fork() has none of the threads that may hold the lock: the one that forks takes it.
+[[maybe_unused]] const int keep_lock_free = pthread_atfork(
+    [] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, [] { registry().mutex.unlock(); });
+
 using NamedSteps = std::vector<std::pair<std::string, StepFunction>>;
 
 NamedSteps& named_steps() {
   static NamedSteps instance;
-  return instance;
-}
-
-Registry& registry() {
-  static Registry instance;
   return instance;
 }
 
@@ -54,13 +61,34 @@ const T* number(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
 }
 
+std::string of_list(size_t i) { return "tensor " + std::to_string(i) + " of the list: "; }
+
+struct Shape {
+  Dims sizes, strides;
+};
+
+Shape shape_of(const Tensor& tensor) {
+  int64_t *sizes = nullptr, *strides = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  const auto dims = static_cast<size_t>(tensor.dim());
+  return {{sizes, dims}, {strides, dims}};
+}
+
+// Whether a tensor of this shape has the negative bit.
+bool is_negated(const Tensor& tensor, const Shape& shape) {
+  const std::optional<bool> known = negative_bit.of(shape.sizes, shape.strides);
+  return known ? *known : call<bool>("aten::is_neg", "", tensor);
+}
+
 void check_step(const Tensors& steps, size_t i, int device) {
   const Tensor& step = steps[i];
-  const bool is_one = step.numel() == 1 && dtype_code(step) == aoti_torch_dtype_float32();
+  const bool is_one = step.numel() == 1 && dtype_code(step) == aoti_torch_dtype_float32() &&
+                      !is_negated(step, shape_of(step));
   const bool is_there = steps[0].is_cpu() ? step.is_cpu() : view(step, "step").device == device;
-  check(is_one && is_there, "tensor " + std::to_string(i) +
-                                " of the list: the step count must be one float32 number on the CPU" +
-                                (device == kHost ? "" : ", or all of them on the weights' device"));
+  if (is_one && is_there) return;
+  throw std::runtime_error(of_list(i) + "the step count must be one float32 number on the CPU" +
+                           (device == kHost ? "" : ", or all of them on the weights' device"));
 }
 
 // To look where a tensor is costs as much as this many elements: a few accesses to memory, one after another.
@@ -72,15 +100,33 @@ void* data_of(const Tensor& tensor) {
   return aoti_torch_get_data_ptr(tensor.get(), &data) == AOTI_TORCH_SUCCESS ? data : nullptr;
 }
 
+// Takes note of where the counts are. An assignment to the `data` of one may have made it a number of another
+// kind.
 void note_counts(NativePlan& native) {
   native.count_places.resize(native.steps.size());
+  const bool on_host = native.steps[0].is_cpu();
   for (size_t i = 0; i < native.steps.size(); ++i) {
     auto* const count = static_cast<float*>(data_of(native.steps[i]));
     check(count != nullptr, "a step count has no memory");
-    // One that has moved may have become a number of another kind, by an assignment to its `data`.
-    if (count != native.count_places[i]) check_step(native.steps, i, native.plan.device());
+    check_step(native.steps, i, native.plan.device());
+    if (on_host && !(*count >= 0)) {
+      throw std::runtime_error(of_list(i) + "the step count must be at least 0, not " +
+                               std::to_string(*count));
+    }
     native.count_places[i] = count;
   }
+}
+
+bool is_as_bound(const NativePlan& native, size_t i) try {
+  const Tensor& state = native.states[i];
+  const NativePlan::State& known = native.bound_states[i];
+  const int64_t* const shape = native.state_shapes.data() + known.shape;
+  const Shape now = shape_of(state);
+  return data_of(state) == known.data && dtype_code(state) == known.dtype && now.sizes.size() == known.dims &&
+         std::equal(now.sizes.begin(), now.sizes.end(), shape) &&
+         std::equal(now.strides.begin(), now.strides.end(), shape + known.dims) && !is_negated(state, now);
+} catch (const std::exception&) {
+  return false;
 }
 
 // Raises the step counts on the host.
@@ -105,13 +151,14 @@ void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptio
 }  // namespace
 
 TensorView view(const Tensor& tensor, const char* what) {
-  int64_t *sizes = nullptr, *strides = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-  const auto dims = static_cast<size_t>(tensor.dim());
+  const Shape shape = shape_of(tensor);
   const int device = tensor.is_cuda() ? tensor.get_device_index() : kHost;
-  const TensorView found{tensor.data_ptr(), dtype_of(tensor, what), {sizes, dims}, {strides, dims}, device};
+  const TensorView found{tensor.data_ptr(), dtype_of(tensor, what), shape.sizes, shape.strides, device};
   check(found.data != nullptr || tensor.numel() == 0, std::string(what) + " has no memory");
+  if (is_negated(tensor, shape)) {
+    throw std::runtime_error(std::string(what) +
+                             " is a negated view, whose memory holds other values; clone() it first");
+  }
   return found;
 }
 
@@ -227,7 +274,15 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   }
   native.bound.note(weights, grads);
   native.bound_states.clear();
-  for (const TensorView& state : states) native.bound_states.push_back({state.data, Place(state)});
+  native.state_shapes.clear();
+  for (size_t i = 0; i < states.size(); ++i) {
+    const TensorView& state = states[i];
+    native.bound_states.push_back({state.data, dtype_code(native.states[i]), state.sizes.size(),
+                                   native.state_shapes.size(), Place(state)});
+    for (const Dims& dims : {state.sizes, state.strides}) {
+      native.state_shapes.insert(native.state_shapes.end(), dims.begin(), dims.end());
+    }
+  }
   return true;
 }
 
@@ -244,7 +299,7 @@ bool states_are_in_place(const NativePlan& native) {
         __builtin_prefetch(native.states[i + kAhead].get());
         native.bound_states[i + kAhead].place.prefetch();
       }
-      if (data_of(native.states[i]) != native.bound_states[i].data) all = false;
+      if (!is_as_bound(native, i)) all = false;
     }
   });
   return all;

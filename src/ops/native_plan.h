@@ -4,6 +4,7 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <array>
 #include <memory>
 #include <optional>
 #include <span>
@@ -21,9 +22,17 @@ namespace fusedstep::ops {
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
+// Calls one of torch's operators.
+template <class Result = Tensor, class... Arguments>
+Result call(const char* name, const char* overload, const Arguments&... arguments) {
+  std::array stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Result>(stack[0]);
+}
+
 // A torch tensor as the engine sees it. Throws std::runtime_error, naming `what`, unless it is float32,
-// float64, bfloat16 or float16. The dispatcher has seen to layout and kind of device: the kernels registered
-// for CPU and CUDA meet dense tensors that are there only.
+// float64, bfloat16 or float16, and its memory holds its values. The dispatcher has seen to layout and kind
+// of device: the kernels registered for CPU and CUDA meet dense tensors that are there only.
 TensorView view(const Tensor& tensor, const char* what);
 std::vector<TensorView> views(const Tensors& tensors, const char* what);
 
@@ -46,9 +55,12 @@ struct NativePlan {
   Bound bound;                       // what was bound last, if no gradient was sparse
   struct State {
     const void* data;
+    int32_t dtype;       // as torch counts them
+    size_t dims, shape;  // in state_shapes: sizes, strides
     Place place;
   };
-  std::vector<State> bound_states;  // where the states were at that bind
+  std::vector<State> bound_states;  // as the states were at that bind
+  std::vector<int64_t> state_shapes;
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);
@@ -65,7 +77,7 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
 // they cannot be updated together. Returns false if a weight is on another device than the plan.
 bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows = {});
-// Whether the states are where they were when they were bound.
+// Whether the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 
 // What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).

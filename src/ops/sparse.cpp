@@ -1,5 +1,4 @@
 // plan_bind_sparse: plan_bind for gradients of which some are in torch's sparse COO format.
-#include <array>
 #include <optional>
 #include <vector>
 
@@ -13,14 +12,6 @@ bool is_sparse(const Tensor& tensor) {
   int32_t layout = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
   return layout == aoti_torch_layout_sparse_coo();
-}
-
-// Calls one of torch's operators.
-template <class Result = Tensor, class... Arguments>
-Result call(const char* name, const char* overload, const Arguments&... arguments) {
-  std::array stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
-  return torch::stable::detail::to<Result>(stack[0]);
 }
 
 Tensor sorting(const Tensor& numbers) {
@@ -47,7 +38,7 @@ class SparseGrad {
   explicit SparseGrad(const Tensor& grad)
       : grad_(grad),
         indices_(call("aten::_indices", "", grad)),
-        entries_(torch::stable::contiguous(call("aten::_values", "", grad))),
+        entries_(torch::stable::contiguous(call("aten::resolve_neg", "", call("aten::_values", "", grad)))),
         strides_(indices_.size(0), 0) {
     const auto is_coalesced = [&] { return call<bool>("aten::is_coalesced", "", grad); };
     if (grad.is_cuda() && indices_.size(0) > 0 && !is_coalesced()) order_ = order_of(indices_);
@@ -109,11 +100,19 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
-// Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it.
+// Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it. The last two
+// are for what the dispatcher would make temporaries of otherwise, which do not live until the step: view()
+// refuses it.
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCPU, m) {
   m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCUDA, m) {
+  m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, Negative, m) {
+  m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, ZeroTensor, m) {
   m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
 }
 

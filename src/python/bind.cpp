@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "src/ops/direct.h"
+#include "src/ops/negative_bit.h"
 
 namespace {
 
@@ -60,23 +61,23 @@ class Object {
 
 // Names that are looked up at every step.
 struct Names {
-  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg;
+  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg, *flatten;
 };
 Names names{};
 
-// Whether a tensor's values are what its memory holds: a wrapper subclass has none, and a tensor with the
-// negative bit holds them negated. That one is the imaginary part of a conjugate, with elements two apart.
+// The classes of nearly all tensors: held for good.
+PyTypeObject *tensor_type = nullptr, *parameter_type = nullptr;
+
+// Whether a tensor's values are what its memory holds, by what _base.py and _grads.py ask before a plan is
+// made: a wrapper's lie elsewhere, and a tensor with the negative bit holds them negated.
 bool holds_its_values(PyObject* object, const TensorView& tensor) {
-  const size_t dims = tensor.sizes.size();
-  bool is_empty = false, has_neighbours = false, is_one = dims > 0;  // one element, as most of them lie
-  for (size_t d = 0; d < dims; ++d) {
-    is_empty |= tensor.sizes[d] == 0;
-    has_neighbours |= tensor.sizes[d] > 1 && tensor.strides[d] == 1;
-    is_one &= tensor.sizes[d] == 1 && tensor.strides[d] == 1;
-  }
-  if (is_empty || tensor.data == nullptr) return is_empty;
-  return has_neighbours || is_one ||
-         Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
+  PyTypeObject* const type = Py_TYPE(object);
+  const bool is_plain = type == tensor_type || type == parameter_type;
+  if (!is_plain && PyObject_HasAttr(object, names.flatten) != 0) return false;
+  if (tensor.data == nullptr && std::ranges::find(tensor.sizes, 0) == tensor.sizes.end()) return false;
+  const std::optional<bool> negated = fusedstep::ops::negative_bit.of(tensor.sizes, tensor.strides);
+  if (negated) return !*negated;
+  return Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
 }
 
 // What a tensor is; nothing if it is no dense tensor of a dtype and on a device that there are kernels for,
@@ -501,11 +502,18 @@ const DLPackExchangeAPI* exchange_table() {
   return table;
 }
 
+// A class, held; an exception is set if there is none.
+PyTypeObject* type_named(const char* module_name, const char* name) {
+  const Object module(PyImport_ImportModule(module_name));
+  return module ? reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(module.get(), name)) : nullptr;
+}
+
 }  // namespace
 
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python asks for
 PyMODINIT_FUNC PyInit__bind() {
   exchange_api = exchange_table();
+  if (exchange_api == nullptr) return nullptr;
   names = {.grad = PyUnicode_InternFromString("grad"),
            .groups = PyUnicode_InternFromString("_groups"),
            .state = PyUnicode_InternFromString("_state"),
@@ -514,6 +522,9 @@ PyMODINIT_FUNC PyInit__bind() {
            .lr = PyUnicode_InternFromString("lr"),
            .grad_scale = PyUnicode_InternFromString("grad_scale"),
            .found_inf = PyUnicode_InternFromString("found_inf"),
-           .is_neg = PyUnicode_InternFromString("is_neg")};
-  return exchange_api != nullptr ? PyModule_Create(&definition) : nullptr;
+           .is_neg = PyUnicode_InternFromString("is_neg"),
+           .flatten = PyUnicode_InternFromString("__tensor_flatten__")};
+  tensor_type = type_named("torch", "Tensor");
+  parameter_type = type_named("torch.nn", "Parameter");
+  return tensor_type != nullptr && parameter_type != nullptr ? PyModule_Create(&definition) : nullptr;
 }

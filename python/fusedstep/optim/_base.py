@@ -249,7 +249,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Whether the native kernels update these weights; an error if they cannot but must."""
         if not self._wants_native(group):
             return False
-        obstacle = self._obstacle(weights) or _grads.obstacle(grads)
+        obstacle = (
+            self._obstacle(weights)
+            or _grads.obstacle(grads)
+            or _grads.obstacle(self._accessed_states(weights), "states")
+        )
         if obstacle and group["fused"]:
             raise RuntimeError(obstacle)
         return obstacle is None
@@ -269,8 +273,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                     "`fused=True` requires all the params to be dense Tensors but one is a "
                     f"{type(p).__module__}.{type(p).__qualname__} of layout {p.layout}"
                 )
-            if p.is_neg():
-                return "`fused=True` requires all the params to hold their values, not negated ones"
+            if obstacle := _grads.obstacle([p], "params"):
+                return obstacle
             if obstacle := _dtensor.obstacle(p, self._elementwise):
                 return obstacle
         if len(set(map(id, weights))) != len(weights):

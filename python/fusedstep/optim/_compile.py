@@ -92,6 +92,8 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     if len({owner._has_master(group, p) for p in weights}) > 1:
         return False
     owner._create_states(group, weights)
+    if obstacle(owner._accessed_states(weights), "states"):
+        return False
     return all(torch.is_tensor(owner._state[p]["step"]) for p in weights)
 
 

@@ -28,14 +28,14 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     return weights, [grad for grad in grads if grad is not None]
 
 
-def obstacle(grads: list[Tensor]) -> str | None:
-    """Why the native kernels cannot read these gradients; None if they can."""
-    for grad in map(local, grads):
-        if is_traceable_wrapper_subclass(grad) or grad.is_neg() or grad._is_zerotensor():
-            kind = "negated view" if grad.is_neg() else type(grad).__name__
-            kind = "zero tensor" if grad._is_zerotensor() else kind
+def obstacle(tensors: Iterable[Tensor], what: str = "gradients") -> str | None:
+    """Why the native kernels cannot read these tensors; None if they can."""
+    for tensor in map(local, tensors):
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_neg() or tensor._is_zerotensor():
+            kind = "negated view" if tensor.is_neg() else type(tensor).__name__
+            kind = "zero tensor" if tensor._is_zerotensor() else kind
             return (
-                "`fused=True` requires all the gradients to be Tensors whose memory holds their "
+                f"`fused=True` requires all the {what} to be Tensors whose memory holds their "
                 f"values but one is a {kind}; clone() it, or use fused=None or False"
             )
     return None
@@ -81,6 +81,8 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
     clears = not isinstance(factor, Tensor) and factor == 0
     treated = set()
     for weight, grad in pairs:
+        if grad._is_zerotensor():  # which nothing may write
+            continue
         place = id(grad) if grad.is_sparse else local(grad).data_ptr() or id(grad)
         if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
             weight.grad = torch.zeros_like(grad) if clears else grad * factor

@@ -102,7 +102,7 @@ class Plan:
         if direct and not self.had_sparse and direct.plan_bind(self.handle, weights, grads):
             return True
         grads = list(map(local, grads))
-        if obstacle(grads):
+        if obstacle(grads) or obstacle(weights):
             return False
         try:
             if not sparse:

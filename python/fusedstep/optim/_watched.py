@@ -55,7 +55,7 @@ class WatchedState:
         """The states of weights, if code outside may hold them: autograd may, too."""
         if not self._state_was_accessed:
             return []
-        values = chain.from_iterable(self._state[p].values() for p in weights)
+        values = chain.from_iterable(self._state.get(p, {}).values() for p in weights)
         return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
     def _look_for_holders(self) -> None:

@@ -1,0 +1,44 @@
+// torch's negative bit: the memory of a tensor that has it holds its values negated.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+
+#include "fusedstep/isa.h"
+#include "src/layout.h"
+
+namespace fusedstep::ops {
+
+// Where a tensor keeps its negative bit. Every step asks thousands of tensors, and torch has no way to ask
+// that costs less than the step; so the place is found by trial, when the library is loaded: the word behind
+// a tensor's sizes by which a tensor and its negated view differ.
+class NegativeBit {
+ public:
+  static NegativeBit find();
+
+  // Whether the tensor has the bit that these are sizes and strides of, where it keeps them. Nothing if they
+  // lie outside of the tensor, as those of more than five dimensions do, or if the trial has failed: torch
+  // has to be asked.
+  std::optional<bool> of(Dims sizes, Dims strides) const {
+    if (mask_ == 0 || !lie_inside(sizes, strides)) return {};
+    uint64_t word = 0;
+    std::memcpy(&word, sizes.data() + word_, sizeof(word));
+    return (word & mask_) != 0;
+  }
+
+ private:
+  static constexpr ptrdiff_t kMostInside = 5;  // sizes; the strides lie behind room for so many
+
+  static bool lie_inside(Dims sizes, Dims strides) {
+    const auto from = reinterpret_cast<uintptr_t>(sizes.data());
+    return reinterpret_cast<uintptr_t>(strides.data()) - from == kMostInside * sizeof(int64_t);
+  }
+
+  ptrdiff_t word_ = 0;
+  uint64_t mask_ = 0;
+};
+
+FUSEDSTEP_API extern const NegativeBit negative_bit;
+
+}  // namespace fusedstep::ops
