@@ -487,6 +487,102 @@ TYPED_TEST(OptimTest, BadTensorsAreRefusedBeforeAnythingIsChanged) {
   }
 }
 
+Tensor negated(const Tensor& values) {
+  return torch::imag(torch::conj(torch::complex(torch::zeros_like(values), -values)));
+}
+
+// Memory holds other values than such a gradient has, and nobody else may hold what it is copied to.
+TYPED_TEST(OptimTest, GradientsAreTakenByTheirValues) {
+  Tensor (*const kinds[])(const Tensor&) = {
+      negated, [](const Tensor& values) { return at::_neg_view(-values); },
+      [](const Tensor& values) { return at::_efficientzerotensor(values.sizes(), values.options()); }};
+  for (const int64_t size : {1, 4096}) {
+    for (const auto& kind : kinds) {
+      const Tensors weights = {torch::randn({size}, torch::requires_grad())}, others = clones(weights);
+      typename TypeParam::Optimizer optimizer(weights, TypeParam::options()),
+          expected(others, TypeParam::options());
+      for (uint64_t step = 0; step < 5; ++step) {
+        set_grads(weights, step);
+        if (step != 1) weights[0].mutable_grad() = kind(weights[0].grad());
+        others[0].mutable_grad() = (weights[0].grad() + 0).clone();
+        optimizer.step();
+        expected.step();
+        const Tensor in_the_way = torch::full({size}, 100.0);  // of what has been freed
+      }
+      expect_equal(weights, others);
+    }
+  }
+}
+
+TYPED_TEST(OptimTest, AutogradsNegatedGradientsAreTakenByTheirValues) {
+  const Tensors weights = {torch::ones({1}, torch::requires_grad())}, others = clones(weights);
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options()),
+      expected(others, TypeParam::options());
+  for (int step = 0; step < 4; ++step) {
+    optimizer.zero_grad();
+    const Tensor z = torch::complex(torch::zeros_like(weights[0]), weights[0]);
+    torch::imag(torch::conj(z) * c10::complex<float>(1, 2)).sum().backward();
+    ASSERT_TRUE(weights[0].grad().is_neg());
+    others[0].mutable_grad() = -torch::ones({1});
+    optimizer.step();
+    expected.step();
+  }
+  expect_equal(weights, others);
+}
+
+TYPED_TEST(OptimTest, NegatedWeightsAndStatesAreRefused) {
+  const Tensors weights = {torch::randn({8}, torch::requires_grad())};
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+  take_steps(optimizer, weights, 0, 2);
+  set_grads(weights, 2);
+  const Tensor before = weights[0].detach().clone();
+  auto& state =
+      static_cast<typename TypeParam::State&>(*optimizer.state().at(weights[0].unsafeGetTensorImpl()));
+  const auto expect_refusal = [&](const char* text) {
+    const std::string error = error_of([&] { optimizer.step(); });
+    EXPECT_NE(error.find(text), std::string::npos) << error;
+    EXPECT_TRUE(torch::equal(weights[0], before));
+    EXPECT_EQ(state.step().template item<float>(), 2);
+  };
+  const Tensor slot = state.slot(0);
+  state.slot(0, negated(slot));
+  expect_refusal("state is a negated view");
+  state.slot(0, slot);
+  slot.set_data(at::_neg_view(-slot));
+  expect_refusal("state is a negated view");
+  slot.set_data(torch::zeros({8}));
+  weights[0].set_data(negated(before));
+  expect_refusal("weight is a negated view");
+}
+
+TYPED_TEST(OptimTest, WithoutGroupsNothingIsDone) {
+  typename TypeParam::Optimizer optimizer(std::vector<OptimizerParamGroup>{}, TypeParam::options());
+  EXPECT_FALSE(optimizer.step().defined());
+  EXPECT_EQ(optimizer.step([] { return torch::ones({}); }).template item<float>(), 1);
+}
+
+// What is missing starts anew, the rest goes on.
+TYPED_TEST(OptimTest, AStateWithoutAPartGetsIt) {
+  using State = typename TypeParam::State;
+  const Tensors weights = {torch::randn({8}, torch::requires_grad())}, others = clones(weights);
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options()),
+      expected(others, TypeParam::options());
+  take_steps(optimizer, weights, 0, 2);
+  take_steps(expected, others, 0, 2);
+  const auto state_of = [](auto& owner, const Tensor& weight) -> State& {
+    return static_cast<State&>(*owner.state().at(weight.unsafeGetTensorImpl()));
+  };
+  State &state = state_of(optimizer, weights[0]), &other = state_of(expected, others[0]);
+  const Tensor initial = torch::full({8}, TypeParam::Optimizer::initial_value(TypeParam::options()));
+  state.slot(0, Tensor());
+  state.step(Tensor());
+  other.slot(0, initial);
+  other.step(torch::zeros({}));
+  take_steps(optimizer, weights, 2, 4);
+  take_steps(expected, others, 2, 4);
+  expect_equal(weights, others);
+}
+
 TYPED_TEST(OptimTest, IntegerWeightsAreRefused) {
   const Tensor weight = torch::ones({3}, torch::kInt64);
   weight.mutable_grad() = torch::ones({3}, torch::kInt64);

@@ -180,6 +180,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       at::AutoGradMode enable_grad(true);
       loss = closure();
     }
+    if (param_groups_.empty()) return loss;
     const double max_norm = max_norm_of_groups();
     plans_.resize(param_groups_.size());
     std::vector<Work> work;
@@ -222,7 +223,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       if (!weight.grad().defined()) continue;
       TORCH_CHECK(!weight.grad().is_sparse() || sparse_error == nullptr, sparse_error);
       weights.push_back(weight);
-      grads.push_back(weight.grad());
+      grads.push_back(in_memory(weight.grad()));
     }
     if (weights.empty()) return;
     make_missing_states(weights, options);
@@ -246,6 +247,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
     states.insert(states.end(), steps.begin(), steps.end());
     work.push_back({&options, plan->handle(), std::move(weights), std::move(grads), std::move(states)});
+  }
+
+  // A gradient as kernels read it: one of which the memory holds other values is copied, and lives as long as
+  // the step.
+  static torch::Tensor in_memory(const torch::Tensor& grad) {
+    if (grad._is_zerotensor()) return torch::zeros(grad.sizes(), grad.options());
+    return grad.is_neg() ? grad.resolve_neg() : grad;
   }
 
   // Over all groups: a gradient that one of them wrote would be another's.
@@ -317,11 +325,16 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void make_missing_states(const Tensors& weights, const Options& options) {
     const size_t slots = Derived::slots(options);
     Tensors fresh;
+    const auto is_whole = [slots](const State& state) {
+      bool whole = state.step().defined();
+      for (size_t k = 0; k < slots; ++k) whole = whole && state.slot(k).defined();
+      return whole;
+    };
     for (const torch::Tensor& weight : weights) {
       const auto found = state_.find(weight.unsafeGetTensorImpl());
-      const bool whole =
-          found != state_.end() && static_cast<const State&>(*found->second).slot(slots - 1).defined();
-      if (!whole) fresh.push_back(weight);
+      if (found == state_.end() || !is_whole(static_cast<const State&>(*found->second))) {
+        fresh.push_back(weight);
+      }
     }
     if (fresh.empty()) return;
     static const auto new_states =
@@ -329,10 +342,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots), /*wide=*/false);
     for (size_t i = 0; i < fresh.size(); ++i) {
       auto& state = state_[fresh[i].unsafeGetTensorImpl()];
-      if (state == nullptr) {
-        state = std::make_unique<State>();
-        state_of(fresh[i]).step(torch::zeros({}, torch::kFloat32));
-      }
+      if (state == nullptr) state = std::make_unique<State>();
+      if (!state_of(fresh[i]).step().defined()) state_of(fresh[i]).step(torch::zeros({}, torch::kFloat32));
       for (size_t k = 0; k < slots; ++k) {
         if (state_of(fresh[i]).slot(k).defined()) continue;  // an option such as amsgrad came later
         const torch::Tensor& tensor = made[k * fresh.size() + i];
