@@ -246,10 +246,7 @@ def test_sparse_gradients_touch_only_the_copies_of_their_rows():
         twin.grad = table.grad.to_dense()
         for optimizer in optimizers:
             optimizer.step()
-    touched = master_of(optimizers[0], table).any(dim=1).nonzero().flatten()
+    touched = (master_of(optimizers[0], table) != 1).any(dim=1).nonzero().flatten()
     assert touched.tolist() == [3, 7]
-    for row in (3, 7):
-        assert_same_bits(
-            master_of(optimizers[0], table)[row], master_of(optimizers[1], twin)[row], f"row {row}"
-        )
+    assert_same_bits(master_of(optimizers[0], table), master_of(optimizers[1], twin), "copy")
     assert_same_bits(table, twin, "weight")

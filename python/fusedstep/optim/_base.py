@@ -26,6 +26,7 @@ from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import SIXTEEN_BITS, LoadsStates, new_step
 from fusedstep.optim._options import own_option
+from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
 from fusedstep.optim._watched import WatchedState
@@ -187,8 +188,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             state = self._state[p]
             state.setdefault("step", new_step(p, group))
             if name not in state:
-                if value != 0 and name != MASTER:
-                    tensor.fill_(complex(value, value) if p.is_complex() else value)
+                if name == MASTER:  # sparse gradients do not reach every row of it
+                    in_pieces(Tensor.copy_, tensor, p)
+                elif value != 0:
+                    initial = complex(value, value) if p.is_complex() else value
+                    in_pieces(lambda part, initial=initial: part.fill_(initial), tensor)
                 state[name] = tensor
             elif self._has_master(group, p):  # which came later: no state is narrower than it
                 state[name] = state[name].to(tensor.dtype)

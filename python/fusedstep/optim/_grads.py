@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from fusedstep import _ops
 from fusedstep.optim._dtensor import local, spread_of_sums
 from fusedstep.optim._factors import is_one
+from fusedstep.optim._pieces import in_pieces
 
 if TYPE_CHECKING:
     from fusedstep.optim._work import Work
@@ -78,16 +79,19 @@ def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> N
     """Multiplies gradients, or zeroes them: in place, and memory that several share once."""
     if is_one(factor):
         return
-    clears = not isinstance(factor, Tensor) and factor == 0
+
+    def treat(grad: Tensor) -> Tensor:
+        if isinstance(factor, Tensor):
+            return grad.mul_(factor.to(grad.device))
+        return grad.zero_() if factor == 0 else grad.mul_(factor)
+
     treated = set()
     for weight, grad in pairs:
         if grad._is_zerotensor():  # which nothing may write
             continue
         place = id(grad) if grad.is_sparse else local(grad).data_ptr() or id(grad)
         if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
-            weight.grad = torch.zeros_like(grad) if clears else grad * factor
-        elif clears:
-            grad.zero_()
+            weight.grad = in_pieces(treat, in_pieces(Tensor.copy_, torch.empty_like(grad), grad))
         elif place not in treated:
-            grad.mul_(factor.to(grad.device) if isinstance(factor, Tensor) else factor)
+            in_pieces(treat, grad)
             treated.add(place)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._options import fill_own
+from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._saved import check_dictionary
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class LoadsStates:
             step = self._state[p]["step"].reshape(())  # older ones have the shape [1]
             self._state[p]["step"] = new_step(p, group).copy_(step)
         for p, name, tensor in self._zeros(group, weights, native=True):
-            self._state[p][name] = tensor.copy_(self._state[p][name])
+            self._state[p][name] = in_pieces(Tensor.copy_, tensor, self._state[p][name])
 
 
 def new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
