@@ -246,7 +246,7 @@ void accumulate_span(const Span& span) {
 }
 
 template <class V, bool kStored, class Rule, class Weight, class State, class T>
-FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ratio) {
+FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T factor) {
   V p = a.template load_weight<V>(i), u;
   if constexpr (kStored) {
     u = load<V>(a.grad, i);
@@ -257,7 +257,7 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T ra
     u = Rule::accumulate(a.scalars, p, a.template load_grad<V>(i), s, norms);
     a.store_states(s, i);
   }
-  Rule::apply(a.scalars, ratio, p, u);
+  Rule::apply(a.scalars, factor, p, u);
   a.store_weight(i, p);
 }
 
@@ -266,7 +266,7 @@ void apply_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
   using T = typename decltype(a)::T;
   using V = Pack<T>;
-  const T ratio = static_cast<T>(span.ratio);
+  const T factor = Rule::factor(a.scalars, span.ratio);
   const int64_t count = span.count;
   const int64_t in_groups = !kStored && Groups<Weight, State>::are_exact() ? count : 0;
   for_rows(
@@ -274,10 +274,10 @@ void apply_span(const Span& span) {
         int64_t i = 0;
         if constexpr (!kStored) {
           using Group = typename Groups<Weight, State>::template Type<registers_at_once<Rule>(Reach::kFar)>;
-          for (; i + Group::size() <= in_groups; i += Group::size()) apply_at<Group, kStored>(a, i, ratio);
+          for (; i + Group::size() <= in_groups; i += Group::size()) apply_at<Group, kStored>(a, i, factor);
         }
-        for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, ratio);
-        for (; i < count; ++i) apply_at<T, kStored>(a, i, ratio);
+        for (; i + V::size() <= count; i += V::size()) apply_at<V, kStored>(a, i, factor);
+        for (; i < count; ++i) apply_at<T, kStored>(a, i, factor);
       });
 }
 

@@ -316,12 +316,15 @@ struct Apply : Operands {
   template <int N>
   using Read = typename Operands::template Read<N>;
 
-  T ratio;
+  T factor;
   const T* held;  // those of the elements from `begin` on
   int64_t begin;
 
-  __device__ Apply(const Launch& launch, const Chunk& chunk, double ratio_, const T* held_ = nullptr)
-      : Operands(launch, chunk), ratio(static_cast<T>(ratio_)), held(held_), begin(chunk.begin) {}
+  __device__ Apply(const Launch& launch, const Chunk& chunk, double ratio, const T* held_ = nullptr)
+      : Operands(launch, chunk),
+        factor(Operands::Rule::factor(this->scalars, ratio)),
+        held(held_),
+        begin(chunk.begin) {}
   __device__ Apply(const Launch& launch, const Chunk& chunk)
       : Apply(launch, chunk, launch.ratios[chunk.tensor]) {}
 
@@ -365,12 +368,12 @@ struct Apply : Operands {
       this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
         const NoNorms norms;
         const auto u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
-        Operands::Rule::apply(this->scalars, ratio, p, u);
+        Operands::Rule::apply(this->scalars, factor, p, u);
       });
       this->template store_states<kOnce>(at, read);
     } else {
       Pack<T, N> p = this->template weight_of<N>(read, 0);
-      Operands::Rule::apply(this->scalars, ratio, p, Pack<T, N>(read.grad));
+      Operands::Rule::apply(this->scalars, factor, p, Pack<T, N>(read.grad));
       this->put_weight(p, read, 0);
     }
     this->template store_weight<kOnce>(at, read);

@@ -1,9 +1,12 @@
 """Law: NaN, infinities and denormals do what they do in torch's for-loop."""
 
+import contextlib
+
 import pytest
 import torch
 
 from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE
+from fusedstep import optim
 from stepping import (
     CHUNK,
     ISAS,
@@ -79,6 +82,38 @@ def test_nan_and_inf_spread_as_in_torch(case, dtype, isa):
 def test_nan_and_inf_spread_through_norms(case, dtype, values, isa):
     with forced_isa(isa):
         check_special_gradients(case, lambda params: case.build(params, fused=False), dtype, values)
+
+
+DENORMAL = (
+    ({}, 20.0, 1e-44),
+    ({"lr": 0.0}, 20.0, 1e-44),
+    ({"lr": 100.0}, 20.0, 1e-44),
+    ({"variant": "cybertron"}, 1.0, 2e-43),
+    ({"variant": "nvlamb", "weight_decay": 0.0}, 1.0, 2e-44),
+    ({"eps": 1e30}, 1e3, 3e-10),  # the update itself is denormal
+)
+
+
+@pytest.mark.parametrize("isa", [*ISAS, "torch operations"])
+@pytest.mark.parametrize("options", DENORMAL, ids=lambda options: str(options[0]))
+def test_lamb_ratios_beyond_float32(options, isa):
+    """Only the element with a gradient moves: by lr times the norm if float32 has the factor."""
+    options, scale, value = options
+    native = isa != "torch operations"
+    with forced_isa(isa) if native else contextlib.nullcontext():
+        for keep_grad in (False, True):
+            param = torch.nn.Parameter(torch.full((1000,), scale))
+            twin = torch.nn.Parameter(torch.full((1000,), scale, dtype=torch.float64))
+            param.grad = torch.zeros(1000)
+            param.grad[7] = value
+            twin.grad = param.grad.double()
+            optim.Lamb([param], fused=native, keep_grad=keep_grad, **options).step()
+            optim.Lamb([twin], fused=True, **options).step()
+            expected = twin.detach()
+            if options.get("eps") == 1e30 or options.get("lr") == 100.0:  # the factor is bounded
+                assert torch.isfinite(param).all()
+                expected[7] = param[7].item()
+            torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -79,7 +79,8 @@ void oracle_step(double step, Values& x) {
     });
     x.ratio = R::trust_ratio(hyper_of<Rule>(kFlags), static_cast<double>(norms.weight),
                              static_cast<double>(norms.update));
-    for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, x.ratio, x.weight[i], x.update[i]);
+    const double factor = R::factor(scalars, x.ratio);
+    for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, factor, x.weight[i], x.update[i]);
   } else {
     for_each_element<R::kStates>(
         x, [&](double(&state)[R::kStates], size_t i) { R::update(scalars, x.weight[i], x.grad[i], state); });

@@ -75,11 +75,28 @@ struct Lamb {
     return std::max(std::min(weight_norm / std::sqrt(update_norm2), h.max_ratio), h.min_ratio);  // keeps NaN
   }
 
+  // Once a tensor: the number that phase 2 multiplies u by. Denormal gradients make ratios beyond T. Their
+  // product is then made in double and kept finite, since an infinite one turns elements without a gradient
+  // into NaN.
+  template <class T>
+  FUSEDSTEP_FN static T factor(const Scalars<T>& s, double ratio) {
+    const T product = s.neg_lr * T(ratio);
+    if (is_finite(product) || !is_finite(ratio) || !is_finite(s.neg_lr)) return product;
+    constexpr double kMost = std::numeric_limits<T>::max();
+    return T(std::max(std::min(double(s.neg_lr) * ratio, kMost), -kMost));
+  }
+
   // Phase 2.
   template <class V, class T>
-  FUSEDSTEP_FN static void apply(const Scalars<T>& s, T ratio, V& p, V u) {
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, T factor, V& p, V u) {
     if constexpr (kFlags == kLambDecoupled) p = V(s.keep) * p;
-    p = mul_add(V(s.neg_lr * ratio), u, p);
+    p = mul_add(V(factor), u, p);
+  }
+
+ private:
+  template <class T>
+  FUSEDSTEP_FN static bool is_finite(T x) {
+    return x - x == 0;
   }
 };
 

@@ -413,9 +413,12 @@ def _norm(tensor: Tensor) -> float:
         # Torch adds elements that lie apart one to another in float32: the norm of four million,
         # every second column of a matrix, is a thousandth off.
         tensor = tensor.contiguous()
-    norm = whole(torch.linalg.vector_norm(tensor))
+    found = whole(torch.linalg.vector_norm(tensor))
     # Tools that estimate memory step tensors that have shapes and no numbers.
-    return 1.0 if isinstance(norm, FakeTensor) else norm.item()
+    norm = 1.0 if isinstance(found, FakeTensor) else found.item()
+    if not 1e-16 < norm < 1e18:  # beyond them squares may leave the range of float32
+        norm = whole(torch.linalg.vector_norm(tensor, dtype=torch.float64)).item()
+    return norm
 
 
 def _apply(
@@ -430,7 +433,11 @@ def _apply(
     if _adapts(group) and weight_norm and update_norm:
         trust_ratio = min(weight_norm, group["max_weight_norm"]) / update_norm
         trust_ratio = max(min(trust_ratio, group["max_ratio"]), group["min_ratio"])
-    weight.add_(update, alpha=-lr * trust_ratio)
+    most = torch.finfo(weight.dtype).max
+    factor = -lr * trust_ratio
+    if math.isfinite(trust_ratio) and math.isfinite(lr):
+        factor = max(min(factor, most), -most)  # infinity times an update of zero is NaN
+    weight.add_(update, alpha=factor)
 
 
 def _debiases_moments(group: dict[str, Any]) -> bool:
