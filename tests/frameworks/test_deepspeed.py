@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import two_processes
 from cases import PLAIN
+from fusedstep import optim
 from pages import run_section
 from small import (
     assert_native,
@@ -115,6 +116,25 @@ def states_are_offloaded(here):
             assert_same_losses(losses, expected_losses(case, torch.float32))
 
 
+def both_flags_are_needed(here):
+    """As the page says."""
+    import deepspeed
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    set_environment(here)
+    offload = configuration(2, offload_optimizer={"device": "cpu"})
+    for config, flag, error in (
+        (configuration(1), "zero_allow_untested_optimizer", AssertionError),
+        (offload, "zero_force_ds_cpu_optimizer", ZeRORuntimeException),
+    ):
+        model = network()
+        without = {name: value for name, value in config.items() if name != flag}
+        with pytest.raises(error, match=flag):
+            deepspeed.initialize(
+                model=model, optimizer=optim.AdamW(model.parameters()), config=without
+            )
+
+
 def the_page_is_right(here):
     set_environment(here)
     inputs, labels = batches(1, SIZE * PROCESSES)[0]
@@ -128,6 +148,7 @@ WORKS = (
     every_stage_trains_as_one_process,
     bfloat16_weights_train_as_ones_of_float32_rounded,
     states_are_offloaded,
+    both_flags_are_needed,
     the_page_is_right,
 )
 

@@ -88,3 +88,16 @@ def test_options_of_the_command_line(timm):
     assert_same_losses(losses, train(timm, "adan", {"betas": betas, "eps": eps})[1], 2e-5)
     optimizer, _ = train(timm, "fsadamw", {}, foreach=True)
     assert not optimizer._plans
+
+
+def test_a_name_with_an_underscore_is_another_optimizer(timm):
+    """As the page warns: a registered one too."""
+    register, info = timm.optim._optim_factory.default_registry, timm.optim.OptimInfo
+    register.register(info(name="fusedstep_adamw", opt_class=optim.AdamW, has_betas=True))
+    optimizer = timm.optim.create_optimizer_v2(vit(timm), "fusedstep_adamw", lr=1e-3)
+    assert type(optimizer) is torch.optim.AdamW
+
+
+def test_an_option_that_has_another_name_here(timm):
+    with pytest.raises(TypeError, match="max_ratio"):
+        train(timm, "fslamb", {"trust_clip": True})
