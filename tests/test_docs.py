@@ -26,6 +26,12 @@ def test_examples_run(page):
     exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
 
 
+def test_every_section_on_a_framework_is_run():
+    headings = re.findall(r"^## (.+)$", INTEGRATIONS.read_text(), re.MULTILINE)
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "frameworks").glob("*.py"))
+    assert sorted(headings) == sorted(re.findall(r'run_section\(\s*"(.+?)"', tests))
+
+
 @pytest.mark.parametrize("page", named(PAGES))
 def test_links_lead_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
