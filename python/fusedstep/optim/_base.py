@@ -6,7 +6,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Iterable
-from itertools import chain, cycle
+from itertools import cycle
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
@@ -17,7 +17,14 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors, _grads
-from fusedstep.optim._checks import check_number, check_operands, check_options, numeric, with_name
+from fusedstep.optim._checks import (
+    check_number,
+    check_operands,
+    check_options,
+    has_text,
+    numeric,
+    with_name,
+)
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
 from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
@@ -554,8 +561,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Options as a native step takes them; an error before any group has stepped."""
         group, _, _, plan = item
         try:
-            if str in map(type, chain(group.values(), group.get("betas", ()))):
-                check_options(group, self.defaults)  # float() would take a text
+            if has_text(group):  # which float() might take
+                check_options(group, self.defaults)
             if not plan and (group["differentiable"] or group.get("capturable")):
                 return ()  # autograd and graphs follow them
             lr = None

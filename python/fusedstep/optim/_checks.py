@@ -147,6 +147,13 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             raise TypeError(f"{name} must not be a text: {value!r}")
 
 
+def has_text(group: dict[str, Any]) -> bool:
+    """Whether an option of a group is a text, but for the one that may be; fast, for steps ask."""
+    if str not in map(type, group.values()):
+        return str in map(type, group.get("betas", ()))
+    return any(type(value) is str for name, value in group.items() if name != "debias")
+
+
 #: Options beside numbers to which a text is never right, though Python takes it for true.
 _NEVER_TEXT = frozenset(
     {

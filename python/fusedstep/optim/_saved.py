@@ -67,7 +67,7 @@ def check_state(
     check_is_state(name, state)
     if not state:
         return
-    needed = state_names(type(optimizer))
+    needed = optimizer._state_names(optimizer._later_options)  # those of every weight
     if missing := sorted({"step", *needed} - state.keys()):
         likely = [cls for cls in our_classes() if _is_state_of(cls, state)]
         raise ValueError(
@@ -99,11 +99,6 @@ def check_count_of_steps(name: str, count: Any) -> None:
     steps = float(count)
     if not (math.isfinite(steps) and steps >= 0):
         raise ValueError(f"step of {name} must be finite and at least 0, not {steps}")
-
-
-def state_names(cls: type[FusedOptimizer]) -> tuple[str, ...]:
-    """The states that every weight has which has been stepped."""
-    return cls._state_names(cls, cls._later_options)
 
 
 def check_tensor(name: str, value: Any, weight: Tensor) -> None:
@@ -172,7 +167,7 @@ def options_of(cls: type[FusedOptimizer]) -> set[str]:
 
 def _is_state_of(cls: type[FusedOptimizer], state: Mapping[str, Any]) -> bool:
     optional = {"step", MASTER, "max_exp_avg_sq"}
-    return set(state_names(cls)) == state.keys() - optional
+    return set(cls._state_names(cls, cls._later_options)) == state.keys() - optional
 
 
 def _looks_like(classes: list[type[FusedOptimizer]]) -> str:
