@@ -149,6 +149,12 @@ DIFFERENCES = [
         for what in CAPTURABLE
     ),
     Difference(
+        "`capturable=True` on a CPU weight",
+        str({"capturable": True, "foreach": True}),
+        (optim.Adan,),  # whose foreach asks for no torch operations
+        ("default", "foreach"),
+    ),
+    Difference(
         "`fused=True` with a weight twice",
         "a param group cannot have duplicate parameters",
         ALL,
