@@ -56,6 +56,9 @@ class Progress:
         return self
 
     def __exit__(self, *_) -> None:
+        self.stop()
+
+    def stop(self) -> None:
         if self._live:
             self._live.stop()
 
@@ -108,18 +111,20 @@ def main() -> int:
     if asked.case is None:
         console.print(f"fuzz: cases from seed {seed} on")
     with Progress(console) as progress:
-        for case in [asked.case] if asked.case else drawn(asked, seed):
-            try:
+        try:
+            for case in [asked.case] if asked.case else drawn(asked, seed):
                 run.check(case, progress.tally)
-            except run.CaseError as failure:
-                progress.__exit__()
-                console.print(str(progress))
-                if asked.case:
-                    console.print(f"{failure.kind}: {failure}")
-                else:
-                    report(console, case, failure)
-                return 1
-            progress.note(case)
+                progress.note(case)
+        except KeyboardInterrupt:
+            console.print("interrupted")
+        except run.CaseError as failure:
+            progress.stop()
+            console.print(str(progress))
+            if asked.case:
+                console.print(f"{failure.kind}: {failure}")
+            else:
+                report(console, case, failure)
+            return 1
     print(f"{progress}: {progress.cases} cases passed")
     return 0
 

@@ -21,14 +21,19 @@ class Arithmetic(NamedTuple):
     """The error of an operation, relative to its result: two roundings to nearest."""
     tiny: float
     """Its absolute error where the result is denormal."""
+    norm: float
+    """The relative error of a norm."""
 
     @staticmethod
     def of(dtype: torch.dtype) -> Arithmetic:
         """That of a step whose weights have this dtype."""
-        # The oracle's own roundings are as large as those of float64.
-        exact = dtype != torch.float64
-        info = torch.finfo(torch.float32 if exact else torch.float64)
-        return Arithmetic(info.eps * (1 if exact else 2), info.smallest_normal * info.eps)
+        if dtype != torch.float64:
+            info = torch.finfo(torch.float32)
+            return Arithmetic(info.eps, info.smallest_normal * info.eps, 8 * info.eps)
+        # The oracle's own roundings are as large. Where squares are equal, all roundings of a sum
+        # may go to one side.
+        info = torch.finfo(torch.float64)
+        return Arithmetic(2 * info.eps, info.smallest_normal * info.eps, 64 * info.eps)
 
 
 class Bounded:
@@ -43,7 +48,7 @@ class Bounded:
         self._is_state = is_state
 
     def _result(self, value: Tensor, error: Tensor, underflows: Tensor | bool = False) -> Bounded:
-        unit, tiny = self.arithmetic
+        unit, tiny, _ = self.arithmetic
         return Bounded(value, error + unit * value.abs() + tiny * underflows, self.arithmetic)
 
     def _number(self, number: float) -> Bounded:
@@ -103,8 +108,9 @@ class Bounded:
         return self._result(value, torch.maximum(above, below))
 
     def norm(self) -> Bounded:
-        value = torch.linalg.vector_norm(self.value)
-        error = torch.linalg.vector_norm(self.error) + 8 * self.arithmetic.unit * value
+        # Not vector_norm, which adds thousands of squares one to another.
+        value = self.value.square().sum().sqrt()
+        error = self.error.square().sum().sqrt() + self.arithmetic.norm * value
         return self._result(value, error)
 
     def item(self) -> Bounded:
