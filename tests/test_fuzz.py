@@ -60,6 +60,31 @@ def test_random_cases_pass():
     assert tally.vague < 0.05 * tally.elements
 
 
+ONCE_REFUSED = {
+    "an initial value that float16 rounds": {
+        "seed": 34,
+        "row": "adagrad",
+        "options": {"initial_accumulator_value": 0.1},
+        "groups": [{"options": {}, "weights": [{"id": 1, "dtype": "float16", "shape": [6]}]}],
+        "steps": [{"n": 1, "changes": [], "grads": {}, "call": {}}],
+    },
+    "squares of float64 that are equal": {
+        "seed": 15250520,
+        "row": "lamb",
+        "options": {},
+        "groups": [{"options": {}, "weights": [{"id": 1, "dtype": "float64", "shape": [51029]}]}],
+        "steps": [
+            {"n": 2, "changes": [], "grads": {"1": {"how": "new", "values": "equal"}}, "call": {}}
+        ],
+    },
+}
+
+
+@pytest.mark.parametrize("what", ONCE_REFUSED)
+def test_results_that_are_right_are_taken(what):
+    run.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())
+
+
 # What is planted
 
 
