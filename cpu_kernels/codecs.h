@@ -2,7 +2,7 @@
 // for fp64).
 //
 // Decoding is exact. Encoding rounds to nearest even whatever the thread's rounding mode, keeps denormals
-// whatever its flush-to-zero mode, and gives the same bits on every instruction set, NaN included.
+// whatever its flush-to-zero mode, and gives the same bits on every instruction set, of a NaN too.
 #pragma once
 #include <bit>
 #include <cstdint>

@@ -101,14 +101,24 @@ class SeenBytes {
  public:
   SeenBytes(const char* begin, const char* end) : begin_(begin), end_(end) {}
 
-  // Adds a tensor's elements; false if one of them has been seen before.
+  // Adds a tensor's elements; false if one of them has been seen before. Others of them may lie elsewhere.
   bool add(const char* data, int element_size, Dims sizes, Dims strides) {
+    return walk(data, element_size, sizes, strides, true);
+  }
+  // Whether none of a tensor's elements has been seen.
+  bool has_none(const char* data, int element_size, Dims sizes, Dims strides) {
+    return walk(data, element_size, sizes, strides, false);
+  }
+
+ private:
+  bool walk(const char* data, int element_size, Dims sizes, Dims strides, bool adds) {
     seen_.resize(end_ - begin_);
     std::vector<int64_t> index(sizes.size(), 0);
     for (int64_t offset = data - begin_;;) {
-      for (int byte = 0; byte < element_size; ++byte) {
-        if (seen_[offset + byte]) return false;
-        seen_[offset + byte] = true;
+      for (int64_t at = offset; at < offset + element_size; ++at) {
+        if (at < 0 || at >= end_ - begin_) continue;
+        if (seen_[at]) return false;
+        if (adds) seen_[at] = true;
       }
       size_t dim = sizes.size();
       for (; dim > 0; --dim) {
@@ -121,7 +131,6 @@ class SeenBytes {
     }
   }
 
- private:
   const char *begin_, *end_;
   std::vector<bool> seen_;
 };
@@ -377,7 +386,13 @@ bool Plan::grad_can_store(size_t i) const {
 }
 
 void Plan::check_weights_apart() {
-  if (!weights_moved_) return;
+  if (weights_moved_) note_weights();
+  for (size_t i = 0; i < entries_.size(); ++i) {
+    if (entries_[i].grad_bytes > 0 && !grad_is_apart(i, entries_[i].address(kGrad))) check_grad_apart(i);
+  }
+}
+
+void Plan::note_weights() {
   std::vector<const Entry*> order;
   for (const Entry& entry : entries_) {
     if (entry.weight_bytes > 0) order.push_back(&entry);
@@ -402,7 +417,43 @@ void Plan::check_weights_apart() {
     }
     first = last;
   }
+  weight_extents_.clear();
+  by_weight_address_.clear();
+  for (const Entry* entry : order) {
+    weight_extents_.add(begin(entry), begin(entry) + entry->weight_bytes);
+    by_weight_address_.push_back(static_cast<uint32_t>(entry - entries_.data()));
+  }
   weights_moved_ = false;
+}
+
+// Whether each element of the gradient is as far from the first as that of the weight is.
+bool Plan::has_the_same_walk(const Entry& entry) {
+  const Dims sizes = entry.sizes(kWeight), weight = entry.strides(kWeight), grad = entry.strides(kGrad);
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    if (sizes[d] > 1 && weight[d] != grad[d]) return false;
+  }
+  return true;
+}
+
+// Of gradient i, which lies between the first and the last byte of some weights.
+void Plan::check_grad_apart(size_t i) const {
+  const Entry& entry = entries_[i];
+  const char* const grad = entry.address(kGrad);
+  for (size_t k = weight_extents_.before(grad + entry.grad_bytes); weight_extents_.reach(k, grad);) {
+    const size_t owner = by_weight_address_[--k];
+    const Entry& other = entries_[owner];
+    const char* const weight = other.address(kWeight);
+    if (weight + other.weight_bytes <= grad) continue;
+    if (owner == i && weight == grad && !entry.index && has_the_same_walk(entry)) continue;
+    SeenBytes seen(weight, weight + other.weight_bytes);
+    seen.add(weight, other.task.element_size[kWeight], other.sizes(kWeight), other.strides(kWeight));
+    const bool is_apart = !entry.index && seen.has_none(grad, entry.task.element_size[kGrad],
+                                                        entry.sizes(kGrad), entry.strides(kGrad));
+    if (is_apart) continue;
+    refuse(i, owner == i ? "the gradient is the memory of its own weight in another layout; clone() it first"
+                         : "the gradient shares memory with the weight of tensor " + std::to_string(owner) +
+                               " of the list; clone() it first");
+  }
 }
 
 void Plan::find_shared_grads(std::span<Plan* const> plans) {

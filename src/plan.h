@@ -13,6 +13,7 @@
 
 #include "cpu_kernels/kernel_table.h"
 #include "fusedstep/isa.h"
+#include "src/extents.h"
 #include "src/layout.h"
 #include "src/rows.h"
 #include "src/shares.h"
@@ -65,8 +66,15 @@ class Plan {
   void bind(size_t i, const TensorOperands& operands);
   // The same where nothing but a dense gradient's address differs.
   void move_grad(size_t i, void* data);
-  // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element.
+  // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element,
+  // or if a gradient shares one with a weight. A gradient may be its own weight, element by element.
   void check_weights_apart();
+  // Whether gradient i, once it is at `data`, shares no memory with a weight. False if that has to be looked
+  // at.
+  bool grad_is_apart(size_t i, const void* data) const {
+    const char* const begin = static_cast<const char*>(data);
+    return !weight_extents_.meet(begin, begin + entries_[i].grad_bytes);
+  }
 
   // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands, those
   // that the team's second-level caches hold: where all are in them, prefetches are near or none.
@@ -162,6 +170,9 @@ class Plan {
   };
 
   void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);
+  void note_weights();
+  static bool has_the_same_walk(const Entry& entry);
+  void check_grad_apart(size_t i) const;
 
   int slots_, device_;
   bool masters_;
@@ -175,7 +186,9 @@ class Plan {
   std::vector<int64_t> first_chunks_;
   std::vector<Wave> waves_;
   std::vector<int64_t> cost_, wave_cost_, single_cost_;
-  std::vector<Plan*> shared_with_;  // the plans among which shared gradients were last looked for
+  Extents weight_extents_;                   // of those that have elements
+  std::vector<uint32_t> by_weight_address_;  // in the same order
+  std::vector<Plan*> shared_with_;           // the plans among which shared gradients were last looked for
 };
 
 }  // namespace fusedstep

@@ -254,6 +254,41 @@ def test_a_negative_step_count_is_an_error(case, count, way):
     assert_same_bits(ours.detach(), other.detach(), "weight")
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_gradient_in_the_memory_of_a_weight_is_an_error(case, way):
+    own, other = "0 of .* its own weight in another layout", "0 of .* with the weight of .* 1 of"
+    for gradient, text in (
+        (lambda first, second: first.t(), own),
+        (lambda first, second: second, other),
+        (lambda first, second: second.view(-1)[:1].expand(8, 8), other),
+    ):
+        params = as_parameters([torch.rand(8, 8), torch.rand(8, 8)])
+        optimizer = case.build(params)
+        for _ in range(2):
+            for param in params:
+                param.grad = torch.ones(8, 8)
+            optimizer.step()
+        before = [param.detach().clone() for param in params]
+        params[0].grad = gradient(*(param.detach() for param in params))
+        with pytest.raises(RuntimeError, match=text):
+            WAYS[way](optimizer)
+        for param, values in zip(params, before, strict=True):
+            assert_same_bits(param.detach(), values, "weight")
+
+
+# Of what clears gradients the weight is zero.
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "clearing"])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_gradient_that_is_its_own_weight(case, way):
+    (ours, other), (optimizer, expected) = stepped_beside(case, (60, 70))
+    for _ in range(2):
+        ours.grad, other.grad = ours.detach(), other.detach().clone()
+        WAYS[way](optimizer)
+        WAYS[way](expected)
+        assert_same_bits(ours.detach(), other.detach(), "weight")
+
+
 def test_a_negated_gradient_beside_a_sparse_one():
     weights = [torch.ones(3, 2), torch.ones(SIZE)]
     ours, others = as_parameters(weights), as_parameters(w.clone() for w in weights)

@@ -316,6 +316,9 @@ bool Rebinding::finish(bool look_at_states) {
     note_counts(*native_);
   }
   for (const auto& [i, data] : moved_) {
+    if (!native_->plan.grad_is_apart(i, data)) return false;
+  }
+  for (const auto& [i, data] : moved_) {
     native_->plan.move_grad(i, data);
     native_->bound.move_grad(i, data);
   }

@@ -323,6 +323,42 @@ TEST(WeightsApartTest, SharedElementsAreRefusedByName) {
   EXPECT_EQ(refused({{7, 10, 1}, {7, 10, 1}}), "tensor 1 " + text);
 }
 
+// What is wrong with gradients at these places, of weights at [0, 100), [100, 200) and [200, 300).
+std::string refused_grads(const std::vector<Place>& grads) {
+  std::vector<float> memory(1000), state(100);
+  const int64_t size = 10, stride = 10;
+  Plan plan(grads.size(), 1);
+  for (size_t i = 0; i < grads.size(); ++i) {
+    plan.bind(i, {{&memory[100 * i], DType::kFloat, {&size, 1}, {&stride, 1}},
+                  {&memory[grads[i].offset], DType::kFloat, {&size, 1}, {&grads[i].stride, 1}},
+                  {TensorView{state.data(), DType::kFloat, {&size, 1}, {&stride, 1}}}});
+  }
+  try {
+    plan.check_weights_apart();
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(GradsApartTest, BesideAndBetweenWeightsOrTheirOwnIsFine) {
+  EXPECT_EQ(refused_grads({{300, 10, 1}, {400, 10, 1}, {500, 10, 1}}), "");
+  EXPECT_EQ(refused_grads({{5, 10, 10}, {1, 10, 10}, {401, 10, 0}}), "");
+  EXPECT_EQ(refused_grads({{0, 10, 10}, {100, 10, 10}, {200, 10, 10}}), "");
+  EXPECT_EQ(refused_grads({{91, 10, 1}}), "");
+}
+TEST(GradsApartTest, InAWeightIsRefusedByTheNamesOfBoth) {
+  const std::string other = "of the list: the gradient shares memory with the weight of tensor ";
+  const std::string own = "of the list: the gradient is the memory of its own weight in another layout";
+  const std::string clone = "; clone() it first", list = " of the list" + clone;
+  EXPECT_EQ(refused_grads({{0, 10, 1}}), "tensor 0 " + own + clone);
+  EXPECT_EQ(refused_grads({{0, 10, 0}}), "tensor 0 " + own + clone);
+  EXPECT_EQ(refused_grads({{0, 10, 20}}), "tensor 0 " + own + clone);
+  EXPECT_EQ(refused_grads({{300, 10, 1}, {0, 10, 10}}), "tensor 1 " + other + "0" + list);
+  EXPECT_EQ(refused_grads({{300, 10, 1}, {400, 10, 1}, {95, 10, 1}}), "tensor 2 " + other + "1" + list);
+  EXPECT_EQ(refused_grads({{190, 10, 1}, {400, 10, 1}, {500, 10, 1}}), "tensor 0 " + other + "1" + list);
+}
+
 TEST(WeightsApartTest, LookedAtAgainWhenAWeightMoves) {
   std::vector<float> memory(100), state(20);
   const int64_t size = 10, one = 1;

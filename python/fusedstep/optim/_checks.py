@@ -212,14 +212,18 @@ def with_name(
     group: dict[str, Any],
     weights: list[Tensor],
 ) -> RuntimeError:
-    """An error with the parameter's name, where it tells a place in a list of a group's weights."""
-    found = re.match(r"tensor (\d+) of the list: ", str(error))
-    if not found:
+    """An error with names of parameters, where it tells places in a list of a group's weights."""
+    place_in_list = r"tensor (\d+) of the list"
+    if not re.match(place_in_list, str(error)):
         return error
     (index,) = (i for i, each in enumerate(groups) if each is group)
-    weight = weights[int(found[1])]
-    place = next(i for i, p in enumerate(group["params"]) if p is weight)
-    text = f"{name_of(group, index, place)}: {str(error)[found.end() :]}"
+
+    def name(found: re.Match[str]) -> str:
+        weight = weights[int(found[1])]
+        place = next(i for i, p in enumerate(group["params"]) if p is weight)
+        return name_of(group, index, place)
+
+    text = re.sub(place_in_list, name, str(error))
     if re.search("a state is .* but the weight is", text):
         text += (
             ". If the dtype of the model has changed, give the states that of their weights by "

@@ -290,8 +290,19 @@ void check_memory(Plan& plan, const std::vector<Listed>& list) {
   }
   std::ranges::sort(elements, std::less<>());
   const auto meet = [](const Range& a, const Range& b) { return a.meets(b); };
-  expect(throws(plan) == (std::ranges::adjacent_find(elements, meet) != elements.end()),
-         "weights that share memory");
+  const auto is_in_a_weight = [&](const Range& element) {
+    const auto next = std::ranges::lower_bound(elements, element, std::less<>());
+    return (next != elements.end() && next->meets(element)) ||
+           (next != elements.begin() && std::prev(next)->meets(element));
+  };
+  const auto shares = [&](const Listed& tensor) {
+    const std::vector<Range> grad = tensor.elements(kGrad);
+    return !std::ranges::equal(grad, tensor.elements(kWeight), {}, &Range::begin, &Range::begin) &&
+           std::ranges::any_of(grad, is_in_a_weight);
+  };
+  expect(throws(plan) == (std::ranges::adjacent_find(elements, meet) != elements.end() ||
+                          std::ranges::any_of(list, shares)),
+         "weights that share memory, or have a gradient in theirs");
 
   Plan* plans[] = {&plan};
   Plan::find_shared_grads(plans);
