@@ -22,12 +22,16 @@ class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
 
-  // run_step(), with step counts that the host knows, this step included.
-  virtual void step(Plan& plan, const BoundRule& rule, std::span<const double> counts,
-                    const StepOptions& options, const DeviceInputs& inputs) = 0;
-  // run_step(), with step counts on the device, which are incremented there first.
-  virtual void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
-                            const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // prepare_step(), with step counts that the host knows, this step included. The step needs the plan and the
+  // inputs; what it needs besides is queued.
+  virtual std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule,
+                                                std::span<const double> counts, const StepOptions& options,
+                                                const DeviceInputs& inputs) = 0;
+  // The same with step counts on the device, which the step increments there first.
+  virtual std::unique_ptr<PreparedStep> prepare_counted(Plan& plan, const BoundRule& rule,
+                                                        std::span<float* const> counts,
+                                                        const StepOptions& options,
+                                                        const DeviceInputs& inputs) = 0;
   // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor
   // does not have. Waits for the device, but for gradients whose entries need no order (see RowIndex): if an
   // index of these is out of range, the step fails on the device.

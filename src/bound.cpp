@@ -15,12 +15,13 @@ void Bound::note(std::span<const TensorView> weights, std::span<const TensorView
       pairs_.clear();
       return;
     }
-    pairs_.push_back({weight.data, grad.data, Place(weight), Place(grad), nullptr,
-                      static_cast<uint32_t>(shapes_.size()), static_cast<uint16_t>(weight.sizes.size()),
-                      weight.dtype});
+    const auto shape = static_cast<uint32_t>(shapes_.size());
     for (const Dims& dims : {weight.sizes, weight.strides, grad.strides}) {
       shapes_.insert(shapes_.end(), dims.begin(), dims.end());
     }
+    // Last: a pair counts as soon as it is there.
+    pairs_.push_back({weight.data, grad.data, Place(weight), Place(grad), nullptr, shape,
+                      static_cast<uint16_t>(weight.sizes.size()), weight.dtype});
     device_ = weight.device;
   }
 }

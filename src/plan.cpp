@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <stdexcept>
+#include <utility>
 
 namespace fusedstep {
 namespace {
@@ -271,12 +272,15 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides.subspan(indexed_dims));
-    entry.layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides);
+    // All that takes memory comes first: where there is none, nothing has changed.
+    auto layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides);
+    std::vector<int64_t> shape = shape_of({views, views + count});
+    entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);
+    entry.layout = std::move(layout);
     formats_[i] = format;
-    entry.shape = shape_of({views, views + count});
+    entry.shape = std::move(shape);
     entry.weight_bytes = span_bytes(operands.weight);
     entry.grad_bytes = span_bytes(operands.grad);
-    entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);
     entry.task.operands = count;
     entry.task.layout = entry.layout->blocks();
     for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
@@ -310,6 +314,7 @@ void Plan::move_grad(size_t i, void* data) {
 
 void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index) {
   const int64_t units = entry.units();
+  const bool was_stale = std::exchange(stale_, true);  // and stays so if there is no memory for the rows
   entry.index = index;
   ++grads_version_;
   if (device_ == kHost) {
@@ -318,13 +323,14 @@ void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowInde
     for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
     rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype));
   }
-  if (entry.units() != units) stale_ = true;
+  stale_ = was_stale || entry.units() != units;
   entry.grad_bytes = index.entries * span_bytes(operands.grad);
   shared_with_.clear();
 }
 
 void Plan::refresh(int64_t wave_bytes) {
   if (!stale_ && wave_bytes == wave_bytes_) return;
+  stale_ = true;
   wave_bytes_ = wave_bytes;
   chunks_.clear();
   first_chunks_.clear();
@@ -466,7 +472,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
   };
   std::vector<Range> ranges;
   for (Plan* plan : plans) {
-    plan->shared_with_.assign(plans.begin(), plans.end());
+    plan->shared_with_.clear();
     ++plan->grads_version_;
     for (Entry& entry : plan->entries_) {
       const char *weight = entry.address(kWeight), *grad = entry.address(kGrad);
@@ -486,6 +492,7 @@ void Plan::find_shared_grads(std::span<Plan* const> plans) {
     }
     if (furthest == nullptr || range.end > furthest->end) furthest = &range;
   }
+  for (Plan* plan : plans) plan->shared_with_.assign(plans.begin(), plans.end());
 }
 
 }  // namespace fusedstep

@@ -15,9 +15,6 @@ namespace {
 // What others must have left for a thread to take of it: less is done sooner by whose cache it is in.
 constexpr int64_t kLeast = 2;
 
-// Of a range that is one word, its end.
-constexpr uint64_t kEnd = 0xffffffff;
-
 // Set in the child of a fork() for good.
 std::atomic<bool> forked{false};
 
@@ -67,34 +64,16 @@ bool are_worth_a_team(std::span<const Stage> stages) {
   return false;
 }
 
+// Whether the calling thread shares the work with others.
+bool has_team(int threads, std::span<const Stage> stages) {
+  return threads > 1 && are_worth_a_team(stages) && !forked && omp_in_parallel() == 0;
+}
+
 void wait_for_team() {
 #pragma omp barrier
 }
 
 }  // namespace
-
-void Rest::set(int64_t begin, int64_t end) {
-  range_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
-}
-
-int64_t Rest::left() const {
-  const uint64_t range = range_.load(std::memory_order_relaxed);
-  return static_cast<int64_t>(range & kEnd) - static_cast<int64_t>(range >> 32);
-}
-
-bool Rest::take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end) {
-  uint64_t range = range_.load(std::memory_order_relaxed);
-  for (;;) {
-    const auto first = static_cast<int64_t>(range >> 32), last = static_cast<int64_t>(range & kEnd);
-    if (last - first < least) return false;
-    const int64_t count = std::min(most, last - first);
-    begin = front ? first : last - count;
-    end = begin + count;
-    const uint64_t rest = front ? range + (static_cast<uint64_t>(count) << 32) : range - count;
-    // Which thread takes an item is all that is decided here: what it reads was written before the stage.
-    if (range_.compare_exchange_weak(range, rest, std::memory_order_relaxed)) return true;
-  }
-}
 
 Pieces::Pieces(const Stage& stage, std::span<Rest> team, int thread, Progress& progress)
     : stage_(stage), team_(team), thread_(thread), progress_(progress), since_(omp_get_wtime()) {}
@@ -131,6 +110,10 @@ bool Pieces::take_from_others(int64_t& begin, int64_t& end) {
   }
 }
 
+void make_room(int threads, std::span<const Stage> stages, Shares& shares) {
+  if (has_team(threads, stages)) shares.of_team(threads, stages.size());
+}
+
 void run_stages(int threads, std::span<const Stage> stages,
                 void (*work)(void* context, size_t stage, Pieces& pieces), void* context, const Aside& aside,
                 Shares* shares) {
@@ -140,22 +123,20 @@ void run_stages(int threads, std::span<const Stage> stages,
     Pieces pieces(stages[stage], {&own, 1}, 0, unused);
     work(context, stage, pieces);
   };
-  if (threads <= 1 || !are_worth_a_team(stages) || forked || omp_in_parallel()) {
+  if (!has_team(threads, stages)) {
     if (aside) aside();
     for (size_t i = 0; i < stages.size(); ++i) run_alone(i, 0, 1);
     return;
   }
-  // What every thread has left of each stage, and got done.
-  std::vector<Rest> rests(shares ? stages.size() * threads : 0);
-  std::vector<Progress> progress(shares ? threads : 0);
   const auto lay_out = [&](size_t first, int thread) {
     for (size_t i = first; i < stages.size() && (i == first || !stages[i].waits); ++i) {
-      rests[i * threads + thread].set(item_at(stages[i], shares->before(thread)),
-                                      item_at(stages[i], shares->before(thread + 1)));
+      shares->rests[i * threads + thread].set(item_at(stages[i], shares->before(thread)),
+                                              item_at(stages[i], shares->before(thread + 1)));
     }
   };
   if (shares) {
-    shares->of_team(threads);
+    shares->of_team(threads, stages.size());
+    std::ranges::fill(shares->progress, Progress{});
     // Before the others begin: one that comes late finds that its work is being done.
     for (int thread = 0; thread < threads; ++thread) lay_out(0, thread);
   }
@@ -176,7 +157,7 @@ void run_stages(int threads, std::span<const Stage> stages,
         wait_for_team();
       }
       if (shared) {
-        const std::span of_all = std::span(rests).subspan(i * threads, threads);
+        const std::span of_all = std::span(shares->rests).subspan(i * threads, threads);
         Pieces pieces(stages[i], shares->may_take ? of_all : of_all.subspan(thread, 1),
                       shares->may_take ? thread : 0, got);
         work(context, i, pieces);
@@ -184,13 +165,13 @@ void run_stages(int threads, std::span<const Stage> stages,
         run_alone(i, static_cast<double>(thread) / team, static_cast<double>(thread + 1) / team);
       }
     }
-    if (shared) progress[thread] = got;
+    if (shared) shares->progress[thread] = got;
     own.install();
   }
   if (!shares) return;
   int64_t all = 0;
   for (const Stage& stage : stages) all += cost_of(stage);
-  shares->learn(progress, all);
+  shares->learn(shares->progress, all);
 }
 
 }  // namespace fusedstep

@@ -1,7 +1,6 @@
 // One OpenMP session over lists of chunks, in stages.
 #pragma once
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -30,20 +29,6 @@ struct Stage {
 // What the calling thread does first, while others begin; empty for nothing. Must not throw.
 using Aside = std::function<void()>;
 
-// Items of a run that nobody has taken yet: whose they are takes them from one end, others from the other.
-class alignas(64) Rest {
- public:
-  Rest() = default;
-  Rest(int64_t begin, int64_t end) { set(begin, end); }
-  void set(int64_t begin, int64_t end);
-  int64_t left() const;
-  // Up to `most` items from the front or the back, if there are `least`.
-  bool take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end);
-
- private:
-  std::atomic<uint64_t> range_{0};
-};
-
 // A thread's part of a stage: pieces of a run of its own, then of what others are behind with.
 class Pieces {
  public:
@@ -69,11 +54,16 @@ class Pieces {
 // is done gets pieces of what others have left. A team that is smaller than asked for goes without. `work`
 // must not throw.
 //
+// Allocates nothing, but for what make_room() makes.
+//
 // Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
 // its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
 void run_stages(int threads, std::span<const Stage> stages,
                 void (*work)(void* context, size_t stage, Pieces& pieces), void* context, const Aside& aside,
                 Shares* shares);
+
+// Makes room in `shares` for a session over these stages. Without it run_stages() does so.
+void make_room(int threads, std::span<const Stage> stages, Shares& shares);
 
 template <class Work>
 void run_stages(int threads, std::span<const Stage> stages, Work& work, const Aside& aside = {},

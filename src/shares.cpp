@@ -23,14 +23,42 @@ constexpr double kMostBehind = 0.1, kMostAhead = 0.25;
 // How far from what is known a session can be: a thread may have been interrupted.
 constexpr double kMostNews = 0.25;
 
+// Of a range that is one word, its end.
+constexpr uint64_t kEnd = 0xffffffff;
+
 }  // namespace
 
-void Shares::of_team(int threads) {
+void Rest::set(int64_t begin, int64_t end) {
+  range_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
+}
+
+int64_t Rest::left() const {
+  const uint64_t range = range_.load(std::memory_order_relaxed);
+  return static_cast<int64_t>(range & kEnd) - static_cast<int64_t>(range >> 32);
+}
+
+bool Rest::take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end) {
+  uint64_t range = range_.load(std::memory_order_relaxed);
+  for (;;) {
+    const auto first = static_cast<int64_t>(range >> 32), last = static_cast<int64_t>(range & kEnd);
+    if (last - first < least) return false;
+    const int64_t count = std::min(most, last - first);
+    begin = front ? first : last - count;
+    end = begin + count;
+    const uint64_t rest = front ? range + (static_cast<uint64_t>(count) << 32) : range - count;
+    // Which thread takes an item is all that is decided here: what it reads was written before the stage.
+    if (range_.compare_exchange_weak(range, rest, std::memory_order_relaxed)) return true;
+  }
+}
+
+void Shares::of_team(int threads, size_t stages) {
   const auto size = static_cast<size_t>(threads);
+  if (rests.size() < stages * size) rests = std::vector<Rest>(stages * size);
   if (threads_.size() == size) return;
-  since_change_ = learnt_ = 0;
-  threads_.assign(size, {});
+  progress.resize(size);
   before_.resize(size + 1);
+  threads_.assign(size, {});  // last: this is what tells that all is there
+  since_change_ = learnt_ = 0;
   for (size_t t = 0; t <= size; ++t) before_[t] = static_cast<double>(t) / static_cast<double>(size);
 }
 

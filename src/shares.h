@@ -1,5 +1,7 @@
 // How much of a team's work each of its threads is given, learnt from session to session.
 #pragma once
+#include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -11,6 +13,20 @@ struct Progress {
   double late = 0;   // seconds until it began
   double busy = 0;   // seconds that it worked
   int64_t done = 0;  // the cost of what it did
+};
+
+// Items of a run that nobody has taken yet: whose they are takes them from one end, others from the other.
+class alignas(64) Rest {
+ public:
+  Rest() = default;
+  Rest(int64_t begin, int64_t end) { set(begin, end); }
+  void set(int64_t begin, int64_t end);
+  int64_t left() const;
+  // Up to `most` items from the front or the back, if there are `least`.
+  bool take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end);
+
+ private:
+  std::atomic<uint64_t> range_{0};
 };
 
 // Threads that run the same code are not equally fast: two may have one core between them, as processors of a
@@ -28,8 +44,12 @@ class Shares {
   // what was taken from it once would have to be fetched back in each session, which makes it late again.
   bool may_take = true;
 
-  // To be called before a session. Forgets what was learnt of a team of another size.
-  void of_team(int threads);
+  // Makes room for a session of so many stages. Forgets what was learnt of a team of another size.
+  void of_team(int threads, size_t stages = 0);
+
+  // The room: for what every thread has left of each stage, [stages][threads], and for what it got done.
+  std::vector<Rest> rests;
+  std::vector<Progress> progress;
 
   // The part of all work that lies before what a thread is given, from 0 to 1 for one past the last.
   double before(int thread) const { return before_[thread]; }

@@ -72,7 +72,7 @@ class Treatments {
   }
 
   const Plan& plan_;
-  const StepOptions& options_;
+  StepOptions options_;
 };
 
 // The sum of a chunk's lanes, in the order of src/reduction.h.
@@ -113,10 +113,21 @@ class KernelsByFormat {
 };
 
 // A step of an elementwise rule: one stage.
-class ElementwiseStep {
+class ElementwiseStep final : public PreparedStep {
  public:
-  ElementwiseStep(Plan& plan, const BoundRule& rule, const Scalars& scalars, const StepOptions& options)
-      : plan_(plan), scalars_(scalars), kernels_(plan, rule), treatments_(plan, options) {}
+  ElementwiseStep(Plan& plan, const BoundRule& rule, Scalars scalars, const StepOptions& options)
+      : plan_(plan),
+        scalars_(std::move(scalars)),
+        kernels_(plan, rule),
+        treatments_(plan, options),
+        threads_(options.threads) {
+    const Stage stage{plan.cost()};
+    make_room(threads_, {&stage, 1}, plan.step_shares);
+  }
+
+  void run(const Aside& aside) noexcept override {
+    run_session(threads_, plan_.cost(), *this, aside, &plan_.step_shares);
+  }
 
   void operator()(int64_t first, int64_t last) {
     for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
@@ -128,23 +139,27 @@ class ElementwiseStep {
 
  private:
   Plan& plan_;
-  const Scalars& scalars_;
+  Scalars scalars_;
   KernelsByFormat kernels_;
   Treatments treatments_;
+  int threads_;
 };
 
 // A step of a rule with a trust ratio. Each wave has two stages, of which the second waits for the norms of
 // the first. Tensors of one chunk need no wave, and nobody to wait for: both phases at once, in one stage for
 // all.
-class TwoPhaseStep {
+class TwoPhaseStep final : public PreparedStep {
  public:
-  TwoPhaseStep(Plan& plan, const BoundRule& rule, const Scalars& scalars, const StepOptions& options)
+  TwoPhaseStep(Plan& plan, const BoundRule& rule, Scalars scalars, const StepOptions& options)
       : plan_(plan),
         rule_(rule),
-        scalars_(scalars),
+        scalars_(std::move(scalars)),
         kernels_(plan, rule),
         treatments_(plan, options),
+        threads_(options.threads),
         may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {
+    stages_.reserve(1 + 2 * plan.waves().size());
+    parts_.reserve(stages_.capacity());
     const auto add = [&](Phases phases, const std::vector<int64_t>& cost, int64_t first, int64_t last) {
       // The second phase finds the last that the first wrote in the cache.
       const bool second = phases == Phases::kSecond;
@@ -158,9 +173,12 @@ class TwoPhaseStep {
       add(Phases::kFirst, plan.wave_cost(), wave.first, wave.last);
       add(Phases::kSecond, plan.wave_cost(), wave.first, wave.last);
     }
+    make_room(threads_, stages_, plan.step_shares);
   }
 
-  std::span<const Stage> stages() const { return stages_; }
+  void run(const Aside& aside) noexcept override {
+    run_stages(threads_, stages_, *this, aside, &plan_.step_shares);
+  }
 
   void operator()(size_t stage, Pieces& pieces) {
     const auto [phases, first_chunk] = parts_[stage];
@@ -218,7 +236,7 @@ class TwoPhaseStep {
       return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
                         [&](int64_t c) { return plan_.partial_norms[2 * c + which]; });
     };
-    return rule_.trust_ratio(norm2(0), norm2(1));
+    return rule_.trust_ratio(rule_, norm2(0), norm2(1));
   }
 
   void apply(int64_t begin, int64_t end, double ratio) {
@@ -243,10 +261,11 @@ class TwoPhaseStep {
   }
 
   Plan& plan_;
-  const BoundRule& rule_;
-  const Scalars& scalars_;
+  BoundRule rule_;
+  Scalars scalars_;
   KernelsByFormat kernels_;
   Treatments treatments_;
+  int threads_;
   bool may_store_;
   std::vector<Stage> stages_;
   std::vector<Part> parts_;
@@ -256,40 +275,43 @@ class TwoPhaseStep {
 
 Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps) {
   using Key = std::pair<double, bool>;
-  std::map<Key, uint32_t> index;
+  const auto key_of = [&](size_t i) { return Key{steps[i], plan.format(i) == Format::kDouble}; };
   Scalars scalars;
-  scalars.of_tensor.resize(plan.tensors());
-  Key last{-1, false};
-  uint32_t last_index = 0;
-  for (size_t i = 0; i < plan.tensors(); ++i) {
-    const Key key{steps[i], plan.format(i) == Format::kDouble};
-    if (index.empty() || key != last) {
-      last = key;
-      last_index = index.try_emplace(key, static_cast<uint32_t>(index.size())).first->second;
-    }
-    scalars.of_tensor[i] = last_index;
+  const auto add = [&](const Key& key) {
+    rule.prepare(rule, key.first, key.second, scalars.blocks.emplace_back().bytes);
+  };
+  size_t same = 1;
+  while (same < plan.tensors() && key_of(same) == key_of(0)) ++same;
+  if (same >= plan.tensors()) {  // nearly always: no list is made
+    if (plan.tensors() > 0) add(key_of(0));
+    return scalars;
   }
-  scalars.blocks.resize(index.size());
-  if (index.size() == 1) scalars.of_tensor.clear();
-  for (const auto& [key, i] : index) rule.prepare(key.first, key.second, scalars.blocks[i].bytes);
+  std::map<Key, uint32_t> index;
+  scalars.of_tensor.resize(plan.tensors());
+  for (size_t i = 0; i < plan.tensors(); ++i) {
+    if (i > 0 && key_of(i) == key_of(i - 1)) {
+      scalars.of_tensor[i] = scalars.of_tensor[i - 1];
+      continue;
+    }
+    const auto [found, is_new] = index.try_emplace(key_of(i), static_cast<uint32_t>(index.size()));
+    if (is_new) add(found->first);
+    scalars.of_tensor[i] = found->second;
+  }
   return scalars;
 }
 
-void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options,
-              const Aside& aside) {
+std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                                           const StepOptions& options) {
   plan.refresh(wave_bytes(options.threads));
   if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
     Plan* const alone[] = {&plan};
     Plan::find_shared_grads(alone);
   }
-  const Scalars scalars = prepare_scalars(plan, rule, steps);
-  if (rule.trust_ratio) {
-    TwoPhaseStep step(plan, rule, scalars, options);
-    run_stages(options.threads, step.stages(), step, aside, &plan.step_shares);
-  } else {
-    ElementwiseStep step(plan, rule, scalars, options);
-    run_session(options.threads, plan.cost(), step, aside, &plan.step_shares);
+  Scalars scalars = prepare_scalars(plan, rule, steps);
+  if (rule.trust_ratio != nullptr) {
+    return std::make_unique<TwoPhaseStep>(plan, rule, std::move(scalars), options);
   }
+  return std::make_unique<ElementwiseStep>(plan, rule, std::move(scalars), options);
 }
 
 void sum_entries(Plan& plan, int threads) {

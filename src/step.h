@@ -2,7 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstring>
-#include <functional>
+#include <memory>
 #include <span>
 #include <type_traits>
 #include <utility>
@@ -23,9 +23,16 @@ struct BoundRule {
   int states;                      // that each tensor has
   std::byte hyper[kHyperBytes]{};  // the rule's Hyper, for a device that prepares scalars itself
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
-  std::function<void(double step, bool as_double, void* out)> prepare;
-  // Empty for an elementwise rule.
-  std::function<double(double weight_norm2, double update_norm2)> trust_ratio;
+  void (*prepare)(const BoundRule& rule, double step, bool as_double, void* out);
+  // Null for an elementwise rule.
+  double (*trust_ratio)(const BoundRule& rule, double weight_norm2, double update_norm2);
+
+  template <class Hyper>
+  Hyper hyper_as() const {
+    Hyper known;
+    std::memcpy(&known, hyper, sizeof known);
+    return known;
+  }
 };
 
 template <template <unsigned> class Rule, unsigned... kFlags>
@@ -39,10 +46,11 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
   const int states = states_of<Rule>(flags, std::make_integer_sequence<unsigned, R::kFlagCombinations>{});
   BoundRule bound{
-      .id = rules::kIdOf<Rule>, .flags = flags, .states = states, .prepare = {}, .trust_ratio = {}};
+      .id = rules::kIdOf<Rule>, .flags = flags, .states = states, .prepare = nullptr, .trust_ratio = nullptr};
   static_assert(std::is_trivially_copyable_v<typename R::Hyper> && sizeof hyper <= BoundRule::kHyperBytes);
   std::memcpy(bound.hyper, &hyper, sizeof hyper);
-  bound.prepare = [hyper](double step, bool as_double, void* out) {
+  bound.prepare = [](const BoundRule& rule, double step, bool as_double, void* out) {
+    const auto hyper = rule.hyper_as<typename R::Hyper>();
     static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
     if (as_double) {
       new (out) typename R::template Scalars<double>(R::template prepare<double>(hyper, step));
@@ -51,8 +59,8 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
     }
   };
   if constexpr (requires { &R::trust_ratio; }) {
-    bound.trust_ratio = [hyper](double weight_norm2, double update_norm2) {
-      return R::trust_ratio(hyper, weight_norm2, update_norm2);
+    bound.trust_ratio = [](const BoundRule& rule, double weight_norm2, double update_norm2) {
+      return R::trust_ratio(rule.hyper_as<typename R::Hyper>(), weight_norm2, update_norm2);
     };
   }
   return bound;
@@ -79,9 +87,29 @@ struct Scalars {
 };
 FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps);
 
-// Updates weights and states. `steps[i]` is tensor i's step count with this step included. The plan is bound.
-void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps, const StepOptions& options,
-              const Aside& aside = {});
+// A step that has all it needs.
+class PreparedStep {
+ public:
+  PreparedStep() = default;
+  PreparedStep(const PreparedStep&) = delete;
+  PreparedStep& operator=(const PreparedStep&) = delete;
+  virtual ~PreparedStep() = default;
+
+  // Updates weights and states of the plan, which is as it was when the step was prepared. On the CPU this
+  // allocates nothing and cannot fail; on a device a launch may.
+  virtual void run(const Aside& aside) = 0;
+};
+
+// Does what may fail in a step, and changes no operand. `steps[i]` is tensor i's step count with this step
+// included. The plan is bound.
+std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                                           const StepOptions& options);
+
+// Both at once.
+inline void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                     const StepOptions& options) {
+  prepare_step(plan, rule, steps, options)->run({});
+}
 
 // Adds up the entries that sparse gradients have for the same row: to be called when these are bound, before
 // they are read.

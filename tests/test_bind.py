@@ -122,14 +122,14 @@ def test_what_is_no_tensor_is_left_to_the_operator():
 )
 def test_a_step_that_cannot_be_is_refused(optimizer, plan, options, text):
     with pytest.raises(RuntimeError, match=text):
-        _ops.bind.step(optimizer, plan, options, 1.0, 0)
+        _ops.bind.prepare(optimizer, plan, options, 1.0, 0)
 
 
 @needs_binding
 @pytest.mark.parametrize("options", [("one",) * 8, [0.0] * 8])
 def test_a_step_takes_a_tuple_of_numbers(options):
     with pytest.raises(TypeError):
-        _ops.bind.step("adam", 1, options, 1.0, 0)
+        _ops.bind.prepare("adam", 1, options, 1.0, 0)
 
 
 EITHER = pytest.mark.parametrize("directly", [pytest.param(True, marks=needs_binding), False])

@@ -391,7 +391,9 @@ class TestOperators:
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
         with pytest.raises(RuntimeError, match="state"):
-            torch.ops.fusedstep.adam_(plan, 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False, 1.0, 0)
+            torch.ops.fusedstep.adam_prepare(
+                plan, 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False, 1.0, 0
+            )
         torch.ops.fusedstep.plan_delete(plan)
         assert (weight == 1).all()
 
@@ -399,7 +401,7 @@ class TestOperators:
         weight, _, states, steps = self.subjects()
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         with pytest.raises(RuntimeError, match="not been bound"):
-            torch.ops.fusedstep.adagrad_(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, 0)
+            torch.ops.fusedstep.adagrad_prepare(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, 0)
         torch.ops.fusedstep.plan_delete(plan)
         assert steps[0].item() == 0
 
@@ -409,7 +411,7 @@ class TestOperators:
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
         with pytest.raises(RuntimeError, match="grads must be from 0 to 3"):
-            torch.ops.fusedstep.adagrad_(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, use)
+            torch.ops.fusedstep.adagrad_prepare(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, use)
         torch.ops.fusedstep.plan_delete(plan)
         assert steps[0].item() == 0
 

@@ -82,9 +82,9 @@ def _load_bind() -> ModuleType | None:
 
 
 #: ``bind.plan_bind(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns
-#: True; or returns False, and the operator has to. ``bind.step`` and ``bind.plans_shared_grads`` do
-#: what operators do, ``bind.same(a, b)`` and ``bind.is_state(state, values)`` compare objects. None
-#: if there is no such module.
+#: True; or returns False, and the operator has to. ``bind.prepare``, ``bind.plans_step`` and
+#: ``bind.plans_shared_grads`` do what operators do, ``bind.same(a, b)`` and
+#: ``bind.is_state(state, values)`` compare objects. None if there is no such module.
 bind = _load_bind()
 
 
@@ -93,15 +93,24 @@ def direct() -> ModuleType | None:
     return None if torch._C._len_torch_dispatch_stack() else bind
 
 
-def take_step(
+def prepare_step(
     optimizer: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
 ) -> None:
-    """Updates what was bound to a plan, by the operator that the optimizer has for it."""
+    """Does what may fail in a step over what was bound to a plan, and changes nothing yet.
+
+    Raises:
+        MemoryError: there is no memory for what the step needs.
+    """
     if module := direct():
-        module.step(optimizer, plan, options, grad_factor, grads)
+        module.prepare(optimizer, plan, options, grad_factor, grads)
     else:
-        operator = getattr(torch.ops.fusedstep, f"{optimizer}_").default
+        operator = getattr(torch.ops.fusedstep, f"{optimizer}_prepare").default
         operator(plan, *options, grad_factor, grads)
+
+
+def take_steps(plans: list[int]) -> None:
+    """Takes the steps that have been prepared."""
+    (direct() or torch.ops.fusedstep).plans_step(plans)
 
 
 def _plan_delete(plan: int) -> None:

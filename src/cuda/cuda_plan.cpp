@@ -7,7 +7,10 @@
 #include <functional>
 #include <iterator>
 #include <limits>
+#include <memory>
+#include <optional>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "cuda_kernels/kernel_table.h"
@@ -135,8 +138,8 @@ class CudaPlan final : public DevicePlan {
  public:
   explicit CudaPlan(int device) : device_(device), starts_early_(can_start_early(device)) {}
 
-  void step(Plan& plan, const BoundRule& rule, std::span<const double> counts, const StepOptions& options,
-            const DeviceInputs& inputs) override {
+  std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule, std::span<const double> counts,
+                                        const StepOptions& options, const DeviceInputs& inputs) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
     if (is_capturing(stream)) {
@@ -156,34 +159,36 @@ class CudaPlan final : public DevicePlan {
       uploads_.send(stream);
       launch.scalars_of_tensor = tables_.scalars;
     }
-    run(plan, rule, launch);
+    return prepared(plan, rule, launch, {});
   }
 
-  void step_counted(Plan& plan, const BoundRule& rule, std::span<float* const> counts,
-                    const StepOptions& options, const DeviceInputs& inputs) override {
+  std::unique_ptr<PreparedStep> prepare_counted(Plan& plan, const BoundRule& rule,
+                                                std::span<float* const> counts, const StepOptions& options,
+                                                const DeviceInputs& inputs) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
     refresh(plan, options, stream);
     if (!std::ranges::equal(counts, counts_)) {
       refuse_if_capturing(stream);
-      counts_.assign(counts.begin(), counts.end());
-      upload(tables_.counts, counts_);
+      std::vector<float*> places(counts.begin(), counts.end());
+      upload(tables_.counts, places);
+      counts_.clear();  // until the device has the new ones
       uploads_.send(stream);
+      counts_ = std::move(places);
     }
-    PrepareLaunch prepare{};
-    prepare.tensors = tables_.tensors;
-    prepare.tensor_count = static_cast<int64_t>(plan.tensors());
-    prepare.counts = tables_.counts;
-    prepare.hyper = hyper_of(rule);
-    prepare.lr = inputs.lr;
-    prepare.found_inf = inputs.found_inf;
-    prepare.scalars = tables_.scalars;
-    prepare.stream = stream;
-    table(rule.id).prepare(prepare);
+    PrepareLaunch count{};
+    count.tensors = tables_.tensors;
+    count.tensor_count = static_cast<int64_t>(plan.tensors());
+    count.counts = tables_.counts;
+    count.hyper = hyper_of(rule);
+    count.lr = inputs.lr;
+    count.found_inf = inputs.found_inf;
+    count.scalars = tables_.scalars;
+    count.stream = stream;
     Launch launch = launch_of(options, inputs, stream);
     launch.scalars_of_tensor = tables_.scalars;
     launch.queue.early = starts_early_;
-    run(plan, rule, launch);
+    return prepared(plan, rule, launch, count);
   }
 
   void check_rows(Plan& plan) override {
@@ -231,16 +236,60 @@ class CudaPlan final : public DevicePlan {
   }
 
  private:
+  // Launches only.
+  class CudaStep final : public PreparedStep {
+   public:
+    CudaStep(CudaPlan& on_device, Plan& plan, const BoundRule& rule, const Launch& launch,
+             const std::optional<PrepareLaunch>& count)
+        : on_device_(on_device), plan_(plan), rule_(rule), launch_(launch), count_(count) {}
+
+    void run(const Aside& aside) override {
+      if (aside) aside();  // first: a launch may wait for what needs Python's lock
+      const DeviceGuard guard(on_device_.device_);
+      if (count_) table(rule_.id).prepare(*count_);
+      on_device_.run(plan_, rule_, launch_);
+    }
+
+   private:
+    CudaPlan& on_device_;
+    Plan& plan_;
+    BoundRule rule_;
+    Launch launch_;
+    std::optional<PrepareLaunch> count_;  // of the steps, on the device
+  };
+
+  std::unique_ptr<PreparedStep> prepared(Plan& plan, const BoundRule& rule, const Launch& launch,
+                                         const std::optional<PrepareLaunch>& count) {
+    const RuleTable& rules = table(rule.id);
+    const auto takes = [&](const Group& group) {
+      return rules.ratio != nullptr || update_of(kernels_of(rules, rule, group)) != nullptr;
+    };
+    if (!std::ranges::all_of(grads_->groups, takes)) {
+      throw std::runtime_error("this rule takes no sparse gradients on CUDA");
+    }
+    return std::make_unique<CudaStep>(*this, plan, rule, launch, count);
+  }
+
+  static const PassKernels& kernels_of(const RuleTable& rules, const BoundRule& rule, const Group& group) {
+    return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
+  }
+  using Pass = void (*)(const Launch&);
+  Pass update_of(const PassKernels& kernels) const {
+    return grads_->has_rows ? kernels.update_rows : kernels.update;
+  }
+
   // Brings what the device knows up to date with what was bound.
   void refresh(Plan& plan, const StepOptions& options, cudaStream_t stream) {
+    uploads_.clear();
     plan.refresh(std::numeric_limits<int64_t>::max());
     if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
       Plan* const alone[] = {&plan};
       Plan::find_shared_grads(alone);
     }
-    const bool moved = plan.operands_version() != operands_version_;
+    const bool moved = !is_current_ || plan.operands_version() != operands_version_;
     if (moved) {
       refuse_if_capturing(stream);
+      is_current_ = false;
       describe_tensors(plan);
       operands_version_ = plan.operands_version();
     }
@@ -259,9 +308,11 @@ class CudaPlan final : public DevicePlan {
     }
     grads_ = &eager_grads_;
     if (!moved && plan.grads_version() == grads_version_) return;
+    is_current_ = false;
     describe_grads(plan, eager_grads_, moved);
     uploads_.send(stream);
     grads_version_ = plan.grads_version();
+    is_current_ = true;
   }
 
   static size_t row_dims_of(const Plan& plan) {
@@ -395,11 +446,13 @@ class CudaPlan final : public DevicePlan {
                  at_waiting = layouter.place<WaitingChunk>(chunks), at_queue = layouter.place<ChunkQueue>(1);
     const PlacedGradTables at_eager_grads(layouter, tensors, chunks, row_dims);
     if (layouter.bytes() > bytes_) {
+      // More than now, if it is not the first time: sparse gradients may have more entries at every step.
+      const size_t bytes = layouter.bytes() + (bytes_ > 0 ? layouter.bytes() / 2 : 0);
+      DeviceBytes memory = new_device_bytes(bytes);
       // Freeing waits for kernels that read it. Graphs may read it again.
       if (captured_) kept_.push_back(std::move(memory_));
-      // More than now, if it is not the first time: sparse gradients may have more entries at every step.
-      bytes_ = layouter.bytes() + (bytes_ > 0 ? layouter.bytes() / 2 : 0);
-      memory_ = new_device_bytes(bytes_);
+      memory_ = std::move(memory);
+      bytes_ = bytes;
     }
     std::byte* const base = memory_.get();
     tables_.tensors = reinterpret_cast<TensorTask*>(base + at_tensors);
@@ -466,14 +519,11 @@ class CudaPlan final : public DevicePlan {
 
   void run(Plan& plan, const BoundRule& rule, Launch launch) {
     const RuleTable& rules = table(rule.id);
-    const auto kernels_of = [&](const Group& group) -> const PassKernels& {
-      return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
-    };
     const auto for_groups = [&](auto among, auto pass) {
       for (const Group& group : grads_->groups) {
         if (!among(group)) continue;
         select(launch, group);
-        pass(kernels_of(group), group);
+        pass(kernels_of(rules, rule, group), group);
         launch.queue.early = false;
       }
     };
@@ -481,11 +531,8 @@ class CudaPlan final : public DevicePlan {
     const auto by_element = std::not_fn(in_words);
     if (rules.ratio == nullptr) {
       for_launches([&](const Group& group) {
-        const PassKernels& kernels = kernels_of(group);
-        const auto update = grads_->has_rows ? kernels.update_rows : kernels.update;
-        if (update == nullptr) throw std::runtime_error("this rule takes no sparse gradients on CUDA");
         select(launch, group);
-        update(launch);
+        update_of(kernels_of(rules, rule, group))(launch);
         launch.queue.early = false;
       });
     } else {
@@ -525,6 +572,7 @@ class CudaPlan final : public DevicePlan {
   int device_;
   bool starts_early_;                                  // a kernel, before another has ended
   uint64_t operands_version_ = 0, grads_version_ = 0;  // of what the device knows
+  bool is_current_ = false;                            // false: it may know but a part of that
   DeviceBytes memory_;
   size_t bytes_ = 0;
   Tables tables_{};

@@ -48,6 +48,8 @@ class Uploads {
   ~Uploads();
 
   void add(std::byte* to, const void* from, size_t bytes);
+  // Forgets what has been added: of a step that has failed.
+  void clear();
   // Copies what has been added.
   void send(cudaStream_t stream);
   // Does so at once and waits for it, and leaves nothing in a graph that is captured.
@@ -64,7 +66,6 @@ class Uploads {
     cudaEvent_t copied = nullptr;
   };
   void copy_parts(const std::byte* staged, cudaStream_t stream);
-  void clear();
 
   std::vector<Part> parts_;
   std::vector<std::byte> staged_;

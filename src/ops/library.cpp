@@ -72,6 +72,9 @@ void plan_add_grad_norm2(int64_t plan, const Tensor& sum) {
   native->device->add_grad_norm2(native->plan, static_cast<double*>(number.data));
 }
 
+// Takes the steps over these plans that have been prepared.
+void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
+
 void plan_delete(int64_t plan) { drop_plan(plan); }
 
 std::string plan_isa(int64_t plan) { return find_plan(plan)->plan.ran_on; }
@@ -93,6 +96,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
   m.def("plans_shared_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
+  m.def("plans_step(int[] plans) -> ()");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
   m.def("isa() -> str");
@@ -128,6 +132,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
   m.impl("plans_shared_grads", TORCH_BOX(&shared_grads));
+  m.impl("plans_step", TORCH_BOX(&plans_step));
   m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));

@@ -129,23 +129,20 @@ bool is_as_bound(const NativePlan& native, size_t i) try {
   return false;
 }
 
-// Raises the step counts on the host.
-void increment_counts(NativePlan& native) {
-  for (size_t i = 0; i < native.counts.size(); ++i) {
-    float& count = *native.count_places[i];
-    native.counts[i] = count + 1.0;
-    count = static_cast<float>(native.counts[i]);
-  }
-}
-
-void take_device_step(NativePlan& native, const BoundRule& rule, const StepOptions& options) {
+std::unique_ptr<PreparedStep> prepare_on_device(NativePlan& native, const BoundRule& rule,
+                                                const StepOptions& options) {
   const DeviceInputs inputs{number<float>(native.lr), number<double>(native.grad_factor),
                             number<float>(native.found_inf)};
   if (!native.steps[0].is_cpu()) {
-    native.device->step_counted(native.plan, rule, native.count_places, options, inputs);
-    return;
+    return native.device->prepare_counted(native.plan, rule, native.count_places, options, inputs);
   }
-  native.device->step(native.plan, rule, native.counts, options, inputs);
+  return native.device->prepare(native.plan, rule, native.counts, options, inputs);
+}
+
+// Forgets a step that has been taken, or has been prepared only.
+void forget_step(NativePlan& native) {
+  native.prepared.reset();
+  native.lr = native.grad_factor = native.found_inf = std::nullopt;
 }
 
 }  // namespace
@@ -177,8 +174,9 @@ int num_threads() {
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan) {
   Registry& all = registry();
+  std::shared_ptr<NativePlan> shared = std::move(plan);
   const std::lock_guard lock(all.mutex);
-  all.plans[all.next] = std::move(plan);
+  all.plans.emplace(all.next, std::move(shared));
   return all.next++;
 }
 
@@ -213,8 +211,8 @@ StepFunction find_step(std::string_view optimizer) {
   return nullptr;
 }
 
-void check(bool condition, const std::string& text) {
-  if (!condition) throw std::runtime_error(text);
+void check(bool condition, std::string_view text) {
+  if (!condition) throw std::runtime_error(std::string(text));
 }
 
 std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps,
@@ -254,6 +252,8 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
   if (std::ranges::any_of(weights, moved)) return false;
   native.bound.clear();
+  native.counts.clear();  // until all is bound
+  forget_step(native);
   note_counts(native);
   const std::vector<TensorView> states = views(native.states, "state");
   for (size_t i = 0; i < count; ++i) {
@@ -263,16 +263,16 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
     plan.bind(i, operands);
   }
   plan.check_weights_apart();
-  if (native.device && !rows.empty()) {
-    native.counts.clear();  // nothing is bound if this throws
-    native.device->check_rows(plan);
-  }
-  native.counts.resize(count);
   if (!rows.empty()) {
-    if (!native.device) sum_entries(plan, num_threads());
+    if (native.device) {
+      native.device->check_rows(plan);
+    } else {
+      sum_entries(plan, num_threads());
+    }
+    native.counts.resize(count);
     return true;
   }
-  native.bound.note(weights, grads);
+  native.counts.resize(count);
   native.bound_states.clear();
   native.state_shapes.clear();
   for (size_t i = 0; i < states.size(); ++i) {
@@ -283,6 +283,7 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
       native.state_shapes.insert(native.state_shapes.end(), dims.begin(), dims.end());
     }
   }
+  native.bound.note(weights, grads);  // last: it tells that all of this is there
   return true;
 }
 
@@ -315,6 +316,7 @@ bool Rebinding::finish(bool look_at_states) {
     if (!states_are_in_place(*native_)) return false;
     note_counts(*native_);
   }
+  forget_step(*native_);
   for (const auto& [i, data] : moved_) {
     if (!native_->plan.grad_is_apart(i, data)) return false;
   }
@@ -325,29 +327,65 @@ bool Rebinding::finish(bool look_at_states) {
   return true;
 }
 
-void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
+void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
   const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
-  check(native.plan.slots() == states, "the plan has " + std::to_string(native.plan.slots()) +
-                                           " states for each weight, the rule needs " +
-                                           std::to_string(states));
+  if (native.plan.slots() != states) {
+    throw std::runtime_error("the plan has " + std::to_string(native.plan.slots()) +
+                             " states for each weight, the rule needs " + std::to_string(states));
+  }
   check(!native.counts.empty(), "the plan has not been bound");
-  check(grads.use >= 0 && grads.use <= static_cast<int64_t>(GradUse::kClear),
-        "grads must be from 0 to 3, not " + std::to_string(grads.use));
+  if (grads.use < 0 || grads.use > static_cast<int64_t>(GradUse::kClear)) {
+    throw std::runtime_error("grads must be from 0 to 3, not " + std::to_string(grads.use));
+  }
   const bool host_counts = native.steps[0].is_cpu();
   check(!(host_counts && native.found_inf), "the count of a step that may be skipped must be on its device");
-  if (host_counts) increment_counts(native);
+  for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
+    native.counts[i] = *native.count_places[i] + 1.0;
+  }
   const StepOptions options{.threads = num_threads(),
                             .grad_factor = grads.factor,
                             .maximize = grads.maximize,
                             .grads = static_cast<GradUse>(grads.use)};
   if (native.device) {
-    if (aside) aside();  // first: a launch may wait for what needs Python's lock
-    take_device_step(native, rule, options);
+    if (aside) aside();  // first: what is queued may wait for what needs Python's lock
+    native.prepared = prepare_on_device(native, rule, options);
   } else {
-    run_step(native.plan, rule, native.counts, options, aside);
+    native.prepared = fusedstep::prepare_step(native.plan, rule, native.counts, options);
+  }
+}
+
+void take_step(NativePlan& native, const Aside& aside) {
+  const auto raise_counts = [&] {
+    if (!native.steps[0].is_cpu()) return;
+    for (size_t i = 0; i < native.counts.size(); ++i) {
+      *native.count_places[i] = static_cast<float>(native.counts[i]);
+    }
+  };
+  if (native.device) {
+    native.prepared->run(aside);
+    raise_counts();  // last: a launch may fail
+  } else {
+    raise_counts();  // first: they are in the cache yet
+    native.prepared->run(aside);
   }
   native.parts.clear();
-  native.lr = native.grad_factor = native.found_inf = std::nullopt;
+  forget_step(native);
+}
+
+void take_steps(std::span<const int64_t> handles, const Aside& aside) {
+  std::vector<std::shared_ptr<NativePlan>> plans;
+  plans.reserve(handles.size());
+  for (const int64_t handle : handles) {
+    plans.push_back(find_plan(handle));
+    if (plans.back()->prepared == nullptr) {
+      throw std::runtime_error("no step over plan " + std::to_string(handle) + " is prepared");
+    }
+  }
+  const Aside none;
+  for (const auto& plan : plans) {
+    if (plan->prepared != nullptr)
+      take_step(*plan, plan == plans[0] ? aside : none);  // one named twice: once
+  }
 }
 
 const double* numbers(const Tensor& options, size_t count) {

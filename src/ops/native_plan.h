@@ -8,7 +8,9 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <stdexcept>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -22,11 +24,14 @@ namespace fusedstep::ops {
 using torch::stable::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// Calls one of torch's operators.
+// Calls one of torch's operators, with arguments that are right: where it fails, memory has run out.
 template <class Result = Tensor, class... Arguments>
 Result call(const char* name, const char* overload, const Arguments&... arguments) {
   std::array stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION));
+  if (torch_call_dispatcher(name, overload, stack.data(), TORCH_ABI_VERSION) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error(std::string("torch's ") + name +
+                             " has failed, as it does when memory runs out; torch has written why to stderr");
+  }
   return torch::stable::detail::to<Result>(stack[0]);
 }
 
@@ -50,6 +55,7 @@ struct NativePlan {
   Tensors steps;  // one float32 number a tensor, all on the host or all on the plan's device
   Tensors parts;  // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
+  std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
   std::vector<double> counts;
   std::vector<float*> count_places;  // where the counts are on the host, since they were bound
   Bound bound;                       // what was bound last, if no gradient was sparse
@@ -67,7 +73,7 @@ int64_t register_plan(std::unique_ptr<NativePlan> plan);
 std::shared_ptr<NativePlan> find_plan(int64_t handle);
 
 // Throws std::runtime_error with this text unless `condition` holds.
-void check(bool condition, const std::string& text);
+void check(bool condition, std::string_view text);
 
 // A plan over these states, of which the last may be `masters` (see Plan). Throws std::runtime_error, naming
 // the argument, if they do not fit together.
@@ -88,9 +94,13 @@ struct GradArguments {
   int64_t use = static_cast<int64_t>(GradUse::kLeave);
 };
 
-// Raises every step count by one, and updates what was bound last.
-void take_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
-               const Aside& aside = {});
+// Does what may fail in a step over what was bound last, and changes nothing: neither operands nor counts.
+// `aside` is run, once the arguments are known to be right, if the step is one on a device.
+void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
+                  const Aside& aside = {});
+// Takes the step that has been prepared: raises every step count by one, and updates weights and states. On
+// the CPU this cannot fail.
+void take_step(NativePlan& native, const Aside& aside = {});
 
 // The `count` numbers in `options`, a float64 tensor on the CPU. Throws std::runtime_error if it is another.
 const double* numbers(const Tensor& options, size_t count);
@@ -102,13 +112,13 @@ struct StepOperators;
 template <class... Options, BoundRule (*kRule)(Options...)>
 struct StepOperators<kRule> {
   static void over_plan(int64_t plan, Options... options, bool maximize, double grad_factor, int64_t grads) {
-    take_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
+    prepare_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
   }
   static void over_numbers(int64_t plan, std::span<const double> options, double grad_factor, int64_t grads,
                            const Aside& aside) {
     check(options.size() == kNumbers, "an option is missing, or there is one too many");
-    take_step(*find_plan(plan), rule_of(options.data()),
-              {options[sizeof...(Options)] != 0, grad_factor, grads}, aside);
+    prepare_step(*find_plan(plan), rule_of(options.data()),
+                 {options[sizeof...(Options)] != 0, grad_factor, grads}, aside);
   }
   static void over_lists(const Tensors& weights, const Tensors& grads, const Tensors& states,
                          const Tensors& steps, const Tensor& options) {
@@ -118,7 +128,8 @@ struct StepOperators<kRule> {
     const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps, masters);
     check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
           "weights must all be on one device");
-    take_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
+    prepare_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
+    take_step(*native);
   }
 
  private:
@@ -140,27 +151,27 @@ void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& st
                  const Tensor& options);
 
 // Registers, for a function `BoundRule name(...)` whose arguments have the schema `options`, two operators:
-// name_ over a plan, and name_step over lists, which torch.compile can follow: all that it reads or writes is
-// among its arguments. Its `options` are those of name_ from the first to maximize, as numbers in a tensor: a
-// number by itself would be a constant of the compiled graph. Besides, the first for those who call no
-// operator.
-#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                     \
-  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                     \
-    m.def(#name "_(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()");     \
-    m.def(#name                                                                                     \
-          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "   \
-          "Tensor options) -> ()");                                                                 \
-  }                                                                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                              \
-    m.impl(#name "_", TORCH_BOX(&StepOperators<&name>::over_plan));                                 \
-  }                                                                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                    \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                            \
-  }                                                                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                   \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                            \
-  }                                                                                                 \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); } \
+// name_prepare over a plan, whose step plans_step then takes, and name_step over lists, which torch.compile
+// can follow: all that it reads or writes is among its arguments. Its `options` are those of name_prepare
+// from the first to maximize, as numbers in a tensor: a number by itself would be a constant of the compiled
+// graph. Besides, the first for those who call no operator.
+#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                        \
+  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                        \
+    m.def(#name "_prepare(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()"); \
+    m.def(#name                                                                                        \
+          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "      \
+          "Tensor options) -> ()");                                                                    \
+  }                                                                                                    \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                                 \
+    m.impl(#name "_prepare", TORCH_BOX(&StepOperators<&name>::over_plan));                             \
+  }                                                                                                    \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                       \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                               \
+  }                                                                                                    \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                      \
+    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                               \
+  }                                                                                                    \
+  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); }    \
   [[maybe_unused]] const bool name##_is_known = add_step(#name, &StepOperators<&name>::over_numbers);
 
 }  // namespace fusedstep::ops

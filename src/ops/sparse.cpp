@@ -38,7 +38,8 @@ class SparseGrad {
   explicit SparseGrad(const Tensor& grad)
       : grad_(grad),
         indices_(call("aten::_indices", "", grad)),
-        entries_(torch::stable::contiguous(call("aten::resolve_neg", "", call("aten::_values", "", grad)))),
+        entries_(call("aten::contiguous", "", call("aten::resolve_neg", "", call("aten::_values", "", grad)),
+                      torch::headeronly::MemoryFormat::Contiguous)),
         strides_(indices_.size(0), 0) {
     const auto is_coalesced = [&] { return call<bool>("aten::is_coalesced", "", grad); };
     if (grad.is_cuda() && indices_.size(0) > 0 && !is_coalesced()) order_ = order_of(indices_);

@@ -11,10 +11,10 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <exception>
+#include <functional>
+#include <new>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -51,6 +51,10 @@ class Object {
   explicit Object(PyObject* object) : object_(object) {}
   Object(const Object&) = delete;
   Object(Object&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Object& operator=(Object&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
   ~Object() { Py_XDECREF(object_); }
   PyObject* get() const { return object_; }
   explicit operator bool() const { return object_ != nullptr; }
@@ -139,6 +143,38 @@ bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
   return bound.finish();
 }
 
+// Makes an error of Python's of the exception that is being handled.
+void set_error() {
+  try {
+    throw;
+  } catch (const std::bad_alloc& error) {
+    PyErr_SetString(PyExc_MemoryError, error.what());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+}
+
+// Does work that needs none of Python's objects, and lets others have Python meanwhile. False: an error is
+// set.
+template <class Work>
+bool without_python(Work work) {
+  std::exception_ptr error;
+  PyThreadState* const unlocked = PyEval_SaveThread();
+  try {
+    work();
+  } catch (...) {
+    error = std::current_exception();
+  }
+  PyEval_RestoreThread(unlocked);
+  if (!error) return true;
+  try {
+    std::rethrow_exception(error);
+  } catch (...) {
+    set_error();
+  }
+  return false;
+}
+
 // plan_bind(plan, weights, grads) -> bool: whether it was done; if not, the operator of that name has to.
 PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
   long long plan = 0;
@@ -150,14 +186,26 @@ PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
     if (rebind(plan, weight_list, grad_list)) Py_RETURN_TRUE;
     const auto weights = views(weight_list), grads = weights ? views(grad_list) : std::nullopt;
     return PyBool_FromLong(grads && fusedstep::ops::bind_plan(plan, *weights, *grads));
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    set_error();
     return nullptr;
   }
 }
 
-// step(optimizer, plan, options, grad_factor, grads): a step over a plan, as its operator takes it.
-PyObject* step(PyObject* /*module*/, PyObject* arguments) {
+// The plans of a list; nothing if an error is set.
+std::optional<std::vector<int64_t>> handles(PyObject* list) {
+  const Py_ssize_t count = PyList_Size(list);
+  if (count < 0) return {};
+  std::vector<int64_t> plans(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    plans[i] = PyLong_AsLongLong(PyList_GetItem(list, i));
+    if (plans[i] == -1 && PyErr_Occurred() != nullptr) return {};
+  }
+  return plans;
+}
+
+// prepare(optimizer, plan, options, grad_factor, grads): what the optimizer's operator of that name does.
+PyObject* prepare(PyObject* /*module*/, PyObject* arguments) {
   const char* optimizer = nullptr;
   long long plan = 0, grads = 0;
   PyObject* options = nullptr;
@@ -166,8 +214,8 @@ PyObject* step(PyObject* /*module*/, PyObject* arguments) {
                         &grads)) {
     return nullptr;
   }
-  const fusedstep::ops::StepFunction take = fusedstep::ops::find_step(optimizer);
-  if (take == nullptr) {
+  const fusedstep::ops::StepFunction function = fusedstep::ops::find_step(optimizer);
+  if (function == nullptr) {
     PyErr_Format(PyExc_RuntimeError, "there is no optimizer \"%s\"", optimizer);
     return nullptr;
   }
@@ -181,16 +229,18 @@ PyObject* step(PyObject* /*module*/, PyObject* arguments) {
     values[i] = PyFloat_AsDouble(PyTuple_GetItem(options, static_cast<Py_ssize_t>(i)));
     if (values[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
-  std::optional<std::string> error;
-  Py_BEGIN_ALLOW_THREADS;
+  if (!without_python([&] { function(plan, {values.data(), count}, grad_factor, grads, {}); }))
+    return nullptr;
+  Py_RETURN_NONE;
+}
+
+// plans_step(plans): what the operator of that name does.
+PyObject* plans_step(PyObject* /*module*/, PyObject* plan_list) {
   try {
-    take(plan, {values.data(), count}, grad_factor, grads, {});
-  } catch (const std::exception& thrown) {
-    error = thrown.what();
-  }
-  Py_END_ALLOW_THREADS;
-  if (error) {
-    PyErr_SetString(PyExc_RuntimeError, error->c_str());
+    const auto plans = handles(plan_list);
+    if (!plans || !without_python([&] { fusedstep::ops::take_steps(*plans); })) return nullptr;
+  } catch (...) {
+    set_error();
     return nullptr;
   }
   Py_RETURN_NONE;
@@ -208,20 +258,23 @@ PyObject* plan_delete(PyObject* /*module*/, PyObject* plan) {
 PyObject* plans_shared_grads(PyObject* /*module*/, PyObject* arguments) {
   PyObject* plan_list = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &plan_list)) return nullptr;
-  std::vector<int64_t> plans(PyList_Size(plan_list)), found;
-  for (size_t i = 0; i < plans.size(); ++i) {
-    plans[i] = PyLong_AsLongLong(PyList_GetItem(plan_list, static_cast<Py_ssize_t>(i)));
-    if (plans[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  }
+  std::vector<int64_t> found;
   try {
-    found = fusedstep::ops::shared_grads(plans);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+    const auto plans = handles(plan_list);
+    if (!plans) return nullptr;
+    found = fusedstep::ops::shared_grads(*plans);
+  } catch (...) {
+    set_error();
     return nullptr;
   }
   PyObject* list = PyList_New(static_cast<Py_ssize_t>(found.size()));
   for (size_t i = 0; list != nullptr && i < found.size(); ++i) {
-    PyList_SetItem(list, static_cast<Py_ssize_t>(i), PyLong_FromLongLong(found[i]));
+    PyObject* const number = PyLong_FromLongLong(found[i]);
+    if (number == nullptr) {
+      Py_CLEAR(list);
+    } else {
+      PyList_SetItem(list, static_cast<Py_ssize_t>(i), number);
+    }
   }
   return list;
 }
@@ -331,16 +384,18 @@ class PartOfStep {
   bool updates() const { return bound_.has_value(); }
   long long plan() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kPlan)); }
   bool writes_grads() const { return use() != 0; }
-  void take(fusedstep::ops::StepFunction step, const fusedstep::Aside& aside) {
+  void prepare(fusedstep::ops::StepFunction step, const fusedstep::Aside& aside) const {
     step(plan_, {values_, options_}, 1, use_, aside);
   }
 
-  // To be called before take(), which Python's objects are out of reach of.
-  void read() {
+  // To be called before prepare(), which Python's objects are out of reach of. False: an error is set.
+  bool read() {
+    if (writes_grads() && !(list_of_grads_ = new_list_of_grads())) return false;
     plan_ = plan();
     use_ = use();
     values_ = numbers();
     options_ = static_cast<size_t>(PyByteArray_Size(PyTuple_GetItem(part_, kOptions))) / sizeof(double);
+    return true;
   }
 
   // Whether the states, which autograd may know of, are missing: nobody had had them yet when the last step
@@ -354,12 +409,12 @@ class PartOfStep {
     const auto of = [&](PyObject* tensors) {
       return static_cast<bool>(Object(PyObject_CallFunctionObjArgs(raise, tensors, nullptr)));
     };
-    return of(PyTuple_GetItem(part_, kWeights)) && (!writes_grads() || of(list_of_grads().get())) &&
+    return of(PyTuple_GetItem(part_, kWeights)) && (!writes_grads() || of(list_of_grads_.get())) &&
            (!of_states || of(PyTuple_GetItem(part_, kStates)));
   }
 
  private:
-  Object list_of_grads() const {
+  Object new_list_of_grads() const {
     const auto count = static_cast<Py_ssize_t>(grads_.size());
     Object list(PyList_New(count));
     for (Py_ssize_t i = 0; list && i < count; ++i) {
@@ -375,6 +430,7 @@ class PartOfStep {
 
   PyObject *part_, *group_, *params_ = nullptr;  // borrowed
   std::vector<Object> grads_;  // held: another thread may take them from the parameters during the step
+  Object list_of_grads_{nullptr};
   std::optional<Rebinding> bound_;
   long long plan_ = 0, use_ = 0;
   const double* values_ = nullptr;
@@ -399,7 +455,8 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   }
   const Py_ssize_t count = PyList_Size(groups);
   if (count != PyTuple_Size(parts)) return false;
-  std::deque<PartOfStep> step;
+  std::vector<PartOfStep> step;
+  step.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!step.emplace_back(PyTuple_GetItem(parts, i), PyList_GetItem(groups, i)).same_options()) {
       return false;
@@ -412,22 +469,24 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
       fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
   if (function == nullptr) return false;
   std::vector<int64_t> plans;
+  plans.reserve(count);
   bool writes_grads = false;
   for (PartOfStep& part : step) {
     if (!part.updates()) continue;
-    part.read();
+    if (!part.read()) return {};
     plans.push_back(part.plan());
     writes_grads = writes_grads || part.writes_grads();
   }
   if (plans.empty()) return true;
   if (writes_grads) fusedstep::ops::find_shared_grads(plans);
 
-  // Beside the first part, whose other threads begin: here is what only this thread can do, which holds
+  // Once, beside the first part, whose other threads begin: here is what only this thread can do, which holds
   // Python's lock. It lets that go for the rest of the step. Of Python's code nothing may run meanwhile, such
   // as a finalizer.
   bool bumped = true;
   PyThreadState* unlocked = nullptr;
-  fusedstep::Aside aside = [&] {
+  auto only_here = [&] {
+    if (unlocked != nullptr) return;
     const int collects = PyGC_Disable();
     for (const PartOfStep& part : step) {
       bumped =
@@ -436,18 +495,20 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
     if (collects != 0) PyGC_Enable();
     unlocked = PyEval_SaveThread();
   };
-  std::optional<std::string> error;
+  const fusedstep::Aside aside = std::ref(only_here);  // which takes no memory
+  std::exception_ptr error;
   try {
-    for (PartOfStep& part : step) {
-      if (part.updates()) part.take(function, std::exchange(aside, {}));
+    for (const PartOfStep& part : step) {
+      if (part.updates()) part.prepare(function, aside);
     }
-  } catch (const std::exception& thrown) {
-    error = thrown.what();
+    fusedstep::ops::take_steps(plans, aside);
+  } catch (...) {
+    error = std::current_exception();
   }
   if (unlocked != nullptr) PyEval_RestoreThread(unlocked);
-  if (!error && bumped) return true;
-  if (error) PyErr_SetString(PyExc_RuntimeError, error->c_str());
-  return {};
+  if (error) std::rethrow_exception(error);
+  if (!bumped) return {};
+  return true;
 }
 
 // repeat(optimizer, last) -> bool: a step that differs from the last one in nothing but numbers and in where
@@ -462,8 +523,8 @@ PyObject* repeat(PyObject* /*module*/, PyObject* arguments) {
   std::optional<bool> done;
   try {
     done = try_repeat(optimizer, last);
-  } catch (const std::exception& error) {
-    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    set_error();
   }
   if (!done) return nullptr;
   if (!*done) PyErr_Clear();
@@ -472,7 +533,8 @@ PyObject* repeat(PyObject* /*module*/, PyObject* arguments) {
 
 PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
                          {"plan_delete", plan_delete, METH_O, nullptr},
-                         {"step", step, METH_VARARGS, nullptr},
+                         {"prepare", prepare, METH_VARARGS, nullptr},
+                         {"plans_step", plans_step, METH_O, nullptr},
                          {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},
                          {"same", same, METH_VARARGS, nullptr},
                          {"is_state", is_state, METH_VARARGS, nullptr},

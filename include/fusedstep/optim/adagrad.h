@@ -81,10 +81,10 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
     return options.weight_decay() == 0 ? nullptr
                                        : "weight_decay option is not compatible with sparse gradients";
   }
-  static void launch(const AdagradOptions& o, int64_t plan, double grad_factor) {
+  static void prepare(const AdagradOptions& o, int64_t plan, double grad_factor) {
     static const auto op =
         detail::find_op<void(int64_t, double, double, double, double, bool, double, int64_t)>(
-            "fusedstep::adagrad_");
+            "fusedstep::adagrad_prepare");
     op.call(plan, o.lr(), o.lr_decay(), o.weight_decay(), o.eps(), o.maximize(), grad_factor,
             static_cast<int64_t>(grad_use(o)));
   }

@@ -84,9 +84,9 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState> {
 
   static size_t slots(const AdamOptions& options) { return options.amsgrad() ? 3 : 2; }
   static double initial_value(const AdamOptions&) { return 0; }
-  static void launch(const AdamOptions& o, int64_t plan, double grad_factor) {
+  static void prepare(const AdamOptions& o, int64_t plan, double grad_factor) {
     static const auto op = detail::find_op<void(int64_t, double, double, double, double, double, bool, bool,
-                                                bool, double, int64_t)>("fusedstep::adam_");
+                                                bool, double, int64_t)>("fusedstep::adam_prepare");
     const auto [beta1, beta2] = o.betas();
     op.call(plan, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), o.amsgrad(), o.decoupled_weight_decay(),
             o.maximize(), grad_factor, static_cast<int64_t>(grad_use(o)));

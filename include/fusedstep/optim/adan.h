@@ -90,9 +90,9 @@ class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState> {
     return o.max_grad_norm() == 0 ? std::numeric_limits<double>::infinity() : o.max_grad_norm();
   }
   static double grad_norm_eps(const AdanOptions& options) { return options.eps(); }
-  static void launch(const AdanOptions& o, int64_t plan, double grad_factor) {
+  static void prepare(const AdanOptions& o, int64_t plan, double grad_factor) {
     static const auto op = detail::find_op<void(int64_t, double, double, double, double, double, double, bool,
-                                                bool, double, int64_t)>("fusedstep::adan_");
+                                                bool, double, int64_t)>("fusedstep::adan_prepare");
     const auto [beta1, beta2, beta3] = o.betas();
     op.call(plan, o.lr(), beta1, beta2, beta3, o.eps(), o.weight_decay(), o.no_prox(), o.maximize(),
             grad_factor, static_cast<int64_t>(grad_use(o)));

@@ -151,7 +151,7 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 // Base of the C++ optimizers. `Derived` has
 //   static size_t slots(const Options&)           how many of ParamState's tensors these options use,
 //   static double initial_value(const Options&)   what they start at,
-//   static void launch(const Options&, int64_t plan, double grad_factor), which calls the native operator,
+//   static void prepare(const Options&, int64_t plan, double grad_factor), which calls the native operator,
 // and, where it does anything with the gradients but read them,
 //   static GradUse grad_use(const Options&),
 // and, where they are not the option max_grad_norm and 1e-6,
@@ -188,8 +188,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
     find_shared_grads(work);
     const auto& last = static_cast<const Options&>(param_groups_.back().options());
     const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
+    std::vector<int64_t> plans;
     for (const Work& group : work) {
-      Derived::launch(*group.options, group.plan, take_factor(group, factor));
+      Derived::prepare(*group.options, group.plan, take_factor(group, factor));
+      plans.push_back(group.plan);
+    }
+    static const auto take_steps = detail::find_op<void(at::IntArrayRef)>("fusedstep::plans_step");
+    take_steps.call(plans);
+    for (const Work& group : work) {
       bump_versions(group.weights);
       bump_versions(group.states);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) bump_versions(group.grads);
@@ -340,16 +346,21 @@ class FusedOptimizer : public torch::optim::Optimizer {
     static const auto new_states =
         detail::find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
     const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots), /*wide=*/false);
+    for (const torch::Tensor& tensor : made) {
+      if (Derived::initial_value(options) != 0) tensor.fill_(Derived::initial_value(options));
+    }
     for (size_t i = 0; i < fresh.size(); ++i) {
-      auto& state = state_[fresh[i].unsafeGetTensorImpl()];
-      if (state == nullptr) state = std::make_unique<State>();
-      if (!state_of(fresh[i]).step().defined()) state_of(fresh[i]).step(torch::zeros({}, torch::kFloat32));
+      const auto found = state_.find(fresh[i].unsafeGetTensorImpl());
+      std::unique_ptr<torch::optim::OptimizerParamState> state;
+      if (found == state_.end()) state = std::make_unique<State>();
+      State& to = static_cast<State&>(state ? *state : *found->second);
+      if (!to.step().defined()) to.step(torch::zeros({}, torch::kFloat32));
       for (size_t k = 0; k < slots; ++k) {
-        if (state_of(fresh[i]).slot(k).defined()) continue;  // an option such as amsgrad came later
-        const torch::Tensor& tensor = made[k * fresh.size() + i];
-        if (Derived::initial_value(options) != 0) tensor.fill_(Derived::initial_value(options));
-        state_of(fresh[i]).slot(k, tensor);
+        // One that is there is kept: an option such as amsgrad came later.
+        if (!to.slot(k).defined()) to.slot(k, made[k * fresh.size() + i]);
       }
+      // Kept when it is whole: memory may run out before.
+      if (state) state_.emplace(fresh[i].unsafeGetTensorImpl(), std::move(state));
     }
   }
 

@@ -135,10 +135,10 @@ class Lamb : public FusedOptimizer<Lamb, LambOptions, LambParamState> {
     return options.keep_grad() ? GradUse::kLeave : GradUse::kScratch;
   }
   static double grad_norm_eps(const LambOptions&) { return 0; }
-  static void launch(const LambOptions& o, int64_t plan, double grad_factor) {
+  static void prepare(const LambOptions& o, int64_t plan, double grad_factor) {
     static const auto op =
         detail::find_op<void(int64_t, double, double, double, double, double, bool, bool, bool, bool, double,
-                             double, double, bool, double, int64_t)>("fusedstep::lamb_");
+                             double, double, bool, double, int64_t)>("fusedstep::lamb_prepare");
     const auto [beta1, beta2] = o.betas();
     const bool adapt = o.always_adapt() || o.weight_decay() != 0;
     op.call(plan, o.lr(), beta1, beta2, o.eps(), o.weight_decay(), o.decoupled_decay(), o.debias(),

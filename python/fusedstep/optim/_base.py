@@ -188,21 +188,27 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _create_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Gives a state to those weights that have none."""
         weights = [
-            p for p in weights if not self._state[p].keys() >= {"step", *self._names_of(group, p)}
+            p
+            for p in weights
+            if not self._state.get(p, {}).keys() >= {"step", *self._names_of(group, p)}
         ]
         value = self._initial_value(group)
+        made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
         for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
-            state = self._state[p]
-            state.setdefault("step", new_step(p, group))
+            state, new = self._state.get(p, {}), made[p]
+            if not ("step" in state or "step" in new):
+                new["step"] = new_step(p, group)
             if name not in state:
                 if name == MASTER:  # sparse gradients do not reach every row of it
                     in_pieces(Tensor.copy_, tensor, p)
                 elif value != 0:
                     initial = complex(value, value) if p.is_complex() else value
                     in_pieces(lambda part, initial=initial: part.fill_(initial), tensor)
-                state[name] = tensor
+                new[name] = tensor
             elif self._has_master(group, p):  # which came later: no state is narrower than it
-                state[name] = state[name].to(tensor.dtype)
+                new[name] = state[name].to(tensor.dtype)
+        for p, new in made.items():  # all at once: memory may run out before all are there
+            self._state[p].update(new)
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
@@ -529,20 +535,28 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         uses = [self._grad_use(item.group, factors, zero_grad) for item in work]
         options = [self._checked_options(item, factors) for item in work]
         untreated = shared_grads(work) if any(uses) else []
+        factor = 1.0 if factors is PLAIN else factors.on_host
+        for (group, weights, _, plan), values, use in zip(work, options, uses, strict=True):
+            if not plan:
+                continue
+            try:
+                _ops.prepare_step(self._operator, plan.handle, values, factor, use)
+            except RuntimeError as error:
+                raise with_name(error, self._groups, group, weights) from None
         imperative = [item for item in work if not item.plan]
         # First, for what a native step leaves in a gradient is of no use to who shares its memory.
         # Else in the order of the groups, of which some may share weights.
         at_once = any(uses) or len(imperative) == len(work)
         if at_once:
             self._imperative_update(imperative, factors)
-        for item, values, use in zip(work, options, uses, strict=True):
-            group, weights, grads, plan = item
+        in_order = imperative and not at_once
+        if not in_order:  # in one call: nothing can fail between two groups
+            _ops.take_steps([item.plan.handle for item in work if item.plan])
+        for item, use in zip(work, uses, strict=True):
+            _, weights, grads, plan = item
             if plan:
-                factor = 1.0 if factors is PLAIN else factors.on_host
-                try:
-                    _ops.take_step(self._operator, plan.handle, values, factor, use)
-                except RuntimeError as error:
-                    raise with_name(error, self._groups, group, weights) from None
+                if in_order:
+                    _ops.take_steps([plan.handle])
                 increment_version(weights)
                 increment_version(self._accessed_states(weights))
                 if use:
