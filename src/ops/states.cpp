@@ -1,13 +1,31 @@
 // new_states: zeroed states for a list of weights; on the CPU placed apart and first touched by the threads
 // that will update them.
 #include <algorithm>
+#include <new>
 #include <numeric>
+#include <string>
+#include <utility>
 
 #include "src/ops/native_plan.h"
 #include "src/placement.h"
 
 namespace fusedstep::ops {
 namespace {
+
+// What Python makes a MemoryError of.
+class NoMemory : public std::bad_alloc {
+ public:
+  explicit NoMemory(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+// Elements that a tensor has.
+int64_t elements_of(const TensorView& tensor) {
+  return std::accumulate(tensor.sizes.begin(), tensor.sizes.end(), int64_t{1}, std::multiplies<>());
+}
 
 // The strides of a dense tensor whose dimensions lie in memory in the order of the weight's.
 std::vector<int64_t> dense_strides(const TensorView& weight) {
@@ -24,31 +42,55 @@ std::vector<int64_t> dense_strides(const TensorView& weight) {
   return strides;
 }
 
-Tensor new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
+// Nothing if torch has no memory for it.
+std::optional<Tensor> new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
   const std::vector<int64_t> strides = dense_strides(layout);
   const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  const int64_t elements =
-      std::accumulate(layout.sizes.begin(), layout.sizes.end(), int64_t{1}, std::multiplies<>());
+  const int64_t elements = elements_of(layout);
   const bool on_host = layout.device == kHost, placed = on_host && elements * size >= kPlacedBytes;
   const int32_t device_type = on_host ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
 
   const int64_t buffer_elements = elements + (placed ? kPage / size : 0), unit_stride = 1;
   AtenTensorHandle buffer_handle = nullptr, state_handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype, device_type,
-                                                  on_host ? 0 : layout.device, &buffer_handle));
+  if (aoti_torch_empty_strided(1, &buffer_elements, &unit_stride, dtype, device_type,
+                               on_host ? 0 : layout.device, &buffer_handle) != AOTI_TORCH_SUCCESS) {
+    return {};
+  }
   const Tensor buffer(buffer_handle);
   int64_t offset = 0;
   if (placed) {
     ask_for_huge_pages(buffer.data_ptr(), buffer_elements * size);
     offset = placement_offset(buffer.data_ptr(), layout.data, slot, slots) / size;
   }
-  TORCH_ERROR_CODE_CHECK(
-      aoti_torch__reinterpret_tensor(buffer.get(), static_cast<int64_t>(layout.sizes.size()),
-                                     layout.sizes.data(), strides.data(), offset, &state_handle));
+  if (aoti_torch__reinterpret_tensor(buffer.get(), static_cast<int64_t>(layout.sizes.size()),
+                                     layout.sizes.data(), strides.data(), offset,
+                                     &state_handle) != AOTI_TORCH_SUCCESS) {
+    return {};
+  }
   return Tensor(state_handle);
 }
 
-// In the weight's dtype; `wide` ones in float32 where the weight has 16 bits.
+// The dtype of a weight's states: the weight's, or if they are `wide` float32 where the weight has 16 bits.
+int32_t dtype_of_states(const Tensor& weight, const TensorView& layout, bool wide) {
+  int32_t dtype = aoti_torch_dtype_float32();
+  if (!wide || element_size(layout.dtype) > 2) {
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight.get(), &dtype));
+  }
+  return dtype;
+}
+
+[[noreturn]] void refuse_for_memory(const Tensors& weights, int64_t slots, bool wide) {
+  int64_t bytes = 0;
+  for (const Tensor& weight : weights) {
+    const TensorView layout = view(weight, "weight");
+    const size_t size = aoti_torch_dtype_element_size(dtype_of_states(weight, layout, wide));
+    bytes += slots * elements_of(layout) * static_cast<int64_t>(size);
+  }
+  throw NoMemory("there is no memory for the states of the optimizer: " + std::to_string(bytes) +
+                 " bytes, of " + std::to_string(weights.size()) + " weights with " + std::to_string(slots) +
+                 " states each");
+}
+
 Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
   check(slots > 0 && slots <= kMaxStates,
         "slots must be from 1 to " + std::to_string(kMaxStates) + ", not " + std::to_string(slots));
@@ -57,11 +99,10 @@ Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
   for (int slot = 0; slot < slots; ++slot) {
     for (const Tensor& weight : weights) {
       const TensorView layout = view(weight, "weight");
-      int32_t dtype = aoti_torch_dtype_float32();
-      if (!wide || element_size(layout.dtype) > 2) {
-        TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(weight.get(), &dtype));
-      }
-      states.push_back(new_state(layout, dtype, slot, static_cast<int>(slots)));
+      const int32_t dtype = dtype_of_states(weight, layout, wide);
+      std::optional<Tensor> state = new_state(layout, dtype, slot, static_cast<int>(slots));
+      if (!state) refuse_for_memory(weights, slots, wide);
+      states.push_back(std::move(*state));
     }
   }
   return states;
