@@ -1,0 +1,108 @@
+#include "tests/cpp/failing_new.h"
+
+#include <dlfcn.h>
+#include <link.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <new>
+#include <string_view>
+
+namespace fusedstep::test {
+namespace {
+
+// Calls until the one that fails, this one included; 0: none does.
+std::atomic<long> left_of_new{0}, left_of_tensors{0};
+
+bool fails(std::atomic<long>& left) {
+  long known = left.load();
+  while (known > 0) {
+    if (left.compare_exchange_weak(known, known - 1)) return known == 1;
+  }
+  return false;
+}
+
+// Code whose calls are counted.
+struct Module {
+  uintptr_t begin, end;
+};
+constexpr size_t kMostModules = 16;
+Module modules[kMostModules];
+size_t module_count = 0;
+
+int add_module(dl_phdr_info* info, size_t /*size*/, void* /*context*/) {
+  const std::string_view name = info->dlpi_name;
+  // The program itself has no name; a Python that runs the tests has nothing of interest.
+  const bool is_own =
+      name.empty() || name.find("libfusedstep.so") != name.npos || name.find("_bind.abi3.so") != name.npos;
+  for (int i = 0; is_own && i < info->dlpi_phnum && module_count < kMostModules; ++i) {
+    const ElfW(Phdr)& part = info->dlpi_phdr[i];
+    if (part.p_type != PT_LOAD || (part.p_flags & PF_X) == 0) continue;
+    const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
+    modules[module_count++] = {begin, begin + part.p_memsz};
+  }
+  return 0;
+}
+
+bool is_counted(const void* caller) {
+  const auto address = reinterpret_cast<uintptr_t>(caller);
+  return std::any_of(modules, modules + module_count,
+                     [&](const Module& module) { return address >= module.begin && address < module.end; });
+}
+
+void* allocate(size_t bytes, size_t alignment, const void* caller) {
+  if (left_of_new.load() > 0 && is_counted(caller) && fails(left_of_new)) return nullptr;
+  bytes = std::max<size_t>(bytes, 1);
+  return alignment == 0 ? std::malloc(bytes)
+                        : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+}
+
+void* allocate_or_throw(size_t bytes, size_t alignment, const void* caller) {
+  void* const memory = allocate(bytes, alignment, caller);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+
+}  // namespace
+
+void fail_allocation(Allocations of, long n) {
+  module_count = 0;
+  dl_iterate_phdr(add_module, nullptr);
+  (of == Allocations::kNew ? left_of_new : left_of_tensors) = n;
+}
+
+long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tensors.exchange(0)); }
+
+}  // namespace fusedstep::test
+
+#define FUSEDSTEP_CALLER __builtin_extract_return_addr(__builtin_return_address(0))
+
+// What these return is freed by the library's own operator delete, which calls free().
+[[gnu::visibility("default")]] void* operator new(size_t bytes) {
+  return fusedstep::test::allocate_or_throw(bytes, 0, FUSEDSTEP_CALLER);
+}
+[[gnu::visibility("default")]] void* operator new[](size_t bytes) {
+  return fusedstep::test::allocate_or_throw(bytes, 0, FUSEDSTEP_CALLER);
+}
+[[gnu::visibility("default")]] void* operator new(size_t bytes, std::align_val_t alignment) {
+  return fusedstep::test::allocate_or_throw(bytes, static_cast<size_t>(alignment), FUSEDSTEP_CALLER);
+}
+[[gnu::visibility("default")]] void* operator new[](size_t bytes, std::align_val_t alignment) {
+  return fusedstep::test::allocate_or_throw(bytes, static_cast<size_t>(alignment), FUSEDSTEP_CALLER);
+}
+[[gnu::visibility("default")]] void* operator new(size_t bytes, const std::nothrow_t&) noexcept {
+  return fusedstep::test::allocate(bytes, 0, FUSEDSTEP_CALLER);
+}
+[[gnu::visibility("default")]] void* operator new[](size_t bytes, const std::nothrow_t&) noexcept {
+  return fusedstep::test::allocate(bytes, 0, FUSEDSTEP_CALLER);
+}
+
+extern "C" [[gnu::visibility("default")]] int posix_memalign(void** memory, size_t alignment, size_t bytes) {
+  using PosixMemalign = int (*)(void**, size_t, size_t);
+  static const auto next = reinterpret_cast<PosixMemalign>(dlsym(RTLD_NEXT, "posix_memalign"));
+  return fusedstep::test::fails(fusedstep::test::left_of_tensors) ? ENOMEM : next(memory, alignment, bytes);
+}

@@ -1,0 +1,223 @@
+"""Has every allocation of a step fail in turn; a program for test_out_of_memory.py.
+
+It runs with a library preloaded by which allocations can be made to fail. Takes that library's path
+and the file for what it finds: a list for each optimizer and scenario.
+"""
+
+import copy
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cases import PLAIN, Case
+from stepping import bits, make_gradients, make_weights
+
+SHAPES = ((40_000,), (7,), (6, 5))
+"""Work for two threads, tensors of several chunks and of one, and one that is transposed."""
+
+MOST = 1000
+"""More allocations than any step makes."""
+
+NEW, TENSORS = 0, 1
+"""The library's own allocations, and those of torch's tensors."""
+
+
+class Subject:
+    """An optimizer before the step that is to fail."""
+
+    def __init__(self, case: Case, steps: int, groups: int = 1, **options: Any) -> None:
+        weights = make_weights(SHAPES, torch.float32)
+        weights[2] = weights[2].t().contiguous().t()
+        self.params = [torch.nn.Parameter(weight) for weight in weights]
+        self.dictionary: dict[str, Any] = {}
+        half = len(self.params) // groups
+        lists = [{"params": self.params[:half]}, {"params": self.params[half:]}][:groups]
+        self.optimizer = case.build(lists, **options)
+        for step in range(steps):
+            self.set_grads(step)
+            self.optimizer.step()
+        self.set_grads(steps)
+
+    def set_grads(self, step: int) -> None:
+        for p, grad in zip(self.params, make_gradients(SHAPES, torch.float32, step), strict=True):
+            if p.grad is None or p.grad.is_sparse:
+                p.grad = grad
+            else:
+                p.grad.copy_(grad)
+
+    def contents(self) -> dict[str, torch.Tensor]:
+        """Weights, gradients, and states that have been stepped: others are as if made anew."""
+        found = {}
+        for i, p in enumerate(self.params):
+            grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
+            found |= {f"weight {i}": p.detach(), f"gradient {i}": grad}
+            state = self.optimizer._state.get(p, {})
+            if "step" in state and state["step"] > 0:
+                found |= {f"{name} {i}": value for name, value in state.items()}
+        groups = self.optimizer._groups
+        found |= {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(groups)}
+        return {name: bits(value).clone() for name, value in found.items() if value is not None}
+
+
+def step(subject: Subject) -> None:
+    subject.optimizer.step()
+
+
+def looked_at(case: Case) -> Subject:
+    subject = Subject(case, 0)
+    assert not subject.optimizer.state[subject.params[0]].get("step", 0)
+    for number in range(3):
+        subject.set_grads(number)
+        subject.optimizer.step()
+    return subject
+
+
+def of_different_age(case: Case) -> Subject:
+    subject = Subject(case, 1)
+    for p in subject.params[::2]:
+        p.grad = None
+    subject.optimizer.step()
+    subject.set_grads(2)
+    return subject
+
+
+def with_moved_gradients(case: Case) -> Subject:
+    subject = Subject(case, 2)
+    for p in subject.params:
+        p.grad = p.grad.clone(memory_format=torch.preserve_format)
+    return subject
+
+
+def with_other_layouts(case: Case) -> Subject:
+    subject = Subject(case, 2)
+    for p in subject.params[2:]:
+        p.grad = p.grad.t().contiguous().t()
+    return subject
+
+
+def with_sparse_gradients(case: Case) -> Subject:
+    subject = Subject(case, 1)
+    for p in subject.params[2:]:
+        index = torch.tensor([[3, 1, 3, 0]])
+        values = p.grad[:4].clone()
+        p.grad = torch.sparse_coo_tensor(index, values, p.shape, check_invariants=True)
+    return subject
+
+
+def with_a_dictionary(case: Case) -> Subject:
+    other = Subject(case, 3)
+    other.optimizer.param_groups[0]["lr"] = 0.5
+    subject = Subject(case, 1)
+    subject.dictionary = copy.deepcopy(other.optimizer.state_dict())
+    return subject
+
+
+class Scenario(NamedTuple):
+    make: Callable[[Case], Subject]
+    act: Callable[[Subject], Any] = step
+    kinds: tuple[int, ...] = (NEW,)
+
+
+SCENARIOS = {
+    "first": Scenario(lambda case: Subject(case, 0), kinds=(NEW, TENSORS)),
+    "repeated": Scenario(lambda case: Subject(case, 2)),
+    "looked at": Scenario(looked_at),
+    "of different age": Scenario(of_different_age),
+    "moved gradients": Scenario(with_moved_gradients),
+    "other layouts": Scenario(with_other_layouts),
+    "clipped": Scenario(
+        lambda case: Subject(case, 2), lambda subject: subject.optimizer.step(max_norm=0.5)
+    ),
+    "zeroed": Scenario(
+        lambda case: Subject(case, 2), lambda subject: subject.optimizer.step(zero_grad=True)
+    ),
+    "first of two groups": Scenario(lambda case: Subject(case, 0, groups=2), kinds=(NEW, TENSORS)),
+    "two groups": Scenario(lambda case: Subject(case, 2, groups=2)),
+    "two groups clipped": Scenario(
+        lambda case: Subject(case, 2, groups=2),
+        lambda subject: subject.optimizer.step(max_norm=0.5, zero_grad=True),
+    ),
+    "sparse": Scenario(with_sparse_gradients),
+    "loaded": Scenario(
+        with_a_dictionary,
+        lambda subject: subject.optimizer.load_state_dict(subject.dictionary),
+        kinds=(NEW, TENSORS),
+    ),
+}
+# What the optimizers besides are put through: one of each family has them all but the last, which
+# only Adagrad takes.
+OTHERS = ("repeated", "two groups clipped")
+THOROUGH = ("adam", "lamb")
+
+
+def scenarios_of(case: Case) -> list[str]:
+    names = [name for name in SCENARIOS if case.name in THOROUGH or name in OTHERS]
+    names = [name for name in names if name != "sparse"]
+    return [*names, "sparse"] if case.name == "adagrad" else names
+
+
+def subjects() -> list[tuple[Case, str]]:
+    return [(case, name) for case in PLAIN for name in scenarios_of(case)]
+
+
+def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
+    both = a.keys() & b.keys()
+    return sorted(
+        (a.keys() ^ b.keys()) | {name for name in both if not torch.equal(a[name], b[name])}
+    )
+
+
+def tried(library: ctypes.CDLL, case: Case, scenario: Scenario, kind: int) -> dict[str, Any]:
+    """How many allocations were made to fail, and what was wrong after that."""
+    subject = scenario.make(case)
+    before = subject.contents()
+    scenario.act(subject)
+    after = subject.contents()
+    faults = []
+    for n in range(1, MOST):
+        subject = scenario.make(case)
+        error = None
+        library.fail_allocation(kind, n)
+        try:
+            scenario.act(subject)
+        except Exception as raised:
+            error = raised
+        if library.allocations_left() > 0:
+            if error:
+                faults.append(f"{n}: {error!r} without a failure")
+            return {"tried": n - 1, "faults": faults}
+        found = subject.contents()
+        if error is None:
+            if differing(found, after):
+                faults.append(f"{n}: no error, but not as it should be: {differing(found, after)}")
+            continue
+        if not (isinstance(error, MemoryError) or "memory" in str(error)):
+            faults.append(f"{n}: {error!r}")
+        if differing(found, before):
+            faults.append(f"{n}: {error!r} has changed {differing(found, before)}")
+            continue
+        scenario.act(subject)
+        if differing(subject.contents(), after):
+            faults.append(f"{n}: then not as it should be: {differing(subject.contents(), after)}")
+    return {"tried": MOST, "faults": [*faults, "there is no end of it"]}
+
+
+def main(path: str, results: str) -> None:
+    library = ctypes.CDLL(path)
+    torch.set_num_threads(2)
+    found = {
+        f"{case.name}: {name}": {
+            str(kind): tried(library, case, SCENARIOS[name], kind) for kind in SCENARIOS[name].kinds
+        }
+        for case, name in subjects()
+    }
+    Path(results).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

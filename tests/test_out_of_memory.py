@@ -1,0 +1,39 @@
+"""Law: a step whose memory runs out says so and has changed nothing; taken again, it is right."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import failing_memory
+from failing_memory import NEW, SCENARIOS, TENSORS
+
+SUBJECTS = [f"{case.name}: {name}" for case, name in failing_memory.subjects()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory, repository, subprocess_environment):
+    """What has been found, by optimizer and scenario."""
+    library = repository / "build" / "release" / "tests" / "cpp" / "libfusedstep_preloaded.so"
+    assert library.is_file(), "cmake --build --preset release --target fusedstep_preloaded"
+    file = tmp_path_factory.mktemp("memory") / "results"
+    done = subprocess.run(
+        [sys.executable, failing_memory.__file__, library, file],
+        env=subprocess_environment | {"LD_PRELOAD": str(library)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(Path(file).read_text())
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_all_has_happened_or_nothing(results, subject):
+    found = results[subject]
+    assert [fault for of_kind in found.values() for fault in of_kind["faults"]] == []
+    kinds = SCENARIOS[subject.split(": ")[1]].kinds
+    assert all(found[str(kind)]["tried"] > 0 for kind in kinds), "nothing was made to fail"
+    assert set(kinds) <= {NEW, TENSORS}
