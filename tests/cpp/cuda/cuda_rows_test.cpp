@@ -62,7 +62,7 @@ TEST_P(CudaRowsTest, SameBitsAsOnTheCpu) {
       SparseGrad gradient = grad(table, rows, static_cast<uint64_t>(step));
       gradient.bind(there, 0, actual.operands());
       device_->check_rows(there);
-      device_->step(there, rule(), std::vector<double>{step}, options, {});
+      device_->prepare(there, rule(), std::vector<double>{step}, options, {})->run({});
       gradient.bind(here, 0, expected.operands());
       sum_entries(here, options.threads);
       run_step(here, rule(), std::vector<double>{step}, options);
@@ -84,7 +84,7 @@ TEST_P(CudaRowsTest, EntriesThatAreEachForARowNeedNoOrder) {
   gradient.leave_order_out();
   gradient.bind(there, 0, actual.operands());
   device_->check_rows(there);
-  device_->step(there, rule(), std::vector<double>{1}, {}, {});
+  device_->prepare(there, rule(), std::vector<double>{1}, {}, {})->run({});
   expect_same(actual, expected);
 }
 
@@ -107,7 +107,7 @@ TEST_P(CudaRowsTest, OneLaunchForDenseAndSparseGradients) {
     const std::vector<double> counts(3, static_cast<double>(step));
     const StepOptions options{.grads = GradUse::kClear};
     const int before = emulator::launches;
-    device_->step(there, rule(), counts, options, {});
+    device_->prepare(there, rule(), counts, options, {})->run({});
     EXPECT_EQ(emulator::launches - before, 1);
     sum_entries(here, 1);
     run_step(here, rule(), counts, options);
@@ -124,8 +124,10 @@ TEST_P(CudaRowsTest, AStepCanBeLeftOut) {
   gradient.bind(plan, 0, actual.operands());
   float count = 5;
   const float found_inf = 1;
-  device_->step_counted(plan, rule(), std::vector<float*>{&count}, {.grads = GradUse::kClear},
-                        {.found_inf = &found_inf});
+  device_
+      ->prepare_counted(plan, rule(), std::vector<float*>{&count}, {.grads = GradUse::kClear},
+                        {.found_inf = &found_inf})
+      ->run({});
   expect_same(actual, expected);
   EXPECT_EQ(count, 5);
 }

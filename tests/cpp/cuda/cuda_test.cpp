@@ -24,7 +24,7 @@ class CudaTest : public testing::TestWithParam<Case> {
   void step_cuda(Model& model, const std::vector<double>& counts, const StepOptions& options,
                  const DeviceInputs& inputs = {}) {
     bind(model);
-    device_->step(model.plan(), model.rule().bound, counts, options, inputs);
+    device_->prepare(model.plan(), model.rule().bound, counts, options, inputs)->run({});
   }
   void bind(Model& model) {
     for (size_t i = 0; i < model.tensors().size(); ++i) model.plan().bind(i, model.tensors()[i].operands());
@@ -108,7 +108,7 @@ TEST_P(CudaTest, CountsOnTheDeviceAreRaisedThere) {
   for (const double raised : {0.0, 1.0}) {
     for (Model* model : {&actual, &expected}) model->fill_grads(static_cast<uint64_t>(raised));
     bind(actual);
-    device().step_counted(actual.plan(), actual.rule().bound, places, {}, {});
+    device().prepare_counted(actual.plan(), actual.rule().bound, places, {}, {})->run({});
     step_cpu(expected, {3 + raised, 1 + raised, 3 + raised}, {});
     expect_same(actual, expected);
   }
@@ -128,7 +128,7 @@ TEST_P(CudaTest, CountsOnTheDeviceOfMoreTensorsThanAWarpHasThreads) {
   }
   for (float& count : counts) places.push_back(&count);
   bind(actual);
-  device().step_counted(actual.plan(), actual.rule().bound, places, {}, {});
+  device().prepare_counted(actual.plan(), actual.rule().bound, places, {}, {})->run({});
   step_cpu(expected, raised, {});
   expect_same(actual, expected);
   EXPECT_EQ(counts, std::vector<float>(raised.begin(), raised.end()));
@@ -144,8 +144,10 @@ TEST_P(CudaTest, AStepCanBeLeftOut) {
     for (float& count : counts) places.push_back(&count);
     const float found_inf = 1;
     bind(actual);
-    device().step_counted(actual.plan(), actual.rule().bound, places, {.grad_factor = 0.5, .grads = grads},
-                          {.found_inf = &found_inf});
+    device()
+        .prepare_counted(actual.plan(), actual.rule().bound, places, {.grad_factor = 0.5, .grads = grads},
+                         {.found_inf = &found_inf})
+        ->run({});
     for (size_t t = 0; grads == GradUse::kClear && t < expected.tensors().size(); ++t) {
       if (!actual.plan().grad_is_writable(t)) continue;
       Operand& grad = expected.tensors()[t].grad;
@@ -228,8 +230,10 @@ TEST_P(CudaTwoPhaseTest, TensorsOfOneChunk) {
     std::vector<float*> places;
     for (float& step : steps) places.push_back(&step);
     const float found_inf = 1;
-    device().step_counted(actual.plan(), actual.rule().bound, places, {.grads = grads},
-                          {.found_inf = &found_inf});
+    device()
+        .prepare_counted(actual.plan(), actual.rule().bound, places, {.grads = grads},
+                         {.found_inf = &found_inf})
+        ->run({});
     expect_same(actual, expected, grads);
   }
 }
