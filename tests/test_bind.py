@@ -1,5 +1,6 @@
 """The two ways to look at a step's tensors: directly, and through operators and Python."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -189,3 +190,22 @@ def test_a_snapshot_is_of_one_state(change, directly, monkeypatch):
     assert snapshot.is_of(state)
     change(state)
     assert not snapshot.is_of(state)
+
+
+@needs_binding
+def test_no_line_of_python_runs_when_a_plan_is_freed():
+    """In one a signal's handler would run, whose exception nobody gets."""
+    params = as_parameters(make_weights(((4,),), torch.float32))
+    optimizer = CASES[0].build(params)
+    train(optimizer, params, [1])
+    handle = optimizer._plans[0, 0].handle
+    lines = []
+    optimizer._last_step = None
+    sys.setprofile(lambda frame, event, _: lines.append(f"{event} {frame.f_code.co_name}"))
+    try:
+        del optimizer._plans[0, 0]
+    finally:
+        sys.setprofile(None)
+    assert [line for line in lines if line.startswith("call")] == []
+    with pytest.raises(RuntimeError, match=f"plan {handle} does not exist"):
+        torch.ops.fusedstep.plan_isa(handle)

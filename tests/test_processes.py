@@ -223,6 +223,38 @@ def test_two_optimizers_in_two_threads(case):
 
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatch):
+    """The second gets an error, and nothing of its step is done."""
+    if not repeated:
+        monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
+    param = torch.nn.Parameter(torch.ones(1 << 22))
+    param.grad = torch.ones_like(param)
+    optimizer = case.build([param])
+    optimizer.step()
+    done, errors = [1], []
+
+    def work():
+        for _ in range(200):
+            if errors:
+                return
+            try:
+                optimizer.step()
+                done.append(1)
+            except RuntimeError as error:
+                errors.append(str(error))
+
+    workers = [threading.Thread(target=work) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert set(errors) == {"another thread is stepping this optimizer"}
+    optimizer.step()
+    assert optimizer.state[param]["step"].item() == len(done) + 1
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch):
     """Of their own accord they would have to wait for an hour."""
     if not repeated:

@@ -6,6 +6,8 @@ import functools
 import importlib.util
 import os
 import warnings
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -118,8 +120,14 @@ def _plan_delete(plan: int) -> None:
         torch.ops.fusedstep.plan_delete(plan)
 
 
-#: Frees a plan. No mode sees the call: plans are collected while graphs are traced, too.
-plan_delete = bind.plan_delete if bind else _plan_delete
+class _HeldPlan:
+    def __init__(self, plan: int) -> None:
+        weakref.finalize(self, _plan_delete, plan)
+
+
+#: Returns an object that frees a plan when it dies. No mode sees that: plans are collected while
+#: graphs are traced, too.
+hold_plan: Callable[[int], Any] = bind.hold_plan if bind else _HeldPlan
 
 
 def plans_shared_grads(plans: list[int]) -> list[int]:

@@ -21,14 +21,23 @@ struct Registry {
   int64_t next = 1;
 };
 
+// Never freed: threads may step until the process ends.
 Registry& registry() {
-  static Registry instance;
-  return instance;
+  static auto* const instance = new Registry;
+  return *instance;
 }
 
+// Which one this is in a line of children of fork().
+std::atomic<int> process = 1;
+
 // A child of fork() has none of the threads that may hold the lock: the one that forks takes it.
-[[maybe_unused]] const int keep_lock_free = pthread_atfork(
-    [] { registry().mutex.lock(); }, [] { registry().mutex.unlock(); }, [] { registry().mutex.unlock(); });
+void before_fork() { registry().mutex.lock(); }
+void after_fork() { registry().mutex.unlock(); }
+void after_fork_in_child() {
+  registry().mutex.unlock();
+  ++process;
+}
+[[maybe_unused]] const int watch_fork = pthread_atfork(before_fork, after_fork, after_fork_in_child);
 
 using NamedSteps = std::vector<std::pair<std::string, StepFunction>>;
 
@@ -128,6 +137,23 @@ bool is_as_bound(const NativePlan& native, size_t i) try {
 } catch (const std::exception&) {
   return false;
 }
+
+constexpr const char* kIsStepped = "another thread is stepping this optimizer";
+
+void check_idle(const NativePlan& native) { check(native.stepped_by != process, kIsStepped); }
+
+// A step that is under way. In a child of fork() one of the parent's never ends, and does not count.
+class Stepping {
+ public:
+  explicit Stepping(NativePlan& native) : native_(native) {
+    check(native.stepped_by.exchange(process) != process, kIsStepped);
+  }
+  Stepping(const Stepping&) = delete;
+  ~Stepping() { native_.stepped_by = 0; }
+
+ private:
+  NativePlan& native_;
+};
 
 std::unique_ptr<PreparedStep> prepare_on_device(NativePlan& native, const BoundRule& rule,
                                                 const StepOptions& options) {
@@ -238,6 +264,7 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
 
 bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows) {
+  check_idle(native);
   Plan& plan = native.plan;
   const size_t count = plan.tensors();
   check(weights.size() == count && grads.size() == count,
@@ -306,7 +333,9 @@ bool states_are_in_place(const NativePlan& native) {
   return all;
 }
 
-Rebinding::Rebinding(int64_t plan) : held_(find_plan(plan)), native_(held_.get()), bound_(&native_->bound) {}
+Rebinding::Rebinding(int64_t plan) : held_(find_plan(plan)), native_(held_.get()), bound_(&native_->bound) {
+  check_idle(*native_);
+}
 
 Rebinding::Rebinding(NativePlan& native) : native_(&native), bound_(&native.bound) {}
 
@@ -328,6 +357,7 @@ bool Rebinding::finish(bool look_at_states) {
 }
 
 void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
+  check_idle(native);
   const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
   if (native.plan.slots() != states) {
     throw std::runtime_error("the plan has " + std::to_string(native.plan.slots()) +
@@ -355,6 +385,7 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
 }
 
 void take_step(NativePlan& native, const Aside& aside) {
+  const Stepping stepping(native);
   const auto raise_counts = [&] {
     if (!native.steps[0].is_cpu()) return;
     for (size_t i = 0; i < native.counts.size(); ++i) {

@@ -5,6 +5,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <array>
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <span>
@@ -67,6 +68,7 @@ struct NativePlan {
   };
   std::vector<State> bound_states;  // as the states were at that bind
   std::vector<int64_t> state_shapes;
+  std::atomic<int> stepped_by = 0;  // the process that a step of it is under way in, as these are counted
 };
 
 int64_t register_plan(std::unique_ptr<NativePlan> plan);

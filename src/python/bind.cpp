@@ -246,12 +246,19 @@ PyObject* plans_step(PyObject* /*module*/, PyObject* plan_list) {
   Py_RETURN_NONE;
 }
 
-// plan_delete(plan): frees it.
-PyObject* plan_delete(PyObject* /*module*/, PyObject* plan) {
+constexpr const char* kHeldPlan = "fusedstep.plan";
+
+void free_plan(PyObject* capsule) {
+  fusedstep::ops::drop_plan(reinterpret_cast<intptr_t>(PyCapsule_GetPointer(capsule, kHeldPlan)));
+}
+
+// hold_plan(plan) -> object: frees the plan when it dies. No line of Python's code runs for that, so that no
+// handler of a signal does, whose exception would get lost.
+PyObject* hold_plan(PyObject* /*module*/, PyObject* plan) {
   const long long handle = PyLong_AsLongLong(plan);
   if (handle == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  fusedstep::ops::drop_plan(handle);
-  Py_RETURN_NONE;
+  // A number that is never 0, in the place of an address.
+  return PyCapsule_New(reinterpret_cast<void*>(static_cast<intptr_t>(handle)), kHeldPlan, free_plan);
 }
 
 // plans_shared_grads(plans) -> list: what the operator of that name returns.
@@ -532,7 +539,7 @@ PyObject* repeat(PyObject* /*module*/, PyObject* arguments) {
 }
 
 PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
-                         {"plan_delete", plan_delete, METH_O, nullptr},
+                         {"hold_plan", hold_plan, METH_O, nullptr},
                          {"prepare", prepare, METH_VARARGS, nullptr},
                          {"plans_step", plans_step, METH_O, nullptr},
                          {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},

@@ -96,7 +96,7 @@ struct Lamb {
  private:
   template <class T>
   FUSEDSTEP_FN static bool is_finite(T x) {
-    return x - x == 0;
+    return x - x == 0;  // NOLINT(misc-redundant-expression): NaN for infinities and NaN
   }
 };
 

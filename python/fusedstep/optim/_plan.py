@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 from enum import IntEnum
 from itertools import chain
@@ -36,7 +35,7 @@ class Plan:
     """
 
     __slots__ = (
-        "__weakref__",
+        "_held",
         "counts_on_host",
         "device",
         "had_sparse",
@@ -66,7 +65,7 @@ class Plan:
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
-        weakref.finalize(self, _ops.plan_delete, self.handle)
+        self._held = _ops.hold_plan(self.handle)
 
     @property
     def is_on_device(self) -> bool:
