@@ -1,5 +1,7 @@
 """Law: a step works in a child of fork(), and in several threads at a time."""
 
+import contextlib
+import copy
 import subprocess
 import sys
 import threading
@@ -251,6 +253,62 @@ def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatc
     assert set(errors) == {"another thread is stepping this optimizer"}
     optimizer.step()
     assert optimizer.state[param]["step"].item() == len(done) + 1
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_step_during_a_load_is_an_error(case):
+    params, optimizer = run(case, ((33,),), torch.float32, steps=3)
+    saved, errors = copy.deepcopy(optimizer.state_dict()), []
+
+    def step():
+        try:
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def step_elsewhere(*_):
+        worker = threading.Thread(target=step)
+        worker.start()
+        worker.join()
+
+    hook = optimizer.register_load_state_dict_pre_hook(step_elsewhere)
+    before = [param.detach().clone() for param in params]
+    optimizer.load_state_dict(saved)
+    hook.remove()
+    assert errors == ["another thread is loading this optimizer's state"]
+    for param, values in zip(params, before, strict=True):
+        assert_same_bits(param.detach(), values, "weight")
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"].item() == 4
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_load_during_a_step_is_an_error(case):
+    param = torch.nn.Parameter(torch.ones(1 << 22))
+    param.grad = torch.ones_like(param)
+    optimizer = case.build([param])
+    optimizer.step()
+    saved, stop, errors = optimizer.state_dict(), threading.Event(), []
+
+    def work():
+        while not stop.is_set():
+            with contextlib.suppress(RuntimeError):  # that the state is being loaded
+                optimizer.step()
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for _ in range(300):
+        stop.wait(0.003)  # for the worker to be in a step again, most of which needs no lock
+        try:
+            optimizer.load_state_dict(saved)
+        except RuntimeError as error:
+            errors.append(str(error))
+            break
+    stop.set()
+    worker.join()
+    assert errors == ["another thread is stepping this optimizer"]
+    optimizer.load_state_dict(saved)
+    optimizer.step()
 
 
 @pytest.mark.parametrize("repeated", [False, True])

@@ -130,6 +130,12 @@ class _HeldPlan:
 hold_plan: Callable[[int], Any] = bind.hold_plan if bind else _HeldPlan
 
 
+def check_idle(plan: int) -> None:
+    """Raises a RuntimeError if another thread is in a step over a plan. No mode sees that."""
+    with torch._C.DisableTorchFunction(), no_dispatch():
+        torch.ops.fusedstep.plan_check_idle(plan)
+
+
 def plans_shared_grads(plans: list[int]) -> list[int]:
     """The gradients that no step over the plans writes: pairs of a plan's and a tensor's index."""
     return (direct() or torch.ops.fusedstep).plans_shared_grads(plans)

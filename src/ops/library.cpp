@@ -77,6 +77,8 @@ void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
 
 void plan_delete(int64_t plan) { drop_plan(plan); }
 
+void plan_check_idle(int64_t plan) { check_idle(*find_plan(plan)); }
+
 std::string plan_isa(int64_t plan) { return find_plan(plan)->plan.ran_on; }
 
 std::string isa_in_use() { return isa(); }
@@ -98,6 +100,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plans_grad_norm(int[] plans) -> float");
   m.def("plans_step(int[] plans) -> ()");
   m.def("plan_delete(int plan) -> ()");
+  m.def("plan_check_idle(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
   m.def("isa() -> str");
   m.def("isas() -> str[]");
@@ -130,6 +133,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_device_inputs", TORCH_BOX(&plan_device_inputs));
   m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
+  m.impl("plan_check_idle", TORCH_BOX(&plan_check_idle));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
   m.impl("plans_shared_grads", TORCH_BOX(&shared_grads));
   m.impl("plans_step", TORCH_BOX(&plans_step));

@@ -140,8 +140,6 @@ bool is_as_bound(const NativePlan& native, size_t i) try {
 
 constexpr const char* kIsStepped = "another thread is stepping this optimizer";
 
-void check_idle(const NativePlan& native) { check(native.stepped_by != process, kIsStepped); }
-
 // A step that is under way. In a child of fork() one of the parent's never ends, and does not count.
 class Stepping {
  public:
@@ -172,6 +170,8 @@ void forget_step(NativePlan& native) {
 }
 
 }  // namespace
+
+void check_idle(const NativePlan& native) { check(native.stepped_by != process, kIsStepped); }
 
 TensorView view(const Tensor& tensor, const char* what) {
   const Shape shape = shape_of(tensor);

@@ -85,6 +85,8 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
 // they cannot be updated together. Returns false if a weight is on another device than the plan.
 bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::span<const TensorView> grads,
                std::span<const std::optional<RowIndex>> rows = {});
+// Throws std::runtime_error if another thread is in a step of the plan.
+void check_idle(const NativePlan& native);
 // Whether the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 

@@ -65,7 +65,8 @@ class Object {
 
 // Names that are looked up at every step.
 struct Names {
-  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg, *flatten;
+  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg, *flatten,
+      *loading;
 };
 Names names{};
 
@@ -448,7 +449,8 @@ class PartOfStep {
 std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   const Object attributes(PyObject_GenericGetDict(optimizer, nullptr));
   if (!attributes || !is_undisturbed(PyTuple_GetItem(last, kEmpty), PyTuple_GetItem(last, kSilent)) ||
-      !is_unset(attributes.get(), names.grad_scale) || !is_unset(attributes.get(), names.found_inf)) {
+      !is_unset(attributes.get(), names.loading) || !is_unset(attributes.get(), names.grad_scale) ||
+      !is_unset(attributes.get(), names.found_inf)) {
     return false;
   }
   // Borrowed by the attributes, which nothing else can reach before the last use of them.
@@ -592,7 +594,8 @@ PyMODINIT_FUNC PyInit__bind() {
            .grad_scale = PyUnicode_InternFromString("grad_scale"),
            .found_inf = PyUnicode_InternFromString("found_inf"),
            .is_neg = PyUnicode_InternFromString("is_neg"),
-           .flatten = PyUnicode_InternFromString("__tensor_flatten__")};
+           .flatten = PyUnicode_InternFromString("__tensor_flatten__"),
+           .loading = PyUnicode_InternFromString("_loading")};
   tensor_type = type_named("torch", "Tensor");
   parameter_type = type_named("torch.nn", "Parameter");
   return tensor_type != nullptr && parameter_type != nullptr ? PyModule_Create(&definition) : nullptr;

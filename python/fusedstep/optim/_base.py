@@ -473,6 +473,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return self._update(max_norm, zero_grad)
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        if "_loading" in self.__dict__:
+            raise RuntimeError("another thread is loading this optimizer's state")
         self._last_step = None
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         factors = _factors.of_step(self, work, max_norm, own_max_norm)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fusedstep import _ops
 from fusedstep.optim._options import fill_own
 from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._saved import check_dictionary
@@ -26,8 +27,10 @@ class LoadsStates:
         """Load the optimizer state, as torch does, but for float32 states of 16-bit weights.
 
         They stay float32. torch casts them to the weight's dtype. Nothing has changed after an
-        error.
+        error. Another thread must not step meanwhile: who comes second gets an error.
         """
+        for plan in self._plans.values():
+            _ops.check_idle(plan.handle)
         # What torch is about to cast: the last hook sees it as the user's hooks have left it.
         self._loading: dict[str, Any] = {}
 
