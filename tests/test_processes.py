@@ -250,7 +250,8 @@ def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatc
         worker.start()
     for worker in workers:
         worker.join()
-    assert set(errors) == {"another thread is stepping this optimizer"}
+    assert errors
+    assert all("another thread is stepping this optimizer" in error for error in errors)
     optimizer.step()
     assert optimizer.state[param]["step"].item() == len(done) + 1
 

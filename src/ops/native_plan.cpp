@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -140,7 +141,8 @@ bool is_as_bound(const NativePlan& native, size_t i) try {
 
 constexpr const char* kIsStepped = "another thread is stepping this optimizer";
 
-// A step that is under way. In a child of fork() one of the parent's never ends, and does not count.
+// A step, or what changes its plan, that is under way. In a child of fork() one of the parent's never ends,
+// and does not count.
 class Stepping {
  public:
   explicit Stepping(NativePlan& native) : native_(native) {
@@ -278,6 +280,7 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   }
   const auto moved = [&](const TensorView& weight) { return weight.device != plan.device(); };
   if (std::ranges::any_of(weights, moved)) return false;
+  const Stepping stepping(native);
   native.bound.clear();
   native.counts.clear();  // until all is bound
   forget_step(native);
@@ -345,6 +348,7 @@ bool Rebinding::finish(bool look_at_states) {
     if (!states_are_in_place(*native_)) return false;
     note_counts(*native_);
   }
+  const Stepping stepping(*native_);
   forget_step(*native_);
   for (const auto& [i, data] : moved_) {
     if (!native_->plan.grad_is_apart(i, data)) return false;
@@ -357,7 +361,7 @@ bool Rebinding::finish(bool look_at_states) {
 }
 
 void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
-  check_idle(native);
+  const Stepping stepping(native);
   const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
   if (native.plan.slots() != states) {
     throw std::runtime_error("the plan has " + std::to_string(native.plan.slots()) +
@@ -385,7 +389,6 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
 }
 
 void take_step(NativePlan& native, const Aside& aside) {
-  const Stepping stepping(native);
   const auto raise_counts = [&] {
     if (!native.steps[0].is_cpu()) return;
     for (size_t i = 0; i < native.counts.size(); ++i) {
@@ -406,10 +409,15 @@ void take_step(NativePlan& native, const Aside& aside) {
 void take_steps(std::span<const int64_t> handles, const Aside& aside) {
   std::vector<std::shared_ptr<NativePlan>> plans;
   plans.reserve(handles.size());
+  std::deque<Stepping> under_way;  // all of them before the first changes anything
   for (const int64_t handle : handles) {
     plans.push_back(find_plan(handle));
+    const bool is_named_twice = plans.back()->stepped_by == process &&
+                                std::find(plans.begin(), plans.end() - 1, plans.back()) != plans.end() - 1;
+    if (!is_named_twice) under_way.emplace_back(*plans.back());
     if (plans.back()->prepared == nullptr) {
-      throw std::runtime_error("no step over plan " + std::to_string(handle) + " is prepared");
+      throw std::runtime_error("no step over plan " + std::to_string(handle) +
+                               " is prepared: none was, or another thread is stepping this optimizer");
     }
   }
   const Aside none;
