@@ -241,6 +241,7 @@ def run(tmp_path_factory):
         name = path.partition("/")[0]
         file = packages / name / "lib" / "site-packages" / path
         file.parent.mkdir(parents=True)
+        (file.parent / "__init__.py").touch()  # else an installed library would be found first
         file.write_text(source)
         (packages / name / "installed").touch()
     (packages / "bitsandbytes").mkdir()

@@ -50,7 +50,7 @@ def quotients(above, below):
     scale = 2.0**-70  # squares of such gradients do not count
     weight = torch.nn.Parameter(torch.zeros_like(above))
     optimizer = optim.Adagrad([weight], lr=1.0, eps=0.0, fused=True)
-    optimizer.state[weight]["sum"].copy_(below * below)
+    optimizer.state[weight] = {"step": torch.tensor(0.0), "sum": below * below}
     assert torch.equal(optimizer.state[weight]["sum"].sqrt(), below)
     weight.grad = -above * scale
     optimizer.step()

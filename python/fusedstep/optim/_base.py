@@ -551,9 +551,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         at_once = any(uses) or len(imperative) == len(work)
         if at_once:
             self._imperative_update(imperative, factors)
+        native = [item.plan.handle for item in work if item.plan]
         in_order = imperative and not at_once
-        if not in_order:  # in one call: nothing can fail between two groups
-            _ops.take_steps([item.plan.handle for item in work if item.plan])
+        if native and not in_order:  # in one call: nothing can fail between two groups
+            _ops.take_steps(native)
         for item, use in zip(work, uses, strict=True):
             _, weights, grads, plan = item
             if plan:

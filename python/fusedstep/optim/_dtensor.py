@@ -66,6 +66,11 @@ def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
     return DTensor.from_local(part, *spread, run_check=False).full_tensor()
 
 
+def _norm2(shard: Tensor) -> Tensor:
+    real = torch.view_as_real(shard) if shard.is_complex() else shard
+    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
+
+
 def norms(tensors: list[Tensor]) -> list[float]:
     """The 2-norms of whole tensors, by one collective for all that are spread alike."""
     found: list[float] = [0.0] * len(tensors)
@@ -73,10 +78,7 @@ def norms(tensors: list[Tensor]) -> list[float]:
     for index, tensor in enumerate(tensors):
         alike.setdefault(spread_of_sums(tensor), []).append(index)
     for spread, indices in alike.items():
-        parts = [
-            torch.linalg.vector_norm(local(tensors[index]), dtype=torch.float64).square()
-            for index in indices
-        ]
+        parts = [_norm2(local(tensors[index])) for index in indices]
         for index, norm in zip(
             indices, total(torch.stack(parts), spread).sqrt().tolist(), strict=True
         ):

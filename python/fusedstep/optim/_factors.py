@@ -150,6 +150,10 @@ def _grad_norm(work: list[Work]) -> float:
         norms.append(norm)
     if on_device:
         norms.append(_device_norm2(on_device, torch.device("cpu")).sqrt().item())
-    if others:
-        norms.append(_dtensor.whole(get_total_norm(others)).item())
+    # torch sums shards on their own device, where a mesh of GPUs has no way to communicate.
+    shards = [grad for grad in others if _dtensor.is_dtensor(grad)]
+    if whole := [grad for grad in others if not _dtensor.is_dtensor(grad)]:
+        norms.append(get_total_norm(whole).item())
+    if shards:
+        norms.append(math.hypot(*_dtensor.norms(shards)))
     return math.hypot(*norms) if len(norms) > 1 else sum(norms)
