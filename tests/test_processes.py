@@ -98,7 +98,7 @@ def build_and_step():
 sys.setswitchinterval(1e-4)
 for work in (step, ask, ask):
     threading.Thread(target=work, daemon=True).start()
-for index in range(100):
+for index in range(1000):
     child = os.fork()
     if child == 0:
         build_and_step()
