@@ -1,6 +1,5 @@
 """Law: a step works in a child of fork(), and in several threads at a time."""
 
-import contextlib
 import copy
 import subprocess
 import sys
@@ -223,33 +222,55 @@ def test_two_optimizers_in_two_threads(case):
         assert_same_contents(result, contents(expected))
 
 
+def step_in_a_thread(optimizer, done, errors):
+    """Starts a step, and returns as soon as it lets go of Python's lock.
+
+    The thread gives it up in the step only: of its own accord it would have to wait for an hour.
+    """
+
+    def work():
+        try:
+            optimizer.step()
+            done.append(1)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    worker, interval = threading.Thread(target=work), sys.getswitchinterval()
+    sys.setswitchinterval(3600)
+    try:
+        worker.start()
+    finally:
+        sys.setswitchinterval(interval)
+    return worker
+
+
+def large(case):
+    """An optimizer whose steps last longer than a thread takes to be run again."""
+    param = torch.nn.Parameter(torch.ones(1 << 23))
+    param.grad = torch.ones_like(param)
+    optimizer = case.build([param])
+    optimizer.step()
+    return param, optimizer
+
+
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatch):
     """The second gets an error, and nothing of its step is done."""
     if not repeated:
         monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
-    param = torch.nn.Parameter(torch.ones(1 << 22))
-    param.grad = torch.ones_like(param)
-    optimizer = case.build([param])
-    optimizer.step()
+    param, optimizer = large(case)
     done, errors = [1], []
-
-    def work():
-        for _ in range(200):
-            if errors:
-                return
-            try:
-                optimizer.step()
-                done.append(1)
-            except RuntimeError as error:
-                errors.append(str(error))
-
-    workers = [threading.Thread(target=work) for _ in range(2)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
+    for _ in range(20):
+        worker = step_in_a_thread(optimizer, done, errors)
+        try:
+            optimizer.step()
+            done.append(1)
+        except RuntimeError as error:
+            errors.append(str(error))
         worker.join()
+        if errors:
+            break
     assert errors
     assert all("another thread is stepping this optimizer" in error for error in errors)
     optimizer.step()
@@ -285,28 +306,18 @@ def test_a_step_during_a_load_is_an_error(case):
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_load_during_a_step_is_an_error(case):
-    param = torch.nn.Parameter(torch.ones(1 << 22))
-    param.grad = torch.ones_like(param)
-    optimizer = case.build([param])
-    optimizer.step()
-    saved, stop, errors = optimizer.state_dict(), threading.Event(), []
-
-    def work():
-        while not stop.is_set():
-            with contextlib.suppress(RuntimeError):  # that the state is being loaded
-                optimizer.step()
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    for _ in range(300):
-        stop.wait(0.003)  # for the worker to be in a step again, most of which needs no lock
+    _, optimizer = large(case)
+    saved, errors = optimizer.state_dict(), []
+    for _ in range(20):
+        optimizer.step()  # the next one repeats it, and lets go of the lock as it begins
+        worker = step_in_a_thread(optimizer, [], [])
         try:
             optimizer.load_state_dict(saved)
         except RuntimeError as error:
             errors.append(str(error))
+        worker.join()
+        if errors:
             break
-    stop.set()
-    worker.join()
     assert errors == ["another thread is stepping this optimizer"]
     optimizer.load_state_dict(saved)
     optimizer.step()
