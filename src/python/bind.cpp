@@ -398,7 +398,10 @@ class PartOfStep {
 
   // To be called before prepare(), which Python's objects are out of reach of. False: an error is set.
   bool read() {
-    if (writes_grads() && !(list_of_grads_ = new_list_of_grads())) return false;
+    if (writes_grads()) {
+      list_of_grads_ = new_list_of_grads();
+      if (!list_of_grads_) return false;
+    }
     plan_ = plan();
     use_ = use();
     values_ = numbers();
