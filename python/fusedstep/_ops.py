@@ -110,6 +110,12 @@ def prepare_step(
         operator(plan, *options, grad_factor, grads)
 
 
+def raise_memory_error(error: RuntimeError) -> None:
+    """Raises a MemoryError if an operator had no memory. torch 2.15 has a RuntimeError for that."""
+    if str(error).startswith(("std::bad_alloc", "there is no memory")):
+        raise MemoryError(str(error)) from None
+
+
 def take_steps(plans: list[int]) -> None:
     """Takes the steps that have been prepared."""
     (direct() or torch.ops.fusedstep).plans_step(plans)

@@ -436,7 +436,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 if _compile.trace_update(self):
                     return loss
             update = self._update_outside_graphs if is_compiling() else self._update
-            norm = update(max_norm, zero_grad)
+            try:
+                norm = update(max_norm, zero_grad)
+            except RuntimeError as error:
+                _ops.raise_memory_error(error)
+                raise
             return norm if closure is None else loss
 
     step.repeats = True  # see with_hooks(). A subclass's own step may do more

@@ -41,6 +41,9 @@ class LoadsStates:
         hook = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
+        except RuntimeError as error:
+            _ops.raise_memory_error(error)
+            raise
         finally:
             hook.remove()
             del self._loading
