@@ -436,11 +436,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 if _compile.trace_update(self):
                     return loss
             update = self._update_outside_graphs if is_compiling() else self._update
-            try:
-                norm = update(max_norm, zero_grad)
-            except RuntimeError as error:
-                _ops.raise_memory_error(error)
-                raise
+            norm = update(max_norm, zero_grad)
             return norm if closure is None else loss
 
     step.repeats = True  # see with_hooks(). A subclass's own step may do more
@@ -477,6 +473,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return self._update(max_norm, zero_grad)
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        try:
+            return self._update_all(max_norm, zero_grad)
+        except RuntimeError as error:
+            _ops.raise_memory_error(error)
+            raise
+
+    def _update_all(
+        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+    ) -> Tensor | None:
         if "_loading" in self.__dict__:
             raise RuntimeError("another thread is loading this optimizer's state")
         self._last_step = None
