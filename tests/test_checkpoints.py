@@ -184,7 +184,7 @@ def dictionaries_with_more_than_torch_knows(build):
     optimizer, params = trained(build)
     dictionary = copy.deepcopy(optimizer.state_dict())
     dictionary["state"][0]["mine"] = torch.ones(2)
-    dictionary["state"][1]["mine"] = ["text", {"and": torch.ones(1)}]
+    dictionary["state"][1]["mine"] = [7, {"and": torch.ones(1)}]  # of a text torch makes nonsense
     dictionary["state"]["of no weight"] = {"kept": torch.ones(1)}
     dictionary["param_groups"][0]["mine too"] = 3
     other = build(params)
