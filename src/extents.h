@@ -18,7 +18,7 @@ class Extents {
     reaches_.push_back(reaches_.empty() ? end : std::max(reaches_.back(), end));
   }
 
-  // Of how many the first byte lies before `end`.
+  // Counts those whose first byte lies before `end`.
   size_t before(const char* end) const {
     const char* const* found = begins_.data();
     // Without a branch that depends on what is compared: none of them could be predicted.

@@ -125,7 +125,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return max(norms, default=math.inf)
 
     def _grad_norm_eps(self) -> float:
-        """What is added to the norm that is clipped to that: as clip_grad_norm_ adds it."""
+        """Returns what the norm is raised by before the division, as by clip_grad_norm_."""
         return _factors.EPSILON
 
     def _launches(

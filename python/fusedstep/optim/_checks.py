@@ -148,7 +148,7 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
 
 
 def has_text(group: dict[str, Any]) -> bool:
-    """Whether an option of a group is a text, but for the one that may be; fast, for steps ask."""
+    """Tells whether a group has a text for an option, where none may be. Every step asks."""
     if str not in map(type, group.values()):
         return str in map(type, group.get("betas", ()))
     return any(type(value) is str for name, value in group.items() if name != "debias")
@@ -200,7 +200,7 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
 
 
 def name_of(group: dict[str, Any], index: int, place: int) -> str:
-    """What an error calls a parameter: by its name, or else by its place in the group `index`."""
+    """Names a parameter in an error: by its name, or else by its place in the group `index`."""
     if names := group.get("param_names"):
         return f"parameter {names[place]!r}"
     return f"parameter {place} of group {index}"

@@ -1,4 +1,4 @@
-"""How states and options come in that were made elsewhere: saved, copied or unpickled."""
+"""Takes over states and options that were made elsewhere: saved, copied or unpickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LoadsStates:
         """
         for plan in self._plans.values():
             _ops.check_idle(plan.handle)
-        # What torch is about to cast: the last hook sees it as the user's hooks have left it.
+        # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.
         self._loading: dict[str, Any] = {}
 
         def look(optimizer: FusedOptimizer, dictionary: dict[str, Any]) -> None:

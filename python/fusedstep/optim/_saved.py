@@ -112,7 +112,7 @@ def check_tensor(name: str, value: Any, weight: Tensor) -> None:
 
 
 def _kind(value: Any) -> str:
-    """What an error says that something is."""
+    """Describes a value in an error."""
     if isinstance(value, (str, type(None))):
         return f"{value!r:.40}"
     if not isinstance(value, Tensor):

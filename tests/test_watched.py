@@ -1,0 +1,106 @@
+"""Steps look at states that code outside may hold, and stop once nobody does."""
+
+import weakref
+
+import pytest
+import torch
+
+from fusedstep import _ops, optim
+from test_repeat import CLASSES, build, set_grads
+
+pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+
+
+def test_states_are_not_read_by_a_dictionary_of_none():
+    """Accelerate reads a new optimizer's dictionary and loads it again."""
+    optimizer, params = build(optim.Adam)
+    optimizer.load_state_dict(optimizer.state_dict())
+    set_grads(params, 1)
+    optimizer.step()
+    assert not optimizer._state_was_accessed
+    optimizer.state_dict()
+    assert optimizer._state_was_accessed
+
+
+def hold_nothing(optimizer):
+    optimizer.state_dict()
+
+
+def hold_the_dictionary(optimizer):
+    return optimizer.state_dict()
+
+
+def hold_the_state(optimizer):
+    return optimizer.state
+
+
+def hold_the_states_of_a_weight(optimizer):
+    return list(optimizer.state.values())[-1]
+
+
+def hold_a_tensor(optimizer):
+    return list(list(optimizer.state.values())[-1].values())[-1]
+
+
+def hold_weakly(optimizer):
+    return weakref.ref(hold_a_tensor(optimizer))
+
+
+def hold_its_memory(optimizer):
+    return hold_a_tensor(optimizer).detach()
+
+
+def hold_as_an_array(optimizer):
+    return hold_a_tensor(optimizer).numpy()
+
+
+def hold_by_autograd(optimizer):
+    weight = torch.ones((), requires_grad=True)
+    return (weight * hold_a_tensor(optimizer)).sum()
+
+
+HOLDERS = [value for name, value in globals().items() if name.startswith("hold_")]
+
+
+@pytest.mark.parametrize("hold", HOLDERS)
+@pytest.mark.parametrize("cls", CLASSES)
+def test_steps_look_at_states_that_were_read_until_nobody_holds_them(cls, hold):
+    optimizer, params = build(cls)
+
+    def take_steps(count):
+        for seed in range(count):
+            set_grads(params, seed)
+            optimizer.step()
+
+    take_steps(2)
+    held = hold(optimizer)
+    take_steps(100)
+    assert optimizer._state_was_accessed == (hold is not hold_nothing)
+    del held
+    take_steps(100)
+    assert not optimizer._state_was_accessed
+    assert optimizer.state
+    assert optimizer._state_was_accessed
+
+
+def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
+    optimizer, params = build(optim.Adam)
+    set_grads(params, 1)
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer._state_was_accessed
+    for _ in range(30):
+        optimizer.step()
+    assert not optimizer._state_was_accessed
+
+
+@pytest.mark.parametrize("hook", ["pre", "post"])
+def test_a_hook_of_a_dictionary_may_keep_the_states(hook):
+    optimizer, params = build(optim.Adam)
+    kept = []
+    register = getattr(optimizer, f"register_state_dict_{hook}_hook")
+    register(lambda optimizer, *_: kept.append(optimizer.state))
+    optimizer.state_dict()
+    set_grads(params, 1)
+    optimizer.step()
+    assert optimizer._state_was_accessed
