@@ -125,7 +125,7 @@ def _positive(text: str) -> int:
 
 
 def _threads(text: str, most: int = 1024) -> int:
-    """Of many more the system starts a part and then fails."""
+    """Refuses counts of threads of which the system would start a part, and then fail."""
     value = _natural(text)
     if value > most:
         raise argparse.ArgumentTypeError(f"{value} is more than {most}")

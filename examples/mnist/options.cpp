@@ -23,7 +23,7 @@ struct Row {
   std::variant<Text, Real, Integer> member;
 };
 
-constexpr std::int64_t kMostThreads = 1024;  // of many more the system starts a part and then fails
+constexpr std::int64_t kMostThreads = 1024;  // the system starts a part of many more, and then fails
 constexpr std::int64_t kAny = std::numeric_limits<std::int64_t>::min();
 
 const Row kRows[] = {
