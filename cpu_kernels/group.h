@@ -5,7 +5,7 @@
 
 #include "cpu_kernels/codecs.h"
 #include "cpu_kernels/root.h"
-#include "src/operands.h"
+#include "src/core/operands.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 

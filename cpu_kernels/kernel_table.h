@@ -4,9 +4,9 @@
 #include <cstdint>
 
 #include "fusedstep/rules/list.h"
-#include "src/operands.h"
-#include "src/reduction.h"
-#include "src/walk.h"
+#include "src/core/operands.h"
+#include "src/core/reduction.h"
+#include "src/core/walk.h"
 
 namespace fusedstep::cpu {
 

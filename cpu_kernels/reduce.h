@@ -1,4 +1,4 @@
-// Runs the two phases of a rule with norms over a span. Norms are summed as src/reduction.h says.
+// Runs the two phases of a rule with norms over a span. Norms are summed as src/core/reduction.h says.
 #pragma once
 #include <algorithm>
 

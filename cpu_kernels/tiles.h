@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "fusedstep/vocabulary.h"
-#include "src/walk.h"
+#include "src/core/walk.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 

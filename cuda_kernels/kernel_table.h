@@ -6,8 +6,8 @@
 
 #include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
-#include "src/operands.h"
-#include "src/walk.h"
+#include "src/core/operands.h"
+#include "src/core/walk.h"
 
 struct CUstream_st;
 

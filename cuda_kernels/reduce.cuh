@@ -5,7 +5,7 @@
 
 namespace fusedstep::cuda {
 
-// The last two of the steps of src/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`,
+// The last two of the steps of src/core/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`,
 // of norm thread / kLanes and lane thread % kLanes.
 template <int kNorms>
 __device__ __forceinline__ void add_lanes(double total, double* partials) {
@@ -30,7 +30,7 @@ struct SegmentSums {
   }
 };
 
-// Sums kNorms squares over a chunk, in the order of src/reduction.h, into partials[0 ... kNorms):
+// Sums kNorms squares over a chunk, in the order of src/core/reduction.h, into partials[0 ... kNorms):
 // `body.load(width, place)` reads the elements from `place` on, `body.finish(width, place, read, add)` calls
 // add(norm, j, x) for the j-th of them.
 //

@@ -5,7 +5,7 @@
 // read and written so, and goes through shared memory from one numbering to the other.
 #pragma once
 #include "cuda_kernels/launch.cuh"
-#include "src/walk.h"
+#include "src/core/walk.h"
 
 namespace fusedstep::cuda {
 

@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "cuda_kernels/tiles.cuh"
-#include "src/reduction.h"
+#include "src/core/reduction.h"
 
 namespace fusedstep::cuda {
 

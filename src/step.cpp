@@ -75,7 +75,7 @@ class Treatments {
   StepOptions options_;
 };
 
-// The sum of a chunk's lanes, in the order of src/reduction.h.
+// The sum of a chunk's lanes, in the order of src/core/reduction.h.
 double sum_lanes(double (&lanes)[kLanes]) {
   for (int width = kLanes / 2; width > 0; width /= 2) {
     for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
@@ -83,7 +83,7 @@ double sum_lanes(double (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// The sum of partial(chunk) over chunks [first, last), in the order of src/reduction.h.
+// The sum of partial(chunk) over chunks [first, last), in the order of src/core/reduction.h.
 template <class Partial>
 double sum_chunks(int64_t first, int64_t last, Partial partial) {
   double sum = 0;

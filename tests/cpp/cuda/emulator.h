@@ -82,7 +82,7 @@ void __stcs(Word* to, Word word) {
 // NOLINTEND(bugprone-reserved-identifier)
 
 #include "cuda_kernels/launch.cuh"
-#include "src/reduction.h"
+#include "src/core/reduction.h"
 
 namespace fusedstep::cuda {
 

@@ -13,7 +13,7 @@
 
 #include "src/layout.h"
 #include "src/plan.h"
-#include "src/reduction.h"
+#include "src/core/reduction.h"
 
 namespace fusedstep::fuzz {
 namespace {

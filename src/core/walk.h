@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "fusedstep/vocabulary.h"
-#include "src/operands.h"
+#include "src/core/operands.h"
 
 namespace fusedstep {
 
