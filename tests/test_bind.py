@@ -114,7 +114,7 @@ def test_what_is_no_tensor_is_left_to_the_operator():
 @pytest.mark.parametrize(
     ("optimizer", "plan", "options", "text"),
     [
-        ("no_such", 1, (), 'there is no optimizer "no_such"'),
+        ("no_such", 1, (), 'there is no rule "no_such"'),
         ("adam", -1, (0.0,) * 8, "plan -1 does not exist"),
         ("adam", -1, (0.0,) * 7, "an option is missing"),
         ("adam", -1, (0.0,) * 9, "one too many"),

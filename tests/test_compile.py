@@ -26,7 +26,7 @@ from test_memory import LAYOUTS, SMALL, allocated_bytes, optimizer_with_gradient
 SHAPES = ((), (0,), (7,), (33, 31))
 STEPS = range(1, 6)
 # One plain row for each operator: AdamW has Adam's.
-OPERATORS = tuple({case.optimizer._operator: case for case in reversed(PLAIN)}.values())[::-1]
+OPERATORS = tuple({case.optimizer._rule: case for case in reversed(PLAIN)}.values())[::-1]
 (ADAM,) = (case for case in OPERATORS if case.optimizer is optim.Adam)
 (ADAN,) = (case for case in OPERATORS if case.optimizer is optim.Adan)
 (LAMB,) = (case for case in OPERATORS if case.optimizer is optim.Lamb)
@@ -502,16 +502,15 @@ def list_arguments(case):
     states = [optimizer.state[param][name] for name in case.states for param in params]
     steps = [optimizer.state[param]["step"] for param in params]
     options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
-    operator = getattr(torch.ops.fusedstep, f"{optimizer._operator}_step").default
     grads = [param.grad for param in params]
-    return optimizer, operator, (weights, grads, states, steps, options)
+    return optimizer, (weights, grads, states, steps, options, optimizer._rule)
 
 
 @pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_operators_are_as_declared(case):
     """torch's own checks: schemas, shapes without memory, autograd, tracing."""
-    optimizer, operator, arguments = list_arguments(case)
-    torch.library.opcheck(operator, arguments)
+    optimizer, arguments = list_arguments(case)
+    torch.library.opcheck(torch.ops.fusedstep.step.default, arguments)
     for lr in (None, torch.tensor(0.1)):
         torch.library.opcheck(
             torch.ops.fusedstep.options.default, (arguments[3][0], lr, optimizer._name, 0)
@@ -520,7 +519,7 @@ def test_operators_are_as_declared(case):
 
 def test_operators_for_plans_are_as_declared():
     """No graph has these: a plan notes addresses, and states are made beforehand."""
-    _, _, (weights, grads, states, steps, _) = list_arguments(ADAM)
+    _, (weights, grads, states, steps, *_) = list_arguments(ADAM)
     plan = torch.ops.fusedstep.plan_new(weights, states, steps)
     for name, arguments in {
         "new_states": (weights, 2, True),
@@ -558,16 +557,17 @@ def test_a_graph_notes_nothing_of_a_plan_that_goes_as_it_is_traced(pre_dispatch)
         ("states", []),
         ("steps", []),
         ("grads", []),
+        ("rule", "no such rule"),
     ],
 )
 @pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_operators_name_bad_arguments(case, argument, value):
-    _, operator, arguments = list_arguments(case)
-    names = ("weights", "grads", "states", "steps", "options")
+    _, arguments = list_arguments(case)
+    names = ("weights", "grads", "states", "steps", "options", "rule")
     named = dict(zip(names, arguments, strict=True)) | {argument: value}
     before = [tensor.clone() for tensor in (*arguments[0], *arguments[2], *arguments[3])]
     with pytest.raises(RuntimeError, match=argument):
-        operator(**named)
+        torch.ops.fusedstep.step(**named)
     after = (*arguments[0], *arguments[2], *arguments[3])
     for tensor, expected in zip(after, before, strict=True):
         assert_same_bits(tensor, expected, "operand")

@@ -330,6 +330,12 @@ def test_sparse_gradients_have_the_texts_of_torch():
         assert texts[0] == texts[1], case
 
 
+def prepare(plan, rule, use=0):
+    """Prepares a step with the rule's defaults, down the gradient."""
+    options = [*torch.ops.fusedstep.rule_defaults(rule), 0.0]
+    torch.ops.fusedstep.plan_prepare(plan, rule, options, 1.0, use)
+
+
 class TestOperators:
     """The operators check what the classes cannot get wrong."""
 
@@ -391,9 +397,7 @@ class TestOperators:
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
         with pytest.raises(RuntimeError, match="state"):
-            torch.ops.fusedstep.adam_prepare(
-                plan, 0.1, 0.9, 0.999, 1e-8, 0.0, False, False, False, 1.0, 0
-            )
+            prepare(plan, "adam")
         torch.ops.fusedstep.plan_delete(plan)
         assert (weight == 1).all()
 
@@ -401,7 +405,7 @@ class TestOperators:
         weight, _, states, steps = self.subjects()
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         with pytest.raises(RuntimeError, match="not been bound"):
-            torch.ops.fusedstep.adagrad_prepare(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, 0)
+            prepare(plan, "adagrad")
         torch.ops.fusedstep.plan_delete(plan)
         assert steps[0].item() == 0
 
@@ -411,7 +415,7 @@ class TestOperators:
         plan = torch.ops.fusedstep.plan_new([weight], states, steps)
         torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
         with pytest.raises(RuntimeError, match="grads must be from 0 to 3"):
-            torch.ops.fusedstep.adagrad_prepare(plan, 0.1, 0.0, 0.0, 1e-10, False, 1.0, use)
+            prepare(plan, "adagrad", use=use)
         torch.ops.fusedstep.plan_delete(plan)
         assert steps[0].item() == 0
 

@@ -63,7 +63,6 @@ def test_has_a_short_reference_of_its_own(name):
         "docs/optimizers/{name}.md",
         "include/fusedstep/optim/{name}.h",
         "include/fusedstep/rules/{rule}.h",
-        "src/ops/{rule}.cpp",
         "tests/reference/{rule}.py",
     ],
 )

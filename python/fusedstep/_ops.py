@@ -95,19 +95,32 @@ def direct() -> ModuleType | None:
     return None if torch._C._len_torch_dispatch_stack() else bind
 
 
+def _load_rules() -> dict[str, tuple[str, ...]]:
+    if missing:
+        return {}
+    operators = torch.ops.fusedstep
+    return {rule: tuple(operators.rule_options(rule)) for rule in operators.rules()}
+
+
+#: Every rule there is, by name, with the names of its hyper-parameters in their order.
+rule_options: dict[str, tuple[str, ...]] = _load_rules()
+
+
 def prepare_step(
-    optimizer: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
+    rule: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
 ) -> None:
     """Does what may fail in a step over what was bound to a plan, and changes nothing yet.
+
+    ``options`` are the rule's hyper-parameters and, last, whether to maximize.
 
     Raises:
         MemoryError: there is no memory for what the step needs.
     """
     if module := direct():
-        module.prepare(optimizer, plan, options, grad_factor, grads)
+        module.prepare(rule, plan, options, grad_factor, grads)
     else:
-        operator = getattr(torch.ops.fusedstep, f"{optimizer}_prepare").default
-        operator(plan, *options, grad_factor, grads)
+        numbers = list(map(float, options))
+        torch.ops.fusedstep.plan_prepare.default(plan, rule, numbers, grad_factor, grads)
 
 
 def raise_memory_error(error: RuntimeError) -> None:

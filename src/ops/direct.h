@@ -65,19 +65,21 @@ FUSEDSTEP_API std::vector<int64_t> shared_grads(const std::vector<int64_t>& hand
 // To be called before steps of several plans that write gradients.
 FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
 
-// Prepares a step over a plan, with the options of the optimizer's operator as numbers, those from the first
-// to maximize: does all that may fail, and changes nothing. `aside` is run on the calling thread, once all of
-// that is checked which can be without a device, if the plan is on one. Throws std::runtime_error if their
-// count is wrong, or the plan does not exist.
-using StepFunction = void (*)(int64_t plan, std::span<const double> options, double grad_factor,
-                              int64_t grads, const Aside& aside);
+struct Rule;
+
+// The rule of a name; null if there is none.
+FUSEDSTEP_API const Rule* find_rule(std::string_view name);
+
+// Prepares a step of a rule over a plan: does all that may fail, and changes nothing. `options` are the
+// rule's, in its order, and behind them whether to maximize. `grads` is a GradUse. `aside` is run on the
+// calling thread, once all of that is checked which can be without a device, if the plan is on one. Throws
+// std::runtime_error if the number of options is wrong, or the plan does not exist.
+FUSEDSTEP_API void prepare_step(int64_t plan, const Rule& rule, std::span<const double> options,
+                                double grad_factor, int64_t grads, const Aside& aside);
 
 // Takes the steps that have been prepared. Those of plans on the CPU cannot fail once one is taken. `aside`
 // is run on the calling thread, beside the first of them. Throws std::runtime_error if none is prepared of a
 // plan.
 FUSEDSTEP_API void take_steps(std::span<const int64_t> handles, const Aside& aside = {});
-
-// The step function of an optimizer, by the name that its operators begin with; null if there is none.
-FUSEDSTEP_API StepFunction find_step(std::string_view optimizer);
 
 }  // namespace fusedstep::ops

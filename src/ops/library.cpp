@@ -72,9 +72,6 @@ void plan_add_grad_norm2(int64_t plan, const Tensor& sum) {
   native->device->add_grad_norm2(native->plan, static_cast<double*>(number.data));
 }
 
-// Takes the steps over these plans that have been prepared.
-void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
-
 void plan_delete(int64_t plan) { drop_plan(plan); }
 
 void plan_check_idle(int64_t plan) { check_idle(*find_plan(plan)); }
@@ -98,7 +95,6 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
   m.def("plans_shared_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
-  m.def("plans_step(int[] plans) -> ()");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_check_idle(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
@@ -136,7 +132,6 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_check_idle", TORCH_BOX(&plan_check_idle));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
   m.impl("plans_shared_grads", TORCH_BOX(&shared_grads));
-  m.impl("plans_step", TORCH_BOX(&plans_step));
   m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));

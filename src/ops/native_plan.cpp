@@ -40,13 +40,6 @@ void after_fork_in_child() {
 }
 [[maybe_unused]] const int watch_fork = pthread_atfork(before_fork, after_fork, after_fork_in_child);
 
-using NamedSteps = std::vector<std::pair<std::string, StepFunction>>;
-
-NamedSteps& named_steps() {
-  static NamedSteps instance;
-  return instance;
-}
-
 int32_t dtype_code(const Tensor& tensor) {
   int32_t code = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &code));
@@ -225,18 +218,6 @@ void drop_plan(int64_t handle) {
     dropped = std::move(found->second);
     all.plans.erase(found);
   }
-}
-
-bool add_step(const char* optimizer, StepFunction step) {
-  named_steps().emplace_back(optimizer, step);
-  return true;
-}
-
-StepFunction find_step(std::string_view optimizer) {
-  for (const auto& [name, step] : named_steps()) {
-    if (name == optimizer) return step;
-  }
-  return nullptr;
 }
 
 void check(bool condition, std::string_view text) {
@@ -427,13 +408,11 @@ void take_steps(std::span<const int64_t> handles, const Aside& aside) {
   }
 }
 
-const double* numbers(const Tensor& options, size_t count) {
+std::span<const double> numbers(const Tensor& options, size_t count) {
   check(options.is_cpu() && dtype_code(options) == aoti_torch_dtype_float64() && options.dim() == 1 &&
             options.is_contiguous() && options.numel() == static_cast<int64_t>(count),
         "options must be " + std::to_string(count) + " float64 numbers on the CPU");
-  return static_cast<const double*>(options.data_ptr());
+  return {static_cast<const double*>(options.data_ptr()), count};
 }
-
-void step_shapes(const Tensors&, const Tensors&, const Tensors&, const Tensors&, const Tensor&) {}
 
 }  // namespace fusedstep::ops

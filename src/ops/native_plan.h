@@ -90,8 +90,7 @@ void check_idle(const NativePlan& native);
 // Whether the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 
-// What the operators over a plan end in: the arguments that say how gradients are taken (see StepOptions).
-// `grads` is a GradUse.
+// How a step takes gradients (see StepOptions). `use` is a GradUse.
 struct GradArguments {
   bool maximize;
   double factor = 1;
@@ -107,75 +106,6 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
 void take_step(NativePlan& native, const Aside& aside = {});
 
 // The `count` numbers in `options`, a float64 tensor on the CPU. Throws std::runtime_error if it is another.
-const double* numbers(const Tensor& options, size_t count);
-
-// The two operators of an optimizer, from a function that makes a rule of its options.
-template <auto kRule>
-struct StepOperators;
-
-template <class... Options, BoundRule (*kRule)(Options...)>
-struct StepOperators<kRule> {
-  static void over_plan(int64_t plan, Options... options, bool maximize, double grad_factor, int64_t grads) {
-    prepare_step(*find_plan(plan), kRule(options...), {maximize, grad_factor, grads});
-  }
-  static void over_numbers(int64_t plan, std::span<const double> options, double grad_factor, int64_t grads,
-                           const Aside& aside) {
-    check(options.size() == kNumbers, "an option is missing, or there is one too many");
-    prepare_step(*find_plan(plan), rule_of(options.data()),
-                 {options[sizeof...(Options)] != 0, grad_factor, grads}, aside);
-  }
-  static void over_lists(const Tensors& weights, const Tensors& grads, const Tensors& states,
-                         const Tensors& steps, const Tensor& options) {
-    const double* values = numbers(options, kNumbers);
-    const BoundRule rule = rule_of(values);
-    const bool masters = states.size() == (rule.states + 1) * weights.size();
-    const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps, masters);
-    check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
-          "weights must all be on one device");
-    prepare_step(*native, rule, {.maximize = values[sizeof...(Options)] != 0});
-    take_step(*native);
-  }
-
- private:
-  static constexpr size_t kNumbers = sizeof...(Options) + 1;  // the last: whether to maximize
-
-  static BoundRule rule_of(const double* values) {
-    return [&]<size_t... kIndex>(std::index_sequence<kIndex...>) {
-      return kRule(static_cast<Options>(values[kIndex])...);
-    }
-    (std::index_sequence_for<Options...>{});
-  }
-};
-
-// Makes a step known to find_step; returns true.
-bool add_step(const char* optimizer, StepFunction step);
-
-// On tensors that have shapes and no memory, by which a compiler looks at an operator.
-void step_shapes(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
-                 const Tensor& options);
-
-// Registers, for a function `BoundRule name(...)` whose arguments have the schema `options`, two operators:
-// name_prepare over a plan, whose step plans_step then takes, and name_step over lists, which torch.compile
-// can follow: all that it reads or writes is among its arguments. Its `options` are those of name_prepare
-// from the first to maximize, as numbers in a tensor: a number by itself would be a constant of the compiled
-// graph. Besides, the first for those who call no operator.
-#define FUSEDSTEP_STEP_OPERATORS(name, options)                                                        \
-  STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {                                                        \
-    m.def(#name "_prepare(int plan, " options ", bool maximize, float grad_factor, int grads) -> ()"); \
-    m.def(#name                                                                                        \
-          "_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, "      \
-          "Tensor options) -> ()");                                                                    \
-  }                                                                                                    \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {                                 \
-    m.impl(#name "_prepare", TORCH_BOX(&StepOperators<&name>::over_plan));                             \
-  }                                                                                                    \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {                                                       \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                               \
-  }                                                                                                    \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {                                                      \
-    m.impl(#name "_step", TORCH_BOX(&StepOperators<&name>::over_lists));                               \
-  }                                                                                                    \
-  STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl(#name "_step", TORCH_BOX(&step_shapes)); }    \
-  [[maybe_unused]] const bool name##_is_known = add_step(#name, &StepOperators<&name>::over_numbers);
+std::span<const double> numbers(const Tensor& options, size_t count);
 
 }  // namespace fusedstep::ops

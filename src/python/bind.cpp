@@ -205,19 +205,18 @@ std::optional<std::vector<int64_t>> handles(PyObject* list) {
   return plans;
 }
 
-// prepare(optimizer, plan, options, grad_factor, grads): what the optimizer's operator of that name does.
+// prepare(rule, plan, options, grad_factor, grads): what the operator plan_prepare does.
 PyObject* prepare(PyObject* /*module*/, PyObject* arguments) {
-  const char* optimizer = nullptr;
+  const char* name = nullptr;
   long long plan = 0, grads = 0;
   PyObject* options = nullptr;
   double grad_factor = 1;
-  if (!PyArg_ParseTuple(arguments, "sLO!dL", &optimizer, &plan, &PyTuple_Type, &options, &grad_factor,
-                        &grads)) {
+  if (!PyArg_ParseTuple(arguments, "sLO!dL", &name, &plan, &PyTuple_Type, &options, &grad_factor, &grads)) {
     return nullptr;
   }
-  const fusedstep::ops::StepFunction function = fusedstep::ops::find_step(optimizer);
-  if (function == nullptr) {
-    PyErr_Format(PyExc_RuntimeError, "there is no optimizer \"%s\"", optimizer);
+  const fusedstep::ops::Rule* const rule = fusedstep::ops::find_rule(name);
+  if (rule == nullptr) {
+    PyErr_Format(PyExc_RuntimeError, "there is no rule \"%s\"", name);
     return nullptr;
   }
   std::array<double, 32> values{};
@@ -230,8 +229,11 @@ PyObject* prepare(PyObject* /*module*/, PyObject* arguments) {
     values[i] = PyFloat_AsDouble(PyTuple_GetItem(options, static_cast<Py_ssize_t>(i)));
     if (values[i] == -1 && PyErr_Occurred() != nullptr) return nullptr;
   }
-  if (!without_python([&] { function(plan, {values.data(), count}, grad_factor, grads, {}); }))
+  if (!without_python([&] {
+        fusedstep::ops::prepare_step(plan, *rule, {values.data(), count}, grad_factor, grads, {});
+      })) {
     return nullptr;
+  }
   Py_RETURN_NONE;
 }
 
@@ -321,7 +323,7 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
 }
 
 // A Repeat and its Parts are named tuples of python/fusedstep/optim/_repeat.py.
-enum InRepeat : Py_ssize_t { kOptimizer, kEmpty, kSilent, kValues, kParts, kBumpVersions, kRepeatFields };
+enum InRepeat : Py_ssize_t { kRule, kEmpty, kSilent, kValues, kParts, kBumpVersions, kRepeatFields };
 enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse };
 
 // Whether an object has no attribute of its own by this name, or None.
@@ -392,8 +394,8 @@ class PartOfStep {
   bool updates() const { return bound_.has_value(); }
   long long plan() const { return PyLong_AsLongLong(PyTuple_GetItem(part_, kPlan)); }
   bool writes_grads() const { return use() != 0; }
-  void prepare(fusedstep::ops::StepFunction step, const fusedstep::Aside& aside) const {
-    step(plan_, {values_, options_}, 1, use_, aside);
+  void prepare(const fusedstep::ops::Rule& rule, const fusedstep::Aside& aside) const {
+    fusedstep::ops::prepare_step(plan_, rule, {values_, options_}, 1, use_, aside);
   }
 
   // To be called before prepare(), which Python's objects are out of reach of. False: an error is set.
@@ -477,9 +479,9 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   if (accessed && std::ranges::any_of(step, &PartOfStep::lacks_states)) return false;
   if (!std::ranges::all_of(step, [&](PartOfStep& part) { return part.bind(accessed); })) return false;
 
-  const fusedstep::ops::StepFunction function =
-      fusedstep::ops::find_step(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kOptimizer), nullptr));
-  if (function == nullptr) return false;
+  const fusedstep::ops::Rule* const rule =
+      fusedstep::ops::find_rule(PyUnicode_AsUTF8AndSize(PyTuple_GetItem(last, kRule), nullptr));
+  if (rule == nullptr) return false;
   std::vector<int64_t> plans;
   plans.reserve(count);
   bool writes_grads = false;
@@ -511,7 +513,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   std::exception_ptr error;
   try {
     for (const PartOfStep& part : step) {
-      if (part.updates()) part.prepare(function, aside);
+      if (part.updates()) part.prepare(*rule, aside);
     }
     fusedstep::ops::take_steps(plans, aside);
   } catch (...) {

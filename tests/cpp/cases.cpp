@@ -15,9 +15,13 @@ rules::AdagradHyper hyper_of<rules::Adagrad>(unsigned) {
 }
 template <>
 rules::AdamHyper hyper_of<rules::Adam>(unsigned flags) {
-  const bool decoupled = !(flags & rules::kAdamCoupledDecay);
-  return {
-      .lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125, .decoupled = decoupled};
+  const double decoupled = flags & rules::kAdamCoupledDecay ? 0 : 1;
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .decoupled_weight_decay = decoupled};
 }
 template <>
 rules::AdanHyper hyper_of<rules::Adan>(unsigned) {
@@ -27,14 +31,14 @@ rules::AdanHyper hyper_of<rules::Adan>(unsigned) {
           .beta3 = 0.95,
           .eps = 1e-3,
           .weight_decay = 0.125,
-          .no_prox = false};
+          .no_prox = 0};
 }
 template <>
 rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   rules::LambHyper hyper = {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
   if (flags == 0) {  // bounds that some of the tensors reach
-    hyper.debias = false;
-    hyper.debias_lr = true;
+    hyper.debias = 0;
+    hyper.debias_lr = 1;
     hyper.min_ratio = 1.5;
     hyper.max_ratio = 2;
   }

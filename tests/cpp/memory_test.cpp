@@ -46,7 +46,7 @@ struct Subject {
       const auto& state = static_cast<const State&>(*at->second);
       if (state.step().template item<float>() == 0) continue;
       found.push_back(state.step().clone());
-      for (size_t k = 0; k < State::kNames.size(); ++k) {
+      for (size_t k = 0; k < std::size(State::kStates); ++k) {
         if (state.slot(k).defined()) found.push_back(state.slot(k).clone());
       }
     }

@@ -147,6 +147,13 @@ TYPED_TEST(OptimTest, ClipsByAnOptionAsByTheSeparateCall) {
   }
 }
 
+TYPED_TEST(OptimTest, DefaultsAreTheRules) {
+  using Optimizer = typename TypeParam::Optimizer;
+  const auto hyper = Optimizer::hyper(typename TypeParam::Options());
+  const std::remove_const_t<decltype(hyper)> expected{};
+  EXPECT_EQ(detail::numbers(hyper, false), detail::numbers(expected, false));
+}
+
 TYPED_TEST(OptimTest, OptionsAreCompared) {
   const auto options = TypeParam::options();
   auto other = TypeParam::options();

@@ -24,14 +24,19 @@
 #include <array>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <iterator>
 #include <limits>
 #include <memory>
 #include <string>
+#include <string_view>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "fusedstep/grad_use.h"
 #include "fusedstep/isa.h"
+#include "fusedstep/rules/list.h"
 
 namespace fusedstep::optim {
 namespace detail {
@@ -67,6 +72,17 @@ template <class T>
 void read_if_there(torch::serialize::InputArchive& archive, const char* name, T& option) {
   c10::IValue value;
   if (archive.try_read(name, value)) option = value.to<T>();
+}
+
+// The hyper-parameters of a rule as its operator takes them, in their order and, last, whether to maximize.
+template <class Hyper>
+std::vector<double> numbers(const Hyper& hyper, bool maximize) {
+  constexpr size_t kCount = std::size(Hyper::kNames);
+  static_assert(sizeof(Hyper) == kCount * sizeof(double));
+  std::vector<double> values(kCount);
+  std::memcpy(values.data(), &hyper, sizeof hyper);
+  values.push_back(maximize);
+  return values;
 }
 
 // The native plan of a list of weights and their states, and who they are.
@@ -110,11 +126,37 @@ class Plan {
 
 }  // namespace detail
 
-// The state of one parameter: a step count (one float32 number) and tensors of the parameter's shape, by
-// name. `Derived::kNames` lists the names in the order of the native operator.
-template <class Derived>
+// Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
+// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks is left as
+// it is: later versions have more of them.
+#define FUSEDSTEP_OPTIONS(Options, LIST)                                                                   \
+ public:                                                                                                   \
+  Options() = default;                                                                                     \
+  /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */                                    \
+  Options(double lr) : lr_(lr) {}                                                                          \
+  LIST(FUSEDSTEP_DECLARE_OPTION)                                                                           \
+ public:                                                                                                   \
+  void serialize(torch::serialize::InputArchive& archive) override { LIST(FUSEDSTEP_READ_OPTION) }         \
+  void serialize(torch::serialize::OutputArchive& archive) const override { LIST(FUSEDSTEP_WRITE_OPTION) } \
+  double get_lr() const override { return lr(); }                                                          \
+  void set_lr(const double lr) override { lr_ = lr; }                                                      \
+  friend bool operator==(const Options& a, const Options& b) { return true LIST(FUSEDSTEP_COMPARE_OPTION); }
+#define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
+#define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
+#define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
+#define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
+
+// Types and values of options that have commas in them, or are long.
+using TwoBetas = std::tuple<double, double>;
+using ThreeBetas = std::tuple<double, double, double>;
+inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+// The state of one parameter: a step count (one float32 number) and the rule's states, by name.
+template <class Derived, template <unsigned> class Rule>
 class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
  public:
+  static constexpr auto& kStates = Rule<0>::kAllStates;
+
   const torch::Tensor& step() const { return step_; }
   void step(torch::Tensor step) { step_ = std::move(step); }
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }
@@ -131,27 +173,28 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 
   void serialize(torch::serialize::OutputArchive& archive) const override {
     archive.write("step", step_, /*is_buffer=*/true);
-    for (size_t i = 0; i < Derived::kNames.size(); ++i) {
-      if (slots_[i].defined()) archive.write(Derived::kNames[i], slots_[i], /*is_buffer=*/true);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].defined()) archive.write(kStates[i].name, slots_[i], /*is_buffer=*/true);
     }
   }
   void serialize(torch::serialize::InputArchive& archive) override {
     archive.read("step", step_, /*is_buffer=*/true);
-    for (size_t i = 0; i < Derived::kNames.size(); ++i) {
-      archive.try_read(Derived::kNames[i], slots_[i], /*is_buffer=*/true);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      archive.try_read(kStates[i].name, slots_[i], /*is_buffer=*/true);
     }
   }
 
  private:
-  static constexpr size_t kMostSlots = 4;
   torch::Tensor step_;
-  std::array<torch::Tensor, kMostSlots> slots_;
+  std::array<torch::Tensor, std::size(Rule<0>::kAllStates)> slots_;
 };
 
-// Base of the C++ optimizers. `Derived` has
-//   static size_t slots(const Options&)           how many of ParamState's tensors these options use,
-//   static double initial_value(const Options&)   what they start at,
-//   static void prepare(const Options&, int64_t plan, double grad_factor), which calls the native operator,
+// Base of the C++ optimizers over the native rule `Rule`. `Derived` has
+//   static constexpr const char* kRule            the rule's name,
+//   static void check(const Options&)             which throws c10::Error for options out of range,
+//   static Hyper hyper(const Options&)            the rule's hyper-parameters,
+// and, where states start at another number than zero,
+//   static double initial_value(const Options&),
 // and, where it does anything with the gradients but read them,
 //   static GradUse grad_use(const Options&),
 // and, where they are not the option max_grad_norm and 1e-6,
@@ -159,11 +202,18 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 //   static double grad_norm_eps(const Options&)   which is added to the norm that is divided by,
 // and, where it takes sparse gradients,
 //   static const char* sparse_error(const Options&)   null, or why it does not with these options.
-template <class Derived, class Options, class State>
+template <class Derived, class Options, class State, template <unsigned> class Rule>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
-  using torch::optim::Optimizer::Optimizer;
+  explicit FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
+                          Options defaults = {})
+      : torch::optim::Optimizer(param_groups, std::make_unique<Options>(defaults)) {
+    Derived::check(defaults);
+  }
+  explicit FusedOptimizer(std::vector<torch::Tensor> params, Options defaults = {})
+      : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
 
+  static double initial_value(const Options&) { return 0; }
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
   static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
   static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
@@ -190,7 +240,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
     std::vector<int64_t> plans;
     for (const Work& group : work) {
-      Derived::prepare(*group.options, group.plan, take_factor(group, factor));
+      prepare(*group.options, group.plan, take_factor(group, factor));
       plans.push_back(group.plan);
     }
     static const auto take_steps = detail::find_op<void(at::IntArrayRef)>("fusedstep::plans_step");
@@ -212,6 +262,25 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
  private:
   using Tensors = std::vector<torch::Tensor>;
+  static constexpr auto& kStates = Rule<0>::kAllStates;
+
+  // The rule's states that these options ask for, as indices of kStates.
+  static std::vector<size_t> slots(const Options& options) {
+    const unsigned flags = Derived::hyper(options).flags();
+    std::vector<size_t> found;
+    for (size_t k = 0; k < std::size(kStates); ++k) {
+      if (kStates[k].flag == 0 || (flags & kStates[k].flag) != 0) found.push_back(k);
+    }
+    return found;
+  }
+
+  static void prepare(const Options& options, int64_t plan, double grad_factor) {
+    static const auto op =
+        detail::find_op<void(int64_t, std::string_view, at::ArrayRef<double>, double, int64_t)>(
+            "fusedstep::plan_prepare");
+    op.call(plan, Derived::kRule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
+            static_cast<int64_t>(Derived::grad_use(options)));
+  }
 
   // A group that has gradients, bound.
   struct Work {
@@ -234,10 +303,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     if (weights.empty()) return;
     make_missing_states(weights, options);
 
-    const size_t slots = Derived::slots(options);
     Tensors states, steps;
-    states.reserve(slots * weights.size());
-    for (size_t k = 0; k < slots; ++k) {
+    for (const size_t k : slots(options)) {
       for (const torch::Tensor& weight : weights) states.push_back(state_of(weight).slot(k));
     }
     for (const torch::Tensor& weight : weights) steps.push_back(state_of(weight).step());
@@ -329,11 +396,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   void make_missing_states(const Tensors& weights, const Options& options) {
-    const size_t slots = Derived::slots(options);
+    const std::vector<size_t> all = slots(options);
     Tensors fresh;
-    const auto is_whole = [slots](const State& state) {
+    const auto is_whole = [&all](const State& state) {
       bool whole = state.step().defined();
-      for (size_t k = 0; k < slots; ++k) whole = whole && state.slot(k).defined();
+      for (const size_t k : all) whole = whole && state.slot(k).defined();
       return whole;
     };
     for (const torch::Tensor& weight : weights) {
@@ -345,7 +412,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     if (fresh.empty()) return;
     static const auto new_states =
         detail::find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
-    const Tensors made = new_states.call(fresh, static_cast<int64_t>(slots), /*wide=*/false);
+    const Tensors made = new_states.call(fresh, static_cast<int64_t>(all.size()), /*wide=*/false);
     for (const torch::Tensor& tensor : made) {
       if (Derived::initial_value(options) != 0) tensor.fill_(Derived::initial_value(options));
     }
@@ -355,9 +422,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
       if (found == state_.end()) state = std::make_unique<State>();
       State& to = static_cast<State&>(state ? *state : *found->second);
       if (!to.step().defined()) to.step(torch::zeros({}, torch::kFloat32));
-      for (size_t k = 0; k < slots; ++k) {
+      for (size_t s = 0; s < all.size(); ++s) {
         // One that is there is kept: an option such as amsgrad came later.
-        if (!to.slot(k).defined()) to.slot(k, made[k * fresh.size() + i]);
+        if (!to.slot(all[s]).defined()) to.slot(all[s], made[s * fresh.size() + i]);
       }
       // Kept when it is whole: memory may run out before.
       if (state) state_.emplace(fresh[i].unsafeGetTensorImpl(), std::move(state));

@@ -1,13 +1,17 @@
 #pragma once
+#include "fusedstep/rules/specs.h"
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::rules {
 
-struct AdagradHyper {
-  double lr, lr_decay, weight_decay, eps;
-};
-
 enum AdagradFlag : unsigned { kAdagradDecay = 1 };
+
+struct AdagradHyper {
+  double lr = 1e-2, lr_decay = 0, weight_decay = 0, eps = 1e-10;
+  static constexpr const char* kNames[] = {"lr", "lr_decay", "weight_decay", "eps"};
+
+  constexpr unsigned flags() const { return (weight_decay != 0) * kAdagradDecay; }
+};
 
 template <class T>
 struct AdagradScalars {
@@ -23,7 +27,8 @@ struct Adagrad {
   template <class T>
   using Scalars = AdagradScalars<T>;
   static constexpr unsigned kFlagCombinations = 2;
-  static constexpr int kStates = 1;
+  static constexpr StateSpec kAllStates[] = {{"sum", Sign::kNotNegative}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
   // Whether a sparse gradient's step is that of its rows alone.
   static constexpr bool kZeroGradChangesNothing = !(kFlags & kAdagradDecay);
 

@@ -1,16 +1,25 @@
 #pragma once
 #include <cmath>
 
+#include "fusedstep/rules/specs.h"
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::rules {
 
-struct AdamHyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool decoupled;  // AdamW: the decay shrinks the weight; otherwise it is added to the gradient
-};
-
+// kAdamCoupledDecay: the decay is added to the gradient. Decoupled, it is a factor of the weight.
 enum AdamFlag : unsigned { kAdamAmsgrad = 1, kAdamCoupledDecay = 2 };
+
+struct AdamHyper {
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, amsgrad = 0,
+         decoupled_weight_decay = 0;
+  static constexpr const char* kNames[] = {
+      "lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay"};
+
+  constexpr unsigned flags() const {
+    const bool coupled_decay = weight_decay != 0 && decoupled_weight_decay == 0;
+    return (amsgrad != 0) * kAdamAmsgrad | coupled_decay * kAdamCoupledDecay;
+  }
+};
 
 template <class T>
 struct AdamScalars {
@@ -29,7 +38,9 @@ struct Adam {
   template <class T>
   using Scalars = AdamScalars<T>;
   static constexpr unsigned kFlagCombinations = 4;
-  static constexpr int kStates = kFlags & kAdamAmsgrad ? 3 : 2;
+  static constexpr StateSpec kAllStates[] = {
+      {"exp_avg"}, {"exp_avg_sq", Sign::kNotNegative}, {"max_exp_avg_sq", Sign::kNotNegative, kAdamAmsgrad}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
@@ -40,7 +51,7 @@ struct Adam {
             T(1 / std::sqrt(bias2)),
             T(h.eps),
             T(h.weight_decay),
-            T(h.decoupled ? 1 - h.lr * h.weight_decay : 1),
+            T(h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1),
             T(-h.lr / bias1)};
   }
 

@@ -1,13 +1,17 @@
 #pragma once
 #include <cmath>
 
+#include "fusedstep/rules/specs.h"
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::rules {
 
 struct AdanHyper {
-  double lr, beta1, beta2, beta3, eps, weight_decay;
-  bool no_prox;  // the decay shrinks the weight before the step, as AdamW's; otherwise after it
+  double lr = 1e-3, beta1 = 0.98, beta2 = 0.92, beta3 = 0.99, eps = 1e-8, weight_decay = 0;
+  double no_prox = 0;  // 1: the decay shrinks the weight before the step, as AdamW's; otherwise after it
+  static constexpr const char* kNames[] = {"lr", "beta1", "beta2", "beta3", "eps", "weight_decay", "no_prox"};
+
+  constexpr unsigned flags() const { return 0; }
 };
 
 template <class T>
@@ -32,7 +36,9 @@ struct Adan {
   template <class T>
   using Scalars = AdanScalars<T>;
   static constexpr unsigned kFlagCombinations = 1;
-  static constexpr int kStates = 4;
+  static constexpr StateSpec kAllStates[] = {
+      {"exp_avg"}, {"exp_avg_sq", Sign::kNotNegative}, {"exp_avg_diff"}, {"neg_pre_grad"}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
@@ -49,8 +55,8 @@ struct Adan {
             T(h.eps),
             T(-h.lr / bias1),
             T(-h.lr * h.beta2 / bias2),
-            T(h.no_prox ? 1 - decay : 1),
-            T(h.no_prox ? 1 : 1 / (1 + decay))};
+            T(h.no_prox != 0 ? 1 - decay : 1),
+            T(h.no_prox != 0 ? 1 : 1 / (1 + decay))};
   }
 
   template <class V, class T>

@@ -3,22 +3,33 @@
 #include <cmath>
 #include <limits>
 
+#include "fusedstep/rules/specs.h"
 #include "fusedstep/vocabulary.h"
 
 namespace fusedstep::rules {
 
-// As published, with what the known variants of LAMB do otherwise.
-struct LambHyper {
-  double lr, beta1, beta2, eps, weight_decay;
-  bool debias = true;      // m and v are divided by 1 - beta^t
-  bool debias_lr = false;  // lr is multiplied by sqrt(1 - beta2^t) / (1 - beta1^t)
-  bool adapt = true;       // false: the ratio is 1
-  double max_weight_norm = std::numeric_limits<double>::infinity();
-  double min_ratio = 0, max_ratio = std::numeric_limits<double>::infinity();
-};
-
 // kLambDecay: the decay is part of u. kLambDecoupled: it shrinks the weight first, outside of u. Not both.
 enum LambFlag : unsigned { kLambDecay = 1, kLambDecoupled = 2 };
+
+// As published, with what the known variants of LAMB do otherwise.
+struct LambHyper {
+  static constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+  double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  double decoupled_decay = 0;
+  double debias = 1;        // m and v are divided by 1 - beta^t
+  double debias_lr = 0;     // lr is multiplied by sqrt(1 - beta2^t) / (1 - beta1^t)
+  double always_adapt = 1;  // 0: the ratio is 1 without weight decay
+  double max_weight_norm = kInfinity, min_ratio = 0, max_ratio = kInfinity;
+  static constexpr const char* kNames[] = {"lr",           "beta1",           "beta2",     "eps",
+                                           "weight_decay", "decoupled_decay", "debias",    "debias_lr",
+                                           "always_adapt", "max_weight_norm", "min_ratio", "max_ratio"};
+
+  constexpr unsigned flags() const {
+    if (weight_decay == 0) return 0;
+    return decoupled_decay != 0 ? kLambDecoupled : kLambDecay;
+  }
+};
 
 template <class T>
 struct LambScalars {
@@ -37,7 +48,8 @@ struct Lamb {
   template <class T>
   using Scalars = LambScalars<T>;
   static constexpr unsigned kFlagCombinations = 3;
-  static constexpr int kStates = 2;
+  static constexpr StateSpec kAllStates[] = {{"exp_avg"}, {"exp_avg_sq", Sign::kNotNegative}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
@@ -46,12 +58,12 @@ struct Lamb {
             T(1 - h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
-            T(h.debias ? 1 / bias1 : 1),
-            T(h.debias ? 1 / std::sqrt(bias2) : 1),
+            T(h.debias != 0 ? 1 / bias1 : 1),
+            T(h.debias != 0 ? 1 / std::sqrt(bias2) : 1),
             T(h.eps),
             T(h.weight_decay),
             T(1 - h.lr * h.weight_decay),
-            T(h.debias_lr ? -h.lr * std::sqrt(bias2) / bias1 : -h.lr)};
+            T(h.debias_lr != 0 ? -h.lr * std::sqrt(bias2) / bias1 : -h.lr)};
   }
 
   // Phase 1: new moments; returns u and adds p and u to the norms.
@@ -70,7 +82,8 @@ struct Lamb {
 
   // Between the phases, once a tensor, from the squares of the two norms.
   FUSEDSTEP_FN static double trust_ratio(const Hyper& h, double weight_norm2, double update_norm2) {
-    if (!h.adapt || weight_norm2 == 0 || update_norm2 == 0) return 1;
+    const bool adapts = h.always_adapt != 0 || h.weight_decay != 0;
+    if (!adapts || weight_norm2 == 0 || update_norm2 == 0) return 1;
     const double weight_norm = std::min(std::sqrt(weight_norm2), h.max_weight_norm);
     return std::max(std::min(weight_norm / std::sqrt(update_norm2), h.max_ratio), h.min_ratio);  // keeps NaN
   }

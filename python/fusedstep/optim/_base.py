@@ -18,9 +18,11 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors, _grads
 from fusedstep.optim._checks import (
+    check_floats,
     check_number,
     check_operands,
     check_options,
+    floats,
     has_text,
     numeric,
     with_name,
@@ -53,12 +55,12 @@ _Place = tuple[int, int]
 class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
-    A subclass says what is its own: the constructor, the names of its states, the native operator
-    and its arguments, and the imperative twin.
+    A subclass says what is its own: the constructor, the names of its states, the native rule, and
+    the imperative twin.
     """
 
-    #: Name of the native operators: over a plan with ``_``, over lists with ``_step`` behind it.
-    _operator: ClassVar[str]
+    #: Name of the native rule, which owns the order of its hyper-parameters.
+    _rule: ClassVar[str]
     #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
@@ -90,7 +92,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     # What a subclass says
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states of the weight's shape, in the order of the native operator."""
+        """Names of the states of the weight's shape, in the order of the native rule."""
         raise NotImplementedError
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
@@ -101,13 +103,16 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """What these states start at."""
         return 0.0
 
-    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        """The operators' arguments between the learning rate and ``maximize``."""
-        raise NotImplementedError
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters of the native rule by its names for them, and others."""
+        betas = floats(group.get("betas", ()), len(self.defaults.get("betas", ())))
+        return group | {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
 
     def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
-        lr = group["lr"] if lr is None else lr
-        return float(lr), *self._native_arguments(group), group["maximize"]
+        """The hyper-parameters in the rule's order and, last, whether to maximize."""
+        values = self._rule_options(group)
+        values["lr"] = float(group["lr"] if lr is None else lr)
+        return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         """Whether a native step may leave anything in the gradients."""
@@ -551,7 +556,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             if not plan:
                 continue
             try:
-                _ops.prepare_step(self._operator, plan.handle, values, factor, use)
+                _ops.prepare_step(self._rule, plan.handle, values, factor, use)
             except RuntimeError as error:
                 raise with_name(error, self._groups, group, weights) from None
         imperative = [item for item in work if not item.plan]
@@ -589,10 +594,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         try:
             if has_text(group):  # which float() might take
                 check_options(group, self.defaults)
-            if not plan and (group["differentiable"] or group.get("capturable")):
-                return ()  # autograd and graphs follow them
+            if not plan:
+                if not (group["differentiable"] or group.get("capturable")):
+                    check_floats(group, self.defaults)  # else autograd and graphs follow them
+                return ()
             lr = None
-            if plan and plan.is_on_device:
+            if plan.is_on_device:
                 lr = plan.set_device_inputs(group["lr"], factors)
             options = self._options(group, None if lr is None else 0.0)
             list(map(float, options))

@@ -147,6 +147,21 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             raise TypeError(f"{name} must not be a text: {value!r}")
 
 
+def check_floats(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raises if an option whose default is a number, or several, cannot be taken as such."""
+    for name, default in defaults.items():
+        if name not in OWN and is_number(default):
+            float(group[name])
+    floats(group.get("betas", ()), len(defaults.get("betas", ())))
+
+
+def floats(betas: tuple[float | Tensor, ...], count: int) -> list[float]:
+    """The betas as numbers, of which there have to be so many."""
+    numbers = list(map(float, betas))
+    check_count(betas, count)
+    return numbers
+
+
 def has_text(group: dict[str, Any]) -> bool:
     """Tells whether a group has a text for an option, where none may be. Every step asks."""
     if str not in map(type, group.values()):

@@ -44,8 +44,7 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
         steps = [state["step"] for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)
-        operator = getattr(torch.ops.fusedstep, f"{optimizer._operator}_step")
-        operator(weights, grads, slots, steps, options)
+        torch.ops.fusedstep.step(weights, grads, slots, steps, options, optimizer._rule)
         increment_version(weights)  # for compilers that leave the operator as it is
     return True
 

@@ -41,7 +41,7 @@ class Part(NamedTuple):
 class Repeat(NamedTuple):
     """What the last step went by, for ``_bind.repeat`` to compare with."""
 
-    optimizer: str
+    rule: str
     empty: tuple[dict[int, Any], ...]
     """Hooks: none."""
     silent: tuple[Callable[[], Any], ...]
@@ -76,7 +76,7 @@ def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) 
     if not optimizer._is_on_host():
         silent += (torch._C._cuda_isCurrentStreamCapturing,)
     return Repeat(
-        optimizer._operator,
+        optimizer._rule,
         (
             optimizer._optimizer_step_pre_hooks,
             optimizer._optimizer_step_post_hooks,

@@ -102,7 +102,7 @@ class Adagrad(FusedOptimizer):
         https://jmlr.org/papers/v12/duchi11a.html
     """
 
-    _operator = "adagrad"
+    _rule = "adagrad"
 
     def __init__(
         self,
@@ -207,6 +207,3 @@ class Adagrad(FusedOptimizer):
             maximize=False,
         )
         return weight
-
-    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        return group["lr_decay"], group["weight_decay"], group["eps"]

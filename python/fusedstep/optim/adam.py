@@ -109,7 +109,7 @@ class Adam(FusedOptimizer):
         https://openreview.net/forum?id=ryQu7f-RZ
     """
 
-    _operator = "adam"
+    _rule = "adam"
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
@@ -212,14 +212,3 @@ class Adam(FusedOptimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
         return weight
-
-    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        beta1, beta2 = map(float, group["betas"])
-        return (
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            group["amsgrad"],
-            group["decoupled_weight_decay"],
-        )

@@ -115,7 +115,7 @@ class Adan(FusedOptimizer):
         https://arxiv.org/abs/2208.06677
     """
 
-    _operator = "adan"
+    _rule = "adan"
     _counts_in_groups = True
     _foreach_means_unfused = False
     _later_options = FusedOptimizer._later_options | {
@@ -308,7 +308,3 @@ class Adan(FusedOptimizer):
         if group["no_prox"]:
             return weight * (1 - decay) - lr * update / denom
         return (weight - lr * update / denom) / (1 + decay)
-
-    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        beta1, beta2, beta3 = map(float, group["betas"])
-        return beta1, beta2, beta3, group["eps"], group["weight_decay"], group["no_prox"]

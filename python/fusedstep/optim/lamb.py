@@ -170,7 +170,7 @@ class Lamb(FusedOptimizer):
         https://arxiv.org/abs/1904.00962
     """
 
-    _operator = "lamb"
+    _rule = "lamb"
     _elementwise = False
     _later_options = (
         FusedOptimizer._later_options
@@ -374,21 +374,11 @@ class Lamb(FusedOptimizer):
             lr = lr * bias2.sqrt() / bias1
         return weight - lr * update
 
-    def _native_arguments(self, group: dict[str, Any]) -> tuple[Any, ...]:
-        beta1, beta2 = map(float, group["betas"])
-        return (
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            group["decoupled_decay"],
-            _debiases_moments(group),
-            group["debias"] == "lr",
-            _adapts(group),
-            group["max_weight_norm"],
-            group["min_ratio"],
-            group["max_ratio"],
-        )
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._rule_options(group) | {
+            "debias": _debiases_moments(group),
+            "debias_lr": group["debias"] == "lr",
+        }
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         return not group["keep_grad"]

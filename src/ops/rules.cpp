@@ -1,0 +1,93 @@
+#include "src/ops/rules.h"
+
+#include <torch/csrc/stable/library.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstring>
+#include <iterator>
+#include <stdexcept>
+
+#include "fusedstep/rules/list.h"
+
+namespace fusedstep::ops {
+namespace {
+
+template <template <unsigned> class R>
+BoundRule bind(std::span<const double> options) {
+  typename R<0>::Hyper hyper;
+  std::memcpy(static_cast<void*>(&hyper), options.data(), sizeof hyper);
+  return bind_rule<R>(hyper, hyper.flags());
+}
+
+template <template <unsigned> class R>
+Rule describe(std::string name) {
+  using Hyper = typename R<0>::Hyper;
+  constexpr size_t kOptions = std::size(Hyper::kNames);
+  static_assert(sizeof(Hyper) == kOptions * sizeof(double), "each hyper-parameter is a double, with a name");
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
+  const Hyper defaults;
+  std::vector<double> values(kOptions);
+  std::memcpy(values.data(), &defaults, sizeof defaults);
+  return {std::move(name),
+          {std::begin(Hyper::kNames), std::end(Hyper::kNames)},
+          std::move(values),
+          R<0>::kAllStates,
+          bind<R>};
+}
+
+std::vector<std::string> rule_names() {
+  std::vector<std::string> names;
+  for (const Rule& rule : rules()) names.push_back(rule.name);
+  return names;
+}
+
+std::vector<std::string> rule_options(std::string_view rule) { return rule_named(rule).options; }
+
+std::vector<double> rule_defaults(std::string_view rule) { return rule_named(rule).defaults; }
+
+std::vector<std::string> rule_states(std::string_view rule) {
+  std::vector<std::string> names;
+  for (const rules::StateSpec& state : rule_named(rule).states) names.emplace_back(state.name);
+  return names;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("rules() -> str[]");
+  m.def("rule_options(str rule) -> str[]");
+  m.def("rule_defaults(str rule) -> float[]");
+  m.def("rule_states(str rule) -> str[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("rules", TORCH_BOX(&rule_names));
+  m.impl("rule_options", TORCH_BOX(&rule_options));
+  m.impl("rule_defaults", TORCH_BOX(&rule_defaults));
+  m.impl("rule_states", TORCH_BOX(&rule_states));
+}
+
+}  // namespace
+
+const std::vector<Rule>& rules() {
+  static const auto* const all = new std::vector<Rule>{
+#define FUSEDSTEP_RULE(R) describe<fusedstep::rules::R>(#R),
+      FUSEDSTEP_RULES(FUSEDSTEP_RULE)
+#undef FUSEDSTEP_RULE
+  };
+  return *all;
+}
+
+const Rule* find_rule(std::string_view name) {
+  for (const Rule& rule : rules()) {
+    if (rule.name == name) return &rule;
+  }
+  return nullptr;
+}
+
+const Rule& rule_named(std::string_view name) {
+  const Rule* const found = find_rule(name);
+  if (found == nullptr) throw std::runtime_error("there is no rule \"" + std::string(name) + "\"");
+  return *found;
+}
+
+}  // namespace fusedstep::ops

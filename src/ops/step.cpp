@@ -1,0 +1,67 @@
+// The operators that take a step, whatever the rule: over a plan, and over lists.
+#include <memory>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "src/ops/native_plan.h"
+#include "src/ops/rules.h"
+
+namespace fusedstep::ops {
+namespace {
+
+void plan_prepare(int64_t plan, std::string_view rule, const std::vector<double>& options, double grad_factor,
+                  int64_t grads) {
+  prepare_step(plan, rule_named(rule), options, grad_factor, grads, {});
+}
+
+// Takes the steps over these plans that have been prepared.
+void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
+
+// Reads and writes nothing but its arguments, so that torch.compile can follow it. A number by itself would
+// be a constant of the compiled graph: hence the tensor.
+void step(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
+          const Tensor& options, std::string_view rule_name) {
+  const Rule& rule = rule_named(rule_name);
+  const std::span<const double> values = numbers(options, rule.options.size() + 1);
+  const BoundRule bound = rule.bind(values);
+  const bool masters = states.size() == (bound.states + 1) * weights.size();
+  const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps, masters);
+  check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
+        "weights must all be on one device");
+  prepare_step(*native, bound, {.maximize = values.back() != 0});
+  take_step(*native);
+}
+
+// On tensors that have shapes and no memory, by which a compiler looks at an operator.
+void step_shapes(const Tensors& /*weights*/, const Tensors& /*grads*/, const Tensors& /*states*/,
+                 const Tensors& /*steps*/, const Tensor& /*options*/, std::string_view /*rule*/) {}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("plan_prepare(int plan, str rule, float[] options, float grad_factor, int grads) -> ()");
+  m.def("plans_step(int[] plans) -> ()");
+  m.def(
+      "step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor options, "
+      "str rule) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("plan_prepare", TORCH_BOX(&plan_prepare));
+  m.impl("plans_step", TORCH_BOX(&plans_step));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("step", TORCH_BOX(&step)); }
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("step", TORCH_BOX(&step)); }
+
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl("step", TORCH_BOX(&step_shapes)); }
+
+}  // namespace
+
+void prepare_step(int64_t plan, const Rule& rule, std::span<const double> options, double grad_factor,
+                  int64_t grads, const Aside& aside) {
+  check(options.size() == rule.options.size() + 1, "an option is missing, or there is one too many");
+  prepare_step(*find_plan(plan), rule.bind(options), {options.back() != 0, grad_factor, grads}, aside);
+}
+
+}  // namespace fusedstep::ops

@@ -1,0 +1,42 @@
+"""Law: the native rule owns names, order and defaults; Python's classes have the same."""
+
+import pytest
+import torch
+
+from cases import CASES, PLAIN
+from fusedstep import _ops
+
+RULES = torch.ops.fusedstep.rules()
+
+#: Options by which a class differs from its rule.
+DIFFERENT = {"AdamW": {"weight_decay": 1e-2, "decoupled_weight_decay": True}}
+
+
+def test_every_rule_has_a_class_and_every_class_a_rule():
+    assert {case.optimizer._rule for case in PLAIN} == set(RULES)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_defaults_are_those_of_the_rule(case):
+    rule = case.optimizer._rule
+    names = torch.ops.fusedstep.rule_options(rule)
+    assert _ops.rule_options[rule] == tuple(names)
+    expected = dict(zip(names, torch.ops.fusedstep.rule_defaults(rule), strict=True))
+    optimizer = case.optimizer([torch.zeros(3)])
+    found = optimizer._options(optimizer.param_groups[0])
+    assert len(found) == len(names) + 1
+    differences = DIFFERENT.get(case.optimizer.__name__, {})
+    assert dict(zip(names, found, strict=False)) == expected | differences
+    assert found[-1] is False  # maximize
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_states_are_those_of_the_rule_in_its_order(case):
+    states = torch.ops.fusedstep.rule_states(case.optimizer._rule)
+    assert [name for name in states if name in case.states] == list(case.states)
+
+
+@pytest.mark.parametrize("function", ["rule_options", "rule_defaults", "rule_states"])
+def test_an_unknown_rule_is_named(function):
+    with pytest.raises(RuntimeError, match='there is no rule "adem"'):
+        getattr(torch.ops.fusedstep, function)("adem")
