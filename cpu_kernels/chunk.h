@@ -31,7 +31,7 @@ struct Rows {
 
   void* operand[kMaxOperands] = {};
   int64_t bytes[kMaxOperands] = {};
-  Ahead ahead;
+  PrefetchDistance ahead;
 
   void go_to_next() {
     for (int k = 0; k < kMaxOperands; ++k) operand[k] = static_cast<char*>(operand[k]) + bytes[k];

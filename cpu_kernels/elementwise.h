@@ -19,7 +19,7 @@ constexpr int registers_at_once(Reach reach) {
 
 // Prefetches what is ahead of `count` elements from the i-th on.
 template <Reach kReach, class T>
-FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const Ahead& ahead) {
+FUSEDSTEP_FN void prefetch_ahead(const T* array, int64_t i, int count, const PrefetchDistance& ahead) {
   constexpr int64_t kLine = 64;
   const char* const first = reinterpret_cast<const char*>(array);
   const int64_t offset = i * int64_t{sizeof(T)}, bytes = count * int64_t{sizeof(T)};
@@ -48,7 +48,7 @@ struct Arrays {
   State* state[kStates + kHasMaster];  // the last is the master copy
   const Scalars scalars;               // by value: a store through an operand cannot change it
   const T grad_factor;
-  const Ahead ahead;
+  const PrefetchDistance ahead;
 
   explicit Arrays(const Span& span)
       : weight(static_cast<Stored*>(span.operand[kWeight])),

@@ -6,15 +6,9 @@
 #include "fusedstep/rules/list.h"
 #include "src/core/operands.h"
 #include "src/core/reduction.h"
-#include "src/core/walk.h"
+#include "src/core/task.h"
 
 namespace fusedstep::cpu {
-
-// By how many bytes prefetches are ahead: for the first-level cache, and for the second. Zero: there are none
-// for it; for the second there are none without the first.
-struct Ahead {
-  int64_t first = 0, second = 0;
-};
 
 // Rows of `count` elements that lie side by side in every operand.
 struct Span {
@@ -22,7 +16,7 @@ struct Span {
   int64_t row_bytes[kMaxOperands];  // from a row to the next
   int64_t rows = 1, count;          // at least one row
   const void* scalars;              // the rule's Scalars<float or double>
-  Ahead ahead;
+  PrefetchDistance ahead;
   double grad_factor;  // what the gradient is multiplied by as it is read
   double ratio;        // second phase: the tensor's trust ratio
   double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
@@ -54,17 +48,6 @@ struct GradTreatment {
   double scale_factor = 1;
   double factor = 1;   // what it is multiplied by as it is read
   bool clear = false;  // it is zero in the end
-};
-
-// One tensor as a kernel sees it.
-struct TensorTask {
-  void* data[kMaxOperands];
-  int element_size[kMaxOperands];
-  int operands;
-  const BlockLayout* layout;  // null: all operands share one dense order
-  const void* scalars;
-  double ratio;
-  Ahead ahead;  // in operands that lie in one run
 };
 
 struct KernelTable {

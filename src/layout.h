@@ -4,7 +4,7 @@
 #include <span>
 #include <vector>
 
-#include "cpu_kernels/kernel_table.h"
+#include "src/core/walk.h"
 
 namespace fusedstep {
 

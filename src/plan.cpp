@@ -8,6 +8,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "src/core/reduction.h"
+
 namespace fusedstep {
 namespace {
 
@@ -18,9 +20,9 @@ constexpr int64_t kCached = int64_t{256} << 20;
 // team's second-level caches do: by whose processor it is, since they differ in how far they look ahead by
 // themselves. docs/tried.md has other distances.
 struct Distances {
-  cpu::Ahead in_memory, in_third_level, in_second_level;
+  PrefetchDistance in_memory, in_third_level, in_second_level;
 
-  const cpu::Ahead& of(int64_t bytes, int64_t second_level) const {
+  const PrefetchDistance& of(int64_t bytes, int64_t second_level) const {
     if (bytes <= second_level) return in_second_level;
     return bytes <= kCached ? in_third_level : in_memory;
   }
@@ -41,11 +43,11 @@ Distances known_distances() {
     if (processor_family() >= 0x1a) {
       return {.in_memory = {.first = 2048}, .in_third_level = {.first = 4096}, .in_second_level = {}};
     }
-    constexpr cpu::Ahead kBeyond{.first = 256, .second = 1024};
+    constexpr PrefetchDistance kBeyond{.first = 256, .second = 1024};
     return {.in_memory = kBeyond, .in_third_level = kBeyond, .in_second_level = {}};
   }
 #endif
-  constexpr cpu::Ahead kBeyond{.first = 1024, .second = 6144};
+  constexpr PrefetchDistance kBeyond{.first = 1024, .second = 6144};
   return {.in_memory = kBeyond, .in_third_level = kBeyond, .in_second_level = {.first = 512}};
 }
 
@@ -369,7 +371,7 @@ void Plan::refresh(int64_t wave_bytes) {
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
   step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
-  const cpu::Ahead& ahead = distances().of(all_bytes, wave_bytes);
+  const PrefetchDistance& ahead = distances().of(all_bytes, wave_bytes);
   for (Entry& entry : entries_) entry.task.ahead = ahead;
   stale_ = false;
   ++operands_version_;

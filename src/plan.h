@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "cpu_kernels/kernel_table.h"
 #include "fusedstep/isa.h"
+#include "src/core/task.h"
 #include "src/extents.h"
 #include "src/layout.h"
 #include "src/rows.h"
@@ -81,8 +81,8 @@ class Plan {
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
   Format format(size_t i) const { return formats_[i]; }
-  cpu::TensorTask& task(size_t i) { return entries_[i].task; }
-  const cpu::TensorTask& task(size_t i) const { return entries_[i].task; }
+  TensorTask& task(size_t i) { return entries_[i].task; }
+  const TensorTask& task(size_t i) const { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
   // The rows of a sparse gradient on the host; null for a dense one, and on a device.
   Rows* rows(size_t i) {
@@ -151,7 +151,7 @@ class Plan {
 
  private:
   struct Entry {
-    cpu::TensorTask task{};
+    TensorTask task{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<RowIndex> index;
     std::optional<Rows> rows;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace fusedstep {
 
@@ -51,8 +50,8 @@ void Rows::sort() {
   }
 }
 
-cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
-  cpu::TensorTask task = tensor;
+TensorTask Rows::task(const TensorTask& tensor, int64_t row) const {
+  TensorTask task = tensor;
   for (int k = 0; k < task.operands; ++k) {
     int64_t offset = 0;
     for (int d = 0; d < index_.dims; ++d) {
@@ -64,20 +63,6 @@ cpu::TensorTask Rows::task(const cpu::TensorTask& tensor, int64_t row) const {
   // So far ahead are other rows, of which few have an entry.
   if (row_bytes_ < std::max(task.ahead.first, task.ahead.second)) task.ahead = {};
   return task;
-}
-
-void Rows::make_sum(int64_t i, const cpu::SpanKernel& add) {
-  if (row_bytes_ == 0) return;  // rows without elements need no memory, and may have none
-  const Sum& sum = sums_[i];
-  std::byte* values = rows_[sum.row].grad;
-  std::memcpy(values, entries_ + sorted_[sum.first].entry * row_bytes_, row_bytes_);
-  for (int64_t k = sum.first + 1; k < sum.last; ++k) {
-    cpu::Span span{};
-    span.operand[kWeight] = values;
-    span.operand[kGrad] = entries_ + sorted_[k].entry * row_bytes_;
-    span.count = row_elements_;
-    add.run(span);
-  }
 }
 
 }  // namespace fusedstep

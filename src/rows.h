@@ -2,10 +2,11 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <span>
 #include <vector>
 
-#include "cpu_kernels/kernel_table.h"
+#include "src/core/task.h"
 #include "src/layout.h"
 
 namespace fusedstep {
@@ -21,12 +22,22 @@ class Rows {
 
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
   // The task of a row, from that of its tensor. The gradients of sums hold nothing until these are made.
-  cpu::TensorTask task(const cpu::TensorTask& tensor, int64_t row) const;
+  TensorTask task(const TensorTask& tensor, int64_t row) const;
 
   // Rows with several entries.
   int64_t sums() const { return static_cast<int64_t>(sums_.size()); }
   int64_t sum_cost(int64_t i) const { return (sums_[i].last - sums_[i].first) * row_elements_; }
-  void make_sum(int64_t i, const cpu::SpanKernel& add);
+  // Adds up the entries for one of them. add(to, entry, elements) adds an entry to a sum.
+  template <class Add>
+  void make_sum(int64_t i, Add add) {
+    if (row_bytes_ == 0) return;  // rows without elements need no memory, and may have none
+    const Sum& sum = sums_[i];
+    std::byte* const to = rows_[sum.row].grad;
+    std::memcpy(to, entries_ + sorted_[sum.first].entry * row_bytes_, row_bytes_);
+    for (int64_t k = sum.first + 1; k < sum.last; ++k) {
+      add(to, entries_ + sorted_[k].entry * row_bytes_, row_elements_);
+    }
+  }
 
  private:
   struct Entry {

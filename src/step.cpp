@@ -43,7 +43,7 @@ void run_kernel(Plan& plan, int64_t begin, int64_t end, const cpu::SpanKernel& k
   Chunk chunk = plan.chunks()[begin];
   chunk.end = plan.chunks()[end - 1].end;
   const char* isa = "";
-  plan.run_parts(chunk, [&](cpu::TensorTask task, int64_t from, int64_t to) {
+  plan.run_parts(chunk, [&](TensorTask task, int64_t from, int64_t to) {
     complete(task);
     isa = table.run(kernel, task, treatment, from, to, lanes);
   });
@@ -133,7 +133,7 @@ class ElementwiseStep final : public PreparedStep {
     for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
       const uint32_t tensor = plan_.chunks()[begin].tensor;
       run_kernel(plan_, begin, end, kernels_[tensor].phase[cpu::kUpdate], treatments_.whole(tensor), nullptr,
-                 [&](cpu::TensorTask& task) { task.scalars = scalars_.of(tensor); });
+                 [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
     });
   }
 
@@ -226,7 +226,7 @@ class TwoPhaseStep final : public PreparedStep {
     alignas(64) double lanes[2][kLanes] = {};
     const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
     run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
-               &lanes[0][0], [&](cpu::TensorTask& task) { task.scalars = scalars_.of(tensor); });
+               &lanes[0][0], [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
     plan_.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
     plan_.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
   }
@@ -243,7 +243,7 @@ class TwoPhaseStep final : public PreparedStep {
     const uint32_t tensor = plan_.chunks()[begin].tensor;
     const cpu::Phase phase = stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute;
     run_kernel(plan_, begin, end, kernels_[tensor].phase[phase], treatments_.last(tensor), nullptr,
-               [&](cpu::TensorTask& task) {
+               [&](TensorTask& task) {
                  task.scalars = scalars_.of(tensor);
                  task.ratio = ratio;
                });
@@ -331,7 +331,14 @@ void sum_entries(Plan& plan, int threads) {
   auto work = [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const auto [tensor, sum] = items[i];
-      plan.rows(tensor)->make_sum(sum, kernels().grads(plan.format(tensor))->add);
+      const cpu::SpanKernel& add = kernels().grads(plan.format(tensor))->add;
+      plan.rows(tensor)->make_sum(sum, [&](std::byte* to, std::byte* entry, int64_t elements) {
+        cpu::Span span{};
+        span.operand[kWeight] = to;
+        span.operand[kGrad] = entry;
+        span.count = elements;
+        add.run(span);
+      });
     }
   };
   run_session(threads, cost, work);
@@ -343,7 +350,7 @@ double grad_norm2(Plan& plan, int threads) {
     for (int64_t c = begin; c < end; ++c) {
       const Format format = plan.format(plan.chunks()[c].tensor);
       alignas(64) double lanes[kLanes] = {};
-      run_kernel(plan, c, c + 1, kernels().grads(format)->norm, {}, lanes, [](cpu::TensorTask&) {});
+      run_kernel(plan, c, c + 1, kernels().grads(format)->norm, {}, lanes, [](TensorTask&) {});
       plan.partial_norms[c] = sum_lanes(lanes);
     }
   };
@@ -357,7 +364,7 @@ void zero_states(Plan& plan, int threads) {
   auto work = [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) {
       const Chunk& chunk = plan.chunks()[c];
-      const cpu::TensorTask& task = plan.task(chunk.tensor);
+      const TensorTask& task = plan.task(chunk.tensor);
       for (int k = kFirstState; k < task.operands; ++k) {
         const int64_t size = task.element_size[k];
         std::memset(static_cast<char*>(task.data[k]) + chunk.begin * size, 0,

@@ -1,4 +1,4 @@
-// What both engines share: the operands of an update and the formats that they have in memory.
+// The operands of an update and the formats that they have in memory.
 #pragma once
 #include <cstdint>
 
@@ -9,13 +9,13 @@ enum Operand : int { kWeight, kGrad, kFirstState };
 constexpr int kMaxStates = 5;
 constexpr int kMaxOperands = kFirstState + kMaxStates;
 
-// A weight with a master copy in the dtype of the states, behind those of the rule: what is updated is the
-// copy, and the weight is what it rounds to. A weight that is something else, because it has been changed
-// since or the copy is new, is taken as it is.
+// A weight with a master copy, which has the dtype of the states and comes behind the rule's states. A step
+// updates the copy and stores it, rounded, as the weight. If the weight is not what the copy rounds to, since
+// it has been changed or the copy is new, the step starts from the weight instead.
 template <class Weight>
 struct Mastered {};
 
-// What an operand is in memory, and whether it has a master copy.
+// The type of an operand in memory, and whether it has a master copy.
 template <class Weight>
 struct StoredOf {
   using Type = Weight;

@@ -1,14 +1,13 @@
-// The order in which norms are summed. It is part of their result, and so the same on every instruction set,
-// on a GPU, and for every number of threads.
+// The order in which norms are summed. It decides their last bits, so it is the same on every instruction
+// set, on a GPU, and for every number of threads.
 //
-// A tensor is worked on in chunks, a chunk in spans of elements, a span in segments:
-//   1. of a segment, over kLanes lanes: element i of a span is in lane i % kLanes. A lane's sum is in float
-//   where
-//      a rule's norms are of floats, and in double for the norm of gradients, which a caller sees;
-//   2. of a chunk, lane by lane: its segments in their order, in double as all that follows;
-//   3. of the chunk's lanes: in a tree, the upper half onto the lower;
-//   4. of a tensor's chunks: in groups of kPartialsGroup, each in order, and then the groups.
-// Segments give a GPU short sums to share out, groups do the same for tensors of thousands of chunks.
+// A tensor consists of chunks, a chunk of spans of elements, a span of segments. Squares are added up
+//   1. in each lane of a segment: element i of a span is in lane i % kLanes. The sum is a float for norms
+//      that a rule takes of floats, and a double for the norm of gradients, which a caller sees;
+//   2. in each lane of a chunk, segment by segment, in double like all that follows;
+//   3. over a chunk's lanes, in a tree: the upper half is added to the lower;
+//   4. over a tensor's chunks: in order within groups of kPartialsGroup, then group by group.
+// Segments give a GPU short sums to share out. Groups do the same for tensors of thousands of chunks.
 #pragma once
 #include <cstdint>
 #include <limits>
@@ -34,7 +33,7 @@ struct NumberIn<V> {
   using Type = typename V::Number;
 };
 
-// A sum with one more square. Of floats it has the range of a float.
+// Adds a square to a sum. A sum of floats has the range of a float.
 template <class V>
 FUSEDSTEP_FN V with_square(const V& sum, const V& x) {
   using rules::mul_add;
@@ -45,14 +44,15 @@ FUSEDSTEP_FN V with_square(const V& sum, const V& x) {
   }
 }
 
-// A sum of squares of floats has lost nothing that matters to the range of a float if it is between these: no
-// square is infinite, and those that are zero or denormal are 2^-27 of it at most.
+// A sum of squares of floats between these has lost nothing that matters to the range of a float: no square
+// has become infinite, and those that have become zero or denormal are at most 2^-27 of the sum.
 constexpr float kLeastSum = 0x1p-96f, kMostSum = std::numeric_limits<float>::max();
 FUSEDSTEP_FN bool is_in_range(float sum) { return sum >= kLeastSum && sum <= kMostSum; }  // false for NaN
 FUSEDSTEP_FN bool is_in_range(double) { return true; }
 
-// The sum of the squares of a lane's elements in a segment, `count` elements that lie kLanes apart. In float,
-// a fourth of the work for eight roundings at most, unless that has not the range; then in double.
+// Sums the squares of a lane's elements in a segment: `count` elements that lie kLanes apart. A sum in float
+// is a fourth of the work and rounds eight times at most; where it leaves the range, the sum is done in
+// double.
 template <class Sum, class T>
 FUSEDSTEP_FN double sum_squares(const T* element, int count) {
   Sum sum = 0;
@@ -63,7 +63,7 @@ FUSEDSTEP_FN double sum_squares(const T* element, int count) {
   return sum;
 }
 
-// How many of the elements of a segment are in a lane.
+// The number of elements that a lane has in a segment of `count`.
 FUSEDSTEP_FN int lane_elements(int count, int lane) { return (count - lane + kLanes - 1) / kLanes; }
 
 }  // namespace fusedstep

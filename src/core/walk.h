@@ -1,4 +1,4 @@
-// How a tensor is walked: chunk by chunk and, where its operands do not form one flat range, in blocks of its
+// The walk over a tensor: chunk by chunk and, where its operands do not form one flat range, in blocks of its
 // last two dimensions.
 #pragma once
 #include <cstdint>
@@ -15,15 +15,15 @@ struct Chunk {
   int64_t begin, end;
 };
 
-// Which row each entry of a sparse gradient is for: entry e that at at(d, e) in dimension d, for each of the
-// tensor's first `dims` dimensions. Borrowed.
+// The rows that the entries of a sparse gradient are for: the row of entry e has index at(d, e) in dimension
+// d, for each of the tensor's first `dims` dimensions. The memory is borrowed.
 struct RowIndex {
   const int64_t* data;
   int dims;
   int64_t entries;
   int64_t dim_stride, entry_stride;
-  // On a device, where nothing else brings them together: the entries in an order in which those for one row
-  // follow one another. Null: they do so as they are, and are for rows of the tensor, as far as is known.
+  // For a device: a permutation after which entries for the same row follow one another. Null: they do so
+  // already, and the host knows of no index that is out of range.
   const int64_t* order = nullptr;
 
   FUSEDSTEP_FN int64_t at(int dim, int64_t entry) const {
@@ -31,11 +31,11 @@ struct RowIndex {
   }
 };
 
-// The most elements, and the most blocks, of a tile: small blocks are worked on together.
+// The most elements, and the most blocks, of a tile. A kernel works on several small blocks together.
 constexpr int64_t kTileElements = 1024, kTileBlocks = 256;
 
-// Where operands have different orders, blocks are squares of a tile: their sides are two cache lines of
-// floats, which is what processors fetch together, in every operand.
+// The side of a block where operands have different orders: two cache lines of floats, which processors fetch
+// together, in every operand.
 constexpr int64_t kSquareSide = 32;
 static_assert(kSquareSide * kSquareSide == kTileElements);
 
@@ -51,7 +51,7 @@ struct BlockLayout {
   bool long_rows;          // rows are long enough to be worked on one by one, in place
 };
 
-// Where a block of a tensor starts in each operand, in elements, and its size.
+// A block: its first element in each operand, and its size.
 struct Block {
   int64_t offset[kMaxOperands];
   int64_t rows, columns;
@@ -61,7 +61,8 @@ struct BlockSize {
   int64_t rows, columns;
 };
 
-// The size of block `index`. Calls advance(dim, position) for where it starts.
+// Returns the size of block `index`, and calls advance(dim, position) for the position in each dimension that
+// it starts at.
 template <class Advance>
 FUSEDSTEP_FN BlockSize seek(const BlockLayout& layout, int64_t index, Advance advance) {
   const int row_dim = layout.dims - 2;
@@ -96,7 +97,7 @@ FUSEDSTEP_FN Block locate(const BlockLayout& layout, int operands, int64_t index
   return block;
 }
 
-// Blocks one after another: locate(), which divides, only where those along the columns end.
+// Walks from block to block. It calls locate(), which divides, only at the end of a row of blocks.
 class BlockWalk {
  public:
   BlockWalk(const BlockLayout& layout, int operands, int64_t index)
@@ -107,7 +108,7 @@ class BlockWalk {
 
   const Block& block() const { return block_; }
 
-  // To the block after this one, which is block `index`.
+  // Goes to the next block, which is block `index`.
   void go_to(int64_t index) {
     const int64_t extent = layout_.extent[1];
     if (++column_ == layout_.blocks[1]) {

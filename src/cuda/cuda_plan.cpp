@@ -345,7 +345,7 @@ class CudaPlan final : public DevicePlan {
     std::vector<int64_t> all_dims;
     all_dims.reserve(dims);
     for (size_t i = 0; i < tensors; ++i) {
-      const cpu::TensorTask& known = plan.task(i);
+      const fusedstep::TensorTask& known = plan.task(i);
       std::copy_n(known.data, kMaxOperands, tasks[i].data);
       tasks[i].as_double = plan.format(i) == Format::kDouble;
       if (known.layout == nullptr) continue;
@@ -375,7 +375,7 @@ class CudaPlan final : public DevicePlan {
     std::vector<GradRows> rows;
     std::vector<int64_t> row_dims;
     for (size_t i = 0; i < plan.tensors(); ++i) {
-      const cpu::TensorTask& task = plan.task(i);
+      const fusedstep::TensorTask& task = plan.task(i);
       grads[i] = {task.data[kGrad], nullptr, plan.grad_is_writable(i)};
       if (const RowIndex* index = plan.row_index(i)) {
         const auto copied = [&](Dims from) {
@@ -415,7 +415,7 @@ class CudaPlan final : public DevicePlan {
   }
 
   static bool is_in_words(const Plan& plan, size_t i) {
-    const cpu::TensorTask& task = plan.task(i);
+    const fusedstep::TensorTask& task = plan.task(i);
     const auto is_aligned = [](const void* data) {
       return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
     };

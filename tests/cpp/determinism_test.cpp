@@ -93,7 +93,8 @@ class DeterminismTest : public testing::TestWithParam<Case> {
   // second on threads may take of one another's work, as if there was more of it, if they `take`, and
   // prefetches are as far `ahead`.
   Outcome run(const std::vector<Tensor>& start, const std::vector<std::vector<Operand>>& grads,
-              const std::string& isa, const StepOptions& options, bool take = false, cpu::Ahead ahead = {}) {
+              const std::string& isa, const StepOptions& options, bool take = false,
+              PrefetchDistance ahead = {}) {
     const ForcedIsa forced(isa);
     Model model(GetParam(), start);
     for (const std::vector<Operand>& of_step : grads) {
@@ -150,7 +151,7 @@ TEST_P(DeterminismTest, SameBitsWithPrefetchesAndWithout) {
     const Outcome expected = run(start, grads, "base", options);
     for (const std::string& isa : isas()) {
       SCOPED_TRACE(isa);
-      for (const cpu::Ahead ahead : {cpu::Ahead{.first = 1024, .second = 6144}, {.first = 512}}) {
+      for (const PrefetchDistance ahead : {PrefetchDistance{.first = 1024, .second = 6144}, {.first = 512}}) {
         expect_same(run(start, grads, isa, options, /*take=*/false, ahead), expected);
       }
       expect_same(run(start, grads, isa, options), expected);

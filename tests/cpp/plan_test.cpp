@@ -461,7 +461,7 @@ TEST(PlanTest, PrefetchesFartherAheadWhatTheSecondLevelDoesNotHold) {
   for (size_t t = 0; t < plan.tensors(); ++t) plan.bind(t, model.tensors()[t].operands());
   constexpr int64_t kAll = 20100 * 4 * sizeof(float);
   plan.refresh(kAll);
-  const cpu::Ahead in_cache = plan.task(0).ahead;
+  const PrefetchDistance in_cache = plan.task(0).ahead;
   EXPECT_EQ(plan.task(1).ahead.first, in_cache.first);
   EXPECT_EQ(in_cache.second, 0);
   for (const int64_t bytes : {kAll - 1, int64_t{0}}) {

@@ -21,7 +21,7 @@ class Roots {
   static constexpr int64_t kCount = int64_t{1} << 20;
 
   // With prefetches `ahead`, by which kernels may have other loops.
-  Roots(const std::string& isa, double eps, cpu::Ahead ahead)
+  Roots(const std::string& isa, double eps, PrefetchDistance ahead)
       : forced_(isa),
         eps_(static_cast<float>(eps)),
         model_(adagrad(eps), dense_tensors(adagrad(eps), {kCount})) {
@@ -64,7 +64,7 @@ class Roots {
 
 class RootTest : public testing::TestWithParam<std::string> {
  protected:
-  static constexpr cpu::Ahead kAheads[] = {{}, {.first = 1024, .second = 6144}};
+  static constexpr PrefetchDistance kAheads[] = {{}, {.first = 1024, .second = 6144}};
 };
 
 // By a gradient that is the root scaled down: a power of two where the root is right, another number where it
@@ -72,7 +72,7 @@ class RootTest : public testing::TestWithParam<std::string> {
 // two neighbouring exponents stand for all. Those here are also the ones at the ends. Kernels may take the
 // roots of half of two or four neighbouring registers in another way: each number is in both halves.
 TEST_P(RootTest, OfEverySignificand) {
-  for (const cpu::Ahead ahead : kAheads) {
+  for (const PrefetchDistance ahead : kAheads) {
     Roots roots(GetParam(), 0, ahead);
     for (const int exponent : {-126, -98, -97, -96, -95, -1, 0, 126, 127}) {
       for (int64_t first = 0; first < int64_t{1} << kSignificandBits; first += Roots::kCount) {
@@ -93,7 +93,7 @@ TEST_P(RootTest, OfEverySignificand) {
 // Each in every place of a register of ordinary numbers. With eps the quotient of a root of zero is a number.
 TEST_P(RootTest, OfNumbersAtTheEdgesAmongOthers) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  for (const cpu::Ahead ahead : kAheads) {
+  for (const PrefetchDistance ahead : kAheads) {
     Roots roots(GetParam(), 1, ahead);
     for (const float edge : {0.0f, -0.0f, 0x1p-149f, 0x1.8p-140f, 0x1p-126f, 0x1.fffffep-97f, 0x1p-96f,
                              0x1.fffffep127f, kInfinity, std::numeric_limits<float>::quiet_NaN(), -1.0f}) {

@@ -175,11 +175,11 @@ TEST(RowsPlanTest, NothingBeyondAShortRowIsPrefetched) {
     Plan plan = elementwise_cases()[0].plan(1);
     grad.bind(plan, 0, tensor.operands());
     plan.refresh(/*wave_bytes=*/0);
-    const cpu::Ahead ahead = plan.task(0).ahead;
+    const PrefetchDistance ahead = plan.task(0).ahead;
     EXPECT_GT(ahead.first, 0);
     int parts = 0;
     for (const Chunk& chunk : plan.chunks()) {
-      plan.run_parts(chunk, [&](const cpu::TensorTask& task, int64_t, int64_t) {
+      plan.run_parts(chunk, [&](const TensorTask& task, int64_t, int64_t) {
         EXPECT_EQ(task.ahead.first, prefetches ? ahead.first : 0);
         EXPECT_EQ(task.ahead.second, prefetches ? ahead.second : 0);
         ++parts;

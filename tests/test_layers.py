@@ -1,0 +1,83 @@
+"""Law: the folders of the C++ code include one another in one direction."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: From the lowest layer to the highest: a source includes those of layers below its own, and of its
+#: own room. A path is in the first room whose pattern it matches.
+LAYERS = [
+    {"rules": "fusedstep/"},
+    {"core": "src/core/"},
+    {
+        "CPU kernels": "cpu_kernels/",
+        "CUDA kernels": "cuda_kernels/",
+        "plans": r"src/(bound|extents|layout|placement|plan|rows|session|shares)\.",
+    },
+    {"steps": r"src/(backend|dispatch|isa|step)\."},
+    {"CUDA steps": "src/cuda/"},
+    {"operators": "src/ops/"},
+    {"Python": "src/python/"},
+]
+SOURCES = sorted(
+    path
+    for folder in ("include", "src", "cpu_kernels", "cuda_kernels")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".h", ".cpp", ".cu", ".cuh"}
+)
+
+
+def place(path: str) -> tuple[int, str]:
+    """The number of the layer, and the room in it."""
+    for level, rooms in enumerate(LAYERS):
+        for room, pattern in rooms.items():
+            if re.match(pattern, path):
+                return level, room
+    pytest.fail(f"{path} is in no layer")
+
+
+def may_include(includer: str, included: str) -> bool:
+    (level, room), (below, other) = place(includer), place(included)
+    return below < level or (below, other) == (level, room)
+
+
+def includes(source: Path) -> list[str]:
+    return re.findall(r'^\s*#\s*include\s+"([^"]+)"', source.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_includes_point_one_way(source):
+    name = str(source.relative_to(ROOT)).removeprefix("include/")
+    place(name)
+    for included in includes(source):
+        assert (ROOT / included).exists() or (ROOT / "include" / included).exists(), included
+        assert may_include(name, included), f"{name} includes {included}"
+
+
+def test_every_layer_has_sources():
+    names = [str(source.relative_to(ROOT)).removeprefix("include/") for source in SOURCES]
+    rooms = {(level, room) for level, layer in enumerate(LAYERS) for room in layer}
+    assert {place(name) for name in names} == rooms
+    assert sum(len(includes(source)) for source in SOURCES) > 100
+
+
+@pytest.mark.parametrize(
+    ("includer", "included"),
+    [
+        ("src/core/task.h", "cpu_kernels/kernel_table.h"),
+        ("src/plan.h", "cpu_kernels/kernel_table.h"),
+        ("src/layout.cpp", "cuda_kernels/kernel_table.h"),
+        ("cpu_kernels/tiles.h", "src/layout.h"),
+        ("cuda_kernels/walk.cuh", "cpu_kernels/tiles.h"),
+        ("src/plan.cpp", "src/step.h"),
+        ("src/step.cpp", "src/ops/native_plan.h"),
+        ("src/ops/library.cpp", "src/python/bind.cpp"),
+        ("fusedstep/vocabulary.h", "src/core/walk.h"),
+    ],
+)
+def test_an_include_against_the_direction_is_seen(includer, included):
+    assert not may_include(includer, included)
+    assert may_include(included, included)
