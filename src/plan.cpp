@@ -370,7 +370,7 @@ void Plan::refresh(int64_t wave_bytes) {
   first_chunks_.push_back(static_cast<int64_t>(chunks_.size()));
   partial_norms.resize(2 * chunks_.size());
   ratios.resize(entries_.size());
-  step_shares.may_take = norm_shares.may_take = all_bytes > kCached;
+  step_balance.may_steal = norm_balance.may_steal = all_bytes > kCached;
   const PrefetchDistance& ahead = distances().of(all_bytes, wave_bytes);
   for (Entry& entry : entries_) entry.task.ahead = ahead;
   stale_ = false;

@@ -15,8 +15,8 @@
 #include "src/core/task.h"
 #include "src/extents.h"
 #include "src/layout.h"
+#include "src/load_balance.h"
 #include "src/rows.h"
-#include "src/shares.h"
 
 namespace fusedstep {
 
@@ -144,10 +144,10 @@ class Plan {
   const std::vector<int64_t>& single_cost() const { return single_cost_; }
 
   // What a step leaves for the next or for the curious.
-  std::vector<double> partial_norms;  // [chunks][2], scratch of a step with norms
-  std::vector<double> ratios;         // [tensors], of a step with norms
-  Shares step_shares, norm_shares;    // of the threads: in steps, and in sums over gradients
-  const char* ran_on = "";            // the instruction set that ran the last step
+  std::vector<double> partial_norms;       // [chunks][2], scratch of a step with norms
+  std::vector<double> ratios;              // [tensors], of a step with norms
+  LoadBalance step_balance, norm_balance;  // of the threads: in steps, and in sums over gradients
+  const char* ran_on = "";                 // the instruction set that ran the last step
 
  private:
   struct Entry {

@@ -12,7 +12,8 @@
 namespace fusedstep {
 namespace {
 
-// What others must have left for a thread to take of it: less is done sooner by whose cache it is in.
+// The fewest items that a thread must have left for others to steal from it: it is done sooner with fewer,
+// which are in its cache.
 constexpr int64_t kLeast = 2;
 
 // Set in the child of a fork() for good.
@@ -44,7 +45,7 @@ int64_t cost_of(const Stage& stage) {
   return stage.cost.empty() ? 0 : stage.cost.back() - stage.cost.front();
 }
 
-// The first item that has `part` of the cost before it.
+// Returns the first item with at least `part` of the cost before it.
 int64_t item_at(const Stage& stage, double part) {
   if (stage.cost.empty() || part <= 0) return 0;
   if (part >= 1) return items_of(stage);
@@ -52,7 +53,7 @@ int64_t item_at(const Stage& stage, double part) {
   return std::lower_bound(stage.cost.begin(), stage.cost.end() - 1, from) - stage.cost.begin();
 }
 
-// Whether stages that do not wait for one another are work for a team.
+// Returns whether stages that do not wait for one another are enough work for a team.
 bool are_worth_a_team(std::span<const Stage> stages) {
   int64_t items = 0, cost = 0;
   for (const Stage& stage : stages) {
@@ -64,7 +65,7 @@ bool are_worth_a_team(std::span<const Stage> stages) {
   return false;
 }
 
-// Whether the calling thread shares the work with others.
+// Returns whether the calling thread has others to help it.
 bool has_team(int threads, std::span<const Stage> stages) {
   return threads > 1 && are_worth_a_team(stages) && !forked && omp_in_parallel() == 0;
 }
@@ -75,50 +76,50 @@ void wait_for_team() {
 
 }  // namespace
 
-Pieces::Pieces(const Stage& stage, std::span<Rest> team, int thread, Progress& progress)
+Pieces::Pieces(const Stage& stage, std::span<UnclaimedItems> team, int thread, Progress& progress)
     : stage_(stage), team_(team), thread_(thread), progress_(progress), since_(omp_get_wtime()) {}
 
 bool Pieces::next(int64_t& begin, int64_t& end) {
-  Rest& own = team_[thread_];
-  // The last ones are halved, so that others can take of them.
-  const int64_t most = team_.size() == 1 ? kPiece : std::min(kPiece, (own.left() + 1) / 2);
-  bool found = own.take(!stage_.backwards, most, 1, begin, end);
+  UnclaimedItems& own = team_[thread_];
+  // The last items are halved, so that others can steal some of them.
+  const int64_t most = team_.size() == 1 ? kPiece : std::min(kPiece, (own.count() + 1) / 2);
+  bool found = own.claim(!stage_.backwards, most, 1, begin, end);
   if (!found) {
     const double now = omp_get_wtime();
     progress_.busy += now - since_;
-    found = take_from_others(begin, end);
+    found = steal(begin, end);
     since_ = omp_get_wtime();
   }
   if (found) progress_.done += stage_.cost[end] - stage_.cost[begin];
   return found;
 }
 
-bool Pieces::take_from_others(int64_t& begin, int64_t& end) {
+bool Pieces::steal(int64_t& begin, int64_t& end) {
   for (;;) {
-    Rest* behind = nullptr;
+    UnclaimedItems* behind = nullptr;
     int64_t most = kLeast - 1;
     for (size_t i = 1; i < team_.size(); ++i) {
-      Rest& other = team_[(thread_ + i) % team_.size()];
-      const int64_t left = other.left();
+      UnclaimedItems& other = team_[(thread_ + i) % team_.size()];
+      const int64_t left = other.count();
       if (left <= most) continue;
       most = left;
       behind = &other;
     }
     if (behind == nullptr) return false;
     const int64_t part = std::clamp<int64_t>(most / 4, 1, kPiece);
-    if (behind->take(stage_.backwards, part, kLeast, begin, end)) return true;
+    if (behind->claim(stage_.backwards, part, kLeast, begin, end)) return true;
   }
 }
 
-void make_room(int threads, std::span<const Stage> stages, Shares& shares) {
-  if (has_team(threads, stages)) shares.of_team(threads, stages.size());
+void make_room(int threads, std::span<const Stage> stages, LoadBalance& balance) {
+  if (has_team(threads, stages)) balance.of_team(threads, stages.size());
 }
 
 void run_stages(int threads, std::span<const Stage> stages,
                 void (*work)(void* context, size_t stage, Pieces& pieces), void* context, const Aside& aside,
-                Shares* shares) {
+                LoadBalance* balance) {
   const auto run_alone = [&](size_t stage, double from, double to) {
-    Rest own(item_at(stages[stage], from), item_at(stages[stage], to));
+    UnclaimedItems own(item_at(stages[stage], from), item_at(stages[stage], to));
     Progress unused;
     Pieces pieces(stages[stage], {&own, 1}, 0, unused);
     work(context, stage, pieces);
@@ -130,14 +131,14 @@ void run_stages(int threads, std::span<const Stage> stages,
   }
   const auto lay_out = [&](size_t first, int thread) {
     for (size_t i = first; i < stages.size() && (i == first || !stages[i].waits); ++i) {
-      shares->rests[i * threads + thread].set(item_at(stages[i], shares->before(thread)),
-                                              item_at(stages[i], shares->before(thread + 1)));
+      balance->unclaimed[i * threads + thread].set(item_at(stages[i], balance->before(thread)),
+                                                   item_at(stages[i], balance->before(thread + 1)));
     }
   };
-  if (shares) {
-    shares->of_team(threads, stages.size());
-    std::ranges::fill(shares->progress, Progress{});
-    // Before the others begin: one that comes late finds that its work is being done.
+  if (balance) {
+    balance->of_team(threads, stages.size());
+    std::ranges::fill(balance->progress, Progress{});
+    // Before the others begin, so that they can steal from a thread that comes late.
     for (int thread = 0; thread < threads; ++thread) lay_out(0, thread);
   }
   const FloatEnvironment callers = FloatEnvironment::current();
@@ -147,31 +148,31 @@ void run_stages(int threads, std::span<const Stage> stages,
     const FloatEnvironment own = FloatEnvironment::current();
     callers.install();
     const int thread = omp_get_thread_num(), team = omp_get_num_threads();
-    const bool shared = shares != nullptr && team == threads;
+    const bool is_balanced = balance != nullptr && team == threads;
     if (thread == 0 && aside) aside();
     Progress got;
     got.late = omp_get_wtime() - start;
     for (size_t i = 0; i < stages.size(); ++i) {
       if (stages[i].waits) {
-        if (shared) lay_out(i, thread);
+        if (is_balanced) lay_out(i, thread);
         wait_for_team();
       }
-      if (shared) {
-        const std::span of_all = std::span(shares->rests).subspan(i * threads, threads);
-        Pieces pieces(stages[i], shares->may_take ? of_all : of_all.subspan(thread, 1),
-                      shares->may_take ? thread : 0, got);
+      if (is_balanced) {
+        const std::span of_all = std::span(balance->unclaimed).subspan(i * threads, threads);
+        Pieces pieces(stages[i], balance->may_steal ? of_all : of_all.subspan(thread, 1),
+                      balance->may_steal ? thread : 0, got);
         work(context, i, pieces);
       } else {
         run_alone(i, static_cast<double>(thread) / team, static_cast<double>(thread + 1) / team);
       }
     }
-    if (shared) shares->progress[thread] = got;
+    if (is_balanced) balance->progress[thread] = got;
     own.install();
   }
-  if (!shares) return;
+  if (!balance) return;
   int64_t all = 0;
   for (const Stage& stage : stages) all += cost_of(stage);
-  shares->learn(shares->progress, all);
+  balance->learn(balance->progress, all);
 }
 
 }  // namespace fusedstep

@@ -7,40 +7,42 @@
 #include <span>
 #include <vector>
 
-#include "src/shares.h"
+#include "src/load_balance.h"
 
 namespace fusedstep {
 
-// Work below this many elements is done by the calling thread: waking a team costs more.
+// The calling thread does less work than this, in elements, alone: waking a team costs more.
 constexpr int64_t kSerialElements = 32768;
 
-// Items that a thread takes of its run at a time: enough for what a kernel's call costs, and few enough for a
+// The items that a thread claims at a time: enough to outweigh the call of a kernel, and few enough for a
 // stage that goes backwards to do so.
 constexpr int64_t kPiece = 4;
 
-// A part of a session: items of which cost[i] is the cost of everything before item i. `waits` for all
-// threads to be done with the stages before it. `backwards`: from the last item to the first.
+// A part of a session. cost[i] is the cost of all items before item i. With `waits` it begins when all
+// threads are done with the stages before it. With `backwards` threads go from their last item to their
+// first.
 struct Stage {
   std::span<const int64_t> cost;
   bool waits = false;
   bool backwards = false;
 };
 
-// What the calling thread does first, while others begin; empty for nothing. Must not throw.
+// A callback that the calling thread runs before its part of the work, while the other threads start. It may
+// be empty, and must not throw.
 using Aside = std::function<void()>;
 
-// A thread's part of a stage: pieces of a run of its own, then of what others are behind with.
+// A thread's work in a stage: pieces of its own range, and then pieces that it steals from slower threads.
 class Pieces {
  public:
-  Pieces(const Stage& stage, std::span<Rest> team, int thread, Progress& progress);
-  // The next neighbours [begin, end); false if there are no more.
+  Pieces(const Stage& stage, std::span<UnclaimedItems> team, int thread, Progress& progress);
+  // Claims the next items [begin, end). Returns false if there are none left.
   bool next(int64_t& begin, int64_t& end);
 
  private:
-  bool take_from_others(int64_t& begin, int64_t& end);
+  bool steal(int64_t& begin, int64_t& end);
 
   const Stage& stage_;
-  std::span<Rest> team_;
+  std::span<UnclaimedItems> team_;
   int thread_;
   Progress& progress_;
   double since_;
@@ -48,41 +50,41 @@ class Pieces {
 
 // Goes through the stages on up to `threads` threads, the calling one included, and returns when all are
 // done. Calls work(context, stage, pieces) on each thread; the pieces of all make up [0, cost.size() - 1).
-// A thread has one run of neighbours, so that it finds in its cache what it touched in the last stage or
-// session. Without `shares` all runs cost the same, and are the same for the same number of threads. With
-// them runs cost what these tell, which learn from how long each took; and where a thread may take, one that
-// is done gets pieces of what others have left. A team that is smaller than asked for goes without. `work`
-// must not throw.
+// A thread has one contiguous range, so that it finds in its cache what it touched in the last stage or
+// session. Without `balance` all ranges cost the same, and are the same for the same number of threads. With
+// it a thread's range costs what the balance says, the balance learns from how long each took, and where it
+// lets threads steal, an idle one gets pieces of the others' ranges. A team that is smaller than asked for
+// does not use it. `work` must not throw.
 //
-// Allocates nothing, but for what make_room() makes.
+// It allocates nothing but what make_room() has not made yet.
 //
 // Every thread runs under the calling thread's floating-point environment (flush-to-zero, rounding) and gets
 // its own back. A child of fork() runs everything on the calling thread: OpenMP's team does not exist there.
 void run_stages(int threads, std::span<const Stage> stages,
                 void (*work)(void* context, size_t stage, Pieces& pieces), void* context, const Aside& aside,
-                Shares* shares);
+                LoadBalance* balance);
 
-// Makes room in `shares` for a session over these stages. Without it run_stages() does so.
-void make_room(int threads, std::span<const Stage> stages, Shares& shares);
+// Makes room in `balance` for a session over these stages, so that run_stages() need not.
+void make_room(int threads, std::span<const Stage> stages, LoadBalance& balance);
 
 template <class Work>
 void run_stages(int threads, std::span<const Stage> stages, Work& work, const Aside& aside = {},
-                Shares* shares = nullptr) {
+                LoadBalance* balance = nullptr) {
   const auto call = [](void* context, size_t stage, Pieces& pieces) {
     (*static_cast<Work*>(context))(stage, pieces);
   };
-  run_stages(threads, stages, call, &work, aside, shares);
+  run_stages(threads, stages, call, &work, aside, balance);
 }
 
 // The same for one stage: work(begin, end) for each piece.
 template <class Work>
 void run_session(int threads, std::span<const int64_t> cost, Work& work, const Aside& aside = {},
-                 Shares* shares = nullptr) {
+                 LoadBalance* balance = nullptr) {
   const Stage stage{cost};
   auto of_stage = [&](size_t, Pieces& pieces) {
     for (int64_t begin, end; pieces.next(begin, end);) work(begin, end);
   };
-  run_stages(threads, {&stage, 1}, of_stage, aside, shares);
+  run_stages(threads, {&stage, 1}, of_stage, aside, balance);
 }
 
 // The same for `count` items that cost `each`.

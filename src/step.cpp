@@ -122,11 +122,11 @@ class ElementwiseStep final : public PreparedStep {
         treatments_(plan, options),
         threads_(options.threads) {
     const Stage stage{plan.cost()};
-    make_room(threads_, {&stage, 1}, plan.step_shares);
+    make_room(threads_, {&stage, 1}, plan.step_balance);
   }
 
   void run(const Aside& aside) noexcept override {
-    run_session(threads_, plan_.cost(), *this, aside, &plan_.step_shares);
+    run_session(threads_, plan_.cost(), *this, aside, &plan_.step_balance);
   }
 
   void operator()(int64_t first, int64_t last) {
@@ -173,11 +173,11 @@ class TwoPhaseStep final : public PreparedStep {
       add(Phases::kFirst, plan.wave_cost(), wave.first, wave.last);
       add(Phases::kSecond, plan.wave_cost(), wave.first, wave.last);
     }
-    make_room(threads_, stages_, plan.step_shares);
+    make_room(threads_, stages_, plan.step_balance);
   }
 
   void run(const Aside& aside) noexcept override {
-    run_stages(threads_, stages_, *this, aside, &plan_.step_shares);
+    run_stages(threads_, stages_, *this, aside, &plan_.step_balance);
   }
 
   void operator()(size_t stage, Pieces& pieces) {
@@ -354,7 +354,7 @@ double grad_norm2(Plan& plan, int threads) {
       plan.partial_norms[c] = sum_lanes(lanes);
     }
   };
-  run_session(threads, plan.cost(), work, {}, &plan.norm_shares);
+  run_session(threads, plan.cost(), work, {}, &plan.norm_balance);
   return sum_chunks(0, static_cast<int64_t>(plan.chunks().size()),
                     [&](int64_t c) { return plan.partial_norms[c]; });
 }

@@ -15,7 +15,7 @@ LAYERS = [
     {
         "CPU kernels": "cpu_kernels/",
         "CUDA kernels": "cuda_kernels/",
-        "plans": r"src/(bound|extents|layout|placement|plan|rows|session|shares)\.",
+        "plans": r"src/(bound|extents|layout|load_balance|placement|plan|rows|session)\.",
     },
     {"steps": r"src/(backend|dispatch|isa|step)\."},
     {"CUDA steps": "src/cuda/"},

@@ -90,10 +90,10 @@ void expect_same(const Outcome& outcome, const Outcome& expected) {
 class DeterminismTest : public testing::TestWithParam<Case> {
  protected:
   // Runs a few steps from the same start as every other run. The last tensor keeps its gradient. From the
-  // second on threads may take of one another's work, as if there was more of it, if they `take`, and
-  // prefetches are as far `ahead`.
+  // second on threads may `steal`, as if there was more work than the caches hold, and prefetch as far
+  // `ahead`.
   Outcome run(const std::vector<Tensor>& start, const std::vector<std::vector<Operand>>& grads,
-              const std::string& isa, const StepOptions& options, bool take = false,
+              const std::string& isa, const StepOptions& options, bool steal = false,
               PrefetchDistance ahead = {}) {
     const ForcedIsa forced(isa);
     Model model(GetParam(), start);
@@ -101,7 +101,7 @@ class DeterminismTest : public testing::TestWithParam<Case> {
       for (size_t t = 0; t < of_step.size(); ++t) model.tensors()[t].grad = of_step[t];
       model.step(options);
       EXPECT_EQ(model.plan().ran_on, isa);
-      model.plan().step_shares.may_take = take;
+      model.plan().step_balance.may_steal = steal;
       for (size_t t = 0; t < start.size(); ++t) model.plan().task(t).ahead = ahead;
     }
     return Outcome(model);
@@ -152,7 +152,7 @@ TEST_P(DeterminismTest, SameBitsWithPrefetchesAndWithout) {
     for (const std::string& isa : isas()) {
       SCOPED_TRACE(isa);
       for (const PrefetchDistance ahead : {PrefetchDistance{.first = 1024, .second = 6144}, {.first = 512}}) {
-        expect_same(run(start, grads, isa, options, /*take=*/false, ahead), expected);
+        expect_same(run(start, grads, isa, options, /*steal=*/false, ahead), expected);
       }
       expect_same(run(start, grads, isa, options), expected);
     }
@@ -165,7 +165,7 @@ TEST_P(DeterminismTest, SameBitsFromRunToRun) {
   const StepOptions options{.threads = 3, .grads = GradUse::kScratch};
   const Outcome expected = run(start, grads, isa(), options);
   for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options), expected);
-  for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options, /*take=*/true), expected);
+  for (int i = 0; i < 5; ++i) expect_same(run(start, grads, isa(), options, /*steal=*/true), expected);
 }
 
 // A tensor's result does not depend on the others of its list.

@@ -100,7 +100,7 @@ TEST(SessionTest, EveryItemOfEveryStageRunsOnceAndAStageWaits) {
   const auto small = equal_costs(7, 1), large = equal_costs(64, kSerialElements), none = equal_costs(5, 0);
   const std::vector<Stage> stages{{large}, {large, true}, {none}, {small, true}, {{}, true}, {large}};
   for (const int threads : {1, 2, 3, 7}) {
-    Shares shares;
+    LoadBalance balance;
     for (int repeat = 0; repeat < 40; ++repeat) {
       std::vector<std::vector<std::atomic<int>>> runs;
       for (const Stage& stage : stages) runs.emplace_back(std::max<size_t>(stage.cost.size(), 1) - 1);
@@ -119,7 +119,7 @@ TEST(SessionTest, EveryItemOfEveryStageRunsOnceAndAStageWaits) {
         const std::lock_guard lock(mutex);
         ran.insert(std::this_thread::get_id());
       };
-      run_stages(threads, stages, work, {}, repeat % 2 == 0 ? nullptr : &shares);
+      run_stages(threads, stages, work, {}, repeat % 2 == 0 ? nullptr : &balance);
       EXPECT_EQ(ran.size(), static_cast<size_t>(threads));
       for (size_t stage = 0; stage < stages.size(); ++stage) {
         for (const auto& run : runs[stage]) EXPECT_EQ(run, 1) << "stage " << stage;
@@ -177,11 +177,11 @@ bool wait_until(Done done) {
   return true;
 }
 
-TEST(SessionTest, WithSharesThreadsTakeWhatAnotherIsBehindWith) {
+TEST(SessionTest, WithABalanceIdleThreadsStealFromASlowOne) {
   constexpr int64_t kItems = 120;
   const auto cost = equal_costs(kItems, kSerialElements);
   for (const bool backwards : {false, true}) {
-    Shares shares;
+    LoadBalance balance;
     std::vector<std::thread::id> ran(kItems);
     std::atomic<int64_t> done = 0;
     bool were_done = false;
@@ -193,21 +193,21 @@ TEST(SessionTest, WithSharesThreadsTakeWhatAnotherIsBehindWith) {
     // The calling thread does not begin before the others have left one item.
     const Stage stage{cost, false, backwards};
     run_stages(
-        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return done >= kItems - 1; }); }, &shares);
+        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return done >= kItems - 1; }); }, &balance);
     EXPECT_TRUE(were_done);
     EXPECT_EQ(done, kItems);
     const auto caller = std::this_thread::get_id();
     EXPECT_EQ(std::count(ran.begin(), ran.end(), caller), 1);
-    EXPECT_EQ(ran[backwards ? kItems / 3 - 1 : 0], caller);  // others take from the other end
+    EXPECT_EQ(ran[backwards ? kItems / 3 - 1 : 0], caller);  // the others steal from the other end
   }
 }
 
-TEST(SessionTest, NobodyTakesWhatIsAnothersWithoutSharesOrWhereTheseForbidIt) {
+TEST(SessionTest, NobodyStealsWithoutABalanceOrWhereItForbidsThat) {
   const auto cost = equal_costs(120, kSerialElements);
   const auto caller = std::this_thread::get_id();
-  Shares forbidding;
-  forbidding.may_take = false;
-  for (Shares* shares : {static_cast<Shares*>(nullptr), &forbidding}) {
+  LoadBalance forbidding;
+  forbidding.may_steal = false;
+  for (LoadBalance* balance : {static_cast<LoadBalance*>(nullptr), &forbidding}) {
     std::atomic<int> others = 0;
     std::atomic<int64_t> of_caller = 0;
     auto work = [&](size_t, Pieces& pieces) {
@@ -219,7 +219,7 @@ TEST(SessionTest, NobodyTakesWhatIsAnothersWithoutSharesOrWhereTheseForbidIt) {
     const Stage stage{cost};
     bool were_done = false;
     run_stages(
-        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return others == 2; }); }, shares);
+        3, {&stage, 1}, work, [&] { were_done = wait_until([&] { return others == 2; }); }, balance);
     EXPECT_TRUE(were_done);
     EXPECT_EQ(of_caller, 40);
   }
@@ -250,19 +250,19 @@ TEST(SessionTest, AThreadGoesThroughItsRunFromOneEndToTheOther) {
   }
 }
 
-// A thread that takes long for what it does is given less the next time.
-TEST(SessionTest, SharesAreLearnt) {
+// A slow thread is given less the next time.
+TEST(SessionTest, TheBalanceIsLearnt) {
   const auto cost = equal_costs(200, kSerialElements);
   const auto caller = std::this_thread::get_id();
-  Shares shares;
+  LoadBalance balance;
   auto work = [&](int64_t begin, int64_t end) {
     const auto each = std::chrono::microseconds(std::this_thread::get_id() == caller ? 40 : 10);
     const auto until = std::chrono::steady_clock::now() + each * (end - begin);
     while (std::chrono::steady_clock::now() < until) std::this_thread::yield();
   };
   EXPECT_TRUE(wait_until([&] {
-    run_session(2, cost, work, {}, &shares);
-    return shares.before(1) < 0.4;
+    run_session(2, cost, work, {}, &balance);
+    return balance.before(1) < 0.4;
   }));
 }
 
@@ -276,17 +276,17 @@ TEST(SessionTest, ThreadsTakeRunsOfNeighbours) {
   }
 }
 
-TEST(SessionTest, SharesCostAboutTheSame) {
+TEST(SessionTest, RangesCostAboutTheSame) {
   constexpr int64_t kLarge = 10;  // the first items cost ten times the others
   std::vector<int64_t> cost{0};
   for (int64_t i = 0; i < 200; ++i) cost.push_back(cost.back() + kSerialElements * (i < 50 ? kLarge : 1));
   const auto ran = threads_of_items(2, cost);
-  const auto share = [&](std::thread::id thread) {
+  const auto cost_of = [&](std::thread::id thread) {
     int64_t sum = 0;
     for (size_t i = 0; i < ran.size(); ++i) sum += ran[i] == thread ? cost[i + 1] - cost[i] : 0;
     return sum;
   };
-  EXPECT_LE(std::abs(share(ran.front()) - share(ran.back())), 2 * kLarge * kSerialElements);
+  EXPECT_LE(std::abs(cost_of(ran.front()) - cost_of(ran.back())), 2 * kLarge * kSerialElements);
 }
 
 TEST(SessionTest, TheSameThreadGetsTheSameItems) {

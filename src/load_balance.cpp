@@ -1,4 +1,4 @@
-#include "src/shares.h"
+#include "src/load_balance.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -6,38 +6,38 @@
 namespace fusedstep {
 namespace {
 
-// Sessions that count: what a thread did in the last one has an eighth of the weight.
+// The number of sessions that count: the last one has an eighth of the weight.
 constexpr int kMemory = 8;
 
-// Sessions of which nothing is learnt: the first ones, and those after a change, find what they need in
-// memory or in another thread's cache.
+// The number of sessions that teach nothing, at first and after a change: their operands are in memory or in
+// another thread's cache.
 constexpr int kUnsettled = 2;
 
-// Sessions between changes.
+// The least number of sessions between changes.
 constexpr int kBetween = 8;
 
-// By how much the slowest thread may be behind, and the fastest ahead: one of many that has nothing to do
-// hardly delays the others.
+// The tolerance for the slowest thread, which is behind, and for the fastest, which is ahead: one of many
+// that is idle hardly delays the others.
 constexpr double kMostBehind = 0.1, kMostAhead = 0.25;
 
-// How far from what is known a session can be: a thread may have been interrupted.
+// The limit of what one session can teach: a thread may have been interrupted in it.
 constexpr double kMostNews = 0.25;
 
-// Of a range that is one word, its end.
+// The bits of the word that hold the end of a range; the others hold its beginning.
 constexpr uint64_t kEnd = 0xffffffff;
 
 }  // namespace
 
-void Rest::set(int64_t begin, int64_t end) {
+void UnclaimedItems::set(int64_t begin, int64_t end) {
   range_.store(static_cast<uint64_t>(begin) << 32 | static_cast<uint64_t>(end), std::memory_order_relaxed);
 }
 
-int64_t Rest::left() const {
+int64_t UnclaimedItems::count() const {
   const uint64_t range = range_.load(std::memory_order_relaxed);
   return static_cast<int64_t>(range & kEnd) - static_cast<int64_t>(range >> 32);
 }
 
-bool Rest::take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end) {
+bool UnclaimedItems::claim(bool front, int64_t most, int64_t least, int64_t& begin, int64_t& end) {
   uint64_t range = range_.load(std::memory_order_relaxed);
   for (;;) {
     const auto first = static_cast<int64_t>(range >> 32), last = static_cast<int64_t>(range & kEnd);
@@ -46,24 +46,24 @@ bool Rest::take(bool front, int64_t most, int64_t least, int64_t& begin, int64_t
     begin = front ? first : last - count;
     end = begin + count;
     const uint64_t rest = front ? range + (static_cast<uint64_t>(count) << 32) : range - count;
-    // Which thread takes an item is all that is decided here: what it reads was written before the stage.
+    // Relaxed, since only the owner of an item is decided here: what it reads was written before the stage.
     if (range_.compare_exchange_weak(range, rest, std::memory_order_relaxed)) return true;
   }
 }
 
-void Shares::of_team(int threads, size_t stages) {
+void LoadBalance::of_team(int threads, size_t stages) {
   const auto size = static_cast<size_t>(threads);
-  if (rests.size() < stages * size) rests = std::vector<Rest>(stages * size);
+  if (unclaimed.size() < stages * size) unclaimed = std::vector<UnclaimedItems>(stages * size);
   if (threads_.size() == size) return;
   progress.resize(size);
   before_.resize(size + 1);
-  threads_.assign(size, {});  // last: this is what tells that all is there
+  threads_.assign(size, {});  // last: the size says that all is there
   since_change_ = learnt_ = 0;
   for (size_t t = 0; t <= size; ++t) before_[t] = static_cast<double>(t) / static_cast<double>(size);
 }
 
-double Shares::finish(int64_t work) const {
-  // Without those who would begin after it.
+double LoadBalance::finish(int64_t work) const {
+  // Threads that would begin after it do not count.
   double finish = 0;
   for (size_t left = threads_.size() + 1, before = left + 1; left < before;) {
     double speed = 0, by_late = 0;
@@ -81,7 +81,7 @@ double Shares::finish(int64_t work) const {
   return finish;
 }
 
-void Shares::learn(std::span<const Progress> progress, int64_t work) {
+void LoadBalance::learn(std::span<const Progress> progress, int64_t work) {
   since_change_ = std::min(since_change_ + 1, kBetween);
   if (since_change_ <= kUnsettled) return;
   double speeds = 0;
@@ -92,13 +92,13 @@ void Shares::learn(std::span<const Progress> progress, int64_t work) {
     ++worked;
   }
   if (worked == 0) return;
-  // At first the mean of all sessions; then the newest have more weight, but none that differs much.
+  // The mean of all sessions at first. Later new ones have more weight, but none that differs much.
   const bool knows = learnt_ == kMemory;
   learnt_ = std::min(learnt_ + 1, kMemory);
   const double weight = 1.0 / learnt_, before = finish(work);
   for (size_t t = 0; t < threads_.size(); ++t) {
     const Progress& of = progress[t];
-    // Who had nothing to do is taken to be like the others, and so will be given something again.
+    // A thread that was idle is taken to be as fast as the others, so that it will be given work again.
     const bool has_worked = of.done > 0 && of.busy > 0;
     double speed = has_worked ? static_cast<double>(of.done) / of.busy : speeds / worked, late = of.late;
     if (knows) {
@@ -120,8 +120,8 @@ void Shares::learn(std::span<const Progress> progress, int64_t work) {
   if (last <= (1 + kMostBehind) * finish && first >= (1 - kMostAhead) * finish) return;
   since_change_ = 0;
   for (size_t t = 0; t < threads_.size(); ++t) {
-    const double share = threads_[t].speed * std::max(finish - threads_[t].late, 0.0) / all;
-    before_[t + 1] = before_[t] + share;
+    const double part = threads_[t].speed * std::max(finish - threads_[t].late, 0.0) / all;
+    before_[t + 1] = before_[t] + part;
   }
   before_.back() = 1;
 }
