@@ -414,8 +414,7 @@ class PartOfStep {
   // Whether the states, which autograd may know of, are missing: nobody had had them yet when the last step
   // was taken down.
   bool lacks_states() const {
-    return PyList_Size(PyTuple_GetItem(part_, kStates)) == 0 &&
-           PyList_Size(PyTuple_GetItem(part_, kWeights)) > 0;
+    return PyTuple_GetItem(part_, kStates) == Py_None;
   }
   // Tells autograd what the step overwrites.
   bool bump_versions(PyObject* raise, bool of_states) const {

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor, _factors, _grads
@@ -22,19 +23,21 @@ from fusedstep.optim._checks import (
     check_number,
     check_operands,
     check_options,
+    check_ranges,
     floats,
     has_text,
     numeric,
     with_name,
 )
+from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
 from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
-from fusedstep.optim._loading import SIXTEEN_BITS, LoadsStates, new_step
-from fusedstep.optim._options import own_option
+from fusedstep.optim._loading import SIXTEEN_BITS, LoadsStates, new_number
+from fusedstep.optim._options import own_option, without_unset
 from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
 from fusedstep.optim._repeat import Repeat, last_step
@@ -61,6 +64,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
+    #: How many betas there are, where there are any.
+    _betas: ClassVar[int] = 2
+    #: State tensors that are one number each, with their first values. A class without a step count
+    #: has one for the native step, which no dictionary holds.
+    _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
     #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
@@ -79,17 +87,24 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
+            complete(cls)
             cls.__init__ = with_advice(cls.__init__)
 
-    def __init__(self, params: ParamsT, defaults: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
+        self._check(options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
             raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
         self._forget_plans()
+        self._counts = WeakIdKeyDictionary()
         self._register()
-        super().__init__(params, defaults)
+        super().__init__(params, without_unset(options))
 
     # What a subclass says
+
+    def _check(self, options: dict[str, Any]) -> None:
+        """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
+        check_ranges(options, self._betas)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of the native rule."""
@@ -142,20 +157,29 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             return [(weights, grads)]
         return by_place(weights, grads, [self._has_master(group, p) for p in weights])
 
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns the new weight by torch operations that autograd or a device graph can follow.
+
+        The new states are in ``state`` then. Weight and states may be overwritten.
+        """
+        raise NotImplementedError
+
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """Updates a weight and its state in place by torch operations: the readable reference."""
-        raise NotImplementedError
+        """Updates a weight and its state in place: with ``fused=False``, for one.
 
-    def _traceable(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        """Returns the new weight, by operations that autograd or a device graph can follow.
-
-        Weight and state are copies, and may be overwritten; the state has to be.
+        By the formula, unless a class has a form of it that takes less time.
         """
-        raise NotImplementedError
+        new_state = dict(state)
+        new = self._formula(group, weight, grad, new_state)
+        if new is not weight:
+            weight.copy_(new)
+        for name, tensor in new_state.items():
+            if tensor is not state[name]:
+                state[name].copy_(tensor)
 
     # Groups and states
 
@@ -195,14 +219,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         weights = [
             p
             for p in weights
-            if not self._state.get(p, {}).keys() >= {"step", *self._names_of(group, p)}
+            if not self._state.get(p, {}).keys() >= {*self._numbers, *self._names_of(group, p)}
         ]
         value = self._initial_value(group)
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
         for p, name, tensor in self._zeros(group, weights, self._is_native(group, weights)):
             state, new = self._state.get(p, {}), made[p]
-            if not ("step" in state or "step" in new):
-                new["step"] = new_step(p, group)
+            for number, first in self._numbers.items():
+                if not (number in state or number in new):
+                    new[number] = new_number(p, group, first)
             if name not in state:
                 if name == MASTER:  # sparse gradients do not reach every row of it
                     in_pieces(Tensor.copy_, tensor, p)
@@ -212,8 +237,22 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 new[name] = tensor
             elif self._has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
+        counts = {} if "step" in self._numbers else {p: new_number(p, group) for p in weights}
         for p, new in made.items():  # all at once: memory may run out before all are there
             self._state[p].update(new)
+        self._counts.update(counts)
+
+    def _with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        """The state of a weight, and the count of its steps where that is not part of it.
+
+        Such a count starts at 0 beside states that have just been made, and at 1 beside others.
+        """
+        if "step" in self._numbers:
+            return self._state[weight]
+        state = self._state.get(weight, {})
+        if weight not in self._counts:
+            self._counts[weight] = new_number(weight, group, float(bool(state)))
+        return state | {"step": self._counts[weight]}
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
@@ -329,15 +368,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             raise RuntimeError(error)
         native = self._is_native(group, weights, grads)
         self._create_states(group, weights)
-        if not all(isinstance(self._state[p]["step"], Tensor) for p in weights):
+        states = [self._with_count(group, p) for p in weights]
+        if not all(isinstance(state["step"], Tensor) for state in states):
             raise RuntimeError(
                 "API has changed, `state_steps` argument must contain a list of singleton tensors"
             )
         if not native:
             return None
-        self._count_together(weights)
+        self._count_together(weights, [state["step"] for state in states])
         has_masters = self._has_master(group, weights[0])
-        plan = Plan(weights, [self._state[p] for p in weights], names, has_masters, sparse)
+        states = [self._with_count(group, p) for p in weights]
+        plan = Plan(weights, states, names, has_masters, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan
@@ -347,15 +388,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
-    def _count_together(self, weights: list[Tensor]) -> None:
+    def _count_together(self, weights: list[Tensor], steps: list[Tensor]) -> None:
         """Moves the step counts of weights on a device there if the host cannot keep all."""
-        steps = [self._state[p]["step"] for p in weights]
         if weights[0].is_cpu or not (
             self._may_be_skipped() or any(not step.is_cpu for step in steps)
         ):
             return
         for p, step in zip(weights, steps, strict=True):
-            self._state[p]["step"] = step.to(p.device)
+            if "step" in self._numbers:
+                self._state[p]["step"] = step.to(p.device)
+            else:
+                self._counts[p] = step.to(p.device)
 
     # The step
 

@@ -124,6 +124,33 @@ def check_count(betas: tuple[Any, ...], count: int) -> None:
         raise ValueError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}; {others}")
 
 
+#: Options that are numbers and have a range of their own, or any.
+_ANY_RANGE = frozenset({"dampening", "max_ratio"})
+
+
+def check_ranges(options: dict[str, Any], betas: int) -> None:
+    """Raises the first option of a constructor that is out of range, with torch's texts.
+
+    ``betas``: how many there have to be. They become numbers, or tensors without dimensions.
+    """
+    foreach, capturable = options["foreach"], options.get("capturable", True)
+    for name, value in options.items():
+        if name == "lr":
+            check_lr(value, foreach=foreach, capturable=capturable)
+        elif name == "betas":
+            options[name] = check_betas(value, count=betas, foreach=foreach, capturable=capturable)
+        elif name == "eps":
+            check_eps(value)
+        elif name == "state_dtype":
+            check_state_dtype(value)
+        elif name == "max_grad_norm":
+            check_max_grad_norm(value)
+        elif name in _ANY_RANGE:
+            check_number(name, value)
+        elif name not in _NO_NUMBERS and name != "debias":
+            check_at_least_zero(name, value)
+
+
 def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raises an option of a group that is of another kind than the default; its range may be any.
 
@@ -143,7 +170,7 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             check_number(name, value)
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"Tensor {name} must be 1-element")
-        elif isinstance(value, str) and name in _NEVER_TEXT:
+        elif isinstance(value, str) and name in _NO_NUMBERS:
             raise TypeError(f"{name} must not be a text: {value!r}")
 
 
@@ -169,12 +196,13 @@ def has_text(group: dict[str, Any]) -> bool:
     return any(type(value) is str for name, value in group.items() if name != "debias")
 
 
-#: Options beside numbers to which a text is never right, though Python takes it for true.
-_NEVER_TEXT = frozenset(
+#: Options that are no numbers, and to which a text is never right, though Python takes it for true.
+_NO_NUMBERS = frozenset(
     {
         "always_adapt",
         "amsgrad",
         "capturable",
+        "centered",
         "decoupled_decay",
         "decoupled_weight_decay",
         "differentiable",
@@ -183,6 +211,7 @@ _NEVER_TEXT = frozenset(
         "keep_grad",
         "master_weights",
         "maximize",
+        "nesterov",
         "no_prox",
         "state_dtype",
     }

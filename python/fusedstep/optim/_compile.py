@@ -38,7 +38,7 @@ def trace_update(optimizer: FusedOptimizer) -> bool:
             work.append((index, group, weights))
     for index, group, weights in work:
         grads = [p.grad for p in weights]
-        states = [optimizer._state[p] for p in weights]
+        states = [optimizer._with_count(group, p) for p in weights]
         names = optimizer._names_of(group, weights[0])
         slots = [state[name] for name in names for state in states]
         steps = [state["step"] for state in states]
@@ -93,7 +93,7 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     owner._create_states(group, weights)
     if obstacle(owner._accessed_states(weights), "states"):
         return False
-    return all(torch.is_tensor(owner._state[p]["step"]) for p in weights)
+    return all(torch.is_tensor(owner._with_count(group, p)["step"]) for p in weights)
 
 
 @torch.compiler.assume_constant_result

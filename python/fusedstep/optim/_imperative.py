@@ -49,7 +49,7 @@ class ImperativeTwin:
             self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        state = self._state[weight]
+        state = self._with_count(group, weight)
         if group["maximize"]:
             grad = -grad
         if weight.is_complex():  # and has no master copy
@@ -70,7 +70,7 @@ class ImperativeTwin:
             check_capturable(weight, state["step"], group)
         # Autograd keeps what the update reads: it reads copies, for the originals are overwritten.
         copies = {name: tensor.clone() for name, tensor in state.items() if name != MASTER}
-        new = self._traceable(group, wide.clone(), grad, copies)
+        new = self._formula(group, wide.clone(), grad, copies)
         for name, tensor in copies.items():
             state[name].copy_(tensor)
         self._write_back(group, weight, new, state)

@@ -47,5 +47,5 @@ def init_group(
     *of_weights, steps = states
     for name, of_name in zip(self._state_names(group), of_weights, strict=False):
         of_name.extend(self.state[p][name] for p in weights)
-    steps.extend(self.state[p]["step"] for p in weights)
+    steps.extend(self.state[p]["step"] for p in weights if "step" in self._numbers)
     return any(p.is_complex() for p in weights)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
@@ -81,6 +82,7 @@ class LoadsStates:
         if "_name" not in self.__dict__:
             self._register()
         self._forget_plans()
+        self._counts = WeakIdKeyDictionary()
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
@@ -90,9 +92,10 @@ class LoadsStates:
         for group in self.param_groups:
             weights = [p for p in group["params"] if self._state.get(p)]
             for p in weights:
-                step = self._state[p].get("step")
-                if isinstance(step, (int, float)):
-                    self._state[p]["step"] = new_step(p, group).fill_(step)
+                for name in self._numbers:
+                    number = self._state[p].get(name)
+                    if isinstance(number, (int, float)):
+                        self._state[p][name] = new_number(p, group, number)
             if self._wants_native(group) and not self._obstacle(weights):
                 self._place_states(group, weights)
 
@@ -102,20 +105,21 @@ class LoadsStates:
         weights = [
             p
             for p in weights
-            if "step" in self._state[p]
+            if self._state[p].keys() >= self._numbers.keys()
             and all(
                 name in self._state[p] and self._state[p][name].shape == p.shape
                 for name in self._names_of(group, p)
             )
         ]
         for p in weights:
-            step = self._state[p]["step"].reshape(())  # older ones have the shape [1]
-            self._state[p]["step"] = new_step(p, group).copy_(step)
+            for name in self._numbers:
+                number = self._state[p][name].reshape(())  # older ones have the shape [1]
+                self._state[p][name] = new_number(p, group).copy_(number)
         for p, name, tensor in self._zeros(group, weights, native=True):
             self._state[p][name] = in_pieces(Tensor.copy_, tensor, self._state[p][name])
 
 
-def new_step(weight: Tensor, group: dict[str, Any]) -> Tensor:
-    """A step count of zero, on the host unless a device graph counts the steps."""
+def new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:
+    """A number beside a weight, on the host unless a device graph counts the steps."""
     device = weight.device if group.get("capturable") else "cpu"
-    return torch.tensor(0.0, dtype=torch.float32, device=device)
+    return torch.tensor(value, dtype=torch.float32, device=device)

@@ -15,9 +15,9 @@ def own_option(group: dict[str, Any], name: str) -> Any:
     return group.get(name, OWN[name])
 
 
-def set_ones(**options: Any) -> dict[str, Any]:
-    """Those of these options that were set: the keys that the defaults get."""
-    return {name: value for name, value in options.items() if value != OWN[name]}
+def without_unset(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that become defaults: of these only where they were set."""
+    return {name: value for name, value in options.items() if name not in OWN or value != OWN[name]}
 
 
 def fill_own(group: dict[str, Any], defaults: dict[str, Any]) -> None:

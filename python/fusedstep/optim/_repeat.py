@@ -30,8 +30,8 @@ class Part(NamedTuple):
     """Names and values of the group, one behind another."""
     weights: list[Tensor]
     """Those that had a gradient."""
-    states: list[Tensor]
-    """Theirs, if anybody has had them."""
+    states: list[Tensor] | None
+    """Theirs; None if nobody has had them."""
     plan: int
     options: bytearray
     """What the operator takes as options, as numbers in double. The first is the learning rate."""
@@ -70,7 +70,8 @@ def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) 
         if plan is None or plan.is_distributed or plan.had_sparse or not plan.counts_on_host:
             return None
         options = bytearray(array.array("d", optimizer._options(group)))
-        states = optimizer._accessed_states(plan.weights)
+        accessed = optimizer._state_was_accessed
+        states = optimizer._accessed_states(plan.weights) if accessed else None
         parts.append(Part(items, plan.weights, states, plan.handle, options, use))
     silent = (frame_callback, _profiler_enabled, torch._C._len_torch_dispatch_stack)
     if not optimizer._is_on_host():

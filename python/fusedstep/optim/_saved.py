@@ -68,14 +68,14 @@ def check_state(
     if not state:
         return
     needed = optimizer._state_names(optimizer._later_options)  # those of every weight
-    if missing := sorted({"step", *needed} - state.keys()):
+    if missing := sorted({*optimizer._numbers, *needed} - state.keys()):
         likely = [cls for cls in our_classes() if _is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
             f"{type(optimizer).__name__}{_looks_like(likely)}. "
             "fusedstep.import_state_dict loads dictionaries of other optimizers"
         )
-    if not weight.is_meta:
+    if not weight.is_meta and "step" in optimizer._numbers:
         check_count_of_steps(name, state["step"])
     names = (*needed, *optimizer._state_names(options), MASTER)
     for key in dict.fromkeys(each for each in names if each in state):

@@ -8,14 +8,6 @@ from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import (
-    check_at_least_zero,
-    check_eps,
-    check_lr,
-    check_max_grad_norm,
-    check_state_dtype,
-)
-from fusedstep.optim._options import set_ones
 
 __all__ = ["Adagrad"]
 
@@ -63,26 +55,6 @@ class Adagrad(FusedOptimizer):
         initial_accumulator_value (float, optional): what the sum of squares starts at
             (default: 0)
         eps (float, optional): term added to the denominator (default: 1e-10)
-        foreach (bool, optional): True asks for plain torch operations, weight by
-            weight, as ``fused=False`` does (default: None)
-        maximize (bool, optional): maximize the objective instead of minimizing it
-            (default: False)
-        differentiable (bool, optional): let autograd go through the step, which
-            then runs without native kernels (default: False)
-        fused (bool, optional): True runs the native kernels, False the same formula
-            in plain torch operations. None takes the native kernels if they can
-            update every weight of the group and neither foreach nor differentiable
-            is True (default: None)
-        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-            float16 weights; None keeps all states in the weight's dtype (default: None)
-        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-            state ``master_param`` and update that, so that moves too small for the weight's dtype
-            add up; the weight is the copy rounded, and its states are float32. A weight that is
-            changed otherwise is taken as it is then (default: False)
-        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
-            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
-            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
-            ``step(max_norm=...)`` clips before it (default: None)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -121,30 +93,21 @@ class Adagrad(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        check_lr(lr)
-        check_at_least_zero("lr_decay", lr_decay)
-        check_at_least_zero("weight_decay", weight_decay)
-        check_at_least_zero("initial_accumulator_value", initial_accumulator_value)
-        check_eps(eps)
-        check_state_dtype(state_dtype)
-        check_max_grad_norm(max_grad_norm)
-        defaults = {
+        options = {
             "lr": lr,
             "lr_decay": lr_decay,
-            "eps": eps,
             "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
             "foreach": foreach,
             "maximize": maximize,
             "differentiable": differentiable,
             "fused": fused,
-            **set_ones(
-                state_dtype=state_dtype,
-                master_weights=master_weights,
-                max_grad_norm=max_grad_norm,
-            ),
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "max_grad_norm": max_grad_norm,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def share_memory(self) -> None:
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
@@ -189,7 +152,7 @@ class Adagrad(FusedOptimizer):
             std = state["sum"].addcmul_(grad, grad).sqrt().add_(group["eps"])
             weight.addcdiv_(grad, std, value=-clr)
 
-    def _traceable(
+    def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         adagrad(

@@ -8,15 +8,6 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import (
-    check_at_least_zero,
-    check_betas,
-    check_eps,
-    check_lr,
-    check_max_grad_norm,
-    check_state_dtype,
-)
-from fusedstep.optim._options import set_ones
 
 __all__ = ["Adam"]
 
@@ -64,37 +55,8 @@ class Adam(FusedOptimizer):
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
         amsgrad (bool, optional): divide by the largest second moment so far, as in
             `On the Convergence of Adam and Beyond`_ (default: False)
-        foreach (bool, optional): True asks for plain torch operations, weight by
-            weight, as ``fused=False`` does (default: None)
-        maximize (bool, optional): maximize the objective instead of minimizing it
-            (default: False)
-        capturable (bool, optional): keep the step count on the weight's device, so
-            that a step can be captured in a CUDA graph (default: False)
-        differentiable (bool, optional): let autograd go through the step, which
-            then runs without native kernels (default: False)
-        fused (bool, optional): True runs the native kernels, False the same formula
-            in plain torch operations. None takes the native kernels if they can
-            update every weight of the group and neither foreach nor differentiable
-            is True (default: None)
-        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-            float16 weights; None keeps all states in the weight's dtype (default: None)
-        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-            state ``master_param`` and update that, so that moves too small for the weight's dtype
-            add up; the weight is the copy rounded, and its states are float32. A weight that is
-            changed otherwise is taken as it is then (default: False)
-        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
-            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
-            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
-            ``step(max_norm=...)`` clips before it (default: None)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
-
-    Raises:
-        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
-        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
-            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before anything is changed, for sparse gradients and weights that overlap themselves in
-            memory.
 
     Example::
 
@@ -135,16 +97,13 @@ class Adam(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        check_lr(lr, foreach=foreach, capturable=capturable)
-        check_eps(eps)
-        check_state_dtype(state_dtype)
-        check_max_grad_norm(max_grad_norm)
-        check_at_least_zero("weight_decay", weight_decay)
-        defaults = {
+        options = {
             "lr": lr,
-            "betas": check_betas(betas, foreach=foreach, capturable=capturable),
             "eps": eps,
+            "state_dtype": state_dtype,
+            "max_grad_norm": max_grad_norm,
             "weight_decay": weight_decay,
+            "betas": betas,
             "amsgrad": amsgrad,
             "maximize": maximize,
             "foreach": foreach,
@@ -152,13 +111,9 @@ class Adam(FusedOptimizer):
             "differentiable": differentiable,
             "fused": fused,
             "decoupled_weight_decay": decoupled_weight_decay,
-            **set_ones(
-                state_dtype=state_dtype,
-                master_weights=master_weights,
-                max_grad_norm=max_grad_norm,
-            ),
+            "master_weights": master_weights,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         names = ("exp_avg", "exp_avg_sq")
@@ -188,7 +143,7 @@ class Adam(FusedOptimizer):
         denom = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
 
-    def _traceable(
+    def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         beta1, beta2 = group["betas"]

@@ -53,35 +53,6 @@ class AdamW(Adam):
         weight_decay (float, optional): decoupled weight decay (default: 1e-2)
         amsgrad (bool, optional): divide by the largest second moment so far, as in
             `On the Convergence of Adam and Beyond`_ (default: False)
-        foreach (bool, optional): True asks for plain torch operations, weight by
-            weight, as ``fused=False`` does (default: None)
-        maximize (bool, optional): maximize the objective instead of minimizing it
-            (default: False)
-        capturable (bool, optional): keep the step count on the weight's device, so
-            that a step can be captured in a CUDA graph (default: False)
-        differentiable (bool, optional): let autograd go through the step, which
-            then runs without native kernels (default: False)
-        fused (bool, optional): True runs the native kernels, False the same formula
-            in plain torch operations. None takes the native kernels if they can
-            update every weight of the group and neither foreach nor differentiable
-            is True (default: None)
-        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-            float16 weights; None keeps all states in the weight's dtype (default: None)
-        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-            state ``master_param`` and update that, so that moves too small for the weight's dtype
-            add up; the weight is the copy rounded, and its states are float32. A weight that is
-            changed otherwise is taken as it is then (default: False)
-        max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
-            together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
-            leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
-            ``step(max_norm=...)`` clips before it (default: None)
-
-    Raises:
-        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
-        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
-            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before anything is changed, for sparse gradients and weights that overlap themselves in
-            memory.
 
     Example::
 

@@ -11,15 +11,9 @@ from torch.optim.optimizer import ParamsT
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import (
     as_number,
-    check_at_least_zero,
-    check_betas,
-    check_eps,
-    check_lr,
     check_number,
-    check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._options import set_ones
 
 __all__ = ["Adan"]
 
@@ -84,18 +78,6 @@ class Adan(FusedOptimizer):
         fused (bool, optional): True runs the native kernels, False the same formula
             in plain torch operations. None takes the native kernels if they can
             update every weight of the group and differentiable is not True (default: None)
-        maximize (bool, optional): maximize the objective instead of minimizing it
-            (default: False)
-        capturable (bool, optional): keep the step count on the weight's device, so
-            that a step can be captured in a CUDA graph (default: False)
-        differentiable (bool, optional): let autograd go through the step, which
-            then runs without native kernels (default: False)
-        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-            float16 weights; None keeps all states in the weight's dtype (default: None)
-        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-            state ``master_param`` and update that, so that moves too small for the weight's dtype
-            add up; the weight is the copy rounded, and its states are float32. A weight that is
-            changed otherwise is taken as it is then (default: False)
 
     Raises:
         ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -116,6 +98,7 @@ class Adan(FusedOptimizer):
     """
 
     _rule = "adan"
+    _betas = 3
     _counts_in_groups = True
     _foreach_means_unfused = False
     _later_options = FusedOptimizer._later_options | {
@@ -143,15 +126,7 @@ class Adan(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
     ) -> None:
-        check_number("max_grad_norm", max_grad_norm)
-        if not max_grad_norm >= 0.0:
-            raise ValueError(f"Invalid Max grad norm: {max_grad_norm}")
-        check_lr(lr)
-        check_eps(eps)
-        check_state_dtype(state_dtype)
-        check_at_least_zero("weight_decay", weight_decay)
-        betas = check_betas(betas, count=3, foreach=False, capturable=capturable)
-        defaults = {
+        options = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
@@ -163,9 +138,19 @@ class Adan(FusedOptimizer):
             "maximize": maximize,
             "capturable": capturable,
             "differentiable": differentiable,
-            **set_ones(state_dtype=state_dtype, master_weights=master_weights),
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        check_number("max_grad_norm", options["max_grad_norm"])
+        if not options["max_grad_norm"] >= 0.0:
+            raise ValueError(f"Invalid Max grad norm: {options['max_grad_norm']}")
+        # Torch operations over lists take a learning rate and betas that are tensors.
+        checked = options | {"foreach": False, "max_grad_norm": None}
+        super()._check(checked)
+        options["betas"] = checked["betas"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state.get("param_groups", ()):
@@ -287,7 +272,7 @@ class Adan(FusedOptimizer):
         if not group["no_prox"]:
             torch._foreach_div_(weights, 1 + decay)
 
-    def _traceable(
+    def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         beta1, beta2, beta3 = group["betas"]

@@ -14,16 +14,9 @@ from torch.optim.optimizer import ParamsT
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import (
     as_number,
-    check_at_least_zero,
-    check_betas,
-    check_eps,
-    check_lr,
-    check_max_grad_norm,
     check_number,
-    check_state_dtype,
 )
 from fusedstep.optim._dtensor import is_dtensor, norms, whole
-from fusedstep.optim._options import set_ones
 
 __all__ = ["Lamb"]
 
@@ -132,32 +125,7 @@ class Lamb(FusedOptimizer):
             (default: 0; 0.01 with deepspeed)
         max_ratio (float, optional): upper bound of the ratio where neither norm is 0; timm's
             ``trust_clip`` is ``max_ratio=1`` (default: inf; 10 with deepspeed)
-        foreach (bool, optional): True asks for plain torch operations, weight by
-            weight, as ``fused=False`` does (default: None)
-        maximize (bool, optional): maximize the objective instead of minimizing it
-            (default: False)
-        capturable (bool, optional): keep the step count on the weight's device, so
-            that a step can be captured in a CUDA graph (default: False)
-        differentiable (bool, optional): let autograd go through the step, which
-            then runs without native kernels (default: False)
-        fused (bool, optional): True runs the native kernels, False the same formula
-            in plain torch operations. None takes the native kernels if they can
-            update every weight of the group and neither foreach nor differentiable
-            is True (default: None)
-        state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-            float16 weights; None keeps all states in the weight's dtype (default: None)
-        master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-            state ``master_param`` and update that, so that moves too small for the weight's dtype
-            add up; the weight is the copy rounded, and its states are float32. A weight that is
-            changed otherwise is taken as it is then (default: False)
         keep_grad (bool, optional): leave ``.grad`` as it was (default: False)
-
-    Raises:
-        ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
-        RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
-            not of the dtypes and devices above, or a missing native library; at :meth:`step`,
-            before anything is changed, for sparse gradients and weights that overlap themselves in
-            memory.
 
     Example::
 
@@ -219,33 +187,30 @@ class Lamb(FusedOptimizer):
         usual = VARIANTS[variant]
         options = {k: usual[k] if value is None else value for k, value in given.items()}
 
-        check_lr(lr, foreach=foreach, capturable=capturable)
-        check_eps(options["eps"])
-        check_state_dtype(state_dtype)
-        for name in ("weight_decay", "max_weight_norm", "min_ratio"):
-            check_at_least_zero(name, options[name])
-        check_max_grad_norm(options["max_grad_norm"])
-        check_number("max_ratio", options["max_ratio"])
-        if not options["max_ratio"] >= options["min_ratio"]:
-            raise ValueError(
-                f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "
-                f"{options['min_ratio']}"
-            )
         if options["debias"] not in (True, False, "lr"):
             raise ValueError(f'debias must be True, False or "lr", not {debias!r}')
-        defaults = {
+        options |= {
             "lr": lr,
-            "betas": check_betas(betas, foreach=foreach, capturable=capturable),
-            **options,
+            "betas": betas,
             "maximize": maximize,
             "foreach": foreach,
             "capturable": capturable,
             "differentiable": differentiable,
             "fused": fused,
             "keep_grad": keep_grad,
-            **set_ones(state_dtype=state_dtype, master_weights=master_weights),
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, options)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        check_number("max_ratio", options["max_ratio"])
+        if not options["max_ratio"] >= options["min_ratio"]:
+            raise ValueError(
+                f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "
+                f"{options['min_ratio']}"
+            )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if "variant" in param_group:
@@ -344,7 +309,7 @@ class Lamb(FusedOptimizer):
             lr *= math.sqrt(bias2) / bias1
         return update, lr
 
-    def _traceable(
+    def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         beta1, beta2 = group["betas"]

@@ -1,0 +1,70 @@
+"""The paragraphs that the docstrings of all optimizers have in common, written once."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+
+#: Of options, by name.
+_ARGS = {
+    "foreach": """\
+foreach (bool, optional): True asks for plain torch operations, weight by
+    weight, as ``fused=False`` does (default: None)""",
+    "maximize": """\
+maximize (bool, optional): maximize the objective instead of minimizing it
+    (default: False)""",
+    "capturable": """\
+capturable (bool, optional): keep the step count on the weight's device, so
+    that a step can be captured in a CUDA graph (default: False)""",
+    "differentiable": """\
+differentiable (bool, optional): let autograd go through the step, which
+    then runs without native kernels (default: False)""",
+    "fused": """\
+fused (bool, optional): True runs the native kernels, False the same formula
+    in plain torch operations. None takes the native kernels if they can
+    update every weight of the group and neither foreach nor differentiable
+    is True (default: None)""",
+    "state_dtype": """\
+state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
+    float16 weights; None keeps all states in the weight's dtype (default: None)""",
+    "master_weights": """\
+master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
+    state ``master_param`` and update that, so that moves too small for the weight's dtype
+    add up; the weight is the copy rounded, and its states are float32. A weight that is
+    changed otherwise is taken as it is then (default: False)""",
+    "max_grad_norm": """\
+max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
+    together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
+    leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
+    ``step(max_norm=...)`` clips before it (default: None)""",
+}
+
+_RAISES = """\
+Raises:
+    ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
+    RuntimeError: if ``fused=True`` meets ``foreach`` or ``differentiable``, weights that are
+        not of the dtypes and devices above, or a missing native library; at :meth:`step`,
+        before anything is changed, for sparse gradients and weights that overlap themselves in
+        memory.
+"""
+
+
+def complete(cls: type) -> None:
+    """Adds to the docstring of a class the options that it shares, and what it raises.
+
+    Its own are under ``Args:`` there; the others follow in the order of the signature.
+    """
+    doc = inspect.cleandoc(cls.__doc__ or "")
+    before, header, rest = doc.partition("\nArgs:\n")
+    if not header:
+        return
+    own, gap, after = rest.partition("\n\n")
+    shared = [
+        _ARGS[name]
+        for name in inspect.signature(cls).parameters
+        if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
+    ]
+    args = "\n".join([own, *(textwrap.indent(text, "    ") for text in shared)])
+    if not after.startswith("Raises:"):
+        after = f"{_RAISES}\n{after}"
+    cls.__doc__ = f"{before}{header}{args}{gap}{after}"
