@@ -5,7 +5,7 @@ A new optimizer gets all the laws by its rows here and its function in reference
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,21 +70,66 @@ DECOUPLED_WITH_NORMS = WITH_NORMS | {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
+    """A variant of an optimizer, and what laws have to know of it. No law knows it by its name."""
+
     name: str
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any]
     """Options that change the maths: given to the optimizer, the reference and the namesake."""
     reference: Callable
     states: tuple[str, ...]
-    namesake: type[torch.optim.Optimizer] | None
-    elementwise: bool
+    """Names of the states that have the weight's shape. There may be none."""
+    namesake: type[torch.optim.Optimizer] | None = None
     modes: dict[str, Any] = field(default_factory=dict)
     """Options that leave the maths alone, for the optimizer only."""
+    numbers: tuple[str, ...] = ("step",)
+    """Names of the states that are one float32 number. Without `step` the state has no count."""
+    initial: dict[str, float] = field(default_factory=dict)
+    """Values that states start at, if not at 0."""
+    elementwise: bool = True
+    """False if an element's update depends on other elements, as through a norm."""
+    continuous: bool = True
+    """False if the update jumps, as a sign does: rounding may then turn that of a few elements."""
+    decoupled: bool = False
+    """True if weight decay shrinks the weight; otherwise it adds to the gradient or the update."""
+    sparse: bool = False
+    """True if of a weight with a sparse gradient the rows are updated that it has."""
+    tolerances: dict[torch.dtype, Tolerance] = field(default_factory=lambda: ELEMENTWISE)
+    squares: float = 1.0
+    """The largest number that is squared, in gradients."""
+    rosenbrock_lr: float = 0.02
+    """A learning rate with which 300 steps descend Rosenbrock's valley."""
+    long_run: dict[str, Any] = field(default_factory=dict)
+    """Options for a thousand steps with a learning rate of 1, if not those of the row."""
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def counts(self) -> bool:
+        """Whether the state has a step count."""
+        return "step" in self.numbers
+
+    @property
+    def kind(self) -> tuple:
+        """All that is seen of a row by a law that does not depend on the maths."""
+        return (
+            self.optimizer,
+            self.states,
+            self.numbers,
+            *sorted(self.initial.items()),
+            *sorted(self.modes.items()),
+        )
+
+    def has(self, option: str) -> bool:
+        return option in inspect.signature(self.optimizer).parameters
+
+    def option(self, name: str) -> Any:
+        """The value of the row, or else the optimizer's default."""
+        parameters = inspect.signature(self.optimizer).parameters
+        return self.options[name] if name in self.options else parameters[name].default
 
     def build(self, params, **overrides) -> torch.optim.Optimizer:
         """The optimizer of this row, fused unless told otherwise."""
@@ -108,18 +153,8 @@ class Case:
 
     @property
     def betas(self) -> tuple[float, ...]:
-        """Those of the row, or else the optimizer's defaults; without any nothing is averaged."""
-        parameter = inspect.signature(self.optimizer).parameters.get("betas")
-        return self.options.get("betas", parameter.default if parameter else (0.0, 0.0))
-
-    @property
-    def tolerances(self) -> dict[torch.dtype, Tolerance]:
-        decoupled = self.reference is adamw or "decoupled" in self.name
-        if not self.elementwise:
-            return DECOUPLED_WITH_NORMS if decoupled else WITH_NORMS
-        if self.reference is adan:
-            return DECOUPLED if self.options.get("weight_decay") else TWO_ADDITIONS
-        return DECOUPLED if decoupled else ELEMENTWISE
+        """Without any nothing is averaged."""
+        return self.option("betas") if self.has("betas") else (0.0, 0.0)
 
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -129,7 +164,16 @@ MOMENTS_AND_DIFFERENCES = (*MOMENTS, "exp_avg_diff", "neg_pre_grad")
 
 def _lamb(name, modes=None, **options):
     options = {"lr": 1e-2} | options
-    return Case(name, optim.Lamb, options, lamb, MOMENTS, None, False, modes or {})
+    return Case(
+        name,
+        optim.Lamb,
+        options,
+        lamb,
+        MOMENTS,
+        modes=modes or {},
+        elementwise=False,
+        tolerances=WITH_NORMS,
+    )
 
 
 def _lamb_variant(name, **options):
@@ -143,27 +187,83 @@ def _lamb_variant(name, **options):
     options = {"lr": 1e-2, "variant": variant} | options
     if variant in ("apex", "nvlamb", "timm"):
         options["max_grad_norm"] = math.inf
-    return Case(name, optim.Lamb, options, lamb_variant, MOMENTS, None, False)
+    decoupled = options.get("decoupled_decay", False)
+    return Case(
+        name,
+        optim.Lamb,
+        options,
+        lamb_variant,
+        MOMENTS,
+        elementwise=False,
+        decoupled=decoupled,
+        tolerances=DECOUPLED_WITH_NORMS if decoupled else WITH_NORMS,
+    )
 
 
-def _adam(name, **options):
-    states = MOMENTS_AND_MAX if options.get("amsgrad") else MOMENTS
-    return Case(name, optim.Adam, {"lr": 1e-2} | options, adam, states, torch.optim.Adam, True)
+def _moments(options):
+    return MOMENTS_AND_MAX if options.get("amsgrad") else MOMENTS
+
+
+def _adam(name, long_run=None, **options):
+    options = {"lr": 1e-2} | options
+    decoupled = options.get("decoupled_weight_decay", False)
+    return Case(
+        name,
+        optim.Adam,
+        options,
+        adam,
+        _moments(options),
+        torch.optim.Adam,
+        decoupled=decoupled,
+        tolerances=DECOUPLED if decoupled else ELEMENTWISE,
+        long_run=long_run or {},
+    )
 
 
 def _adamw(name, **options):
-    states = MOMENTS_AND_MAX if options.get("amsgrad") else MOMENTS
-    return Case(name, optim.AdamW, {"lr": 1e-2} | options, adamw, states, torch.optim.AdamW, True)
+    options = {"lr": 1e-2} | options
+    return Case(
+        name,
+        optim.AdamW,
+        options,
+        adamw,
+        _moments(options),
+        torch.optim.AdamW,
+        decoupled=True,
+        tolerances=DECOUPLED,
+    )
 
 
 def _adagrad(name, **options):
     options = {"lr": 2e-2} | options
-    return Case(name, optim.Adagrad, options, adagrad, ("sum",), torch.optim.Adagrad, True)
+    value = options.get("initial_accumulator_value")
+    return Case(
+        name,
+        optim.Adagrad,
+        options,
+        adagrad,
+        ("sum",),
+        torch.optim.Adagrad,
+        initial={"sum": value} if value else {},
+        sparse=not options.get("weight_decay"),
+        rosenbrock_lr=0.3,
+    )
 
 
 def _adan(name, modes=None, **options):
+    """What it squares is the gradient, and 0 < beta2 < 1 of its difference from the last one."""
     options = {"lr": 1e-2} | options
-    return Case(name, optim.Adan, options, adan, MOMENTS_AND_DIFFERENCES, None, True, modes or {})
+    return Case(
+        name,
+        optim.Adan,
+        options,
+        adan,
+        MOMENTS_AND_DIFFERENCES,
+        modes=modes or {},
+        decoupled=True,
+        tolerances=DECOUPLED if options.get("weight_decay") else TWO_ADDITIONS,
+        squares=3.0,
+    )
 
 
 CASES = (
@@ -184,7 +284,13 @@ CASES = (
     _lamb_variant("lamb-cybertron", eps=0.01),
     _lamb_variant("lamb-cybertron-decay", weight_decay=0.02),
     _adam("adam"),
-    _adam("adam-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
+    _adam(
+        "adam-l2",
+        weight_decay=0.02,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        long_run={"betas": (0.9, 0.999)},  # where gradient and decay cancel, short averages diverge
+    ),
     _adam("adam-amsgrad", amsgrad=True),
     _adam("adam-amsgrad-l2-maximize", amsgrad=True, weight_decay=0.02, maximize=True),
     _adam("adam-decoupled", decoupled_weight_decay=True, weight_decay=0.02),
@@ -201,6 +307,26 @@ CASES = (
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
 )
+
+
+def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[Case, ...]:
+    found = {}
+    for case in cases:
+        found.setdefault(kind(case), case)
+    return tuple(found.values())
+
+
+def per_optimizer(cases: Iterable[Case]) -> tuple[Case, ...]:
+    return first_of_each(lambda case: case.optimizer, cases)
+
+
+# Names of the states that are one number, in any of them.
+NUMBERS = {name for case in CASES for name in case.numbers}
 WITH_NAMESAKE = tuple(case for case in CASES if case.namesake is not None)
-# One plain row per optimizer, for what does not depend on the maths.
-PLAIN = tuple({case.optimizer: case for case in reversed(CASES)}.values())[::-1]
+# A row of each kind, for what does not depend on the maths.
+KINDS = first_of_each(lambda case: case.kind, CASES)
+# The plain row of each optimizer, for what does not depend on its states either.
+PLAIN = per_optimizer(CASES)
+# One row of each optimizer that has what the law is about.
+WITH_STATES = per_optimizer(case for case in CASES if case.states)
+WITH_COUNTS = per_optimizer(case for case in CASES if case.counts)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusedstep
-from cases import PLAIN
+from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import _ops
 
 
@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(config, items):
 
     def is_plain(item):
         row = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return row is None or row in PLAIN
+        return row is None or row in (*PLAIN, *WITH_STATES, *WITH_COUNTS)
 
     if config.getoption("plain"):
         items[:] = filter(is_plain, items)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cases import PLAIN, Case
+from cases import PLAIN, Case, first_of_each
 from stepping import bits, make_gradients, make_weights
 
 SHAPES = ((40_000,), (7,), (6, 5))
@@ -57,7 +57,8 @@ class Subject:
             grad = p.grad if p.grad is None or not p.grad.is_sparse else p.grad.to_dense()
             found |= {f"weight {i}": p.detach(), f"gradient {i}": grad}
             state = self.optimizer._state.get(p, {})
-            if "step" in state and state["step"] > 0:
+            made = [state["step"]] if "step" in state else list(state.values())
+            if any(value.any() for value in made):
                 found |= {f"{name} {i}": value for name, value in state.items()}
         groups = self.optimizer._groups
         found |= {f"lr {i}": torch.tensor(group["lr"]) for i, group in enumerate(groups)}
@@ -70,7 +71,7 @@ def step(subject: Subject) -> None:
 
 def looked_at(case: Case) -> Subject:
     subject = Subject(case, 0)
-    assert not subject.optimizer.state[subject.params[0]].get("step", 0)
+    assert not subject.optimizer.state[subject.params[0]]
     for number in range(3):
         subject.set_grads(number)
         subject.optimizer.step()
@@ -149,16 +150,15 @@ SCENARIOS = {
         kinds=(NEW, TENSORS),
     ),
 }
-# What the optimizers besides are put through: one of each family has them all but the last, which
-# only Adagrad takes.
+# What the optimizers besides are put through: one of each family has them all.
 OTHERS = ("repeated", "two groups clipped")
-THOROUGH = ("adam", "lamb")
+THOROUGH = first_of_each(lambda case: case.elementwise, PLAIN)
 
 
 def scenarios_of(case: Case) -> list[str]:
-    names = [name for name in SCENARIOS if case.name in THOROUGH or name in OTHERS]
+    names = [name for name in SCENARIOS if case in THOROUGH or name in OTHERS]
     names = [name for name in names if name != "sparse"]
-    return [*names, "sparse"] if case.name == "adagrad" else names
+    return [*names, "sparse"] if case.sparse else names
 
 
 def subjects() -> list[tuple[Case, str]]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.optim.optimizer import _use_grad_for_differentiable
 
-from cases import PLAIN
+from cases import PLAIN, WITH_STATES
 from fusedstep import optim
 from reference.adan import adan
 from reference.lamb import lamb
@@ -43,6 +43,8 @@ class ByFormula:
 
     ours: type[torch.optim.Optimizer]
     formula: Callable
+    not_kept: tuple[str, ...] = ()
+    """States of the base that `ours` has not: they are there in the base's step only."""
 
     def __init__(self, params, **given):
         options = _options(self.ours) | _options(self.formula) | given
@@ -63,6 +65,9 @@ class ByFormula:
             for group in self.param_groups
             for p in group["params"]
         }
+        for p in before:
+            for name in self.not_kept if self.state.get(p) else ():
+                self.state[p][name] = torch.zeros_like(p) if name != "step" else torch.zeros(())
         loss = self._step_of_base(closure)
         with torch.no_grad():
             for group in self.param_groups:
@@ -71,6 +76,8 @@ class ByFormula:
                 for p in group["params"]:
                     if p.grad is not None:
                         self._update(p, *before[p], group["differentiable"], options)
+                        for name in self.not_kept:
+                            del self.state[p][name]
         return loss
 
     def _step_of_base(self, closure):
@@ -159,6 +166,19 @@ OWN_OPTIONS = {
 }
 
 
+#: For each of our classes a row with states, if there is one: an experiment would see little else.
+ROWS = {case.optimizer: case for case in (*PLAIN, *WITH_STATES)}
+#: Classes whose states have a step count in these rows.
+COUNTING = tuple(cls for cls in ALL if ROWS[cls].counts)
+STATEFUL = tuple(cls for cls in ALL if ROWS[cls].states)
+
+
+def options_of(cls: type) -> dict[str, Any]:
+    """What an experiment passes to one of our classes or to its peer: options of that row."""
+    (row,) = (case for ours, case in ROWS.items() if cls in (ours, PEERS[ours]))
+    return {name: value for name, value in row.options.items() if name != "lr"}
+
+
 #: Those of our classes to which `foreach=True` means torch operations, as it does to torch's.
 WITH_FOREACH = tuple(cls for cls in ALL if _options(cls)["foreach"] is None)
 
@@ -190,7 +210,7 @@ class Build:
     """Makes optimizers of one class in one mode."""
 
     def __init__(self, cls: type, mode: str):
-        self.cls, self.mode = cls, MODES[mode]
+        self.cls, self.mode = cls, options_of(cls) | MODES[mode]
 
     def __call__(self, params, **options):
         return self.cls(params, **(self.mode | options))

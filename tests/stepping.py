@@ -12,8 +12,10 @@ import fusedstep
 from cases import LOW_PRECISION, Case, Tolerance
 from fusedstep import _ops
 
-CHUNK = 16_384
+CHUNK = int(_ops.capabilities()["chunk"])
 """Elements in a chunk of the engine: sizes around it are where tails and seams are."""
+TEAM = int(_ops.capabilities()["serial_elements"])
+"""Elements for which the engine starts a team of threads."""
 
 ISAS = tuple(
     pytest.param(
@@ -21,6 +23,10 @@ ISAS = tuple(
     )
     for isa in ("base", "avx2", "avx512")
 )
+
+SINGLE = torch.finfo(torch.float32).eps
+FEW = 1e-3
+"""The share of the elements that a step may turn the other way where the update jumps."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -31,7 +37,7 @@ def threads(count: int, *, started: bool = False) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     if started:
-        torch.zeros(count * CHUNK * 4).neg_()
+        torch.zeros(2 * count * TEAM).neg_()
     try:
         yield
     finally:
@@ -113,6 +119,15 @@ def run(case: Case, shapes, dtype: torch.dtype, steps: int, **overrides):
     return params, optimizer
 
 
+def assert_counts(case: Case, optimizer, params, expected) -> None:
+    """The step counts of the parameters; of an optimizer without counts, that there are none."""
+    states = [optimizer.state.get(param, {}) for param in params]
+    if case.counts:
+        assert [float(state.get("step", 0)) for state in states] == list(expected)
+    else:
+        assert not any("step" in state for state in states)
+
+
 def contents(optimizer) -> dict[str, Tensor]:
     """Copies of every weight and state, by name."""
     found = {}
@@ -187,12 +202,11 @@ class Bounds:
         tolerance = self._tolerance
         bound = self._units(tolerance.weight) * self._largest_weight
         bound += self._units(tolerance.update) * self._largest_move
-        assert_within(weight, expected_weight, bound, f"{what}: weight")
+        assert_within(weight, expected_weight, bound, f"{what}: weight", **self.jumps)
         betas = self._case.betas
         # A sum's roundings are relative to its terms, which may cancel. Neither the old state's nor
         # the gradient's is larger than the new state's magnitude and the share below together.
-        # What is squared: the gradient, or Adan's, two gradients and part of a third.
-        squared = (3 if "exp_avg_diff" in self._case.states else 1) * self._largest_gradient
+        squared = self._case.squares * self._largest_gradient
         shares = {
             "exp_avg": (1 - betas[0]) * self._largest_gradient,
             "exp_avg_sq": (1 - betas[-1]) * squared**2,
@@ -206,6 +220,16 @@ class Bounds:
             magnitude = expected_state[name].detach().double().abs() + shares[name] + self._tiny
             bound = self._units(tolerance.state) * magnitude
             assert_within(state[name], expected_state[name], bound, f"{what}: {name}")
+        for name in self._case.numbers:
+            bound = (1 + self._steps) * SINGLE * expected_state[name].double().abs()
+            assert_within(state[name], expected_state[name], bound, f"{what}: {name}")
+
+    @property
+    def jumps(self) -> dict[str, float]:
+        """What `assert_within` allows a few elements whose update jumps the other way."""
+        if self._case.continuous:
+            return {}
+        return {"share": FEW * self._steps, "far": 2 * self._largest_move * self._steps}
 
     def _units(self, per_step: float) -> float:
         """Both sides round their last result as well."""
@@ -233,13 +257,26 @@ class Reference:
             before, gradient.double(), self.state, self.steps, **self._case.options
         )
         self.weight = weight.to(self._dtype).double()
-        self.state = {name: value.to(self._dtype).double() for name, value in state.items()}
+        self.state = {
+            name: value.to(torch.float32 if name in self._case.numbers else self._dtype).double()
+            for name, value in state.items()
+        }
         self._bounds.note(before, weight, gradient)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """The states that an optimizer has by now, in double."""
+        counts = {"step": torch.tensor(float(self.steps))} if self._case.counts else {}
+        return self.state | counts
+
+    @property
+    def jumps(self) -> dict[str, float]:
+        return self._bounds.jumps
 
     def check(self, weight: Tensor, state: dict[str, Tensor], what: str) -> None:
         """Compares with a weight and its states after as many steps, within the row's tolerance."""
-        self._bounds.check(weight, state, self.weight, self.state, what)
-        assert state["step"].item() == self.steps, what
+        assert state.keys() == {*self._case.states, *self._case.numbers}, what
+        self._bounds.check(weight, state, self.weight, self.kept, what)
 
 
 def one_ulp_of_ratio(before: Tensor, after: Tensor) -> Tensor:
@@ -254,11 +291,25 @@ def one_ulp_of_ratio(before: Tensor, after: Tensor) -> Tensor:
     return 2 * ratio_unit * move + epsilon * torch.maximum(after.abs(), before.abs()).double()
 
 
-def assert_within(actual: Tensor, expected: Tensor, bound: Tensor, what: str) -> None:
-    """Every element within its bound; NaN is within no bound."""
+def assert_within(
+    actual: Tensor,
+    expected: Tensor,
+    bound: Tensor,
+    what: str,
+    *,
+    share: float = 0.0,
+    far: float = 0.0,
+) -> None:
+    """Every element within its bound; NaN is within no bound.
+
+    A `share` of the elements may be as `far` off beside.
+    """
     assert actual.shape == expected.shape, what
     actual, expected = actual.detach().double(), expected.detach().double()
-    beyond = (~((actual - expected).abs() <= bound)).nonzero()
+    distance = (actual - expected).abs()
+    beyond = (~(distance <= bound)).nonzero()
+    if len(beyond) <= share * actual.numel() and (distance <= bound + far).all():
+        return
     if len(beyond):
         first = tuple(beyond[0].tolist())
         pytest.fail(

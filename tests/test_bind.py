@@ -10,6 +10,7 @@ from cases import CASES, DTYPES
 from fusedstep import _ops
 from fusedstep.optim._plan import Snapshot, same
 from stepping import (
+    CHUNK,
     as_parameters,
     assert_same_contents,
     contents,
@@ -17,7 +18,7 @@ from stepping import (
     train,
 )
 
-SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3), (2, 1, 3, 1, 2, 4))
+SHAPES = ((33, 31), (7,), (2 * CHUNK + 5,), (), (0, 3), (2, 1, 3, 1, 2, 4))
 
 needs_binding = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedstep import optim
-from peers import ALL, MODES, NAMESAKES, Difference, laws, of, said, without_own
+from peers import ALL, COUNTING, MODES, NAMESAKES, Difference, laws, of, said, without_own
 from stepping import as_parameters, contents, make_weights, train
 
 SHAPES = ((5, 4), (7,), ())
@@ -154,6 +154,7 @@ def dictionaries_without_newer_options(build):
     return found
 
 
+@of(*COUNTING)
 def dictionaries_with_numbers_for_steps(build):
     optimizer, params = trained(build)
     dictionary = copy.deepcopy(optimizer.state_dict())

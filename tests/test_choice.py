@@ -75,9 +75,9 @@ def test_groups_choose_for_themselves(case):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_sparse_gradients_of_unfused_adagrad():
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.sparse], ids=str)
+def test_sparse_gradients_of_an_unfused_optimizer(case):
     """In torch operations, as torch's."""
-    case = next(case for case in PLAIN if case.name == "adagrad")
     params, others = (as_parameters(make_weights([(6, 4)], torch.float32)) for _ in range(2))
     optimizer, namesake = case.build(params, fused=False), case.build_namesake(others)
     for step in range(1, 4):

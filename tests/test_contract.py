@@ -3,6 +3,7 @@
 Each experiment is run with torch's class and with ours, in every mode, and has to give the same.
 """
 
+import inspect
 import math
 
 import torch
@@ -339,7 +340,8 @@ def lists_of_a_group(build):
     for param, gradient in zip(params, make_gradients(SHAPES, torch.float32, 1), strict=True):
         param.grad = gradient
     params[1].grad = None
-    lists = [[] for _ in range(4 if "lr_decay" in optimizer.defaults else 6)]
+    theirs = getattr(torch.optim, build.cls.__name__)
+    lists = [[] for _ in list(inspect.signature(theirs._init_group).parameters)[2:]]
     found = optimizer._init_group(optimizer.param_groups[0], *lists)
     return found, lists
 

@@ -8,7 +8,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import fusedstep
-from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE
+from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE, per_optimizer
 from foreign import (
     count_as_integers,
     count_in_the_group,
@@ -33,7 +33,7 @@ from stepping import (
 
 SHAPES = ((), (33, 31), (CHUNK + 5,))
 ROW = {case.name: case for case in CASES}
-PLAIN_WITH_NAMESAKE = {case.namesake: case for case in reversed(WITH_NAMESAKE)}.values()
+PLAIN_WITH_NAMESAKE = per_optimizer(WITH_NAMESAKE)
 
 
 def namesake_after_three_steps(case, dtype=torch.float32, **options):

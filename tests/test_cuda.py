@@ -7,10 +7,16 @@ import sys
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import CASES, PLAIN, WITH_COUNTS
 from fusedstep import _ops, optim
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
-from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+from stepping import (
+    as_parameters,
+    assert_counts,
+    assert_same_bits,
+    make_gradients,
+    make_weights,
+)
 
 needs_cuda = pytest.mark.skipif(
     not torch.cuda.is_available() or _ops.missing_on("cuda") is not None,
@@ -122,27 +128,28 @@ def test_clipping_scaling_and_clearing_as_on_the_cpu(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_scalers_step_divides_by_the_scale_or_is_left_out(case):
     optimizer, params, twin_optimizer, twins = subjects(case, torch.float32)
-    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    scaler, taken = torch.amp.GradScaler("cuda", init_scale=4.0), 0
     for step, is_bad in ((1, False), (2, True), (3, False)):
         set_gradients(params, twins, step, scale=4.0)
         scale = scaler.scale(torch.ones((), device="cuda")).item()
         before = [twin.detach().clone() for twin in twins]
-        counts = [twin_optimizer.state[twin].get("step", torch.zeros(())).clone() for twin in twins]
         if is_bad:
             twins[2].grad[0, 0] = torch.inf
         scaler.step(twin_optimizer)
         scaler.update(4.0)
         if is_bad:
-            for twin, kept, count in zip(twins, before, counts, strict=True):
+            for twin, kept in zip(twins, before, strict=True):
                 assert_same_bits(twin.detach(), kept, "a weight of a step that was left out")
-                assert twin_optimizer.state[twin]["step"].cpu() == count.cpu()
+            assert_counts(case, twin_optimizer, twins, [taken] * len(twins))
             continue
+        taken += 1
         for param in params:
             param.grad /= scale
         optimizer.step()
         for param, twin in zip(params, twins, strict=True):
             torch.testing.assert_close(twin.detach().cpu(), param.detach(), rtol=1e-6, atol=1e-7)
-            assert twin_optimizer.state[twin]["step"].cpu() == optimizer.state[param]["step"]
+        assert_counts(case, optimizer, params, [taken] * len(params))
+        assert_counts(case, twin_optimizer, twins, [taken] * len(twins))
 
 
 @needs_cuda
@@ -168,7 +175,7 @@ def test_a_step_neither_waits_nor_allocates(case):
         torch.cuda.set_sync_debug_mode("default")
 
 
-CAPTURABLE = [case for case in PLAIN if case.name != "adagrad"]
+CAPTURABLE = [case for case in PLAIN if case.has("capturable")]
 
 
 @needs_cuda
@@ -207,7 +214,7 @@ def test_a_captured_step_is_replayed(case, with_tensor_lr):
         eager.step()
         for twin, other in zip(twins, eager_twins, strict=True):
             assert_same_bits(twin.detach(), other.detach(), f"step {step}")
-            assert captured.state[twin]["step"] == step
+        assert_counts(case, captured, twins, [step] * len(twins))
 
 
 @needs_cuda
@@ -228,7 +235,7 @@ def test_counts_on_the_device_are_two_ulp_a_step_from_those_on_the_host(case):
 
 
 @needs_cuda
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("case", WITH_COUNTS, ids=str)
 def test_a_capture_without_a_count_on_the_device_is_refused(case):
     _, params, optimizer, twins = subjects(case, torch.float32)
     set_gradients(params, twins, 1)

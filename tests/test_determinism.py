@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import functools
+import math
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from layouts import Layout
 from stepping import (
     CHUNK,
     ISAS,
+    TEAM,
     as_parameters,
     assert_same_bits,
     assert_same_contents,
@@ -29,12 +31,19 @@ THREADS = (1, 2, 3, 7, 64)
 
 # Dense tensors of less than a vector to several chunks, then views that go the engine's other ways.
 # Together they have fewer chunks than the largest number of threads.
-SHAPES = ((), (0,), (1,), (33,), (1025,), *((61, 3),) * 20, (2 * CHUNK + 5,), (129, 1024))
+SHAPES = ((), (0,), (1,), (33,), (1025,), *((61, 3),) * 20, (2 * CHUNK + 5,), (65, 300))
 VIEWS = (
-    Layout("sliced columns", (131, 257), (300, 1)),
-    Layout("every second column", (131, 257), (514, 2)),
-    Layout("transposed", (131, 257), (1, 131)),
+    Layout("sliced columns", (67, 130), (150, 1)),
+    Layout("every second column", (67, 130), (260, 2)),
+    Layout("transposed", (67, 130), (1, 67)),
 )
+
+
+def test_the_shapes_are_work_for_a_team():
+    """For a rule that waits between its phases only what has several chunks counts."""
+    sizes = [math.prod(shape) for shape in (*SHAPES, *(view.shape for view in VIEWS))]
+    assert sum(size for size in sizes if size > CHUNK) > TEAM
+    assert sum(-(-size // CHUNK) for size in sizes) < max(THREADS)
 
 
 def trajectory(case, dtype):
@@ -56,8 +65,7 @@ def trajectory(case, dtype):
 
 
 @functools.cache
-def one_thread_on_base(case_name, dtype):
-    case = next(case for case in CASES if case.name == case_name)
+def one_thread_on_base(case, dtype):
     with threads(1), forced_isa("base"):
         return trajectory(case, dtype)
 
@@ -66,7 +74,7 @@ def one_thread_on_base(case_name, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_any_isa_and_any_threads(case, dtype, isa):
-    expected = one_thread_on_base(case.name, dtype)
+    expected = one_thread_on_base(case, dtype)
     with forced_isa(isa):
         for count in THREADS if isa == fusedstep.isas()[0] else (1, 7):
             with threads(count):
@@ -82,7 +90,7 @@ def test_run_to_run(case, dtype):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_threads_changed_between_steps(case):
-    shapes = ((3 * CHUNK + 1,), (5, 7))
+    shapes = ((TEAM + CHUNK + 1,), (5, 7))
     _, optimizer = run(case, shapes, torch.float32, steps=4)
     params = as_parameters(make_weights(shapes, torch.float32))
     changing = case.build(params)
@@ -110,13 +118,13 @@ def rounding(mode):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_threads_round_as_the_caller_does(case, dtype):
-    results = {}
+    results, shape = {}, (TEAM + CHUNK + 5,)
     for mode in (0x000, 0x800):  # to nearest, upward
         for isa in fusedstep.isas():
             for count in (1, 3):
-                params = as_parameters(make_weights([(3 * CHUNK + 5,)], dtype))
+                params = as_parameters(make_weights([shape], dtype))
                 optimizer = case.build(params)
-                (params[0].grad,) = make_gradients([(3 * CHUNK + 5,)], dtype, 1)
+                (params[0].grad,) = make_gradients([shape], dtype, 1)
                 with threads(count, started=True), rounding(mode), forced_isa(isa):
                     optimizer.step()
                 expected = results.setdefault(mode, contents(optimizer))
@@ -128,8 +136,11 @@ def test_threads_round_as_the_caller_does(case, dtype):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_neighbours_do_not_matter(case):
-    """A tensor's result is the same alone and in company, and in any order."""
-    shapes = ((7,), (2 * CHUNK + 5,), (33, 31), (CHUNK,))
+    """A tensor's result is the same alone and in company, and in any order.
+
+    Alone each is stepped by one thread, together by a team.
+    """
+    shapes = ((7,), (TEAM - 1,), (33, 31), (CHUNK,))
     together, optimizer = run(case, shapes, torch.float32, STEPS)
     weights = make_weights(shapes, torch.float32)
     for order in ((0,), (1,), (2,), (3,), (3, 1, 2, 0)):
@@ -152,11 +163,11 @@ def test_neighbours_do_not_matter(case):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("isa", ISAS)
-def test_keep_grad_gives_the_same_bits(isa, dtype):
-    lamb = next(case for case in PLAIN if case.name == "lamb")
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.has("keep_grad")], ids=str)
+def test_keep_grad_gives_the_same_bits(case, isa, dtype):
     shapes = ((), (33,), (131, 257), (3 * CHUNK + 1,))
     with forced_isa(isa):
         for options in ({}, {"weight_decay": 0.02}, {"maximize": True}):
-            _, keeping = run(lamb, shapes, dtype, STEPS, keep_grad=True, **options)
-            _, storing = run(lamb, shapes, dtype, STEPS, keep_grad=False, **options)
+            _, keeping = run(case, shapes, dtype, STEPS, keep_grad=True, **options)
+            _, storing = run(case, shapes, dtype, STEPS, keep_grad=False, **options)
             assert_same_contents(contents(keeping), contents(storing), str(options))

@@ -6,10 +6,11 @@ import torch
 
 from fusedstep import optim
 from peers import (
-    ALL,
+    COUNTING,
     MODES,
     NAMESAKES,
     OWN_OPTIONS,
+    STATEFUL,
     WITH_FOREACH,
     Difference,
     having,
@@ -183,9 +184,11 @@ def types_where_doubles_are_the_default(build):
 # States changed by hand
 
 
+@of(*STATEFUL)
 def states_taken_away(build):
+    """The first, and the last."""
     found = []
-    for lost in range(2):
+    for lost in (0, -1):
         params = weights()
         optimizer = build(params)
         train(optimizer, params, [1])
@@ -202,6 +205,7 @@ def all_states_taken_away(build):
     return said(train, optimizer, params, [3]), contents(optimizer)
 
 
+@of(*COUNTING)
 def a_number_for_a_step(build):
     """As in old dictionaries, but loading one makes tensors of them."""
     params = weights()
@@ -214,6 +218,7 @@ def a_number_for_a_step(build):
     return text, before, contents(optimizer)
 
 
+@of(*COUNTING)
 def a_double_for_a_step(build):
     params = weights()
     optimizer = build(params)
@@ -266,12 +271,12 @@ DIFFERENCES = [
     Difference(
         "`step`",
         "types_where_doubles_are_the_default",
-        ALL,
+        COUNTING,
         ("default", "unfused", "foreach"),
     ),
-    Difference("`step`", "a_double_for_a_step", ALL, ("default", "fused")),
+    Difference("`step`", "a_double_for_a_step", COUNTING, ("default", "fused")),
     Difference("`amsgrad` switched on", "amsgrad_switched_on", ADAMS, tuple(MODES)),
-    Difference("a state, or a part of it", "states_taken_away", ALL, tuple(MODES)),
+    Difference("a state, or a part of it", "states_taken_away", STATEFUL, tuple(MODES)),
     *(
         Difference("a state, or a part of it", name, (optim.Adagrad,), tuple(MODES), until="2.12")
         for name in (

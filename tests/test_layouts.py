@@ -10,7 +10,8 @@ import math
 import pytest
 import torch
 
-from cases import CASES, DTYPES, LOW_PRECISION, PLAIN
+from cases import CASES, DTYPES, LOW_PRECISION, PLAIN, WITH_STATES
+from fusedstep import optim
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Layout, Placed
 from stepping import (
     ISAS,
@@ -25,6 +26,7 @@ from stepping import (
 )
 
 STEPS = 2
+LAMB = next(case for case in PLAIN if case.optimizer is optim.Lamb)
 
 
 def check_layout(case, layout, dtype):
@@ -100,7 +102,7 @@ def same_order(tensor, other) -> bool:
 
 
 @pytest.mark.parametrize("layout", WEIGHT_LAYOUTS, ids=str)
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_states_are_dense_in_the_order_of_the_weight(case, layout):
     (value,) = make_weights([layout.shape], torch.float32)
     param = torch.nn.Parameter(layout.place(value).view)
@@ -123,7 +125,6 @@ def test_trust_ratio_within_one_ulp(layout):
 
     The update itself is elementwise, so a dense weight's gradient holds the very same one.
     """
-    lamb = next(case for case in PLAIN if case.name == "lamb")
     if math.prod(layout.shape) < 2:
         layout = Layout(layout.name, (2,), (3,))
     (value,) = make_weights([layout.shape], torch.float32)
@@ -133,7 +134,7 @@ def test_trust_ratio_within_one_ulp(layout):
     param.data = layout.place(value).view
     for each, options in ((dense, {}), (param, {"keep_grad": True})):
         each.grad = gradient.clone()
-        lamb.build([each], lr=1.0, **options).step()
+        LAMB.build([each], lr=1.0, **options).step()
     update = dense.grad.double()
     expected = (value.double().norm() / update.norm()).expand(value.shape)
     unit = torch.finfo(torch.float32).eps
@@ -145,13 +146,12 @@ def test_trust_ratio_within_one_ulp(layout):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_lamb_leaves_its_update_in_a_dense_gradient(dtype):
-    lamb = next(case for case in PLAIN if case.name == "lamb")
     (value,) = make_weights([(131, 257)], dtype)
     (gradient,) = make_gradients([(131, 257)], dtype, 1)
     for keep_grad in (False, True):
         param = torch.nn.Parameter(value.clone())
         param.grad = gradient.clone()
-        lamb.build([param], weight_decay=0.02, keep_grad=keep_grad).step()
+        LAMB.build([param], weight_decay=0.02, keep_grad=keep_grad).step()
         if keep_grad or dtype in LOW_PRECISION:
             assert_same_bits(param.grad, gradient, "gradient")
         else:

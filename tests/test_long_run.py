@@ -8,8 +8,7 @@ torch's class gives the values anew.
 import pytest
 import torch
 
-from fusedstep import optim
-from peers import PEERS
+from cases import WITH_NAMESAKE
 
 WEIGHTS = (
     [[-0.2109, -0.4976], [-0.1413, -0.3420], [-0.2524, 0.6976]],
@@ -17,20 +16,9 @@ WEIGHTS = (
     [[-0.0508, -0.3941, -0.2843]],
     [-0.0711],
 )
-ROWS = [
-    (optim.Adam, {}),
-    (optim.Adam, {"weight_decay": 1e-2}),
-    (optim.Adam, {"weight_decay": 1e-6, "amsgrad": True}),
-    (optim.AdamW, {}),
-    (optim.AdamW, {"weight_decay": 0}),
-    (optim.AdamW, {"amsgrad": True}),
-    (optim.Adagrad, {}),
-    (optim.Adagrad, {"weight_decay": 1e-2}),
-    (optim.Adagrad, {"weight_decay": 1e-6, "lr_decay": 1e-3}),
-]
 
 
-def samples(cls, **options):
+def samples(build, **options):
     """All weights after step 1, 101, ... 1001."""
     first, second = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
     network = torch.nn.Sequential(first, torch.nn.Sigmoid(), second, torch.nn.Sigmoid()).double()
@@ -39,7 +27,7 @@ def samples(cls, **options):
         for param, value in zip(params, WEIGHTS, strict=True):
             param.copy_(torch.tensor(value))
     inputs = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], dtype=torch.float64)
-    optimizer = cls(params, lr=1.0, **options)
+    optimizer = build(params, **options)
     found = []
     for step in range(1001):
         optimizer.zero_grad()
@@ -50,16 +38,19 @@ def samples(cls, **options):
     return torch.stack(found)
 
 
-@pytest.mark.parametrize(("cls", "options"), ROWS, ids=lambda row: getattr(row, "__name__", None))
-def test_a_thousand_steps(cls, options):
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_a_thousand_steps(case):
     """torch's own tolerance for its stored values is 1e-3."""
-    theirs = samples(PEERS[cls], **options)
+    options = {"lr": 1.0} | case.long_run
+    theirs = samples(case.build_namesake, **options)
     for fused in (True, False):
-        ours = samples(cls, fused=fused, **options)
+        ours = samples(case.build, fused=fused, **options)
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0, msg=f"fused={fused}")
 
 
 def test_another_formula_drifts():
     """The control: beta2 off by a millionth of itself is seen."""
-    ours = samples(optim.Adam, betas=(0.9, 0.999 * (1 - 1e-6)))
-    assert (ours / samples(torch.optim.Adam) - 1).abs().max() > 1e-6
+    case = next(case for case in WITH_NAMESAKE if case.has("betas"))
+    beta1, beta2 = case.betas
+    ours = samples(case.build, lr=1.0, betas=(beta1, beta2 * (1 - 1e-6)))
+    assert (ours / samples(case.build_namesake, lr=1.0) - 1).abs().max() > 1e-6

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 import fusedstep
-from cases import CASES, LOW_PRECISION, PLAIN
+from cases import CASES, KINDS, LOW_PRECISION, PLAIN, WITH_STATES, first_of_each
 from fusedstep import optim
 from layouts import Layout
 from stepping import (
+    CHUNK,
     as_parameters,
     assert_contents_close,
     assert_same_bits,
@@ -21,7 +22,7 @@ from stepping import (
     train,
 )
 
-SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
+SHAPES = ((33, 31), (7,), (2 * CHUNK + 5,), (), (0, 3))
 
 
 def run_mastered(case, dtype, steps=3, **overrides):
@@ -138,7 +139,7 @@ def test_wider_weights_of_the_group_have_no_copy(case, fused):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_checkpoint_keeps_the_copy(case, dtype, fused):
     _, whole = run_mastered(case, dtype, steps=6, fused=fused)
     params, optimizer = run_mastered(case, dtype, steps=3, fused=fused)
@@ -152,7 +153,7 @@ def test_a_checkpoint_keeps_the_copy(case, dtype, fused):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_asked_for_in_mid_run(case, state_dtype, fused):
     """Of the group, or because an older dictionary had none: states are widened, not made anew."""
     params, optimizer = run(case, SHAPES, torch.bfloat16, 3, state_dtype=state_dtype, fused=fused)
@@ -162,7 +163,7 @@ def test_asked_for_in_mid_run(case, state_dtype, fused):
     wide = as_parameters(before[f"weight {i}"].float() for i in range(len(params)))
     twin = case.build(wide, fused=fused)
     for index, param in enumerate(wide):
-        for name in ("step", *case.states):
+        for name in (*case.numbers, *case.states):
             twin.state[param][name] = before[f"{name} {index}"].float()
     for param, gradient in zip(wide, make_gradients(SHAPES, torch.bfloat16, 4), strict=True):
         param.grad = gradient.float()
@@ -215,9 +216,10 @@ def test_verify(case):
     assert "master_param" in report.rows[0].ulp
 
 
-def test_a_compiled_step():
+@pytest.mark.parametrize("case", first_of_each(lambda case: case.elementwise, PLAIN), ids=str)
+def test_a_compiled_step(case):
     torch._dynamo.reset()
-    optimizers = [run_mastered(PLAIN[1], torch.bfloat16)[1] for _ in range(2)]
+    optimizers = [run_mastered(case, torch.bfloat16)[1] for _ in range(2)]
     compiled = torch.compile(optimizers[0].step, fullgraph=True)
     for optimizer, step in zip(optimizers, (compiled, optimizers[1].step), strict=True):
         params = optimizer.param_groups[0]["params"]

@@ -11,14 +11,23 @@ import pytest
 import torch
 
 import fusedstep
-from cases import PLAIN
+from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import optim
 from fusedstep.optim._foreign import FOREIGN
-from stepping import as_parameters, assert_same_contents, contents, make_weights, train
+from stepping import (
+    as_parameters,
+    assert_counts,
+    assert_same_contents,
+    contents,
+    make_weights,
+    train,
+)
 
 SHAPES = ((4, 5), (7,))
 MODES = pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
 EACH = pytest.mark.parametrize("case", PLAIN, ids=str)
+EACH_WITH_STATES = pytest.mark.parametrize("case", WITH_STATES, ids=str)
+EACH_WITH_COUNTS = pytest.mark.parametrize("case", WITH_COUNTS, ids=str)
 
 
 def parameters_of(cls):
@@ -80,7 +89,7 @@ BETAS = [
 
 
 @pytest.mark.parametrize(("betas", "error", "text"), BETAS, ids=[str(row[0]) for row in BETAS])
-@pytest.mark.parametrize("case", [case for case in PLAIN if case.betas != (0.0, 0.0)], ids=str)
+@pytest.mark.parametrize("case", [case for case in PLAIN if case.has("betas")], ids=str)
 def test_betas(case, betas, error, text):
     text = text.format(", beta3" if len(case.betas) == 3 else "")
     with pytest.raises(error, match=text):
@@ -266,7 +275,7 @@ def test_a_model_is_no_list_of_parameters(case):
 
 
 @pytest.mark.parametrize("named", [True, False])
-@EACH
+@EACH_WITH_STATES
 def test_a_model_that_has_become_double(case, named):
     params, optimizer = trained(case, names=("body.weight", "body.bias") if named else None)
     optimizer.add_param_group({"params": [("head", torch.zeros(3))] if named else [torch.zeros(3)]})
@@ -314,6 +323,24 @@ def without(name):
         del dictionary["state"][1][case.states[0] if name == "moment" else name]
 
     return edit
+
+
+def rows_with(what):
+    """What an edit is about, and begins with: states, the count, or an option."""
+    if what in ("state", "moment"):
+        return WITH_STATES
+    return WITH_COUNTS if what == "step" else [case for case in PLAIN if case.has(what)]
+
+
+def each_edited(edits):
+    return pytest.mark.parametrize(
+        ("case", "name"),
+        [
+            pytest.param(case, name, id=f"{case}-{name}")
+            for name in edits
+            for case in rows_with(name.removeprefix("no ").split()[0])
+        ],
+    )
 
 
 def whole(value):
@@ -390,21 +417,21 @@ def in_two_groups(case, **options):
     train(optimizer, params, [1, 2])
     dictionary = copy.deepcopy(optimizer.state_dict())
     dictionary["param_groups"][0]["lr"] = 7.0
-    dictionary["state"][0]["step"] += 40
-    dictionary["state"][0][case.states[0]] += 1
+    for name, value in dictionary["state"].get(0, {}).items():
+        value += 40 if name == "step" else 1
     return params, optimizer, dictionary
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @MODES
-@pytest.mark.parametrize("name", DICTIONARIES | COUNTS)
-@EACH
+@each_edited(DICTIONARIES | COUNTS)
 def test_load_state_dict_takes_all_or_nothing(case, name, fused):
     edit, text = (DICTIONARIES | COUNTS)[name]
     _, optimizer, dictionary = in_two_groups(case, fused=fused)
     edit(case, dictionary)
     unchanged = Unchanged(optimizer)
-    with pytest.raises((RuntimeError, TypeError, ValueError), match=text.format(case.states[0])):
+    text = text.format(*case.states[:1])
+    with pytest.raises((RuntimeError, TypeError, ValueError), match=text):
         optimizer.load_state_dict(dictionary)
     unchanged.check()
     optimizer.step()
@@ -412,21 +439,20 @@ def test_load_state_dict_takes_all_or_nothing(case, name, fused):
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @MODES
-@pytest.mark.parametrize("name", [name for name in DICTIONARIES if "fused" not in name])
-@EACH
+@each_edited({name: edit for name, edit in DICTIONARIES.items() if "fused" not in name})
 def test_import_state_dict_takes_all_or_nothing(case, name, fused):
     edit, text = DICTIONARIES[name]
     _, optimizer, dictionary = in_two_groups(case, fused=fused)
     edit(case, dictionary)
     unchanged = Unchanged(optimizer)
-    with pytest.raises((TypeError, ValueError), match=text.format(case.states[0])):
+    with pytest.raises((TypeError, ValueError), match=text.format(*case.states[:1])):
         fusedstep.import_state_dict(optimizer, dictionary)
     unchanged.check()
     optimizer.step()
 
 
 @pytest.mark.parametrize("load", [lambda o, d: o.load_state_dict(d), fusedstep.import_state_dict])
-@EACH
+@EACH_WITH_STATES
 def test_nothing_changes_when_memory_runs_out(case, load, monkeypatch):
     _, optimizer, dictionary = in_two_groups(case)
     unchanged, calls = Unchanged(optimizer), []
@@ -445,14 +471,15 @@ def test_nothing_changes_when_memory_runs_out(case, load, monkeypatch):
 
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
-@EACH
+@EACH_WITH_STATES
 def test_hooks_of_load_state_dict_see_what_they_see_in_torch(case, hook):
     """A dictionary is checked as they leave it. An error of a later hook finds it loaded."""
     params, optimizer, dictionary = in_two_groups(case)
-    whole_step = dictionary["state"][1].pop("step")
+    name = case.states[0]
+    whole_state = dictionary["state"][1].pop(name)
 
     def mend(optimizer, dictionary):
-        dictionary["state"][1]["step"] = whole_step
+        dictionary["state"][1][name] = whole_state
 
     def fail(optimizer):
         raise KeyError("mine")
@@ -465,11 +492,12 @@ def test_hooks_of_load_state_dict_see_what_they_see_in_torch(case, hook):
         with pytest.raises(KeyError, match="mine"):
             optimizer.load_state_dict(dictionary)
     assert optimizer.param_groups[0]["lr"] == 7.0
-    assert optimizer.state[params[0]]["step"] == 42
+    assert torch.equal(optimizer.state[params[0]][name], dictionary["state"][0][name])
+    assert_counts(case, optimizer, params, [42, 2])
 
 
 @MODES
-@EACH
+@EACH_WITH_COUNTS
 def test_a_count_of_the_shape_1(case, fused):
     """torch wrote such with capturable=True for some time."""
     params, optimizer, dictionary = in_two_groups(case, fused=fused)
@@ -480,6 +508,10 @@ def test_a_count_of_the_shape_1(case, fused):
         assert optimizer.state[params[1]]["step"].item() == 6
 
 
+def options_of(case):
+    return case.build([torch.zeros(2)]).defaults.keys()
+
+
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("source", PLAIN, ids=str)
 @EACH
@@ -487,12 +519,12 @@ def test_dictionaries_of_other_optimizers(case, source, steps):
     _, other = trained(source, steps=steps)
     _, optimizer = trained(case)
     dictionary = other.state_dict()
-    adams = {optim.Adam, optim.AdamW}
-    if case is source or {case.optimizer, source.optimizer} == adams:
+    alike = [each for each in PLAIN if options_of(each) == options_of(source)]
+    if case in alike:
         optimizer.load_state_dict(dictionary)
         return
     unchanged = Unchanged(optimizer)
-    likely = "Adam or AdamW" if source.optimizer in adams else source.optimizer.__name__
+    likely = " or ".join(sorted(each.optimizer.__name__ for each in alike))
     with pytest.raises(
         ValueError, match=f"not one of {case.optimizer.__name__}, but looks like one of {likely}\\."
     ):

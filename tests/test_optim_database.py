@@ -19,13 +19,13 @@ from torch.testing._internal.common_optimizers import (
     optim_db,
 )
 
-from cases import CASES, PLAIN, Tolerance
-from fusedstep import optim
+from cases import CASES, Tolerance
 from peers import (
     ALL,
     MODES,
     NAMESAKES,
     PEERS,
+    ROWS,
     WITH_FOREACH,
     Difference,
     check_is_told,
@@ -58,7 +58,6 @@ def entry_of_namesake(cls):
 def entry_of_others(cls):
     """Inputs in torch's form, and its rows; the errors of the class that its peer is made of."""
     names = inspect.signature(cls).parameters.keys()
-    (plain,) = (case for case in PLAIN if case.optimizer is cls)
     options = {
         "default": {},
         "Tensor lr": {"lr": torch.tensor(0.001)},
@@ -67,7 +66,7 @@ def entry_of_others(cls):
     }
     options = {desc: kwargs for desc, kwargs in options.items() if kwargs.keys() <= names}
     for case in CASES:
-        if case.optimizer is cls and case.reference is plain.reference:
+        if case.optimizer is cls and case.reference is ROWS[cls].reference:
             options[case.name] = case.options | case.modes
     (*_, base) = PEERS[cls].__bases__
 
@@ -151,7 +150,7 @@ DIFFERENCES = [
     Difference(
         "`capturable=True` on a CPU weight",
         str({"capturable": True, "foreach": True}),
-        (optim.Adan,),  # whose foreach asks for no torch operations
+        tuple(cls for cls in having("capturable") if cls not in WITH_FOREACH),
         ("default", "foreach"),
     ),
     Difference(
@@ -168,13 +167,16 @@ DIFFERENCES = [
     ),
     Difference("`fused=True` with a number for a flag", str({"maximize": 1}), ALL, ("fused",)),
     Difference(
-        "an option of another library", str({"amsgrad": 1}), (optim.Adagrad,), tuple(ALL_MODES)
+        "an option of another library",
+        str({"amsgrad": 1}),
+        tuple(cls for cls in NAMESAKES if not ROWS[cls].has("amsgrad")),
+        tuple(ALL_MODES),
     ),
     Difference(ANOTHER_NUMBER, str({"betas": (0.9,)}), having("betas"), tuple(ALL_MODES)),
     Difference(
         ANOTHER_NUMBER,
         str({"betas": (0.9, 0.99, 0.999)}),
-        tuple(cls for cls in having("betas") if cls is not optim.Adan),
+        tuple(cls for cls in having("betas") if len(ROWS[cls].betas) == 2),
         tuple(ALL_MODES),
     ),
     Difference(FOREACH, str({"differentiable": True}), WITH_FOREACH, ("foreach",)),
@@ -227,11 +229,11 @@ def _number(option):
     return option.item() if isinstance(option, torch.Tensor) else option
 
 
-def bounds_of(cls, kwargs, mode, dtype):
-    """Those of the reference law."""
-    (case,) = (case for case in PLAIN if case.optimizer is cls)
-    options = {name: _number(value) for name, value in kwargs.items()}
-    case = dataclasses.replace(case, options=options)
+def bounds_of(cls, kwargs, state, mode, dtype):
+    """Those of the reference law, for these options and this state."""
+    case, options = ROWS[cls], {name: _number(value) for name, value in kwargs.items()}
+    states = tuple(name for name in state if name not in case.numbers)
+    case = dataclasses.replace(case, options=options, states=states)
     tolerance = case.tolerances[dtype]
     if mode == "differentiable" and dtype == torch.float64:
         # The corrections are float32 tensors, as the step count is, and multiplied as such.
@@ -265,13 +267,13 @@ def test_inputs(cls, desc, mode, dtype):
 
     loop = for_loop(cls, kwargs, mode, dtype)
     before = make_weights(SHAPES, dtype)
-    bounds = [bounds_of(cls, kwargs, mode, dtype) for _ in SHAPES]
+    bounds = [bounds_of(cls, kwargs, state, mode, dtype) for _, state in loop[0]]
     for number, (our, their) in enumerate(zip(ours.value, loop, strict=True), start=1):
         gradients = make_gradients(SHAPES, dtype, number)
         for index, bound in enumerate(bounds):
             bound.note(before[index], their[index][0], gradients[index])
             bound.check(*our[index], *their[index], f"{SHAPES[index]} after step {number}")
-            assert our[index][1]["step"] == number
+            assert our[index][1].keys() == their[index][1].keys()
             before[index] = their[index][0]
 
 

@@ -12,7 +12,9 @@ from cases import CASES, PLAIN
 from fusedstep import _ops
 from stepping import (
     CHUNK,
+    TEAM,
     as_parameters,
+    assert_counts,
     assert_same_bits,
     assert_same_contents,
     contents,
@@ -129,8 +131,7 @@ def test_children_of_fork_step_whatever_other_threads_did(subprocess_environment
 IN_A_CHILD_PROGRAM = """
 import os, signal
 import torch
-from cases import PLAIN
-from fusedstep import optim
+from cases import KINDS, PLAIN
 
 def new(build, grads, steps=2):
     params = [torch.nn.Parameter(torch.ones(300, 300)) for _ in range(3)]
@@ -163,18 +164,19 @@ def clear(optimizer, params):
 def step(optimizer, params):
     optimizer.step()
 
-def adagrad(params):
-    return optim.Adagrad(params, initial_accumulator_value=0.1)
+def masters_of(case):
+    def build(params):
+        for param in params:
+            param.data, param.grad = param.data.bfloat16(), param.grad.bfloat16()
+        return case.build(params, master_weights=True)
 
-def masters(params):
-    for param in params:
-        param.data, param.grad = param.data.bfloat16(), param.grad.bfloat16()
-    return optim.Adam(params, master_weights=True)
+    return build
 
 torch.set_num_threads(3)
 CALLS = [(case.build, grads, call, 2) for case in PLAIN for grads, call in (
     (own, load), (shared, clip), (shared, clear), (expanded, clip), (expanded, clear))]
-CALLS += [(adagrad, own, step, 0), (masters, own, step, 0)]
+CALLS += [(case.build, own, step, 0) for case in KINDS if case.initial]
+CALLS += [(masters_of(case), own, step, 0) for case in PLAIN]
 for index, (build, grads, call, steps) in enumerate(CALLS):
     STATE = new(build, own, 1)[1].state_dict()
     params, optimizer = new(build, grads, steps)
@@ -201,7 +203,7 @@ def test_a_child_of_fork_loads_clips_and_clears(subprocess_environment):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_optimizers_in_two_threads(case):
-    shapes = ((33,), (4 * CHUNK + 5,), (61, 67))
+    shapes = ((33,), (TEAM + CHUNK + 5,), (61, 67))
     _, expected = run(case, shapes, torch.float32, steps=6)
     start = threading.Barrier(2)
     results = [None, None]
@@ -274,7 +276,7 @@ def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatc
     assert errors
     assert all("another thread is stepping this optimizer" in error for error in errors)
     optimizer.step()
-    assert optimizer.state[param]["step"].item() == len(done) + 1
+    assert_counts(case, optimizer, [param], [len(done) + 1])
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
@@ -301,7 +303,7 @@ def test_a_step_during_a_load_is_an_error(case):
     for param, values in zip(params, before, strict=True):
         assert_same_bits(param.detach(), values, "weight")
     optimizer.step()
-    assert optimizer.state[params[0]]["step"].item() == 4
+    assert_counts(case, optimizer, params, [4])
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
@@ -359,7 +361,7 @@ def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch)
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_one_optimizer_moves_to_another_thread(case):
     """OpenMP's own defaults are others there; a plan made here has to work as before."""
-    shapes = ((4 * CHUNK + 5,), (61, 67))
+    shapes = ((TEAM + CHUNK + 5,), (61, 67))
     _, expected = run(case, shapes, torch.float32, steps=4)
     with torch_threads(3):
         params, optimizer = run(case, shapes, torch.float32, steps=2)
@@ -372,7 +374,7 @@ def test_one_optimizer_moves_to_another_thread(case):
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_step_inside_of_backward(case):
     """A hook steps in autograd's thread as soon as a gradient has been accumulated."""
-    shape = (4 * CHUNK + 5,)
+    shape = (TEAM + CHUNK + 5,)
     weights = make_weights([shape], torch.float32)
     (param,), (other,) = as_parameters(weights), as_parameters(weights)
     optimizer, expected = case.build([param]), case.build([other])

@@ -5,7 +5,15 @@ import dataclasses
 import pytest
 import torch
 
-from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE, Tolerance
+from cases import (
+    CASES,
+    DTYPES,
+    LOW_PRECISION,
+    MOMENTS,
+    MOMENTS_AND_MAX,
+    WITH_NAMESAKE,
+    Tolerance,
+)
 from reference.adam import adam
 from stepping import (
     CHUNK,
@@ -84,11 +92,11 @@ def test_imperative_matches_the_reference(case, dtype):
 def test_every_variant_of_adam(amsgrad, maximize, decoupled, decay, isa):
     """The flags choose kernels of their own; here is each combination."""
     flags = {"amsgrad": amsgrad, "maximize": maximize, "decoupled_weight_decay": decoupled}
-    row = next(case for case in CASES if case.name == ("adam-amsgrad" if amsgrad else "adam"))
-    name = "adam-decoupled" if decoupled else "adam"
+    rows = (case for case in CASES if case.reference is adam and case.decoupled == decoupled)
+    states = MOMENTS_AND_MAX if amsgrad else MOMENTS
     options = {"lr": 1e-2, "weight_decay": decay} | flags
     with forced_isa(isa):
-        case = dataclasses.replace(row, name=name, options=options)
+        case = dataclasses.replace(next(rows), options=options, states=states)
         check_against_reference(case, ((33, 31),), torch.float32, steps=5)
 
 

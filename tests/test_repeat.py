@@ -1,6 +1,7 @@
 """Steps that repeat the last one: whatever has changed since, they are as steps from the start."""
 
 import copy
+import dataclasses
 from collections import defaultdict
 from itertools import chain
 
@@ -9,21 +10,24 @@ import torch
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cases import PLAIN
-from fusedstep import _ops, optim
-from stepping import assert_same_contents, contents
+from cases import CASES, NUMBERS, PLAIN, WITH_COUNTS, WITH_STATES, first_of_each
+from fusedstep import _ops
+from stepping import TEAM, assert_same_contents, contents
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
 
-SHAPES = ((33, 31), (7,), (20_000,), (), (0, 3))
-CLASSES = tuple(case.optimizer for case in PLAIN)
+SHAPES = ((33, 31), (7,), (TEAM + 5,), (), (0, 3))
+# Rows without states are seldom, and take another way.
+ROWS = first_of_each(lambda case: (case.optimizer, bool(case.states)), CASES)
+EACH = pytest.mark.parametrize("case", ROWS, ids=str)
+EACH_WITH_STATES = pytest.mark.parametrize("case", WITH_STATES, ids=str)
 
 
-def build(cls, **options):
+def build(case, **options):
     generator = torch.Generator().manual_seed(0)
     params = [Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES]
     groups = [{"params": params[:3]}, {"params": params[3:], "weight_decay": 0.1}]
-    return cls(groups, lr=0.01, fused=True, **options), params
+    return case.build(groups, lr=0.01, **options), params
 
 
 def set_grads(params, seed, *, move=False):
@@ -191,10 +195,10 @@ def double_all(optimizer, params):
         p.grad = None
         p.data = p.data.double()
         for name, value in optimizer.state[p].items():
-            optimizer.state[p][name] = value if name == "step" else value.double()
+            optimizer.state[p][name] = value if name in NUMBERS else value.double()
 
 
-# What a step can not be repeated over.
+# What a step can not be repeated over: options, gradients, weights.
 LARGE = [
     use_tensor_lr,
     use_whole_lr,
@@ -211,21 +215,31 @@ LARGE = [
     add_param,
     add_group,
     drop_group,
-    replace_state,
-    replace_state_memory,
-    share_states,
-    forget_states,
-    forget_state,
     reload,
     use_scaler,
     find_inf,
     double_all,
 ]
+# The same of states.
+OF_STATES = [replace_state, replace_state_memory, share_states, forget_states, forget_state]
 
 
-def run(cls, change, **options):
+def subjects(*pairs):
+    """Each of some rows with each of some changes."""
+    return pytest.mark.parametrize(
+        ("case", "change"),
+        [
+            pytest.param(case, change, id=f"{case}-{change.__name__}")
+            for rows, changes in pairs
+            for case in rows
+            for change in changes
+        ],
+    )
+
+
+def run(case, change, **options):
     """Two steps, the change, and three steps more."""
-    optimizer, params = build(cls, **options)
+    optimizer, params = build(case, **options)
     for seed in (1, 2):
         set_grads(params, seed)
         optimizer.step()
@@ -243,21 +257,23 @@ def run(cls, change, **options):
     return optimizer
 
 
-@pytest.mark.parametrize("change", [*SMALL, *LARGE, replace_step_memory, write_states])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_step_after_a_change_is_as_from_the_start(cls, change, monkeypatch):
-    repeated = run(cls, change)
+@subjects(
+    (ROWS, [*SMALL, *LARGE]),
+    (WITH_STATES, [*OF_STATES, write_states]),
+    (WITH_COUNTS, [replace_step_memory]),
+)
+def test_a_step_after_a_change_is_as_from_the_start(case, change, monkeypatch):
+    repeated = run(case, change)
     monkeypatch.setattr(_ops, "bind", None)
-    expected = run(cls, change)
+    expected = run(case, change)
     assert_same_contents(contents(repeated), contents(expected))
     versions = [[p._version for p in group["params"]] for group in repeated.param_groups]
     assert versions == [[p._version for p in group["params"]] for group in expected.param_groups]
 
 
-@pytest.mark.parametrize("change", [*SMALL, *LARGE])
-@pytest.mark.parametrize("cls", CLASSES)
-def test_what_a_step_is_repeated_over(cls, change, told):
-    run(cls, change)
+@subjects((ROWS, [*SMALL, *LARGE]), (WITH_STATES, OF_STATES))
+def test_what_a_step_is_repeated_over(case, change, told):
+    run(case, change)
     assert told.answers[0] is True
     assert (told.answers == [True] * 4) == (change in SMALL)
 
@@ -266,10 +282,10 @@ def test_what_a_step_is_repeated_over(cls, change, told):
 MANY = 1000
 
 
-def step_many(cls, change, index):
+def step_many(case, change, index):
     """A step of many tensors, a change to the states of one, and another step."""
     params = [Parameter(torch.full((3,), float(number))) for number in range(MANY)]
-    optimizer = cls(params, lr=0.01, fused=True)
+    optimizer = case.build(params)
     assert not optimizer.state  # from now on somebody has it
     for _ in range(3):
         for p in params:
@@ -291,22 +307,22 @@ def move_count(name, value):
 
 
 def move_moments(name, value):
-    if name != "step":
+    if name not in NUMBERS:
         value.data = value.data + 1
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 @pytest.mark.parametrize("index", [0, 700, MANY - 1])
 @pytest.mark.parametrize("change", [move, move_count, move_moments])
-@pytest.mark.parametrize("cls", [optim.Adam, optim.Lamb, optim.Adan])
-def test_one_moved_state_of_many_is_found(cls, change, index, threads, told, monkeypatch):
+@EACH_WITH_STATES
+def test_one_moved_state_of_many_is_found(case, change, index, threads, told, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        repeated = contents(step_many(cls, change, index))
+        repeated = contents(step_many(case, change, index))
         assert told.answers == [True, True, change is move_count]
         monkeypatch.setattr(_ops, "bind", None)
-        assert_same_contents(repeated, contents(step_many(cls, change, index)))
+        assert_same_contents(repeated, contents(step_many(case, change, index)))
     finally:
         torch.set_num_threads(before)
 
@@ -349,7 +365,7 @@ def by_closure_over_steps(optimizer):
 def by_lists(optimizer):
     found = []
     for group in optimizer.param_groups:
-        lists = [[] for _ in range(len(optimizer._state_names(group)) + 3)]
+        lists = [[] for _ in range(2 + len(optimizer._state[group["params"][0]]))]
         optimizer._init_group(group, *lists)
         found += [dict(enumerate(tensors)) for tensors in zip(*lists[2:], strict=True)]
     return found
@@ -389,9 +405,9 @@ ROUTES = [
 ]
 
 
-def step_with_states_held(cls, route):
+def step_with_states_held(case, route):
     """Takes hold of the states by a route, and moves them some steps later."""
-    optimizer, params = build(cls)
+    optimizer, params = build(case)
     for seed in (1, 2):
         set_grads(params, seed)
         optimizer.step()
@@ -408,16 +424,16 @@ def step_with_states_held(cls, route):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-@pytest.mark.parametrize("cls", CLASSES)
-def test_states_may_move_whoever_has_got_at_them(cls, route, monkeypatch):
-    repeated = step_with_states_held(cls, route)
+@EACH_WITH_STATES
+def test_states_may_move_whoever_has_got_at_them(case, route, monkeypatch):
+    repeated = step_with_states_held(case, route)
     monkeypatch.setattr(_ops, "bind", None)
-    assert_same_contents(repeated, step_with_states_held(cls, route))
+    assert_same_contents(repeated, step_with_states_held(case, route))
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_training_lets_no_state_out(cls):
-    optimizer, params = build(cls)
+@EACH_WITH_STATES
+def test_training_lets_no_state_out(case):
+    optimizer, params = build(case)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     for seed in (1, 2, 3):
         set_grads(params, seed)
@@ -433,9 +449,9 @@ def test_training_lets_no_state_out(cls):
     assert optimizer._state_was_accessed
 
 
-@pytest.mark.parametrize("cls", CLASSES)
-def test_frozen_weights_do_not_hinder(cls, told):
-    optimizer, params = build(cls)
+@EACH
+def test_frozen_weights_do_not_hinder(case, told):
+    optimizer, params = build(case)
     for seed in (1, 2, 3):
         set_grads(params, seed)
         params[1].grad = params[4].grad = None
@@ -445,7 +461,7 @@ def test_frozen_weights_do_not_hinder(cls, told):
 
 def test_options_in_a_list_may_change_in_place(told):
     def stepped(betas):
-        optimizer, params = build(optim.Adam)
+        optimizer, params = build(next(case for case in PLAIN if case.has("betas")))
         for number in range(3):
             for group in optimizer.param_groups:
                 if number == 0:
@@ -491,10 +507,10 @@ def loss():
         "no norm",
     ],
 )
-@pytest.mark.parametrize("cls", CLASSES)
-def test_a_step_without_a_closure_is_repeated(cls, arguments, options, is_repeat, told):
+@EACH
+def test_a_step_without_a_closure_is_repeated(case, arguments, options, is_repeat, told):
     """Accelerate, the Trainer and torchtitan call it in these ways."""
-    optimizer, params = build(cls)
+    optimizer, params = build(case)
     for seed in (1, 2, 3):
         set_grads(params, seed)
         optimizer.step(*arguments, **options)
@@ -503,7 +519,7 @@ def test_a_step_without_a_closure_is_repeated(cls, arguments, options, is_repeat
 
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_hooks_are_called(everywhere):
-    optimizer, params = build(optim.Adam)
+    optimizer, params = build(PLAIN[0])
     calls = []
     for number in range(4):
         set_grads(params, number)
@@ -522,14 +538,14 @@ def test_hooks_are_called(everywhere):
 
 
 def test_a_subclass_is_asked_at_each_step():
-    class Counting(optim.Adam):
+    class Counting(PLAIN[0].optimizer):
         calls = 0
 
         def step(self, *arguments, **options):
             self.calls += 1
             return super().step(*arguments, **options)
 
-    optimizer, params = build(Counting)
+    optimizer, params = build(dataclasses.replace(PLAIN[0], optimizer=Counting))
     for seed in (1, 2, 3):
         set_grads(params, seed)
         optimizer.step()
@@ -553,21 +569,21 @@ def expanded_weight(optimizer, params):
 
 
 def wrong_state(optimizer, params):
-    name = next(name for name in optimizer.state[params[1]] if name != "step")
+    name = next(name for name in optimizer.state[params[1]] if name not in NUMBERS)
     optimizer.state[params[1]][name].data = torch.ones(8)
 
 
-@pytest.mark.parametrize(
-    "spoil", [wrong_shape, wrong_dtype, shared_weights, expanded_weight, wrong_state]
+@subjects(
+    (ROWS, [wrong_shape, wrong_dtype, shared_weights, expanded_weight]),
+    (WITH_STATES, [wrong_state]),
 )
-@pytest.mark.parametrize("cls", CLASSES)
-def test_what_is_wrong_is_found_before_anything_has_changed(cls, spoil):
-    optimizer, params = build(cls)
+def test_what_is_wrong_is_found_before_anything_has_changed(case, change):
+    optimizer, params = build(case)
     for seed in (1, 2):
         set_grads(params, seed)
         optimizer.step()
     set_grads(params, 3)
-    spoil(optimizer, params)
+    change(optimizer, params)
     others = [params[2], *optimizer.state[params[2]].values(), params[3]]
     before, versions = [tensor.clone() for tensor in others], [p._version for p in params]
     with pytest.raises(RuntimeError):
@@ -578,7 +594,7 @@ def test_what_is_wrong_is_found_before_anything_has_changed(cls, spoil):
 
 def test_gradients_that_come_to_share_memory_are_kept(monkeypatch):
     def stepped():
-        optimizer, params = build(optim.Lamb)
+        optimizer, params = build(next(case for case in PLAIN if case.has("keep_grad")))
         for group, keep_grad in zip(optimizer.param_groups, (True, False), strict=True):
             group["keep_grad"] = keep_grad
         for seed in (1, 2, 3):

@@ -33,8 +33,8 @@ def sequential(optimizer):
 
 
 def cycles_momentum(optimizer):
-    """They cycle beta1 as well; an optimizer without betas has to say that they must not."""
-    return {"cycle_momentum": "betas" in optimizer.defaults}
+    """They cycle beta1 or momentum as well; an optimizer without has to say that they must not."""
+    return {"cycle_momentum": not {"betas", "momentum"}.isdisjoint(optimizer.defaults)}
 
 
 SCHEDULERS = {
@@ -83,8 +83,12 @@ def scheduled_run(build, make_scheduler, lr):
         train(optimizer, params, [step])
         needs_metric = isinstance(scheduler, lr_scheduler.ReduceLROnPlateau)
         scheduler.step(*([1.0] if needs_metric else []))
-        options = [(group["lr"], group.get("betas")) for group in optimizer.param_groups]
-        rates.append([[float(lr), betas] for lr, betas in options])
+        rates.append(
+            [
+                [float(group["lr"]), group.get("betas"), group.get("momentum")]
+                for group in optimizer.param_groups
+            ]
+        )
     assert rates[0] != rates[-1]
     return rates, contents(optimizer), optimizer.param_groups[0]["lr"]
 

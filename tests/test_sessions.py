@@ -35,6 +35,7 @@ PROGRAM = """
 import ctypes, json, os, sys
 import torch
 from cases import PLAIN
+from stepping import TEAM
 
 counter = ctypes.CDLL(sys.argv[1])
 
@@ -59,6 +60,8 @@ for case in PLAIN:
     rows["one large"] = count(ready(case, [(1024, 1024)]))
     rows["large and small"] = count(ready(case, [(1024, 1024), *[(100,)] * 50]))
     rows["bias"] = count(ready(case, [(64,)]))
+    rows["one element too few"] = count(ready(case, [(TEAM - 1,)]))
+    rows["just enough"] = count(ready(case, [(TEAM,)]))
     torch.set_num_threads(3)
     rows["one large, 3 threads"] = count(ready(case, [(1024, 1024)]))
     torch.set_num_threads(1)
@@ -117,10 +120,11 @@ def test_one_session_for_all_tensors(sessions, name, situation):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_team_follows_torch(sessions, name):
     assert sessions[name]["one large"][1] == 2
+    assert sessions[name]["just enough"][1] == 2
     assert sessions[name]["one large, 3 threads"][1] == 3
 
 
-@pytest.mark.parametrize("situation", ["bias", "one large, 1 thread"])
+@pytest.mark.parametrize("situation", ["bias", "one element too few", "one large, 1 thread"])
 @pytest.mark.parametrize("name", NAMES)
 def test_no_team_where_none_pays(sessions, name, situation):
     count, team = sessions[name][situation]

@@ -4,10 +4,12 @@ import pytest
 import torch
 
 from cases import CASES, DTYPES, PLAIN
+from fusedstep import _ops
 from layouts import Layout
 from stepping import (
     CHUNK,
     ISAS,
+    TEAM,
     Reference,
     as_parameters,
     assert_same_bits,
@@ -20,7 +22,17 @@ SIZES = (
     *range(34), 63, 64, 65, 127, 128, 129, 1023, 1024, 1025,
     CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 5,
 )  # fmt: skip
+# With them a step is one thread's or a team's; norms are summed in groups of chunks.
+ALONE = (1, CHUNK - 1, CHUNK, CHUNK + 1, TEAM - 1, TEAM, TEAM + 1, 5 * TEAM + 3)
 STEPS = 3
+
+
+def test_the_sizes_are_around_those_of_the_library():
+    facts = _ops.capabilities()
+    chunk, team = int(facts["chunk"]), int(facts["serial_elements"])
+    assert 1024 < chunk < team
+    assert {chunk - 1, chunk, chunk + 1, 2 * chunk + 5} <= set(SIZES)
+    assert {chunk - 1, chunk, chunk + 1, team - 1, team, team + 1} <= set(ALONE)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -78,7 +90,7 @@ def test_a_tail_has_the_bits_of_a_body(case, dtype, isa):
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-@pytest.mark.parametrize("size", [1, CHUNK - 1, CHUNK, CHUNK + 1, 5 * CHUNK + 3])
+@pytest.mark.parametrize("size", ALONE)
 def test_one_tensor_alone(case, size):
     values = make_weights([(size,)], torch.float32)
     reference = Reference(case, values[0])

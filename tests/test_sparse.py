@@ -28,12 +28,8 @@ from test_cuda import assert_reported, needs_cuda
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
-SPARSE_CASES = tuple(
-    case
-    for case in CASES
-    if case.optimizer is optim.Adagrad and not case.options.get("weight_decay")
-)
-PLAIN = SPARSE_CASES[0]
+SPARSE_CASES = tuple(case for case in CASES if case.sparse)
+PLAIN = next(case for case in SPARSE_CASES if case.optimizer is optim.Adagrad)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
@@ -139,10 +135,11 @@ def test_same_bits_as_the_dense_step(case, dtype, table, rows, device):
         step_both(optimizer, params, twin, twins, [grad])
         assert_same_contents(found(optimizer), contents(twin), f"step {step}")
         placed.assert_outside_untouched("weight")
-    total = torch.full_like(value, case.options.get("initial_accumulator_value", 0.0))
-    weight, state = params[0].detach().cpu(), optimizer.state[params[0]]["sum"].cpu()
+    weight, state = params[0].detach().cpu(), optimizer.state[params[0]]
     assert_same_bits(weight[others], value[others], "other rows of the weight")
-    assert_same_bits(state[others], total[others], "of the sum")
+    for name in case.states:
+        initial = torch.full_like(value, case.initial.get(name, 0.0))
+        assert_same_bits(state[name].cpu()[others], initial[others], f"of {name}")
     assert is_native(optimizer)
 
 

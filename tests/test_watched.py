@@ -5,15 +5,16 @@ import weakref
 import pytest
 import torch
 
-from fusedstep import _ops, optim
-from test_repeat import CLASSES, build, set_grads
+from cases import WITH_STATES
+from fusedstep import _ops
+from test_repeat import build, set_grads
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
 
 
 def test_states_are_not_read_by_a_dictionary_of_none():
     """Accelerate reads a new optimizer's dictionary and loads it again."""
-    optimizer, params = build(optim.Adam)
+    optimizer, params = build(WITH_STATES[0])
     optimizer.load_state_dict(optimizer.state_dict())
     set_grads(params, 1)
     optimizer.step()
@@ -63,9 +64,9 @@ HOLDERS = [value for name, value in globals().items() if name.startswith("hold_"
 
 
 @pytest.mark.parametrize("hold", HOLDERS)
-@pytest.mark.parametrize("cls", CLASSES)
-def test_steps_look_at_states_that_were_read_until_nobody_holds_them(cls, hold):
-    optimizer, params = build(cls)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_steps_look_at_states_that_were_read_until_nobody_holds_them(case, hold):
+    optimizer, params = build(case)
 
     def take_steps(count):
         for seed in range(count):
@@ -84,7 +85,7 @@ def test_steps_look_at_states_that_were_read_until_nobody_holds_them(cls, hold):
 
 
 def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
-    optimizer, params = build(optim.Adam)
+    optimizer, params = build(WITH_STATES[0])
     set_grads(params, 1)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -96,7 +97,7 @@ def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
 def test_a_hook_of_a_dictionary_may_keep_the_states(hook):
-    optimizer, params = build(optim.Adam)
+    optimizer, params = build(WITH_STATES[0])
     kept = []
     register = getattr(optimizer, f"register_state_dict_{hook}_hook")
     register(lambda optimizer, *_: kept.append(optimizer.state))
