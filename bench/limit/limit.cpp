@@ -154,7 +154,7 @@ class Step {
         add(wave, true, turned != (how.backward != 0), second_pass);
       }
     }
-    shares_.may_take = how.take != 0;
+    balance_.may_steal = how.take != 0;
     std::atomic<uint16_t> sum = 0;
     auto work = [&](size_t stage, Pieces& pieces) {
       const auto [first_chunk, pass, then] = parts[stage];
@@ -168,7 +168,7 @@ class Step {
       }
       sum ^= own;
     };
-    run_stages(how.threads, stages, work, {}, &shares_);
+    run_stages(how.threads, stages, work, {}, &balance_);
     sum_ ^= sum;
   }
 
@@ -215,7 +215,7 @@ class Step {
   int64_t bytes_ = 0;  // of the gradient, without the gaps between tensors
   std::vector<Chunk> chunks_;
   std::vector<int64_t> cost_;  // where each begins
-  Shares shares_;
+  LoadBalance balance_;
   std::vector<size_t> last_chunks_;  // one past the last chunk of each tensor
   int64_t wave_elements_ = 0;
   std::vector<Wave> waves_;
