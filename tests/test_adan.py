@@ -9,7 +9,7 @@ import torch
 
 import fusedstep
 from foreign import count_in_the_group, dressed
-from fusedstep import _ops, optim
+from fusedstep import optim
 from reference.adan import adan
 from stepping import (
     CHUNK,
@@ -128,7 +128,7 @@ def test_what_is_updated_at_one_go():
     for way, plans in {"together": 2, "one by one": len(SHAPES)}.items():
         _, optimizer = after_steps(way)
         assert len(optimizer._plans) == plans
-        assert _ops.plan_isa(optimizer) == fusedstep.isa()
+        assert optimizer._isa() == fusedstep.isa()
     params, optimizer = after_steps("together", steps=3)
     for group in optimizer.param_groups:
         group["foreach"] = False
@@ -306,7 +306,7 @@ def test_converts_its_authors_and_timms(package):
     optimizer = fusedstep.convert(other)
     assert type(optimizer) is optim.Adan
     train(optimizer, params, [4, 5, 6])
-    assert _ops.plan_isa(optimizer) == fusedstep.isa()
+    assert optimizer._isa() == fusedstep.isa()
     assert_same_contents(contents(optimizer), expected)
 
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
-from fusedstep import _ops
 from peers import WITH_FOREACH
 from stepping import (
     as_parameters,
@@ -25,7 +24,7 @@ SHAPES = ((7,), (33, 31))
 
 def is_native(optimizer) -> bool:
     try:
-        return _ops.plan_isa(optimizer) in ("base", "avx2", "avx512")
+        return optimizer._isa() in ("base", "avx2", "avx512")
     except RuntimeError:
         return False
 

@@ -18,7 +18,7 @@ from foreign import (
     no_count,
     sum_by_another_name,
 )
-from fusedstep import _ops, optim
+from fusedstep import optim
 from stepping import (
     CHUNK,
     as_parameters,
@@ -46,7 +46,7 @@ def namesake_after_three_steps(case, dtype=torch.float32, **options):
 def steps_on(optimizer, params):
     """Three steps more, natively."""
     train(optimizer, params, [4, 5, 6])
-    assert _ops.plan_isa(optimizer) == fusedstep.isa()
+    assert optimizer._isa() == fusedstep.isa()
     return contents(optimizer)
 
 

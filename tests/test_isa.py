@@ -43,7 +43,7 @@ def test_list_is_what_the_cpu_runs_best_first():
 def test_the_forced_isa_ran(case, dtype, isa):
     with forced_isa(isa):
         assert fusedstep.isa() == isa
-        assert _ops.plan_isa(stepped(case, dtype)) == isa
+        assert stepped(case, dtype)._isa() == isa
     assert fusedstep.isa() == fusedstep.isas()[0]
 
 
@@ -53,7 +53,7 @@ def test_a_plan_follows_the_isa_from_step_to_step(case):
     for isa in (*fusedstep.isas(), *reversed(fusedstep.isas())):
         with forced_isa(isa):
             optimizer.step()
-        assert _ops.plan_isa(optimizer) == isa
+        assert optimizer._isa() == isa
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
@@ -63,7 +63,7 @@ def test_weights_without_elements_have_none(case):
         param.grad = torch.ones_like(param)
     optimizer = case.build([{"params": [param]} for param in params])
     optimizer.step()
-    assert _ops.plan_isa(optimizer) == fusedstep.isa()
+    assert optimizer._isa() == fusedstep.isa()
 
 
 def test_the_twin_has_no_isa():
@@ -72,7 +72,7 @@ def test_the_twin_has_no_isa():
     optimizer = PLAIN[0].build([param], fused=False)
     optimizer.step()
     with pytest.raises(RuntimeError):
-        _ops.plan_isa(optimizer)
+        optimizer._isa()
 
 
 @pytest.mark.parametrize("name", ["sse9", "AVX2 ", "avx-512"])

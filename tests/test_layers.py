@@ -1,5 +1,7 @@
-"""Law: the folders of the C++ code include one another in one direction."""
+"""Law: folders of C++ code and modules of Python import one another in one direction."""
 
+import ast
+import graphlib
 import re
 from pathlib import Path
 
@@ -81,3 +83,33 @@ def test_every_layer_has_sources():
 def test_an_include_against_the_direction_is_seen(includer, included):
     assert not may_include(includer, included)
     assert may_include(included, included)
+
+
+PACKAGE = ROOT / "python"
+MODULES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in PACKAGE.rglob("*.py")
+}
+
+
+def imports(module: str) -> set[str]:
+    """Modules of the package that a module imports anywhere: in functions, and for types too."""
+    found = set()
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module} has a relative import"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in MODULES else node.module)
+    return found & MODULES.keys()
+
+
+def test_modules_import_one_another_in_one_direction():
+    graph = {module: imports(module) for module in MODULES}
+    assert graph["fusedstep.optim._base"] > {"fusedstep._ops", "fusedstep.optim._step"}
+    try:
+        tuple(graphlib.TopologicalSorter(graph).static_order())
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")

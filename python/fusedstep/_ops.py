@@ -10,13 +10,10 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
-
-if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer
 
 #: Devices that there are native kernels for, and the dtypes they update.
 DEVICES = ("cpu", "cuda")
@@ -95,15 +92,17 @@ def direct() -> ModuleType | None:
     return None if torch._C._len_torch_dispatch_stack() else bind
 
 
-def _load_rules() -> dict[str, tuple[str, ...]]:
+def _of_rules(name: str) -> dict[str, tuple[str, ...]]:
     if missing:
         return {}
-    operators = torch.ops.fusedstep
-    return {rule: tuple(operators.rule_options(rule)) for rule in operators.rules()}
+    of_rule = getattr(torch.ops.fusedstep, name)
+    return {rule: tuple(of_rule(rule)) for rule in torch.ops.fusedstep.rules()}
 
 
-#: Every rule there is, by name, with the names of its hyper-parameters in their order.
-rule_options: dict[str, tuple[str, ...]] = _load_rules()
+#: Of every rule there is, by its name: the names of its hyper-parameters, in their order, and those
+#: of the states that it may have.
+rule_options = _of_rules("rule_options")
+rule_states = _of_rules("rule_states")
 
 
 def prepare_step(
@@ -198,20 +197,6 @@ def force_isa(name: str | None) -> None:
         torch.ops.fusedstep.force_isa(name or "")
     except RuntimeError as error:  # newer torches have no other type for what an operator throws
         raise ValueError(str(error)) from None
-
-
-def plan_isa(optimizer: FusedOptimizer) -> str:
-    """Name of the instruction set whose code ran the last native step of ``optimizer``.
-
-    Raises:
-        RuntimeError: if its last step was not a native one.
-    """
-    names = {torch.ops.fusedstep.plan_isa(plan.handle) for plan in optimizer._plans.values()}
-    if len(names) > 1:
-        names.discard("")  # that of weights without elements, for which no code has to run
-    if len(names) != 1:
-        raise RuntimeError(f"the optimizer has no one instruction set: {sorted(names)}")
-    return names.pop()
 
 
 def capabilities() -> dict[str, str]:

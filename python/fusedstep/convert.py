@@ -18,6 +18,7 @@ from fusedstep.optim._checks import name_of
 from fusedstep.optim._foreign import FOREIGN, in_our_words
 from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import own_option
+from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
     check_count_of_steps,
     check_is_state,
@@ -25,7 +26,6 @@ from fusedstep.optim._saved import (
     check_state,
     check_tensor,
     options_of,
-    our_classes,
 )
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
@@ -199,7 +199,7 @@ def _inside(optimizer: Any) -> str:
 
 def _counterpart(optimizer: Optimizer) -> type[FusedOptimizer]:
     """The class that goes on for an optimizer."""
-    ours = set(our_classes())
+    ours = set(classes)
     namesakes = {
         getattr(torch.optim, cls.__name__): cls
         for cls in ours
@@ -264,9 +264,9 @@ def _params(group: dict[str, Any]) -> list[Any]:
 
 def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
     """What a group of another optimizer says that one of this class goes on with."""
-    cls = next(each for each in cls.__mro__ if each in our_classes())
+    cls = next(each for each in cls.__mro__ if each in classes)
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
-    of_others = set().union(*map(options_of, our_classes())) - options_of(cls)
+    of_others = set().union(*map(options_of, classes)) - options_of(cls)
     carried = {}
     for name, value in group.items():
         if name == "max_grad_norm" and value in (None, 0, math.inf):  # each clips nothing

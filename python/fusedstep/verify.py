@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep import _ops, _twin
+from fusedstep import _twin
 from fusedstep.convert import check_is_ours
 from fusedstep.optim import _dtensor
 from fusedstep.optim._imperative import MASTER, value_of
@@ -287,7 +287,7 @@ class _Watch:
         report = self.report
         report.native_ms = min(report.native_ms, _ms_since(kwargs.started))
         try:
-            report.isa = _ops.plan_isa(optimizer)
+            report.isa = optimizer._isa()
         except RuntimeError:
             report.isa = None
         self._compare(optimizer, kwargs.expected)

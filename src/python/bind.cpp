@@ -322,9 +322,14 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
   return PyBool_FromLong(has_values(state, values));
 }
 
-// A Repeat and its Parts are named tuples of python/fusedstep/optim/_repeat.py.
+// The record of the last step, a tuple, and in it a tuple for each group. python/fusedstep/optim/_repeat.py
+// makes both, by these names of the fields, and says what is in them.
 enum InRepeat : Py_ssize_t { kRule, kEmpty, kSilent, kValues, kParts, kBumpVersions, kRepeatFields };
-enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse };
+constexpr std::array kRepeatNames = {"rule", "empty", "silent", "values", "parts", "bump_versions"};
+static_assert(kRepeatNames.size() == kRepeatFields);
+enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse, kPartFields };
+constexpr std::array kPartNames = {"items", "weights", "states", "plan", "options", "use"};
+static_assert(kPartNames.size() == kPartFields);
 
 // Whether an object has no attribute of its own by this name, or None.
 bool is_unset(PyObject* attributes, PyObject* name) {
@@ -413,9 +418,7 @@ class PartOfStep {
 
   // Whether the states, which autograd may know of, are missing: nobody had had them yet when the last step
   // was taken down.
-  bool lacks_states() const {
-    return PyTuple_GetItem(part_, kStates) == Py_None;
-  }
+  bool lacks_states() const { return PyTuple_GetItem(part_, kStates) == Py_None; }
   // Tells autograd what the step overwrites.
   bool bump_versions(PyObject* raise, bool of_states) const {
     const auto of = [&](PyObject* tensors) {
@@ -583,6 +586,17 @@ PyTypeObject* type_named(const char* module_name, const char* name) {
   return module ? reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(module.get(), name)) : nullptr;
 }
 
+// Adds a tuple of names to the module; false if an error is set.
+template <size_t kCount>
+bool add_names(PyObject* module, const char* name, const std::array<const char*, kCount>& names_in_it) {
+  const Object tuple(PyTuple_New(kCount));
+  for (size_t i = 0; tuple && i < kCount; ++i) {
+    PyObject* const text = PyUnicode_FromString(names_in_it[i]);
+    if (text == nullptr || PyTuple_SetItem(tuple.get(), static_cast<Py_ssize_t>(i), text) != 0) return false;
+  }
+  return tuple && PyModule_AddObjectRef(module, name, tuple.get()) == 0;
+}
+
 }  // namespace
 
 // NOLINTNEXTLINE(bugprone-reserved-identifier): the name that Python asks for
@@ -602,5 +616,12 @@ PyMODINIT_FUNC PyInit__bind() {
            .loading = PyUnicode_InternFromString("_loading")};
   tensor_type = type_named("torch", "Tensor");
   parameter_type = type_named("torch.nn", "Parameter");
-  return tensor_type != nullptr && parameter_type != nullptr ? PyModule_Create(&definition) : nullptr;
+  if (tensor_type == nullptr || parameter_type == nullptr) return nullptr;
+  PyObject* const module = PyModule_Create(&definition);
+  if (module != nullptr && add_names(module, "REPEAT_FIELDS", kRepeatNames) &&
+      add_names(module, "PART_FIELDS", kPartNames)) {
+    return module;
+  }
+  Py_XDECREF(module);
+  return nullptr;
 }

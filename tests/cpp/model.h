@@ -3,6 +3,7 @@
 #include <string>
 #include <vector>
 
+#include "src/core/reduction.h"
 #include "tests/cpp/cases.h"
 #include "tests/cpp/operand.h"
 

@@ -205,7 +205,7 @@ class Run:
 
     def _check_isa(self, stepped: set[int]) -> None:
         if any(self.params[identity].numel() for identity in stepped):
-            isa = _ops.plan_isa(self.optimizer)
+            isa = self.optimizer._isa()
             if isa != self.isa:
                 raise oracle.WrongError(f"{isa} has run instead of {self.isa}")
 

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
-from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
-from fusedstep.optim import _dtensor, _factors, _grads
+from fusedstep.optim import _dtensor
 from fusedstep.optim._checks import (
     check_floats,
     check_number,
@@ -29,24 +25,23 @@ from fusedstep.optim._checks import (
     numeric,
     with_name,
 )
+from fusedstep.optim._clip import EPSILON, factors_of
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
-from fusedstep.optim._grads import by_place, cut_off, shared_grads, treat_grads, with_gradients
+from fusedstep.optim._grads import by_place, cut_off, treat_grads, with_gradients
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import MASTER, ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import SIXTEEN_BITS, LoadsStates, new_number
 from fusedstep.optim._options import own_option, without_unset
 from fusedstep.optim._pieces import in_pieces
-from fusedstep.optim._plan import GradUse, Plan, Snapshot, same
-from fusedstep.optim._repeat import Repeat, last_step
+from fusedstep.optim._plan import GradUse, Plan, Snapshot, Work, same
+from fusedstep.optim._registry import classes, register
+from fusedstep.optim._repeat import last_step
+from fusedstep.optim._step import take
+from fusedstep.optim._support import why_not_native
 from fusedstep.optim._watched import WatchedState
-from fusedstep.optim._work import Work
-
-#: Every optimizer by a name that a compiled graph knows it by.
-_by_name: weakref.WeakValueDictionary[str, FusedOptimizer] = weakref.WeakValueDictionary()
-_names = map(str, itertools.count())
 
 #: A closure's result.
 _Loss = TypeVar("_Loss")
@@ -86,6 +81,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.__module__.startswith(f"{__package__}."):
+            classes.append(cls)
         if "__init__" in vars(cls):
             complete(cls)
             cls.__init__ = with_advice(cls.__init__)
@@ -97,7 +94,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
         self._forget_plans()
         self._counts = WeakIdKeyDictionary()
-        self._register()
+        self._name = register(self)
         super().__init__(params, without_unset(options))
 
     # What a subclass says
@@ -146,7 +143,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _grad_norm_eps(self) -> float:
         """Returns what the norm is raised by before the division, as by clip_grad_norm_."""
-        return _factors.EPSILON
+        return EPSILON
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -192,10 +189,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         # torch.compile reads everything in an attribute of the name param_groups, learning rates
         # included, and compiles anew when any of it changes. Code to be compiled goes by _groups.
         self._groups = groups
-
-    def _register(self) -> None:
-        self._name = next(_names)
-        _by_name[self._name] = self
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -310,42 +303,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Whether the native kernels update these weights; an error if they cannot but must."""
         if not self._wants_native(group):
             return False
-        obstacle = (
-            self._obstacle(weights)
-            or _grads.obstacle(grads)
-            or _grads.obstacle(self._accessed_states(weights), "states")
-        )
-        if obstacle and group["fused"]:
-            raise RuntimeError(obstacle)
-        return obstacle is None
+        reason = self._why_not_native(weights, grads)
+        if reason and group["fused"]:
+            raise RuntimeError(reason)
+        return reason is None
 
-    def _obstacle(self, weights: list[Tensor]) -> str | None:
-        """Why the native kernels cannot update these weights; None if they can."""
-        for p in weights:
-            if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
-                return (
-                    "`fused=True` requires all the params to be floating point Tensors of "
-                    f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
-                )
-            if missing := _ops.missing_on(p.device.type):
-                return f"`fused=True` needs native kernels. {missing}"
-            if type(_dtensor.local(p)) not in (Tensor, Parameter) or p.layout is not torch.strided:
-                return (
-                    "`fused=True` requires all the params to be dense Tensors but one is a "
-                    f"{type(p).__module__}.{type(p).__qualname__} of layout {p.layout}"
-                )
-            if obstacle := _grads.obstacle([p], "params"):
-                return obstacle
-            if obstacle := _dtensor.obstacle(p, self._elementwise):
-                return obstacle
-        if len(set(map(id, weights))) != len(weights):
-            return "`fused=True` requires all the params of a group to be different Tensors"
-        return None
+    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+        states = self._accessed_states(weights)
+        return why_not_native(weights, grads, states, elementwise=self._elementwise)
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
         self._seen: Snapshot | None = None  # of the state that the plans were made for
-        self._last_step: Repeat | None = None
+        self._last_step: tuple[Any, ...] | None = None
 
     def _plan(
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -502,6 +472,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             for group in self.param_groups
         )
 
+    def _isa(self) -> str:
+        """Name of the instruction set whose code ran the last native step.
+
+        Raises:
+            RuntimeError: if the last step was not a native one.
+        """
+        names = {torch.ops.fusedstep.plan_isa(plan.handle) for plan in self._plans.values()}
+        if len(names) > 1:
+            names.discard("")  # that of weights without elements, for which no code has to run
+        if len(names) != 1:
+            raise RuntimeError(f"the optimizer has no one instruction set: {sorted(names)}")
+        return names.pop()
+
     def _is_on_host(self) -> bool:
         # To ask an accelerator about graph capture starts it, which fails in a child of fork().
         return all(p.is_cpu for group in self._groups for p in group["params"][:1])
@@ -534,7 +517,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             raise RuntimeError("another thread is loading this optimizer's state")
         self._last_step = None
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
-        factors = _factors.of_step(self, work, max_norm, own_max_norm)
+        scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
+        factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps)
         if factors is None:
             factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
@@ -587,53 +572,36 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _update_groups(
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Steps all groups.
-
-        Returns the weights and gradients of which no step has scaled or zeroed the gradient.
-        """
-        uses = [self._grad_use(item.group, factors, zero_grad) for item in work]
-        options = [self._checked_options(item, factors) for item in work]
-        untreated = shared_grads(work) if any(uses) else []
-        factor = 1.0 if factors is PLAIN else factors.on_host
-        for (group, weights, _, plan), values, use in zip(work, options, uses, strict=True):
-            if not plan:
-                continue
-            try:
-                _ops.prepare_step(self._rule, plan.handle, values, factor, use)
-            except RuntimeError as error:
-                raise with_name(error, self._groups, group, weights) from None
-        imperative = [item for item in work if not item.plan]
-        # First, for what a native step leaves in a gradient is of no use to who shares its memory.
-        # Else in the order of the groups, of which some may share weights.
-        at_once = any(uses) or len(imperative) == len(work)
-        if at_once:
-            self._imperative_update(imperative, factors)
-        native = [item.plan.handle for item in work if item.plan]
-        in_order = imperative and not at_once
-        if native and not in_order:  # in one call: nothing can fail between two groups
-            _ops.take_steps(native)
-        for item, use in zip(work, uses, strict=True):
-            _, weights, grads, plan = item
-            if plan:
-                if in_order:
-                    _ops.take_steps([plan.handle])
-                increment_version(weights)
-                increment_version(self._accessed_states(weights))
-                if use:
-                    increment_version(grads)
-                elif factors is not PLAIN and not is_one(factors.grad):
-                    untreated.extend(item.pairs())
-            else:
-                if not at_once:
-                    self._imperative_update([item], factors)
-                untreated.extend(item.pairs())
-        if _ops.bind and factors is PLAIN and not zero_grad:
-            self._last_step = last_step(self, work, uses)
+        """Steps all groups, as take() does; notes how, for a next step that is like this one."""
+        work = [
+            item._replace(
+                use=self._grad_use(item.group, factors, zero_grad),
+                options=self._checked_options(item, factors),
+            )
+            for item in work
+        ]
+        untreated = take(
+            self._rule,
+            self._groups,
+            work,
+            factors,
+            self._imperative_update,
+            self._accessed_states,
+        )
+        if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
+            self._last_step = last_step(
+                self._rule,
+                self._groups,
+                work,
+                (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks),
+                self._seen.values,
+                self._accessed_states if self._state_was_accessed else lambda weights: None,
+            )
         return untreated
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         """Options as a native step takes them; an error before any group has stepped."""
-        group, _, _, plan = item
+        group, plan = item.group, item.plan
         try:
             if has_text(group):  # which float() might take
                 check_options(group, self.defaults)

@@ -177,7 +177,7 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
 def check_floats(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raises if an option whose default is a number, or several, cannot be taken as such."""
     for name, default in defaults.items():
-        if name not in OWN and is_number(default):
+        if name not in OWN and is_number(default) and not isinstance(default, bool):
             float(group[name])
     floats(group.get("betas", ()), len(defaults.get("betas", ())))
 

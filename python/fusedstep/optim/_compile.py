@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from fusedstep.optim._base import FusedOptimizer, _by_name
 from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._grads import obstacle
+from fusedstep.optim._registry import by_name
+from fusedstep.optim._support import why_not_readable
 
 
-def trace_update(optimizer: FusedOptimizer) -> bool:
+def trace_update(optimizer: Optimizer) -> bool:
     """Adds an update to the graph that is being made; returns False if it cannot be there."""
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False
@@ -57,14 +58,14 @@ def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tens
     graph. A learning rate that is a tensor may be written by the graph, and is passed. ``step``
     makes this a function of the graph's inputs: compilers may evaluate others beforehand.
     """
-    owner = _by_name[optimizer]
+    owner = by_name[optimizer]
     values = owner._options(owner._groups[group], lr)
     return torch.tensor(values, dtype=torch.float64)
 
 
 @options.register_fake
 def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
-    owner = _by_name[optimizer]
+    owner = by_name[optimizer]
     count = len(owner._options(owner._groups[group], 0.0))
     return torch.empty(count, dtype=torch.float64)
 
@@ -75,7 +76,7 @@ def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
 @torch.compiler.assume_constant_result
 def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) -> bool:
     """Makes missing states of a group; returns False if its update cannot be in the graph."""
-    owner = _by_name[optimizer]
+    owner = by_name[optimizer]
     group = owner._groups[index]
     weights = [group["params"][i] for i in present]
     others = [value for name, value in group.items() if name not in ("params", "lr")]
@@ -84,25 +85,28 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     # On a CUDA device the operator would make its tables anew at every step.
     if not all(p.is_cpu for p in weights):
         return False
-    if owner._obstacle(weights) or any(map(is_dtensor, weights)):
+    if owner._why_not_native(weights) or any(map(is_dtensor, weights)):
         return False
     if compiles and _is_edited_in_graph(group):
         return False
     if len({owner._has_master(group, p) for p in weights}) > 1:
         return False
     owner._create_states(group, weights)
-    if obstacle(owner._accessed_states(weights), "states"):
+    if why_not_readable(owner._accessed_states(weights), "states"):
         return False
     return all(torch.is_tensor(owner._with_count(group, p)["step"]) for p in weights)
 
 
 @torch.compiler.assume_constant_result
 def _has_tensor_lr(optimizer: str, index: int) -> bool:
-    return torch.is_tensor(_by_name[optimizer]._groups[index]["lr"])
+    return torch.is_tensor(by_name[optimizer]._groups[index]["lr"])
 
 
 def _can_be_listed(grads: list[Tensor]) -> bool:
-    return all(grad.layout is torch.strided for grad in grads) and obstacle(grads) is None
+    return (
+        all(grad.layout is torch.strided for grad in grads)
+        and why_not_readable(grads, "gradients") is None
+    )
 
 
 def _is_edited_in_graph(group: dict[str, Any]) -> bool:

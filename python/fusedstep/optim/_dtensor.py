@@ -91,20 +91,5 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def obstacle(weight: Tensor, elementwise: bool) -> str | None:
-    """Why native kernels cannot step the shards of a weight; None if they can."""
-    if not is_dtensor(weight):
-        return None
-    placements = weight.placements
-    if any(placement.is_partial() for placement in placements):
-        return "`fused=True` does not support DTensor params with Partial placements"
-    if not elementwise and not all(placement.is_replicate() for placement in placements):
-        return (
-            "`fused=True` needs the norm of whole params: sharded DTensor params are not "
-            "supported; fused=None or False steps them in plain torch operations"
-        )
-    return None
-
-
 def _spread(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
     return tensor.device_mesh, tensor.placements

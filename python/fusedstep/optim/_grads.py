@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import repeat
 from operator import is_not
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusedstep import _ops
 from fusedstep.optim._dtensor import local, spread_of_sums
 from fusedstep.optim._factors import is_one
 from fusedstep.optim._pieces import in_pieces
-
-if TYPE_CHECKING:
-    from fusedstep.optim._work import Work
 
 
 def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
@@ -27,19 +21,6 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         return list(params), grads
     weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
     return weights, [grad for grad in grads if grad is not None]
-
-
-def obstacle(tensors: Iterable[Tensor], what: str = "gradients") -> str | None:
-    """Why the native kernels cannot read these tensors; None if they can."""
-    for tensor in map(local, tensors):
-        if is_traceable_wrapper_subclass(tensor) or tensor.is_neg() or tensor._is_zerotensor():
-            kind = "negated view" if tensor.is_neg() else type(tensor).__name__
-            kind = "zero tensor" if tensor._is_zerotensor() else kind
-            return (
-                f"`fused=True` requires all the {what} to be Tensors whose memory holds their "
-                f"values but one is a {kind}; clone() it, or use fused=None or False"
-            )
-    return None
 
 
 def by_place(
@@ -54,16 +35,6 @@ def by_place(
         parts[place][0].append(weight)
         parts[place][1].append(grad)
     return parts.values()
-
-
-def shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
-    """Weights and gradients of native groups whose memory the step will not write: it is shared."""
-    native = [item for item in work if item.plan]
-    if not native:
-        return []
-    found = _ops.plans_shared_grads([item.plan.handle for item in native])
-    places = zip(found[::2], found[1::2], strict=True)
-    return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
 
 
 def cut_off(grads: list[Tensor]) -> None:

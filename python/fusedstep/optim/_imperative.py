@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable
-
-if TYPE_CHECKING:
-    from fusedstep.optim._factors import Factors
-    from fusedstep.optim._work import Work
+from fusedstep.optim._factors import Factors
+from fusedstep.optim._plan import Work
 
 #: The state that a weight's master copy is.
 MASTER = "master_param"
@@ -31,7 +29,7 @@ class ImperativeTwin:
         self._imperative_groups(
             [
                 (group, weights, torch._foreach_mul(grads, factor) if factor != 1 else grads)
-                for group, weights, grads, _ in work
+                for group, weights, grads, *_ in work
             ]
         )
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedstep.optim._grads import with_gradients
 
-if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer
-
 
 def init_group(
-    self: FusedOptimizer,
+    self: Optimizer,
     group: dict[str, Any],
     params_with_grad: list[Tensor],
     grads: list[Tensor],

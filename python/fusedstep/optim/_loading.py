@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
 from fusedstep.optim._pieces import in_pieces
+from fusedstep.optim._registry import register
 from fusedstep.optim._saved import check_dictionary
-
-if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -35,7 +34,7 @@ class LoadsStates:
         # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.
         self._loading: dict[str, Any] = {}
 
-        def look(optimizer: FusedOptimizer, dictionary: dict[str, Any]) -> None:
+        def look(optimizer: Optimizer, dictionary: dict[str, Any]) -> None:
             check_dictionary(optimizer, dictionary)
             optimizer._loading.update(dictionary)
 
@@ -80,7 +79,7 @@ class LoadsStates:
             self.state = self.__dict__.pop("state")
             self._note_access()
         if "_name" not in self.__dict__:
-            self._register()
+            self._name = register(self)
         self._forget_plans()
         self._counts = WeakIdKeyDictionary()
         for group in self.param_groups:
@@ -96,7 +95,7 @@ class LoadsStates:
                     number = self._state[p].get(name)
                     if isinstance(number, (int, float)):
                         self._state[p][name] = new_number(p, group, number)
-            if self._wants_native(group) and not self._obstacle(weights):
+            if self._wants_native(group) and not self._why_not_native(weights):
                 self._place_states(group, weights)
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from enum import IntEnum
 from itertools import chain
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from fusedstep import _ops
 from fusedstep.optim._dtensor import local, local_gradient, spread_of_sums
 from fusedstep.optim._factors import Factors
-from fusedstep.optim._grads import obstacle
+from fusedstep.optim._support import why_not_readable
 
 
 class GradUse(IntEnum):
@@ -101,7 +101,7 @@ class Plan:
         if direct and not self.had_sparse and direct.plan_bind(self.handle, weights, grads):
             return True
         grads = list(map(local, grads))
-        if obstacle(grads) or obstacle(weights):
+        if why_not_readable((*grads, *weights), "operands"):
             return False
         try:
             if not sparse:
@@ -112,6 +112,22 @@ class Plan:
             return False
         self.had_sparse = sparse_grads > 0
         return sparse_grads >= 0
+
+
+class Work(NamedTuple):
+    """The unit of a step: weights of a group that are updated at one go, and how."""
+
+    group: dict[str, Any]
+    weights: list[Tensor]
+    grads: list[Tensor]
+    plan: Plan | None
+    """None where torch operations update them."""
+    use: GradUse = GradUse.LEAVE
+    options: tuple[Any, ...] = ()
+    """The rule's hyper-parameters and, last, whether to maximize."""
+
+    def pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
+        return zip(self.weights, self.grads, strict=True)
 
 
 class Snapshot:

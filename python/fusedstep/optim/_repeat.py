@@ -3,91 +3,97 @@
 from __future__ import annotations
 
 import array
+from collections import namedtuple
 from collections.abc import Callable
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fusedstep import _ops
 from fusedstep.optim._hooks import frame_callback
-from fusedstep.optim._plan import GradUse
-
-if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer
-    from fusedstep.optim._work import Work
+from fusedstep.optim._plan import GradUse, Work
 
 #: Options of these types cannot change while they are the same object; nor can tuples of them.
 _IMMUTABLE = (bool, int, float, str, torch.dtype, type(None))
 
 
-class Part(NamedTuple):
-    """What the last step did for a group."""
-
-    items: list[Any]
-    """Names and values of the group, one behind another."""
-    weights: list[Tensor]
-    """Those that had a gradient."""
-    states: list[Tensor] | None
-    """Theirs; None if nobody has had them."""
-    plan: int
-    options: bytearray
-    """What the operator takes as options, as numbers in double. The first is the learning rate."""
-    use: int
+def _record(kind: str) -> type[Any]:
+    """A named tuple whose fields are those that ``_bind.repeat`` reads."""
+    fields = getattr(_ops.bind, f"{kind.upper()}_FIELDS") if _ops.bind else ()
+    return namedtuple(kind, fields)
 
 
-class Repeat(NamedTuple):
-    """What the last step went by, for ``_bind.repeat`` to compare with."""
+#: A record of what the last step did for a group: ``items``, the names and values of the group, one
+#: behind another; ``weights``, those that had a gradient; their ``states``, or None if nobody has
+#: had them; the ``plan``; ``options``, what the rule takes, as numbers in double of which the first
+#: is the learning rate; ``use``, of gradients.
+Part = _record("Part")
 
-    rule: str
-    empty: tuple[dict[int, Any], ...]
-    """Hooks: none."""
-    silent: tuple[Callable[[], Any], ...]
-    """What has to return None, False or 0."""
-    values: list[Any]
-    """Of the optimizer's state."""
-    parts: tuple[Part, ...]
-    bump_versions: Callable[[list[Tensor]], None]
+#: A record of the last step, for ``_bind.repeat`` to compare with: the ``rule``; ``empty``, the
+#: dictionaries of hooks, which were; ``silent``, functions that have to return None, False or 0;
+#: ``values`` of the optimizer's state; ``parts``, one for each group; ``bump_versions``.
+Repeat = _record("Repeat")
 
 
-def last_step(optimizer: FusedOptimizer, work: list[Work], uses: list[GradUse]) -> Repeat | None:
-    """What a step went by that had neither scaler nor norm; None if it cannot be repeated so."""
-    if optimizer._seen is None:
-        return None
+def last_step(
+    rule: str,
+    groups: list[dict[str, Any]],
+    work: list[Work],
+    hooks: tuple[dict[int, Any], ...],
+    values: list[Any],
+    accessed: Callable[[list[Tensor]], list[Tensor] | None],
+) -> tuple[Any, ...] | None:
+    """Records a step that had neither scaler nor norm; None if it cannot be repeated so.
+
+    ``values``: of the optimizer's state. ``accessed`` returns the states of weights, or None if
+    nobody has had them.
+    """
     parts = []
-    rest = list(zip(work, uses, strict=True))
-    for group in optimizer._groups:
-        mine = [pair for pair in rest if pair[0].group is group]
+    for group in groups:
+        mine = [item for item in work if item.group is group]
         if len(mine) > 1 or not _is_fixed(group):
             return None
         items = list(chain.from_iterable(group.items()))
         if not mine:
-            parts.append(Part(items, [], [], 0, bytearray(), GradUse.LEAVE))
+            parts.append(
+                Part(
+                    items=items,
+                    weights=[],
+                    states=[],
+                    plan=0,
+                    options=bytearray(),
+                    use=GradUse.LEAVE,
+                )
+            )
             continue
-        ((_, _, _, plan), use) = mine[0]
+        (item,) = mine
+        plan = item.plan
         if plan is None or plan.is_distributed or plan.had_sparse or not plan.counts_on_host:
             return None
-        options = bytearray(array.array("d", optimizer._options(group)))
-        accessed = optimizer._state_was_accessed
-        states = optimizer._accessed_states(plan.weights) if accessed else None
-        parts.append(Part(items, plan.weights, states, plan.handle, options, use))
+        parts.append(
+            Part(
+                items=items,
+                weights=plan.weights,
+                states=accessed(plan.weights),
+                plan=plan.handle,
+                options=bytearray(array.array("d", item.options)),
+                use=item.use,
+            )
+        )
     silent = (frame_callback, _profiler_enabled, torch._C._len_torch_dispatch_stack)
-    if not optimizer._is_on_host():
+    if any(item.plan.is_on_device for item in work):
         silent += (torch._C._cuda_isCurrentStreamCapturing,)
     return Repeat(
-        optimizer._rule,
-        (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            _global_optimizer_pre_hooks,
-            _global_optimizer_post_hooks,
-        ),
-        silent,
-        optimizer._seen.values,
-        tuple(parts),
-        torch._C._increment_version,
+        rule=rule,
+        empty=(*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks),
+        silent=silent,
+        values=values,
+        parts=tuple(parts),
+        bump_versions=torch._C._increment_version,
     )
 
 

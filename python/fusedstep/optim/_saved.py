@@ -5,24 +5,24 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.optim import Optimizer
 
+from fusedstep import _ops
 from fusedstep.optim._checks import check_options, name_of
 from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import OWN
-
-if TYPE_CHECKING:
-    from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._registry import classes
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
 _ALWAYS_SAVED = frozenset({"betas", "eps", "lr", "lr_decay", "weight_decay"})
 
 
-def check_dictionary(optimizer: FusedOptimizer, dictionary: Mapping[str, Any]) -> None:
+def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> None:
     """Raises what keeps a dictionary from being loaded, but for what torch checks itself."""
     saved_groups, states = dictionary.get("param_groups", ()), dictionary.get("state", {})
     groups = optimizer.param_groups
@@ -43,7 +43,7 @@ def check_dictionary(optimizer: FusedOptimizer, dictionary: Mapping[str, Any]) -
             check_state(optimizer, options, group, (index, place), state)
 
 
-def check_saved_options(optimizer: FusedOptimizer, index: int, saved: dict[str, Any]) -> None:
+def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
     try:
         check_options(saved, optimizer.defaults)
     except (TypeError, ValueError) as error:
@@ -52,7 +52,7 @@ def check_saved_options(optimizer: FusedOptimizer, index: int, saved: dict[str, 
 
 
 def check_state(
-    optimizer: FusedOptimizer,
+    optimizer: Optimizer,
     options: dict[str, Any],
     group: dict[str, Any],
     where: tuple[int, int],
@@ -69,7 +69,7 @@ def check_state(
         return
     needed = optimizer._state_names(optimizer._later_options)  # those of every weight
     if missing := sorted({*optimizer._numbers, *needed} - state.keys()):
-        likely = [cls for cls in our_classes() if _is_state_of(cls, state)]
+        likely = [cls for cls in classes if _is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
             f"{type(optimizer).__name__}{_looks_like(likely)}. "
@@ -125,13 +125,13 @@ def _kind(value: Any) -> str:
 # Which optimizer has saved it
 
 
-def _check_kind(optimizer: FusedOptimizer, index: int, saved: dict[str, Any]) -> None:
+def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | optimizer._later_options.keys() | OWN.keys()
     name = type(optimizer).__name__
     likely = [
         cls
-        for cls in our_classes()
+        for cls in classes
         if saved.keys() & (options_of(cls) - own) and not saved.keys() & (own - options_of(cls))
     ]
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
@@ -146,30 +146,19 @@ def _check_kind(optimizer: FusedOptimizer, index: int, saved: dict[str, Any]) ->
         )
 
 
-def our_classes() -> list[type[FusedOptimizer]]:
-    """Those of this package."""
-    from fusedstep import optim  # here, for they import this module
-    from fusedstep.optim._base import FusedOptimizer
-
-    return [
-        cls
-        for cls in vars(optim).values()
-        if isinstance(cls, type) and issubclass(cls, FusedOptimizer) and cls is not FusedOptimizer
-    ]
-
-
-def options_of(cls: type[FusedOptimizer]) -> set[str]:
+def options_of(cls: type[Optimizer]) -> set[str]:
     """Those that its groups have."""
     return (
         inspect.signature(cls).parameters.keys() - {"params", "variant"} | cls._later_options.keys()
     )
 
 
-def _is_state_of(cls: type[FusedOptimizer], state: Mapping[str, Any]) -> bool:
-    optional = {"step", MASTER, "max_exp_avg_sq"}
-    return set(cls._state_names(cls, cls._later_options)) == state.keys() - optional
+def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
+    needed = set(cls._state_names(cls, cls._later_options))
+    names = state.keys() - {"step", MASTER, *cls._numbers}
+    return bool(names) and needed <= names <= {*needed, *_ops.rule_states.get(cls._rule, ())}
 
 
-def _looks_like(classes: list[type[FusedOptimizer]]) -> str:
+def _looks_like(classes: list[type[Optimizer]]) -> str:
     names = " or ".join(cls.__name__ for cls in classes)
     return f", but looks like one of {names}" if names else ""

@@ -1,0 +1,76 @@
+"""Takes a step: natively where there is a plan, elsewhere by torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusedstep import _ops
+from fusedstep.optim._checks import with_name
+from fusedstep.optim._factors import PLAIN, Factors, is_one
+from fusedstep.optim._plan import Work
+
+
+def take(
+    rule: str,
+    groups: list[dict[str, Any]],
+    work: list[Work],
+    factors: Factors,
+    by_torch: Callable[[list[Work], Factors], None],
+    accessed_states: Callable[[list[Tensor]], list[Tensor]],
+) -> list[tuple[Tensor, Tensor]]:
+    """Steps all groups, or none if an error is raised.
+
+    ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
+    autograd may know of.
+
+    Returns the weights and gradients of which no step has scaled or zeroed the gradient.
+    """
+    uses = any(item.use for item in work)
+    untreated = _shared_grads(work) if uses else []
+    factor = 1.0 if factors is PLAIN else factors.on_host
+    for item in work:
+        if not item.plan:
+            continue
+        try:
+            _ops.prepare_step(rule, item.plan.handle, item.options, factor, item.use)
+        except RuntimeError as error:
+            raise with_name(error, groups, item.group, item.weights) from None
+    others = [item for item in work if not item.plan]
+    # First, for what a native step leaves in a gradient is of no use to who shares its memory.
+    # Else in the order of the groups, of which some may share weights.
+    at_once = uses or len(others) == len(work)
+    if at_once:
+        by_torch(others, factors)
+    native = [item.plan.handle for item in work if item.plan]
+    in_order = others and not at_once
+    if native and not in_order:  # in one call: nothing can fail between two groups
+        _ops.take_steps(native)
+    for item in work:
+        if item.plan:
+            if in_order:
+                _ops.take_steps([item.plan.handle])
+            increment_version(item.weights)
+            increment_version(accessed_states(item.weights))
+            if item.use:
+                increment_version(item.grads)
+            elif factors is not PLAIN and not is_one(factors.grad):
+                untreated.extend(item.pairs())
+        else:
+            if not at_once:
+                by_torch([item], factors)
+            untreated.extend(item.pairs())
+    return untreated
+
+
+def _shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
+    """Weights and gradients of native groups whose memory the step will not write: it is shared."""
+    native = [item for item in work if item.plan]
+    if not native:
+        return []
+    found = _ops.plans_shared_grads([item.plan.handle for item in native])
+    places = zip(found[::2], found[1::2], strict=True)
+    return [(native[p].weights[i], native[p].grads[i]) for p, i in places]

@@ -1,0 +1,75 @@
+"""Tells why native kernels cannot step a group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedstep import _ops
+from fusedstep.optim._dtensor import is_dtensor, local
+
+
+def why_not_native(
+    weights: list[Tensor],
+    grads: Iterable[Tensor] = (),
+    states: Iterable[Tensor] = (),
+    *,
+    elementwise: bool = True,
+) -> str | None:
+    """Returns the reason in the words of an error, or None if the kernels can.
+
+    ``elementwise``: whether an element's update depends on no other element, so that the shards of
+    a DTensor can be stepped alone.
+    """
+    for p in weights:
+        if reason := _of_weight(p) or _of_shards(p, elementwise):
+            return reason
+    if len(set(map(id, weights))) != len(weights):
+        return "`fused=True` requires all the params of a group to be different Tensors"
+    return why_not_readable(grads, "gradients") or why_not_readable(states, "states")
+
+
+def why_not_readable(tensors: Iterable[Tensor], what: str) -> str | None:
+    """Returns why the memory of one of these tensors does not hold its values, or None."""
+    for tensor in map(local, tensors):
+        if is_traceable_wrapper_subclass(tensor) or tensor.is_neg() or tensor._is_zerotensor():
+            kind = "negated view" if tensor.is_neg() else type(tensor).__name__
+            kind = "zero tensor" if tensor._is_zerotensor() else kind
+            return (
+                f"`fused=True` requires all the {what} to be Tensors whose memory holds their "
+                f"values but one is a {kind}; clone() it, or use fused=None or False"
+            )
+    return None
+
+
+def _of_weight(p: Tensor) -> str | None:
+    if p.device.type not in _ops.DEVICES or p.dtype not in _ops.DTYPES:
+        return (
+            "`fused=True` requires all the params to be floating point Tensors of "
+            f"supported devices: {list(_ops.DEVICES)} but {p.dtype} and {p.device.type}"
+        )
+    if missing := _ops.missing_on(p.device.type):
+        return f"`fused=True` needs native kernels. {missing}"
+    if type(local(p)) not in (Tensor, Parameter) or p.layout is not torch.strided:
+        return (
+            "`fused=True` requires all the params to be dense Tensors but one is a "
+            f"{type(p).__module__}.{type(p).__qualname__} of layout {p.layout}"
+        )
+    return why_not_readable([p], "params")
+
+
+def _of_shards(p: Tensor, elementwise: bool) -> str | None:
+    if not is_dtensor(p):
+        return None
+    if any(placement.is_partial() for placement in p.placements):
+        return "`fused=True` does not support DTensor params with Partial placements"
+    if not elementwise and not all(placement.is_replicate() for placement in p.placements):
+        return (
+            "`fused=True` needs the norm of whole params: sharded DTensor params are not "
+            "supported; fused=None or False steps them in plain torch operations"
+        )
+    return None
