@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "fusedstep/vocabulary.h"
-#include "src/plan.h"
+#include "src/tensor_view.h"
 
 namespace fusedstep {
 

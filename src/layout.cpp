@@ -18,8 +18,8 @@ int64_t product(Dims sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
-// The dimensions longer than one, outermost in the weight's memory first, neighbours merged wherever every
-// operand steps from one to the next without a gap.
+// Returns the dimensions longer than one, sorted by the weight's strides, the largest first. Neighbours are
+// merged where every operand steps from one to the next without a gap.
 std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
   std::vector<Dim> dims;
   for (size_t d = 0; d < sizes.size(); ++d) {
@@ -48,14 +48,14 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
   return merged;
 }
 
-// Where all operands agree on the order of dimensions, a row at least this long is worked on in place;
-// shorter ones are packed into tiles.
+// The least elements of a row that is worked on in place, where all operands agree on the order of
+// dimensions. Shorter rows are packed into tiles.
 constexpr int64_t kLongRow = 128;
 
 int64_t blocks_along(int64_t size, int64_t extent) { return (size + extent - 1) / extent; }
 
-// The dimension other than the last along which an operand is most nearly contiguous while it is not along
-// the last; -1 if all operands agree on the last.
+// Returns the fastest dimension of the first operand whose fastest dimension is not the last; -1 if there is
+// none.
 int other_order(const std::vector<Dim>& dims, size_t operands) {
   const int last = static_cast<int>(dims.size()) - 1;
   for (size_t k = 1; k < operands; ++k) {
@@ -69,10 +69,10 @@ int other_order(const std::vector<Dim>& dims, size_t operands) {
   return -1;
 }
 
-// By how much offsets may differ within a block, and within the blocks of a tile.
+// The most by which offsets may differ within a block, and within the blocks of a tile.
 constexpr int64_t kMostReach = std::numeric_limits<int32_t>::max();
 
-// Makes a block small enough for that; whether it had to.
+// Makes a block small enough for that. Returns whether it had to.
 bool keep_near(const Dim& columns, const Dim& rows, int64_t (&extent)[2]) {
   bool cut = false;
   for (size_t k = 0; k < columns.stride.size(); ++k) {
@@ -88,7 +88,7 @@ bool keep_near(const Dim& columns, const Dim& rows, int64_t (&extent)[2]) {
   return cut;
 }
 
-// Small blocks that are worked on together, where all are of one size.
+// Returns how many small blocks are worked on together: several only if all have one size.
 int64_t blocks_per_tile(const std::vector<Dim>& dims, const int64_t (&extent)[2]) {
   const Dim &columns = dims.back(), &rows = dims[dims.size() - 2];
   const int64_t blocks = std::min(kTileElements / (extent[0] * extent[1]), kTileBlocks);
@@ -105,46 +105,7 @@ int64_t blocks_per_tile(const std::vector<Dim>& dims, const int64_t (&extent)[2]
   return blocks;
 }
 
-// Whether two index tuples give the same offset, by marking every offset. Tensors too large for that are
-// taken to overlap.
-bool offsets_repeat(const std::vector<std::pair<int64_t, int64_t>>& dims, int64_t reach) {
-  constexpr int64_t kMostOffsets = int64_t{1} << 26;
-  if (reach >= kMostOffsets) return true;
-  std::vector<bool> seen(reach + 1);
-  seen[0] = true;
-  std::vector<int64_t> offsets{0};
-  for (const auto& [stride, size] : dims) {
-    const size_t before = offsets.size();
-    for (int64_t i = 1; i < size; ++i) {
-      for (size_t k = 0; k < before; ++k) {
-        const int64_t offset = offsets[k] + i * stride;
-        if (seen[offset]) return true;
-        seen[offset] = true;
-        offsets.push_back(offset);
-      }
-    }
-  }
-  return false;
-}
-
 }  // namespace
-
-bool overlaps_itself(Dims sizes, Dims strides) {
-  std::vector<std::pair<int64_t, int64_t>> dims;  // stride, size
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    if (sizes[d] == 0) return false;
-    if (sizes[d] > 1) dims.emplace_back(std::abs(strides[d]), sizes[d]);
-  }
-  std::sort(dims.begin(), dims.end());
-  int64_t reach = 0;  // the largest offset that the dimensions so far can make
-  bool nested = true;
-  for (const auto& [stride, size] : dims) {
-    if (stride == 0) return true;
-    nested = nested && stride > reach;
-    reach += stride * (size - 1);
-  }
-  return !nested && offsets_repeat(dims, reach);
-}
 
 Layout::Layout(Dims sizes, std::span<const Dims> strides) {
   const int64_t elements = product(sizes);

@@ -1,14 +1,12 @@
-// The plan of a step over a fixed list of tensors: where their operands are, how they lie, which chunks there
-// are, and which runs of large tensors go through the cache together. Worked out when something moves, reused
-// otherwise.
+// The plan of a step over a fixed list of tensors: the addresses and layouts of their operands, the chunks
+// that threads take, and the waves of large tensors that go through the cache together. It is made when
+// something moves, and reused otherwise.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "fusedstep/isa.h"
@@ -16,37 +14,24 @@
 #include "src/extents.h"
 #include "src/layout.h"
 #include "src/load_balance.h"
+#include "src/overlap.h"
 #include "src/rows.h"
+#include "src/tensor_view.h"
 
 namespace fusedstep {
 
-enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf };
-
-int element_size(DType dtype);
-
-// The index of a CUDA device, or the host's memory.
-constexpr int kHost = -1;
-
-// A tensor as the caller holds it: borrowed for the call. Strides in elements.
-struct TensorView {
-  void* data;
-  DType dtype;
-  Dims sizes, strides;
-  int device = kHost;
-};
-
-// All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
-// sparse: `grad` is the first of its entries, expanded over all rows; the others lie behind it, one by one.
-struct TensorOperands {
-  TensorView weight, grad;
-  std::array<TensorView, kMaxStates> states;
-  std::optional<RowIndex> rows = std::nullopt;
-};
-
-// Tensors of several chunks whose operands fit in the cache together: chunks [first, last). Those of tensors
-// with one chunk, which may lie between, are not in it.
+// Tensors of several chunks whose operands fit in the cache together: chunks [first, last). Tensors with one
+// chunk may lie between them, and are not in the wave.
 struct Wave {
   int64_t first, last;
+};
+
+// The memory that steps over a plan use, and what they leave in it for the next.
+struct StepMemory {
+  std::vector<double> partial_norms;       // [chunks][2], scratch of a step with norms
+  std::vector<double> ratios;              // [tensors], of a step with norms
+  LoadBalance step_balance, norm_balance;  // of the threads in steps, and in sums over gradients
+  const char* ran_on = "";                 // the instruction set that ran the last step
 };
 
 class Plan {
@@ -60,63 +45,65 @@ class Plan {
   bool has_masters() const { return masters_; }
   int device() const { return device_; }
 
-  // Takes note of tensor i's operands. Only addresses may differ from the last time for this to be cheap.
-  // Throws std::runtime_error, naming the operand, if they cannot be updated together; the plan then still
-  // describes the operands of before.
+  // Sets the operands of tensor i. This is cheap if only addresses differ from the last time. Throws
+  // std::runtime_error, naming the operand, if they cannot be updated together; the plan then still describes
+  // the operands from before.
   void bind(size_t i, const TensorOperands& operands);
-  // The same where nothing but a dense gradient's address differs.
+  // Sets the address of a dense gradient, the rest of which is as it was bound.
   void move_grad(size_t i, void* data);
-  // To be called when all are bound. Throws std::runtime_error, naming them, if two weights share an element,
-  // or if a gradient shares one with a weight. A gradient may be its own weight, element by element.
+  // Throws std::runtime_error, naming them, if two weights share an element, or if a gradient shares one with
+  // a weight. A gradient may be its own weight, element by element. Call it when all tensors are bound.
   void check_weights_apart();
-  // Whether gradient i, once it is at `data`, shares no memory with a weight. False if that has to be looked
-  // at.
+  // Returns whether gradient i, once it is at `data`, meets no weight. False if check_weights_apart() has to
+  // decide.
   bool grad_is_apart(size_t i, const void* data) const {
     const char* const begin = static_cast<const char*>(data);
     return !weight_extents_.meet(begin, begin + entries_[i].grad_bytes);
   }
 
-  // Brings chunks and waves up to date with what was bound. Waves are cut at `wave_bytes` of operands, those
-  // that the team's second-level caches hold: where all are in them, prefetches are near or none.
+  // Brings chunks and waves up to date with what was bound. A wave has up to `wave_bytes` of operands, those
+  // that the team's second-level caches hold: if they hold all operands, prefetches are near or none.
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
   Format format(size_t i) const { return formats_[i]; }
   TensorTask& task(size_t i) { return entries_[i].task; }
   const TensorTask& task(size_t i) const { return entries_[i].task; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
-  // The rows of a sparse gradient on the host; null for a dense one, and on a device.
-  Rows* rows(size_t i) {
-    std::optional<Rows>& rows = entries_[i].rows;
+  // The rows of a sparse gradient on the host. Null for a dense gradient, and on a device.
+  SparseRows* rows(size_t i) {
+    std::optional<SparseRows>& rows = entries_[i].rows;
     return rows ? &*rows : nullptr;
   }
-  // Which rows a sparse gradient has entries for; null for a dense one.
+  // The rows that the entries of a sparse gradient are for; null for a dense gradient.
   const RowIndex* row_index(size_t i) const {
     const std::optional<RowIndex>& index = entries_[i].index;
     return index ? &*index : nullptr;
   }
-  // The part of a tensor's walk that a row is, and the elements in it. `task` has the layout of one row.
+  // The units of a tensor's walk that are one row, and the elements in it. `task` has the layout of one row.
   int64_t units_of_row(size_t i) const { return entries_[i].layout->units(); }
   FUSEDSTEP_API int64_t elements_of_row(size_t i) const;
-  // Sizes of the dimensions that rows are counted in, and an operand's strides there.
+  // The sizes of the dimensions that count rows, and an operand's strides there.
   Dims row_sizes(size_t i) const { return entries_[i].sizes(kWeight).first(row_index(i)->dims); }
   Dims row_strides(size_t i, int operand) const {
     return entries_[i].strides(operand).first(row_index(i)->dims);
   }
-  // Throws std::runtime_error, naming tensor i: it has no such row.
+  // Throws std::runtime_error: tensor i has no row at this index.
   [[noreturn]] FUSEDSTEP_API void refuse_row(size_t i, int dim, int64_t at) const;
-  // Whether gradient i may be written: it is dense, no two of its elements are in one place, and no other
-  // gradient and no weight of the step is in its memory. Told by find_shared_grads().
+  // Returns whether gradient i may be written: it is dense, no two of its elements share memory, and it meets
+  // no other gradient and no weight of the step. find_aliasing_grads() decides that.
   bool grad_is_writable(size_t i) const { return entries_[i].grad_is_writable; }
-  // Whether it can hold the update between the phases of a step, in the precision of the maths.
+  // Returns whether it can hold the update between the phases of a step, in the precision of the maths.
   FUSEDSTEP_API bool grad_can_store(size_t i) const;
-  // Looks for gradients that share memory, over all plans of a step. Cheap if nothing has moved since.
-  FUSEDSTEP_API static void find_shared_grads(std::span<Plan* const> plans);
-  // Whether that has been done since the last operand moved.
-  bool shares_are_known() const { return !shared_with_.empty(); }
+  // Looks for gradients that alias another operand of a step over all these plans. Cheap if nothing has moved
+  // since the last time.
+  FUSEDSTEP_API static void find_aliasing_grads(std::span<Plan* const> plans);
+  // Returns whether that has been done since an operand moved.
+  bool aliasing_is_known() const { return !stepped_with_.empty(); }
 
   const std::vector<Chunk>& chunks() const { return chunks_; }
   // Tensor i has chunks [first_chunk(i), first_chunk(i + 1)).
   int64_t first_chunk(size_t i) const { return first_chunks_[i]; }
+  bool has_one_chunk(size_t i) const { return first_chunk(i + 1) - first_chunk(i) == 1; }
   // Calls run(task, begin, end) for a chunk: once, or for each row that it has a part of.
   template <class Run>
   void run_parts(const Chunk& chunk, Run run) const {
@@ -129,32 +116,28 @@ class Plan {
       run(entry.rows->task(entry.task, row), begin - first, end - first);
     }
   }
-  // A number that changes with the address or layout of a weight or state, and with the chunks; one that
-  // changes with what is told about gradients. Never 0: for whoever keeps a copy.
-  uint64_t operands_version() const { return operands_version_; }
-  uint64_t grads_version() const { return grads_version_; }
-
-  bool has_one_chunk(size_t i) const { return first_chunk(i + 1) - first_chunk(i) == 1; }
 
   const std::vector<Wave>& waves() const { return waves_; }
-  // cost()[c] is the number of elements in the chunks before c; of these, in tensors that are in waves; and
-  // in those that are not.
+  // cost()[c] is the number of elements in the chunks before chunk c. wave_cost() counts only those in
+  // tensors that are in waves, single_cost() those in tensors of one chunk.
   const std::vector<int64_t>& cost() const { return cost_; }
   const std::vector<int64_t>& wave_cost() const { return wave_cost_; }
   const std::vector<int64_t>& single_cost() const { return single_cost_; }
 
-  // What a step leaves for the next or for the curious.
-  std::vector<double> partial_norms;       // [chunks][2], scratch of a step with norms
-  std::vector<double> ratios;              // [tensors], of a step with norms
-  LoadBalance step_balance, norm_balance;  // of the threads: in steps, and in sums over gradients
-  const char* ran_on = "";                 // the instruction set that ran the last step
+  // Versions for copies of the plan, such as CUDA's tables. operands_version() changes with the address or
+  // layout of a weight or a state and with the chunks, grads_version() with a gradient. They start at 1: a
+  // holder of no copy has version 0.
+  uint64_t operands_version() const { return operands_version_; }
+  uint64_t grads_version() const { return grads_version_; }
+
+  StepMemory& memory() { return memory_; }
 
  private:
   struct Entry {
     TensorTask task{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<RowIndex> index;
-    std::optional<Rows> rows;
+    std::optional<SparseRows> rows;
     std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
     int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
     bool grad_overlaps = false;
@@ -166,6 +149,12 @@ class Plan {
     Dims sizes(int operand) const { return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2, shape[1]); }
     Dims strides(int operand) const {
       return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2 + shape[1], shape[1]);
+    }
+    // The elements of the weight, or of a dense gradient.
+    Elements elements(Operand operand) const {
+      const char* const begin = address(operand);
+      return {begin, begin + (operand == kGrad ? grad_bytes : weight_bytes), task.element_size[operand],
+              sizes(operand), strides(operand)};
     }
   };
 
@@ -181,14 +170,15 @@ class Plan {
   uint64_t operands_version_ = 1, grads_version_ = 1;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
-  std::vector<Format> formats_;  // apart from the entries: every step looks at all of them
+  std::vector<Format> formats_;  // apart from the entries, since every step reads all of them
   std::vector<Chunk> chunks_;
   std::vector<int64_t> first_chunks_;
   std::vector<Wave> waves_;
   std::vector<int64_t> cost_, wave_cost_, single_cost_;
-  Extents weight_extents_;                   // of those that have elements
-  std::vector<uint32_t> by_weight_address_;  // in the same order
-  std::vector<Plan*> shared_with_;           // the plans among which shared gradients were last looked for
+  Extents weight_extents_;                   // of the weights that have elements
+  std::vector<uint32_t> by_weight_address_;  // their tensors, in the same order
+  std::vector<Plan*> stepped_with_;  // the plans that find_aliasing_grads() last had; empty: it has to look
+  StepMemory memory_;
 };
 
 }  // namespace fusedstep

@@ -5,8 +5,8 @@
 
 namespace fusedstep {
 
-void Rows::assign(const RowIndex& index, Dims sizes, std::span<const Dims> strides, void* entries,
-                  int element_size) {
+void SparseRows::assign(const RowIndex& index, Dims sizes, std::span<const Dims> strides, void* entries,
+                        int element_size) {
   index_ = index;
   entries_ = static_cast<std::byte*>(entries);
   row_elements_ = 1;
@@ -35,8 +35,8 @@ void Rows::assign(const RowIndex& index, Dims sizes, std::span<const Dims> strid
   for (size_t i = 0; i < sums_.size(); ++i) rows_[sums_[i].row].grad = sum_values_.data() + i * row_bytes_;
 }
 
-// By row, in the order that they have where that is the same: a byte at a time, the lowest first.
-void Rows::sort() {
+// Sorts the entries by row and keeps the order of those for one row: a radix sort, the lowest byte first.
+void SparseRows::sort() {
   if (std::ranges::is_sorted(sorted_, {}, &Entry::row)) return;
   const uint64_t largest = std::ranges::max(sorted_, {}, &Entry::row).row;
   scratch_.resize(sorted_.size());
@@ -50,7 +50,7 @@ void Rows::sort() {
   }
 }
 
-TensorTask Rows::task(const TensorTask& tensor, int64_t row) const {
+TensorTask SparseRows::task(const TensorTask& tensor, int64_t row) const {
   TensorTask task = tensor;
   for (int k = 0; k < task.operands; ++k) {
     int64_t offset = 0;
@@ -60,7 +60,7 @@ TensorTask Rows::task(const TensorTask& tensor, int64_t row) const {
     task.data[k] = static_cast<std::byte*>(task.data[k]) + offset * task.element_size[k];
   }
   task.data[kGrad] = rows_[row].grad;
-  // So far ahead are other rows, of which few have an entry.
+  // Beyond the end of the row are others, few of which have an entry.
   if (row_bytes_ < std::max(task.ahead.first, task.ahead.second)) task.ahead = {};
   return task;
 }

@@ -11,23 +11,24 @@
 
 namespace fusedstep {
 
-// The rows in ascending order, each once: entries for the same row are added in their order, as
-// torch.Tensor.coalesce() does it.
-class Rows {
+// The rows in ascending order, each once. Entries for the same row are added in their order, as
+// torch.Tensor.coalesce() does.
+class SparseRows {
  public:
-  // Takes a gradient whose entries lie one behind the other. `sizes` are the tensor's, `strides` those of its
-  // operands in elements.
+  // Takes a gradient whose entries lie one behind another. `sizes` are the tensor's, `strides[k]` those of
+  // its operand k in elements.
   void assign(const RowIndex& index, Dims sizes, std::span<const Dims> strides, void* entries,
               int element_size);
 
   int64_t count() const { return static_cast<int64_t>(rows_.size()); }
-  // The task of a row, from that of its tensor. The gradients of sums hold nothing until these are made.
+  // Returns the task of a row, from the task of its tensor. A row with several entries has no gradient before
+  // make_sum().
   TensorTask task(const TensorTask& tensor, int64_t row) const;
 
-  // Rows with several entries.
+  // The rows with several entries, and the cost of adding up the entries of one.
   int64_t sums() const { return static_cast<int64_t>(sums_.size()); }
   int64_t sum_cost(int64_t i) const { return (sums_[i].last - sums_[i].first) * row_elements_; }
-  // Adds up the entries for one of them. add(to, entry, elements) adds an entry to a sum.
+  // Adds up the entries of one. add(to, entry, elements) adds an entry to a sum.
   template <class Add>
   void make_sum(int64_t i, Add add) {
     if (row_bytes_ == 0) return;  // rows without elements need no memory, and may have none
@@ -45,7 +46,7 @@ class Rows {
     int64_t entry;
   };
   struct Row {
-    int64_t entry;  // one that is for this row
+    int64_t entry;  // an entry for this row
     std::byte* grad;
   };
   struct Sum {

@@ -47,7 +47,7 @@ void run_kernel(Plan& plan, int64_t begin, int64_t end, const cpu::SpanKernel& k
     complete(task);
     isa = table.run(kernel, task, treatment, from, to, lanes);
   });
-  if (begin == 0) plan.ran_on = isa;
+  if (begin == 0) plan.memory().ran_on = isa;
 }
 
 // What the phases of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
@@ -122,11 +122,11 @@ class ElementwiseStep final : public PreparedStep {
         treatments_(plan, options),
         threads_(options.threads) {
     const Stage stage{plan.cost()};
-    make_room(threads_, {&stage, 1}, plan.step_balance);
+    make_room(threads_, {&stage, 1}, plan.memory().step_balance);
   }
 
   void run(const Aside& aside) noexcept override {
-    run_session(threads_, plan_.cost(), *this, aside, &plan_.step_balance);
+    run_session(threads_, plan_.cost(), *this, aside, &plan_.memory().step_balance);
   }
 
   void operator()(int64_t first, int64_t last) {
@@ -173,11 +173,11 @@ class TwoPhaseStep final : public PreparedStep {
       add(Phases::kFirst, plan.wave_cost(), wave.first, wave.last);
       add(Phases::kSecond, plan.wave_cost(), wave.first, wave.last);
     }
-    make_room(threads_, stages_, plan.step_balance);
+    make_room(threads_, stages_, plan.memory().step_balance);
   }
 
   void run(const Aside& aside) noexcept override {
-    run_stages(threads_, stages_, *this, aside, &plan_.step_balance);
+    run_stages(threads_, stages_, *this, aside, &plan_.memory().step_balance);
   }
 
   void operator()(size_t stage, Pieces& pieces) {
@@ -199,7 +199,7 @@ class TwoPhaseStep final : public PreparedStep {
             if (!is_single(c)) continue;
             accumulate(c);
             const uint32_t tensor = plan_.chunks()[c].tensor;
-            apply(c, c + 1, plan_.ratios[tensor] = ratio_of(tensor));
+            apply(c, c + 1, plan_.memory().ratios[tensor] = ratio_of(tensor));
           }
       }
     }
@@ -227,14 +227,14 @@ class TwoPhaseStep final : public PreparedStep {
     const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
     run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
                &lanes[0][0], [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
-    plan_.partial_norms[2 * chunk] = sum_lanes(lanes[0]);
-    plan_.partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
+    plan_.memory().partial_norms[2 * chunk] = sum_lanes(lanes[0]);
+    plan_.memory().partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
   }
 
   double ratio_of(uint32_t tensor) const {
     const auto norm2 = [&](int which) {
       return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
-                        [&](int64_t c) { return plan_.partial_norms[2 * c + which]; });
+                        [&](int64_t c) { return plan_.memory().partial_norms[2 * c + which]; });
     };
     return rule_.trust_ratio(rule_, norm2(0), norm2(1));
   }
@@ -255,7 +255,7 @@ class TwoPhaseStep final : public PreparedStep {
       if (is_single(begin)) return;
       const uint32_t tensor = plan_.chunks()[begin].tensor;
       if (ratio.tensor != tensor) ratio = {tensor, ratio_of(tensor)};
-      if (begin == plan_.first_chunk(tensor)) plan_.ratios[tensor] = ratio.value;
+      if (begin == plan_.first_chunk(tensor)) plan_.memory().ratios[tensor] = ratio.value;
       apply(begin, end, ratio.value);
     });
   }
@@ -303,9 +303,9 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const
 std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                                            const StepOptions& options) {
   plan.refresh(wave_bytes(options.threads));
-  if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
+  if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
     Plan* const alone[] = {&plan};
-    Plan::find_shared_grads(alone);
+    Plan::find_aliasing_grads(alone);
   }
   Scalars scalars = prepare_scalars(plan, rule, steps);
   if (rule.trust_ratio != nullptr) {
@@ -322,7 +322,7 @@ void sum_entries(Plan& plan, int threads) {
   std::vector<Item> items;
   std::vector<int64_t> cost{0};
   for (size_t i = 0; i < plan.tensors(); ++i) {
-    const Rows* rows = plan.rows(i);
+    const SparseRows* rows = plan.rows(i);
     for (int64_t sum = 0; rows != nullptr && sum < rows->sums(); ++sum) {
       items.push_back({i, sum});
       cost.push_back(cost.back() + rows->sum_cost(sum));
@@ -351,12 +351,12 @@ double grad_norm2(Plan& plan, int threads) {
       const Format format = plan.format(plan.chunks()[c].tensor);
       alignas(64) double lanes[kLanes] = {};
       run_kernel(plan, c, c + 1, kernels().grads(format)->norm, {}, lanes, [](TensorTask&) {});
-      plan.partial_norms[c] = sum_lanes(lanes);
+      plan.memory().partial_norms[c] = sum_lanes(lanes);
     }
   };
-  run_session(threads, plan.cost(), work, {}, &plan.norm_balance);
+  run_session(threads, plan.cost(), work, {}, &plan.memory().norm_balance);
   return sum_chunks(0, static_cast<int64_t>(plan.chunks().size()),
-                    [&](int64_t c) { return plan.partial_norms[c]; });
+                    [&](int64_t c) { return plan.memory().partial_norms[c]; });
 }
 
 void zero_states(Plan& plan, int threads) {

@@ -282,9 +282,9 @@ class CudaPlan final : public DevicePlan {
   void refresh(Plan& plan, const StepOptions& options, cudaStream_t stream) {
     uploads_.clear();
     plan.refresh(std::numeric_limits<int64_t>::max());
-    if (options.grads != GradUse::kLeave && !plan.shares_are_known()) {
+    if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
       Plan* const alone[] = {&plan};
-      Plan::find_shared_grads(alone);
+      Plan::find_aliasing_grads(alone);
     }
     const bool moved = !is_current_ || plan.operands_version() != operands_version_;
     if (moved) {
@@ -555,7 +555,7 @@ class CudaPlan final : public DevicePlan {
       }
     }
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
-    plan.ran_on = "cuda";
+    plan.memory().ran_on = "cuda";
   }
 
   RatioLaunch ratio_launch(const Plan& plan, const BoundRule& rule, Stream stream) const {

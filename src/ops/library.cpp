@@ -78,7 +78,7 @@ void plan_delete(int64_t plan) { drop_plan(plan); }
 
 void plan_check_idle(int64_t plan) { check_idle(*find_plan(plan)); }
 
-std::string plan_isa(int64_t plan) { return find_plan(plan)->plan.ran_on; }
+std::string plan_isa(int64_t plan) { return find_plan(plan)->plan.memory().ran_on; }
 
 std::string isa_in_use() { return isa(); }
 
@@ -144,11 +144,11 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
-void find_shared_grads(const std::vector<int64_t>& handles) { Plan::find_shared_grads(Plans(handles).all()); }
+void find_shared_grads(const std::vector<int64_t>& handles) { Plan::find_aliasing_grads(Plans(handles).all()); }
 
 std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles) {
   const Plans plans(handles);
-  Plan::find_shared_grads(plans.all());
+  Plan::find_aliasing_grads(plans.all());
   std::vector<int64_t> found;
   for (size_t p = 0; p < handles.size(); ++p) {
     const Plan& plan = *plans.all()[p];

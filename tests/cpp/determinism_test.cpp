@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "fusedstep/isa.h"
+#include "src/core/reduction.h"
 #include "src/session.h"
 #include "tests/cpp/model.h"
 
@@ -100,8 +101,8 @@ class DeterminismTest : public testing::TestWithParam<Case> {
     for (const std::vector<Operand>& of_step : grads) {
       for (size_t t = 0; t < of_step.size(); ++t) model.tensors()[t].grad = of_step[t];
       model.step(options);
-      EXPECT_EQ(model.plan().ran_on, isa);
-      model.plan().step_balance.may_steal = steal;
+      EXPECT_EQ(model.plan().memory().ran_on, isa);
+      model.plan().memory().step_balance.may_steal = steal;
       for (size_t t = 0; t < start.size(); ++t) model.plan().task(t).ahead = ahead;
     }
     return Outcome(model);

@@ -80,7 +80,7 @@ TEST_F(IsaTest, TheForcedOneRuns) {
     force_isa(name);
     EXPECT_EQ(isa(), name);
     model.step({});
-    EXPECT_EQ(model.plan().ran_on, name);
+    EXPECT_EQ(model.plan().memory().ran_on, name);
   }
   force_isa("");
   EXPECT_EQ(isa(), isas().front());

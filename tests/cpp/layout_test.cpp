@@ -1,5 +1,6 @@
 // How a walk over a tensor is laid out, and that it visits every element once.
 #include "src/layout.h"
+#include "src/overlap.h"
 
 #include <gtest/gtest.h>
 

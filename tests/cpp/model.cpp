@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "fusedstep/isa.h"
+#include "src/core/reduction.h"
 
 namespace fusedstep::test {
 

@@ -48,7 +48,7 @@ class Model {
   std::vector<Tensor>& tensors() { return tensors_; }
   Plan& plan() { return plan_; }
   // What a two-phase step made of tensor i's norms.
-  double ratio(size_t i) { return plan_.ratios[i]; }
+  double ratio(size_t i) { return plan_.memory().ratios[i]; }
 
  private:
   RuleCase rule_;

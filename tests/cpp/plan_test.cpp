@@ -6,6 +6,7 @@
 #include <limits>
 #include <stdexcept>
 
+#include "src/core/reduction.h"
 #include "tests/cpp/model.h"
 
 namespace fusedstep::test {
@@ -193,9 +194,9 @@ TEST(PlanTest, RefusesStatesOfTwoDtypes) {
 
 // ---- Gradients that cannot hold an update ---------------------------------------------------------------
 
-void find_shared_grads(Plan& plan) {
+void find_aliasing_grads(Plan& plan) {
   Plan* const alone[] = {&plan};
-  Plan::find_shared_grads(alone);
+  Plan::find_aliasing_grads(alone);
 }
 
 // Tensors of 8 floats; weights and gradients at these places of one buffer.
@@ -211,7 +212,7 @@ std::vector<bool> storable(const std::vector<std::array<int64_t, 2>>& places,
                   {&memory[grad], DType::kFloat, sizes, grad_stride},
                   {state_view}});
   }
-  find_shared_grads(plan);
+  find_aliasing_grads(plan);
   std::vector<bool> result;
   for (size_t i = 0; i < places.size(); ++i) result.push_back(plan.grad_can_store(i));
   return result;
@@ -246,7 +247,7 @@ TEST(AliasTest, FoundAgainWhenAddressesChange) {
   plan.bind(0, first.operands());
   for (const bool alias : {false, true, false}) {
     plan.bind(1, alias ? shared : second.operands());
-    find_shared_grads(plan);
+    find_aliasing_grads(plan);
     EXPECT_EQ(plan.grad_can_store(0), !alias);
     EXPECT_EQ(plan.grad_can_store(1), !alias);
   }
@@ -257,7 +258,7 @@ TEST(AliasTest, SixteenBitGradientsCannot) {
     Tensor tensor = matrix(lamb(dtype));
     Plan plan(1, 2);
     plan.bind(0, tensor.operands());
-    find_shared_grads(plan);
+    find_aliasing_grads(plan);
     EXPECT_EQ(plan.grad_can_store(0), dtype == DType::kFloat || dtype == DType::kDouble) << name(dtype);
   }
 }

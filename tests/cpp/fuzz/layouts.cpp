@@ -11,9 +11,10 @@
 #include <utility>
 #include <vector>
 
-#include "src/layout.h"
-#include "src/plan.h"
 #include "src/core/reduction.h"
+#include "src/layout.h"
+#include "src/overlap.h"
+#include "src/plan.h"
 
 namespace fusedstep::fuzz {
 namespace {
@@ -305,7 +306,7 @@ void check_memory(Plan& plan, const std::vector<Listed>& list) {
          "weights that share memory, or have a gradient in theirs");
 
   Plan* plans[] = {&plan};
-  Plan::find_shared_grads(plans);
+  Plan::find_aliasing_grads(plans);
   for (size_t i = 0; i < list.size(); ++i) {
     const Range grad = list[i].extent(kGrad);
     bool is_apart = !repeats(offsets_of(list[i].sizes, list[i].strides[kGrad]));

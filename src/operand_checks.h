@@ -1,0 +1,22 @@
+// Checks that the operands of a tensor can be updated together. Each throws std::runtime_error, naming tensor
+// `i` of the list and the operand, if they cannot.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+#include "src/tensor_view.h"
+
+namespace fusedstep {
+
+[[noreturn]] void refuse(size_t i, const std::string& why);
+[[noreturn]] void refuse_row(size_t i, int dim, int64_t at, int64_t size);
+
+void check_devices(size_t i, const TensorOperands& operands, int slots, int device);
+// Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a
+// master copy of the weight.
+Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters);
+// Checks that every entry of a sparse gradient is for a row of a tensor with these sizes.
+void check_rows(size_t i, const RowIndex& rows, Dims sizes);
+
+}  // namespace fusedstep

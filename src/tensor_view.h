@@ -1,0 +1,41 @@
+// Tensors as the caller holds them.
+#pragma once
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "src/core/operands.h"
+#include "src/core/walk.h"
+#include "src/layout.h"
+
+namespace fusedstep {
+
+enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf };
+
+int element_size(DType dtype);
+const char* name_of(DType dtype);
+
+// The index of a CUDA device, or the host's memory.
+constexpr int kHost = -1;
+
+// A tensor, borrowed for the call. Strides are in elements.
+struct TensorView {
+  void* data;
+  DType dtype;
+  Dims sizes, strides;
+  int device = kHost;
+};
+
+// Returns the bytes from a tensor's first element to the end of its last.
+int64_t span_bytes(const TensorView& view);
+
+// All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
+// sparse: `grad` is the first of its entries, expanded over all rows, and the others lie behind it, one by
+// one.
+struct TensorOperands {
+  TensorView weight, grad;
+  std::array<TensorView, kMaxStates> states;
+  std::optional<RowIndex> rows = std::nullopt;
+};
+
+}  // namespace fusedstep
