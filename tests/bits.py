@@ -27,13 +27,13 @@ from torch import Tensor
 import fusedstep
 from cases import CASES, DTYPES, LOW_PRECISION, Case
 from layouts import WEIGHT_LAYOUTS
-from stepping import CHUNK, bits, forced_isa, make_gradients, make_weights
+from stepping import bits, forced_isa, make_gradients, make_weights
 
 STEPS = 4
 OTHER_LR_AT = 3
 
 # Less than a vector up to several chunks.
-DENSE = ((), (0,), (1,), (33,), (61, 3), (129, 150), (2 * CHUNK + 5,))
+DENSE = ((), (0,), (1,), (33,), (61, 3), (129, 150), (32_773,))
 LAYOUTS = {layout.name: layout for layout in WEIGHT_LAYOUTS}
 
 
