@@ -47,7 +47,7 @@ newest_torch_tests() {
   local compiled="in_one_graph or operators_are_as_declared or copies_no_weight or a_scheduler"
   newest_torch_version >/dev/null || { say "skipped: no newer torch is here, and pip brings none" && return; }
   (cd "$root" && "$newest/bin/python" -m pytest --plain -k "not test_compile or $compiled" \
-    tests/test_{optim_database,contract,groups,checkpoints,states,hooks,repeat,bind,distributed,isa,compile,out_of_memory}.py)
+    tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile,out_of_memory}.py)
 }
 
 # What has no LibTorch in it, which is not built for sanitizers.
