@@ -53,16 +53,6 @@ function(fusedstep_cuda_objects NAME SOURCE)
   set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endfunction()
 
-# fusedstep_rules(<out>): the names in the list of rules.
-function(fusedstep_rules OUT)
-  set(list "${PROJECT_SOURCE_DIR}/include/fusedstep/rules/list.h")
-  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${list}")
-  file(READ "${list}" text)
-  string(REGEX MATCHALL "X\\([A-Za-z0-9]+\\)" entries "${text}")
-  string(REGEX REPLACE "X\\(([A-Za-z0-9]+)\\)" "\\1" names "${entries}")
-  set(${OUT} ${names} PARENT_SCOPE)
-endfunction()
-
 function(fusedstep_cuda_library TARGET)
   set(kernels "${PROJECT_SOURCE_DIR}/cuda_kernels")
   fusedstep_cuda_objects(fusedstep_cuda_gradients "${kernels}/gradients.cu")

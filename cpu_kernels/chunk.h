@@ -72,6 +72,7 @@ struct Work {
 
   Span span_of(const Rows& where, int64_t rows, int64_t count) const {
     Span span;
+    span.writes = kernel.writes;
     std::copy_n(where.operand, kMaxOperands, span.operand);
     std::copy_n(where.bytes, kMaxOperands, span.row_bytes);
     span.rows = rows;

@@ -28,8 +28,8 @@ struct PlainCodec {
   using Compute = T;
   FUSEDSTEP_FN static T decode(T x) { return x; }
   FUSEDSTEP_FN static T encode(T x) { return x; }
-  FUSEDSTEP_FN static Pack<T> load(const T* x) { return Pack<T>(at::vec::Vectorized<T>::loadu(x)); }
-  FUSEDSTEP_FN static void store(T* to, const Pack<T>& x) { x.v.store(to); }
+  FUSEDSTEP_FN static Pack<T> load(const T* x) { return Pack<T>::load(x); }
+  FUSEDSTEP_FN static void store(T* to, const Pack<T>& x) { x.store(to); }
 };
 
 template <>
@@ -85,7 +85,7 @@ struct ScalarF16 {
 
 // --- 16-bit types: a register ---
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 
 template <>
 struct Codec<bf16> : ScalarBf16 {
@@ -147,7 +147,7 @@ struct Codec<f16> : ScalarF16 {
   }
 };
 
-#elif defined(CPU_CAPABILITY_AVX2)
+#elif defined(__AVX2__)
 
 template <>
 struct Codec<bf16> : ScalarBf16 {
@@ -179,17 +179,16 @@ struct Codec<f16> : ScalarF16 {
 
 #else
 
+// Out of line: this is many instructions, and the fallback.
 template <class Scalar, class Stored>
 struct LoopCodec : Scalar {
-  FUSEDSTEP_FN static Pack<float> load(const Stored* x) {
+  [[gnu::noinline]] static Pack<float> load(const Stored* x) {
     float decoded[Pack<float>::size()];
     for (int i = 0; i < Pack<float>::size(); ++i) decoded[i] = Scalar::decode(x[i]);
-    return Pack<float>(at::vec::Vectorized<float>::loadu(decoded));
+    return Pack<float>::load(decoded);
   }
-  FUSEDSTEP_FN static void store(Stored* to, const Pack<float>& x) {
-    float decoded[Pack<float>::size()];
-    x.v.store(decoded);
-    for (int i = 0; i < Pack<float>::size(); ++i) to[i] = Scalar::encode(decoded[i]);
+  [[gnu::noinline]] static void store(Stored* to, const Pack<float>& x) {
+    for (int i = 0; i < Pack<float>::size(); ++i) to[i] = Scalar::encode(x.v[i]);
   }
 };
 

@@ -8,6 +8,8 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 // What is prefetched: nothing, what is near, or what is far too.
 enum class Reach { kNone, kNear, kFar };
+template <Reach kReach>
+using ReachIs = std::integral_constant<Reach, kReach>;
 
 // Registers that are worked on together. Of many, the divider finds work while others wait for it; but where
 // memory is waited for, their prefetches would come in bursts, and of many operands they would not fit in
@@ -97,7 +99,7 @@ struct Arrays {
     for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
   FUSEDSTEP_FN Reach reach() const {
-    if (ahead.second != 0) return Reach::kFar;
+    if (kIsFallback || ahead.second != 0) return Reach::kFar;
     return ahead.first != 0 && Groups<Weight, State>::kExist ? Reach::kNear : Reach::kNone;
   }
   template <Reach kReach, class V>
@@ -147,14 +149,28 @@ FUSEDSTEP_FN int64_t update_registers(const Arrays<Rule, Weight, State>& a, int6
   return i;
 }
 
-template <Reach kReach, class Rule, class Weight, class State>
+// Calls run(reach) with a constant: each reach has a loop of its own, since with a branch in one the
+// prefetches would come in bursts. The fallback has one loop, and prefetches in vain what is not far.
+template <class Rule, class Weight, class State, class Run>
+FUSEDSTEP_FN int64_t by_reach(const Arrays<Rule, Weight, State>& a, Run run) {
+  const Reach reach = a.reach();
+  if constexpr (kIsFallback) return run(ReachIs<Reach::kFar>());
+  if (reach == Reach::kFar) return run(ReachIs<Reach::kFar>());
+  if constexpr (Groups<Weight, State>::kExist) {
+    if (reach == Reach::kNear) return run(ReachIs<Reach::kNear>());
+  }
+  return run(ReachIs<Reach::kNone>());
+}
+
+template <class Rule, class Weight, class State>
 FUSEDSTEP_FN void update_row(const Arrays<Rule, Weight, State>& a, int64_t in_groups, int64_t count) {
   using T = typename Arrays<Rule, Weight, State>::T;
-  using Group = typename Groups<Weight, State>::template Type<registers_at_once<Rule>(kReach)>;
-  // What groups leave is little.
-  constexpr Reach kReachOfRest = Groups<Weight, State>::kExist ? Reach::kNone : kReach;
-  int64_t i = update_registers<Group, kReach>(a, 0, in_groups);
-  i = update_registers<Pack<T>, kReachOfRest>(a, i, count);
+  int64_t i = by_reach(
+      a, [&]<Reach kReach>(ReachIs<kReach>) __attribute__((always_inline)) {
+        using Group = typename Groups<Weight, State>::template Type<registers_at_once<Rule>(kReach)>;
+        return update_registers<Group, kReach>(a, 0, in_groups);
+      });
+  if constexpr (Groups<Weight, State>::kExist) i = update_registers<Pack<T>, Reach::kNone>(a, i, count);
   for (; i < count; ++i) update_at<T>(a, i);
 }
 
@@ -163,16 +179,7 @@ void update_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
   const int64_t count = span.count, in_groups = Groups<Weight, State>::are_exact() ? count : 0;
   for_rows(
-      span, a, [&]() __attribute__((always_inline)) {
-        switch (a.reach()) {  // loops of their own: with a branch in one the prefetches would come in bursts
-          case Reach::kFar:
-            return update_row<Reach::kFar>(a, in_groups, count);
-          case Reach::kNear:
-            return update_row<Reach::kNear>(a, in_groups, count);
-          case Reach::kNone:
-            return update_row<Reach::kNone>(a, in_groups, count);
-        }
-      });
+      span, a, [&]() __attribute__((always_inline)) { update_row(a, in_groups, count); });
 }
 
 template <class Rule, class Weight, class State>

@@ -18,10 +18,10 @@ struct Groups {
   template <int kRegisters>
   using InOrder = Type<kRegisters>;
   static constexpr bool kExist = false;
-  FUSEDSTEP_FN static constexpr bool are_exact() { return false; }
+  FUSEDSTEP_FN static constexpr bool are_exact() { return true; }
 };
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 
 // Where the elements of the registers are: one register's behind those of another, or of each two of them
 // each beside its counterpart.

@@ -15,6 +15,7 @@ struct Span {
   void* operand[kMaxOperands];      // of the first row
   int64_t row_bytes[kMaxOperands];  // from a row to the next
   int64_t rows = 1, count;          // at least one row
+  uint32_t writes;                  // the kernel's
   const void* scalars;              // the rule's Scalars<float or double>
   PrefetchDistance ahead;
   double grad_factor;  // what the gradient is multiplied by as it is read
@@ -52,7 +53,6 @@ struct GradTreatment {
 
 struct KernelTable {
   const char* isa;
-  int float_lanes;
   const RuleKernels* (*find)(rules::RuleId, unsigned flags, Format);
   const GradKernels* (*grads)(Format);
   // Runs a kernel over elements [begin, end) of a dense tensor, or over blocks [begin, end) of another.

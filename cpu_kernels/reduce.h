@@ -1,10 +1,14 @@
 // Runs the two phases of a rule with norms over a span. Norms are summed as src/core/reduction.h says.
 #pragma once
 #include <algorithm>
+#include <bit>
 
 #include "cpu_kernels/elementwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
+
+// The index of a lane is then a constant, and its sums stay in a register. The fallback has too few.
+constexpr int kUnrolledLanes = kIsFallback ? 1 : 4;
 
 // The sums of squares of a segment, lane by lane.
 template <class T>
@@ -32,7 +36,7 @@ class LaneSums {
     add_squares(lane, low);
     add_squares(lane + kPart, high);
   }
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
   template <int kRegisters>
   FUSEDSTEP_FN void add_squares(int lane, const PackGroup<Order::kBehind, kRegisters>& x) {
     static_assert(kPart == kLanes);
@@ -105,144 +109,140 @@ struct Found {
 // Without storing the update, the first phase leaves nothing but the norms: the second one does its maths
 // again. From states rounded to 16 bits it would make another update than the one whose norm it is scaled by;
 // from second moments rounded to zero, a huge one.
-template <class V, bool kStore, class Rule, class Weight, class State, class Norms>
-FUSEDSTEP_FN V accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, Norms norms) {
+template <class V, class Rule, class Weight, class State, class Norms>
+FUSEDSTEP_FN V accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, bool stores, Norms norms) {
   const V p = a.template load_weight<V>(i), g = a.template load_grad<V>(i);
   V s[Rule::kStates];
   a.load_states(s, i);
   const V u = Rule::accumulate(a.scalars, p, g, s, norms);
-  if constexpr (kStore) {
+  if (stores) {
     a.store_states(s, i);
     store(a.grad, i, u);
   }
   return u;
 }
 
-enum Norm : int { kWeightNorm, kUpdateNorm };
-
-// The elements of a norm once more, after accumulate_at(). What a rule adds as its weight depends on nothing
-// else, and an update that has been stored lies in the gradient.
-template <Norm kNorm, bool kStored, class V, class Rule, class Weight, class State>
-FUSEDSTEP_FN V find_again(const Arrays<Rule, Weight, State>& a, int64_t i) {
-  if constexpr (kNorm == kUpdateNorm && kStored) {
-    return load<V>(a.grad, i);
-  } else {
-    V p;
-    const V u = accumulate_at<V, false>(a, i, Found<V>{p});
-    return kNorm == kWeightNorm ? p : u;
-  }
+// What the norms are of, once more. An update that has been stored lies in the gradient; what a rule adds as
+// its weight depends on nothing that has been.
+template <class V, class Rule, class Weight, class State>
+FUSEDSTEP_FN void find_again(const Arrays<Rule, Weight, State>& a, int64_t i, bool stored, float* weight,
+                             float* update) {
+  V p;
+  const V u = accumulate_at<V>(a, i, false, Found<V>{p});
+  store(weight, 0, p);
+  store(update, 0, stored ? load<V>(a.grad, i) : u);
 }
 
 // Adds a segment's sums to those of its chunk: as they are in float where that has the range, else in double.
-// Out of line and with a copy of `a`, so that it takes no register from the loop that calls it.
-template <Norm kNorm, bool kStored, class Rule, class Weight, class State, class T>
-[[gnu::noinline]] void add_in_double(Arrays<Rule, Weight, State> a, int64_t begin, int64_t end,
-                                     const T (&in_float)[kLanes], double* lanes) {
-  if (std::all_of(in_float, in_float + kLanes, [](T sum) { return is_in_range(sum); })) {  // the other norm's
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += static_cast<double>(in_float[lane]);
-    return;
-  }
-  using V = Pack<T>;
-  int64_t i = begin;
-  V largest(0);
-  for (; i + V::size() <= end; i += V::size()) {
-    const V x = find_again<kNorm, kStored, V>(a, i);
-    largest = maximum(largest, maximum(x, -x));
-  }
-  bool is_zero = all_between(0, largest, largest, 0);
-  for (; i < end; ++i) is_zero &= find_again<kNorm, kStored, T>(a, i) == 0;
-  if (is_zero) return;  // a new bias; rows of an embedding that no gradient reaches
-
-  LaneSums<double> sums;
-  for (i = begin; i + kLanes <= end; i += kLanes) {
-#pragma GCC unroll 4
-    for (int lane = 0; lane < kLanes; lane += V::size()) {
-      sums.add_squares(lane, find_again<kNorm, kStored, V>(a, i + lane));
-    }
-  }
-  alignas(64) double in_double[kLanes];
-  sums.save(in_double);
-  for (int lane = 0; i < end; ++i, ++lane) {
-    const auto x = static_cast<double>(find_again<kNorm, kStored, T>(a, i));
-    in_double[lane] = with_square(in_double[lane], x);
+[[gnu::noinline]] inline void add_in_double(const float* x, int64_t count, const float* in_float,
+                                            double* lanes) {
+  uint32_t bits = 0;
+  for (int64_t i = 0; i < count; ++i) bits |= std::bit_cast<uint32_t>(x[i]) << 1;
+  if (bits == 0) return;  // a new bias; rows of an embedding that no gradient reaches
+  double in_double[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) {
+    double& sum = in_double[i % kLanes];
+    sum = with_square(sum, static_cast<double>(x[i]));
   }
   for (int lane = 0; lane < kLanes; ++lane) {
     lanes[lane] += is_in_range(in_float[lane]) ? static_cast<double>(in_float[lane]) : in_double[lane];
   }
 }
 
-template <bool kStore, class Rule, class Weight, class State, class T>
-FUSEDSTEP_FN void add_sums(const Arrays<Rule, Weight, State>& a, int64_t begin, int64_t end,
+// Out of line and with a copy of `a`, so that it takes no register from the loop that calls it.
+template <class Rule, class Weight, class State>
+[[gnu::noinline]] void add_in_double(Arrays<Rule, Weight, State> a, int64_t begin, int64_t end, bool stored,
+                                     const float (&weight)[kLanes], const float (&update)[kLanes],
+                                     double* norms) {
+  using V = Pack<float>;
+  alignas(64) float found[2][kSegmentElements];
+  int64_t i = begin;
+  for (; i + V::size() <= end; i += V::size()) {
+    find_again<V>(a, i, stored, found[0] + (i - begin), found[1] + (i - begin));
+  }
+  for (; i < end; ++i) find_again<float>(a, i, stored, found[0] + (i - begin), found[1] + (i - begin));
+  add_in_double(found[0], end - begin, weight, norms);
+  add_in_double(found[1], end - begin, update, norms + kLanes);
+}
+
+template <class Rule, class Weight, class State, class T>
+FUSEDSTEP_FN void add_sums(const Arrays<Rule, Weight, State>& a, int64_t begin, int64_t end, bool stored,
                            const LaneSums<T>& weight, const LaneSums<T>& update, double* norms) {
-  if (__builtin_expect(weight.are_in_range(update), 1)) {
-    weight.add_to(norms);
-    update.add_to(norms + kLanes);
-  } else {
-    alignas(64) T in_float[kLanes];
-    weight.save(in_float);
-    add_in_double<kWeightNorm, kStore>(a, begin, end, in_float, norms);
-    update.save(in_float);
-    add_in_double<kUpdateNorm, kStore>(a, begin, end, in_float, norms + kLanes);
+  if constexpr (std::is_same_v<T, float>) {
+    if (__builtin_expect(!weight.are_in_range(update), 0)) {
+      alignas(64) float in_float[2][kLanes];
+      weight.save(in_float[0]);
+      update.save(in_float[1]);
+      return add_in_double(a, begin, end, stored, in_float[0], in_float[1], norms);
+    }
+  }
+  weight.add_to(norms);
+  update.add_to(norms + kLanes);
+}
+
+// Elements [i, end), whole registers of them, the first of which is in the first lane.
+template <class Register, Reach kReach, class Rule, class Weight, class State, class T>
+FUSEDSTEP_FN void accumulate_lanes(const Arrays<Rule, Weight, State>& a, int64_t i, int64_t end, bool stores,
+                                   LaneSums<T>& weight, LaneSums<T>& update) {
+  constexpr int kStep = std::max(Register::size(), kLanes);
+  for (; i < end; i += kStep) {
+#pragma GCC unroll kUnrolledLanes
+    for (int lane = 0; lane < kStep; lane += Register::size()) {
+      a.template prefetch<kReach, Register>(i + lane);
+      accumulate_at<Register>(a, i + lane, stores, PackNorms<Register, T>{weight, update, lane});
+    }
   }
 }
 
-// Elements from the i-th on, `kElements` of them, the first of which is in the first lane.
-template <class Register, bool kStore, Reach kReach, int64_t kElements, class Rule, class Weight, class State,
-          class T>
-FUSEDSTEP_FN void accumulate_lanes(const Arrays<Rule, Weight, State>& a, int64_t i, LaneSums<T>& weight,
-                                   LaneSums<T>& update) {
-#pragma GCC unroll 4
-  for (int64_t k = 0; k < kElements; k += Register::size()) {
-    a.template prefetch<kReach, Register>(i + k);
-    accumulate_at<Register, kStore>(a, i + k,
-                                    PackNorms<Register, T>{weight, update, static_cast<int>(k % kLanes)});
-  }
-}
-
-template <bool kStore, Reach kReach, class Rule, class Weight, class State>
-FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t count, double* norms) {
+// Whole segments before `end`, from the first element on; returns what comes after them.
+template <class Register, Reach kReach, class Rule, class Weight, class State>
+FUSEDSTEP_FN int64_t accumulate_segments(const Arrays<Rule, Weight, State>& a, int64_t end, bool stores,
+                                         double* norms) {
   using T = typename Arrays<Rule, Weight, State>::T;
-  using Group = typename Groups<Weight, State>::template InOrder<registers_at_once<Rule>(kReach)>;
   int64_t i = 0;
-  // Whole segments: where their end is known, what comes between them is a tenth of the time less.
-  const int64_t in_groups = Groups<Weight, State>::are_exact() ? count : 0;
-  for (; i + kSegmentElements <= in_groups; i += kSegmentElements) {
+  for (; i + kSegmentElements <= end; i += kSegmentElements) {
     LaneSums<T> weight, update;
-    accumulate_lanes<Group, kStore, kReach, kSegmentElements>(a, i, weight, update);
-    add_sums<kStore>(a, i, i + kSegmentElements, weight, update, norms);
+    accumulate_lanes<Register, kReach>(a, i, i + kSegmentElements, stores, weight, update);
+    add_sums(a, i, i + kSegmentElements, stores, weight, update, norms);
   }
+  return i;
+}
+
+template <class Rule, class Weight, class State>
+FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t count, bool stores,
+                                 double* norms) {
+  using T = typename Arrays<Rule, Weight, State>::T;
+  const int64_t in_groups = Groups<Weight, State>::are_exact() ? count : 0;
+  int64_t i = by_reach(
+      a, [&]<Reach kReach>(ReachIs<kReach>) __attribute__((always_inline)) {
+        using Group = typename Groups<Weight, State>::template InOrder<registers_at_once<Rule>(kReach)>;
+        return accumulate_segments<Group, kReach>(a, in_groups, stores, norms);
+      });
   while (i < count) {
     const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
     LaneSums<T> weight, update;
-    for (; i < tail; i += kLanes) accumulate_lanes<Pack<T>, kStore, kReach, kLanes>(a, i, weight, update);
-    if (i < end) {
+    accumulate_lanes<Pack<T>, Reach::kNone>(a, i, tail, stores, weight, update);
+    if (tail < end) {
       alignas(64) T last[2][kLanes];
       weight.save(last[0]);
       update.save(last[1]);
-      for (; i < end; ++i) {
-        accumulate_at<T, kStore>(a, i, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
+      for (i = tail; i < end; ++i) {
+        accumulate_at<T>(a, i, stores, ScalarNorms<T>{last[0][i - tail], last[1][i - tail]});
       }
       weight.restore(last[0]);
       update.restore(last[1]);
     }
-    add_sums<kStore>(a, begin, end, weight, update, norms);
+    i = end;
+    add_sums(a, begin, end, stores, weight, update, norms);
   }
 }
 
-template <class Rule, class Weight, class State, bool kStore>
+template <class Rule, class Weight, class State>
 void accumulate_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
+  const bool stores = (span.writes & kGradBit) != 0;
   for_rows(
-      span, a, [&]() __attribute__((always_inline)) {
-        switch (a.reach()) {
-          case Reach::kFar:
-            return accumulate_row<kStore, Reach::kFar>(a, span.count, span.norms);
-          case Reach::kNear:
-            return accumulate_row<kStore, Reach::kNear>(a, span.count, span.norms);
-          case Reach::kNone:
-            return accumulate_row<kStore, Reach::kNone>(a, span.count, span.norms);
-        }
-      });
+      span, a, [&]() __attribute__((always_inline)) { accumulate_row(a, span.count, stores, span.norms); });
 }
 
 template <class V, bool kStored, class Rule, class Weight, class State, class T>
@@ -286,8 +286,8 @@ constexpr RuleKernels two_phase_kernels() {
   constexpr uint32_t weight = kWeightBits<Rule, Weight>, states = kStateBits<Rule>,
                      all = weight | kGradBit | states;
   RuleKernels kernels{};
-  kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State, true>, all, kGradBit | states};
-  kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State, false>, all, 0};
+  kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State>, all, kGradBit | states};
+  kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State>, all, 0};
   kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, weight | kGradBit, weight};
   kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, all, weight | states};
   return kernels;

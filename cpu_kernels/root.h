@@ -4,7 +4,7 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 
 // From an estimate, to IEEE's bits where numbers are rounded to nearest: g converges to the root and h to
 // 1 / (2 root) (Goldschmidt), then the exact remainder, x - g^2, corrects g (Markstein, 1990). Verified for

@@ -27,7 +27,7 @@ __attribute__((flatten)) inline void transpose_16x16(const uint32_t* from, int64
 
 // The same for 32 halves of each of 16 columns, to rows: two by two, as words, which are then taken apart.
 // `from_stride` is even.
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
 inline void transpose_32x16(const uint16_t* from, int64_t from_stride, uint16_t* to, int64_t to_stride) {
   alignas(64) uint32_t pairs[16][16];
   transpose_16x16(reinterpret_cast<const uint32_t*>(from), from_stride / 2, pairs[0], 16);
@@ -48,7 +48,7 @@ constexpr bool kTransposesHalves = false;
 template <class Word>
 FUSEDSTEP_FN void copy_words(const Word* from, Word* to, int64_t count) {
   int64_t i = 0;
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
   constexpr int64_t kWords = 64 / sizeof(Word);
   for (; i + kWords <= count; i += kWords) _mm512_storeu_si512(to + i, _mm512_loadu_si512(from + i));
   if (const int64_t left = count - i; left > 0) {
@@ -75,7 +75,7 @@ template <bool kGather>
 FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe_unused]] uint32_t* tile,
                                        [[maybe_unused]] int64_t count) {
   int64_t i = 0;
-#if defined(CPU_CAPABILITY_AVX512)
+#if defined(__AVX512F__)
   // Of 16 words the first eight are even ones of one register, the others odd ones of a register from word 15
   // on.
   if constexpr (kGather) {
@@ -95,7 +95,7 @@ FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe
       _mm512_mask_storeu_epi32(array + 2 * i + 15, 0xaaaa, _mm512_permutexvar_epi32(high, words));
     }
   }
-#elif defined(CPU_CAPABILITY_AVX2)
+#elif defined(__AVX2__)
   if constexpr (kGather) {
     const auto load = [](const uint32_t* from) {
       return _mm256_loadu_ps(reinterpret_cast<const float*>(from));
