@@ -12,7 +12,7 @@ namespace {
 
 DevicePlanFactory cuda_factory = nullptr;
 
-// Loads the library from beside this one; returns what went wrong. It registers itself.
+// Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
   Dl_info self{};
   if (dladdr(reinterpret_cast<const void*>(&register_cuda), &self) == 0)

@@ -1,5 +1,5 @@
-// Who takes the steps of tensors that are not on the CPU: a library of its own, which makes itself known when
-// it is loaded.
+// The backend for tensors that are not on the CPU: a library of its own, which registers itself when it is
+// loaded.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -10,7 +10,7 @@
 
 namespace fusedstep {
 
-// Inputs that a step reads on the device when it runs there. Null: the host's value is used.
+// Inputs that a step reads on its device. Null: the host's value is used.
 struct DeviceInputs {
   const float* lr = nullptr;            // instead of the rule's
   const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
@@ -22,8 +22,8 @@ class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
 
-  // prepare_step(), with step counts that the host knows, this step included. The step needs the plan and the
-  // inputs; what it needs besides is queued.
+  // Prepares a step as prepare_step() does, with step counts on the host, this step included. The plan and
+  // the inputs must outlive the step; all else is queued.
   virtual std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule,
                                                 std::span<const double> counts, const StepOptions& options,
                                                 const DeviceInputs& inputs) = 0;
@@ -33,8 +33,8 @@ class DevicePlan {
                                                         const StepOptions& options,
                                                         const DeviceInputs& inputs) = 0;
   // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor
-  // does not have. Waits for the device, but for gradients whose entries need no order (see RowIndex): if an
-  // index of these is out of range, the step fails on the device.
+  // does not have. It waits for the device. It does not look at gradients whose entries need no order (see
+  // RowIndex): if an index of these is out of range, the step fails on the device.
   virtual void check_rows(Plan& plan) = 0;
   // Adds grad_norm2() to a number on the device.
   virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
@@ -42,7 +42,7 @@ class DevicePlan {
 
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 
-// Plans of CUDA tensors are made by `factory` from now on.
+// Sets the function that makes the plans of CUDA tensors.
 FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
 // Throws std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);

@@ -1,5 +1,5 @@
-// Operands as a plan has bound them, laid out to be compared with those of the next step in one pass: nearly
-// always they are the same, and thousands of them lie in no cache.
+// The operands that a plan has bound, laid out to be compared with those of the next step in one pass: nearly
+// always they are the same, and thousands of them are in no cache.
 #pragma once
 #include <array>
 #include <cstddef>
@@ -13,31 +13,32 @@
 
 namespace fusedstep {
 
-// Where torch had what a step asks of a tensor, for it to be in the cache when it is asked again. Whether it
-// still is there is no matter.
-class Place {
+// Addresses that a step reads of a torch tensor, for the next step to prefetch. A stale address costs nothing
+// but the prefetch.
+class TensorAddresses {
  public:
-  Place() = default;
-  explicit Place(const TensorView& tensor) : sizes_(address(tensor.sizes.data())) {
-    // Up to five sizes, with the strides behind room for five, lie in the tensor itself. Before them it has
-    // the addresses of its storage and of what autograd knows of it.
-    constexpr size_t kMostInside = 5;
-    if (address(tensor.strides.data()) - sizes_ != kMostInside * sizeof(int64_t)) return;
-    std::array<uintptr_t, kWordsBefore> words;
-    std::memcpy(words.data(), tensor.sizes.data() - kWordsBefore, sizeof(words));
+  TensorAddresses() = default;
+  // `words_in_front` is the number of words between the start of a tensor and its sizes, where these lie in
+  // the tensor itself; 0 if that is unknown. Among these words are the addresses of the storage and of
+  // autograd's data, which lie elsewhere.
+  TensorAddresses(const TensorView& tensor, size_t words_in_front) : sizes_(address(tensor.sizes.data())) {
+    if (!lie_in_tensor(tensor.sizes, tensor.strides)) return;
     size_t found = 0;
-    for (const uintptr_t word : words) {
-      if (found < others_.size() && looks_like_an_address(word)) others_[found++] = word;
+    // The first word is the address of the functions of a class, which all tensors share.
+    for (size_t i = 1; i < words_in_front && found < others_.size(); ++i) {
+      uintptr_t word = 0;
+      std::memcpy(&word, tensor.sizes.data() - words_in_front + i, sizeof(word));
+      if (looks_like_an_address(word)) others_[found++] = word;
     }
   }
 
-  bool is_of(const TensorView& tensor) const { return sizes_ == address(tensor.sizes.data()); }
+  bool are_of(const TensorView& tensor) const { return sizes_ == address(tensor.sizes.data()); }
 
-  // Inlined by all means: a compiler that does not takes a function that only prefetches for one without
-  // effect, and drops its calls.
+  // Always inlined: a compiler takes a function that only prefetches for one without effect, and drops its
+  // calls.
   FUSEDSTEP_FN void prefetch() const {
     for (int line = -1; line <= 2; ++line) prefetch_line(sizes_ + kLine * line);
-    // Little is known of their sizes: what starts there has a line or two.
+    // Each of the others is the start of an object of a line or two.
     for (const uintptr_t other : others_) {
       prefetch_line(other);
       prefetch_line(other + kLine - sizeof(other));
@@ -46,7 +47,6 @@ class Place {
 
  private:
   static constexpr int kLine = 64;  // bytes
-  static constexpr size_t kWordsBefore = kLine / sizeof(int64_t);
 
   static uintptr_t address(const void* at) { return reinterpret_cast<uintptr_t>(at); }
   FUSEDSTEP_FN static void prefetch_line(uintptr_t at) {
@@ -64,19 +64,22 @@ class Bound {
  public:
   enum class Change : uint8_t { kSame, kGradMoved, kOther };
 
+  // `words_in_front` is that of TensorAddresses.
+  explicit Bound(size_t words_in_front = 0) : words_in_front_(words_in_front) {}
+
   size_t tensors() const { return pairs_.size(); }
   void clear() { pairs_.clear(); }
   void note(std::span<const TensorView> weights, std::span<const TensorView> grads);
 
-  // What has become of tensor i's weight and gradient. kGradMoved: nothing differs but the gradient's
-  // address.
+  // Compares tensor i's weight and gradient with what was bound. kGradMoved: only the gradient's address
+  // differs.
   Change compare(size_t i, const TensorView& weight, const TensorView& grad) const {
     const Pair& known = pairs_[i];
     const int64_t* const shape = shapes_.data() + known.shape;
     const auto matches = [&](const TensorView& view, size_t strides) {
       if (view.dtype != known.dtype || view.device != device_ || view.sizes.size() != known.dims)
         return false;
-      bool same = true;  // by hand: most have two dimensions, and std::equal calls memcmp
+      bool same = true;  // no std::equal, which calls memcmp: most tensors have two dimensions
       for (size_t d = 0; d < known.dims; ++d) {
         same &= view.sizes[d] == shape[d] && view.strides[d] == shape[strides + d];
       }
@@ -88,28 +91,31 @@ class Bound {
   }
   void move_grad(size_t i, void* data) { pairs_[i].grad = data; }
 
-  // Where tensor i's gradient is now, and what the caller holds it by: what prefetch() goes by.
-  void note_places(size_t i, const TensorView& grad, const void* held_by) {
-    if (!pairs_[i].grad_place.is_of(grad)) pairs_[i].grad_place = Place(grad);
+  // Notes the addresses of tensor i's gradient and of the object by which the caller holds it, for
+  // prefetch().
+  void note_addresses(size_t i, const TensorView& grad, const void* held_by) {
+    TensorAddresses& known = pairs_[i].grad_addresses;
+    if (!known.are_of(grad)) known = TensorAddresses(grad, words_in_front_);
     pairs_[i].grad_held_by = held_by;
   }
   FUSEDSTEP_FN void prefetch(size_t i) const {
     if (i >= pairs_.size()) return;
-    pairs_[i].weight_place.prefetch();
-    pairs_[i].grad_place.prefetch();
+    pairs_[i].weight_addresses.prefetch();
+    pairs_[i].grad_addresses.prefetch();
     __builtin_prefetch(pairs_[i].grad_held_by);
   }
 
  private:
   struct Pair {
     const void *weight, *grad;
-    Place weight_place, grad_place;
+    TensorAddresses weight_addresses, grad_addresses;
     const void* grad_held_by;
     uint32_t shape;  // in shapes_: sizes, strides of the weight, strides of the gradient
     uint16_t dims;
     DType dtype;
   };
 
+  size_t words_in_front_;
   std::vector<Pair> pairs_;
   std::vector<int64_t> shapes_;
   int device_ = kHost;

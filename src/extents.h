@@ -1,4 +1,4 @@
-// The memory of many tensors, from first to last byte, to be looked up in a few comparisons each.
+// The memory of many tensors, from their first to their last bytes, sorted for binary search.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,16 +12,16 @@ class Extents {
     begins_.clear();
     reaches_.clear();
   }
-  // Adds [begin, end), which begins no earlier than those before it.
+  // Adds [begin, end). It must not begin before an extent that was added earlier.
   void add(const char* begin, const char* end) {
     begins_.push_back(begin);
     reaches_.push_back(reaches_.empty() ? end : std::max(reaches_.back(), end));
   }
 
-  // Counts those whose first byte lies before `end`.
+  // Returns how many begin before `end`.
   size_t before(const char* end) const {
     const char* const* found = begins_.data();
-    // Without a branch that depends on what is compared: none of them could be predicted.
+    // No branch depends on a comparison, since none could be predicted.
     for (size_t left = begins_.size(); left > 0;) {
       const size_t half = (left + 1) / 2;
       found += found[half - 1] < end ? half : 0;
@@ -29,9 +29,9 @@ class Extents {
     }
     return found - begins_.data();
   }
-  // Whether one of the first `count` reaches beyond `begin`.
+  // Returns whether one of the first `count` ends behind `begin`.
   bool reach(size_t count, const char* begin) const { return count > 0 && reaches_[count - 1] > begin; }
-  // Whether one of them has a byte in [begin, end).
+  // Returns whether one of them has a byte in [begin, end).
   bool meet(const char* begin, const char* end) const { return reach(before(end), begin); }
 
  private:

@@ -22,7 +22,7 @@ int64_t placement_offset(const void* allocation, const void* weight, int slot, i
 void ask_for_huge_pages(void* data, int64_t bytes) {
   const int64_t begin = (address(data) + kHugePage - 1) / kHugePage * kHugePage;
   const int64_t end = (address(data) + bytes) / kHugePage * kHugePage;
-  // Advice only: where it is not taken, small pages serve as well.
+  // This is advice: if the system does not follow it, small pages serve as well.
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 }
 

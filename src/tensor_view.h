@@ -1,6 +1,7 @@
 // Tensors as the caller holds them.
 #pragma once
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 
@@ -25,6 +26,17 @@ struct TensorView {
   Dims sizes, strides;
   int device = kHost;
 };
+
+// The most sizes that a torch tensor keeps in itself, with the strides behind room for so many.
+constexpr size_t kMostSizesInTensor = 5;
+
+// Returns whether these are sizes and strides that lie in a torch tensor. Two arrays from an allocator never
+// lie so: they are a multiple of 16 bytes apart.
+inline bool lie_in_tensor(Dims sizes, Dims strides) {
+  const auto from = reinterpret_cast<uintptr_t>(sizes.data()),
+             to = reinterpret_cast<uintptr_t>(strides.data());
+  return to - from == kMostSizesInTensor * sizeof(int64_t);
+}
 
 // Returns the bytes from a tensor's first element to the end of its last.
 int64_t span_bytes(const TensorView& view);

@@ -39,7 +39,7 @@ cudaStream_t current_stream(int device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Whether a kernel may begin before the one ahead of it has ended.
+// Returns whether a kernel may begin before the one ahead of it has ended.
 bool can_start_early(int device) {
   int capability = 0;
   check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device),
@@ -61,24 +61,24 @@ Scalars scalars_of(const ScalarsBlock& block) {
   return scalars;
 }
 
-// Tensors that one launch of a pass takes.
-struct Class {
+// Tensors that one launch of a pass can take together.
+struct LaunchKind {
   Format format;
   Access access;
   bool can_store;  // the update between two phases
 
-  auto operator<=>(const Class&) const = default;
+  auto operator<=>(const LaunchKind&) const = default;
 };
 
-// Chunks [first, last) of the device's list are of tensors of one class.
-struct Group {
-  Class of;
+// Chunks [first, last) of the device's list, which are of tensors of one kind.
+struct LaunchGroup {
+  LaunchKind of;
   int64_t first, last;
-  bool one_chunk;  // each tensor has
+  bool one_chunk;  // true if each tensor has one
 };
 
-// The lists in device memory, one behind another.
-class Layouter {
+// Offsets for lists that lie in device memory one behind another.
+class TableOffsets {
  public:
   template <class T>
   size_t place(size_t count) {
@@ -93,7 +93,7 @@ class Layouter {
   size_t bytes_ = 0;
 };
 
-// What the device is told of gradients, and the chunks in the order in which these have them taken.
+// The device's tables of gradients, and the chunks in the order of the launches.
 struct GradTables {
   Grad* grads;
   GradRows* rows;
@@ -101,24 +101,24 @@ struct GradTables {
   NumberedChunk* chunks;
 };
 struct PlacedGradTables {
-  size_t grads, rows, row_dims, chunks;  // from where the memory begins
+  size_t grads, rows, row_dims, chunks;  // offsets in the memory
 
-  PlacedGradTables(Layouter& layouter, size_t tensors, size_t chunk_count, size_t row_dim_count)
-      : grads(layouter.place<Grad>(tensors)),
-        rows(layouter.place<GradRows>(tensors)),
-        row_dims(layouter.place<int64_t>(row_dim_count)),
-        chunks(layouter.place<NumberedChunk>(chunk_count)) {}
+  PlacedGradTables(TableOffsets& offsets, size_t tensors, size_t chunk_count, size_t row_dim_count)
+      : grads(offsets.place<Grad>(tensors)),
+        rows(offsets.place<GradRows>(tensors)),
+        row_dims(offsets.place<int64_t>(row_dim_count)),
+        chunks(offsets.place<NumberedChunk>(chunk_count)) {}
   GradTables in(std::byte* memory) const {
     return {reinterpret_cast<Grad*>(memory + grads), reinterpret_cast<GradRows*>(memory + rows),
             reinterpret_cast<int64_t*>(memory + row_dims), reinterpret_cast<NumberedChunk*>(memory + chunks)};
   }
 };
 
-// What is known of the gradients that a step takes.
+// The gradients that a step takes: their tables, and the launches that they need.
 struct Grads {
   GradTables tables;
-  std::vector<Class> classes;
-  std::vector<Group> groups;
+  std::vector<LaunchKind> classes;
+  std::vector<LaunchGroup> groups;
   bool has_rows = false;
 };
 
@@ -227,7 +227,7 @@ class CudaPlan final : public DevicePlan {
     const cudaStream_t stream = current_stream(device_);
     refresh(plan, {}, stream);
     Launch launch = launch_of({}, {}, stream);
-    for_launches([&](const Group& group) {
+    for_launches([&](const LaunchGroup& group) {
       select(launch, group);
       sum_grad_chunks(group.of.format, group.of.access, launch);
     });
@@ -236,7 +236,7 @@ class CudaPlan final : public DevicePlan {
   }
 
  private:
-  // Launches only.
+  // A step that only launches kernels.
   class CudaStep final : public PreparedStep {
    public:
     CudaStep(CudaPlan& on_device, Plan& plan, const BoundRule& rule, const Launch& launch,
@@ -261,7 +261,7 @@ class CudaPlan final : public DevicePlan {
   std::unique_ptr<PreparedStep> prepared(Plan& plan, const BoundRule& rule, const Launch& launch,
                                          const std::optional<PrepareLaunch>& count) {
     const RuleTable& rules = table(rule.id);
-    const auto takes = [&](const Group& group) {
+    const auto takes = [&](const LaunchGroup& group) {
       return rules.ratio != nullptr || update_of(kernels_of(rules, rule, group)) != nullptr;
     };
     if (!std::ranges::all_of(grads_->groups, takes)) {
@@ -270,7 +270,8 @@ class CudaPlan final : public DevicePlan {
     return std::make_unique<CudaStep>(*this, plan, rule, launch, count);
   }
 
-  static const PassKernels& kernels_of(const RuleTable& rules, const BoundRule& rule, const Group& group) {
+  static const PassKernels& kernels_of(const RuleTable& rules, const BoundRule& rule,
+                                       const LaunchGroup& group) {
     return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
   }
   using Pass = void (*)(const Launch&);
@@ -278,7 +279,7 @@ class CudaPlan final : public DevicePlan {
     return grads_->has_rows ? kernels.update_rows : kernels.update;
   }
 
-  // Brings what the device knows up to date with what was bound.
+  // Brings the device's tables up to date with what was bound.
   void refresh(Plan& plan, const StepOptions& options, cudaStream_t stream) {
     uploads_.clear();
     plan.refresh(std::numeric_limits<int64_t>::max());
@@ -294,12 +295,12 @@ class CudaPlan final : public DevicePlan {
       operands_version_ = plan.operands_version();
     }
     if (is_capturing(stream)) {
-      // A graph has to find what it was captured with, whatever steps there have been since: in memory of its
-      // own, so that it need not be copied there again whenever the graph runs.
+      // A graph has to find the tables that it was captured with, whatever steps are taken later. It has a
+      // copy of its own, so that running it copies nothing.
       captured_ = true;
-      Layouter layouter;
-      const PlacedGradTables placed(layouter, plan.tensors(), plan.chunks().size(), row_dims_of(plan));
-      kept_.push_back(new_device_bytes(layouter.bytes()));
+      TableOffsets offsets;
+      const PlacedGradTables placed(offsets, plan.tensors(), plan.chunks().size(), row_dims_of(plan));
+      kept_.push_back(new_device_bytes(offsets.bytes()));
       captured_grads_ = {.tables = placed.in(kept_.back().get())};
       grads_ = &captured_grads_;
       describe_grads(plan, captured_grads_, true);
@@ -371,7 +372,7 @@ class CudaPlan final : public DevicePlan {
 
   void describe_grads(const Plan& plan, Grads& known, bool with_chunks) {
     std::vector<Grad> grads(plan.tensors());
-    std::vector<Class> classes(plan.tensors());
+    std::vector<LaunchKind> classes(plan.tensors());
     std::vector<GradRows> rows;
     std::vector<int64_t> row_dims;
     for (size_t i = 0; i < plan.tensors(); ++i) {
@@ -436,20 +437,21 @@ class CudaPlan final : public DevicePlan {
   }
 
   void allocate(size_t tensors, size_t chunks, size_t dims, size_t row_dims) {
-    Layouter layouter;
-    const size_t at_tensors = layouter.place<TensorTask>(tensors), at_dims = layouter.place<int64_t>(dims),
-                 at_found_indices = layouter.place<unsigned long long>(tensors),
-                 at_partials = layouter.place<double>(kPartials * chunks),
-                 at_ratios = layouter.place<double>(tensors), at_scalars = layouter.place<Scalars>(tensors),
-                 at_counts = layouter.place<float*>(tensors),
-                 at_progress = layouter.place<TensorProgress>(tensors),
-                 at_waiting = layouter.place<WaitingChunk>(chunks), at_queue = layouter.place<ChunkQueue>(1);
-    const PlacedGradTables at_eager_grads(layouter, tensors, chunks, row_dims);
-    if (layouter.bytes() > bytes_) {
-      // More than now, if it is not the first time: sparse gradients may have more entries at every step.
-      const size_t bytes = layouter.bytes() + (bytes_ > 0 ? layouter.bytes() / 2 : 0);
+    TableOffsets offsets;
+    const size_t at_tensors = offsets.place<TensorTask>(tensors), at_dims = offsets.place<int64_t>(dims),
+                 at_found_indices = offsets.place<unsigned long long>(tensors),
+                 at_partials = offsets.place<double>(kPartials * chunks),
+                 at_ratios = offsets.place<double>(tensors), at_scalars = offsets.place<Scalars>(tensors),
+                 at_counts = offsets.place<float*>(tensors),
+                 at_progress = offsets.place<TensorProgress>(tensors),
+                 at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1);
+    const PlacedGradTables at_eager_grads(offsets, tensors, chunks, row_dims);
+    if (offsets.bytes() > bytes_) {
+      // More than is needed now, but for the first time: sparse gradients may have more entries at every
+      // step.
+      const size_t bytes = offsets.bytes() + (bytes_ > 0 ? offsets.bytes() / 2 : 0);
       DeviceBytes memory = new_device_bytes(bytes);
-      // Freeing waits for kernels that read it. Graphs may read it again.
+      // Freeing waits for the kernels that read the memory. A graph may read it again, so it is kept.
       if (captured_) kept_.push_back(std::move(memory_));
       memory_ = std::move(memory);
       bytes_ = bytes;
@@ -496,21 +498,21 @@ class CudaPlan final : public DevicePlan {
     return launch;
   }
 
-  void select(Launch& launch, const Group& group) const {
+  void select(Launch& launch, const LaunchGroup& group) const {
     launch.chunks = grads_->tables.chunks + group.first;
     launch.chunk_count = group.last - group.first;
     launch.stores = group.of.can_store && (launch.use == GradUse::kScratch || launch.use == GradUse::kClear);
   }
 
-  // Calls launch(group) for those launches that a pass takes in which no updates are stored.
+  // Calls launch(group) for each launch of a pass that stores no updates.
   template <class Launch>
   void for_launches(Launch launch) const {
-    const std::vector<Group>& groups = grads_->groups;
+    const std::vector<LaunchGroup>& groups = grads_->groups;
     for (auto first = groups.begin(); first != groups.end();) {
-      const auto end = std::find_if(first, groups.end(), [&](const Group& group) {
+      const auto end = std::find_if(first, groups.end(), [&](const LaunchGroup& group) {
         return group.of.format != first->of.format || group.of.access != first->of.access;
       });
-      Group together = *first;
+      LaunchGroup together = *first;
       together.last = std::prev(end)->last;
       launch(together);
       first = end;
@@ -520,17 +522,17 @@ class CudaPlan final : public DevicePlan {
   void run(Plan& plan, const BoundRule& rule, Launch launch) {
     const RuleTable& rules = table(rule.id);
     const auto for_groups = [&](auto among, auto pass) {
-      for (const Group& group : grads_->groups) {
+      for (const LaunchGroup& group : grads_->groups) {
         if (!among(group)) continue;
         select(launch, group);
         pass(kernels_of(rules, rule, group), group);
         launch.queue.early = false;
       }
     };
-    const auto in_words = [](const Group& group) { return group.of.access == kInWords; };
+    const auto in_words = [](const LaunchGroup& group) { return group.of.access == kInWords; };
     const auto by_element = std::not_fn(in_words);
     if (rules.ratio == nullptr) {
-      for_launches([&](const Group& group) {
+      for_launches([&](const LaunchGroup& group) {
         select(launch, group);
         update_of(kernels_of(rules, rule, group))(launch);
         launch.queue.early = false;
@@ -542,7 +544,7 @@ class CudaPlan final : public DevicePlan {
       both.waiting = tables_.waiting;
       both.queue = tables_.queue;
       both.device = device_;
-      for_groups(in_words, [&](const PassKernels& kernels, const Group& group) {
+      for_groups(in_words, [&](const PassKernels& kernels, const LaunchGroup& group) {
         both.pass = launch;
         (group.one_chunk ? kernels.one_chunk : kernels.two_phases)(both);
       });
@@ -570,14 +572,14 @@ class CudaPlan final : public DevicePlan {
   }
 
   int device_;
-  bool starts_early_;                                  // a kernel, before another has ended
-  uint64_t operands_version_ = 0, grads_version_ = 0;  // of what the device knows
-  bool is_current_ = false;                            // false: it may know but a part of that
+  bool starts_early_;                                  // a kernel may start before the one ahead has ended
+  uint64_t operands_version_ = 0, grads_version_ = 0;  // of the plan, as the device has it
+  bool is_current_ = false;                            // false: the device may have only a part of it
   DeviceBytes memory_;
   size_t bytes_ = 0;
   Tables tables_{};
   Grads eager_grads_{}, captured_grads_{};
-  const Grads* grads_ = &eager_grads_;  // what the step under way goes by
+  const Grads* grads_ = &eager_grads_;  // those of the step under way
   std::vector<float*> counts_;
   Uploads uploads_;
   bool captured_ = false;

@@ -1,4 +1,4 @@
-// Memory of the device and of the host that copies to it, as a plan needs it.
+// Device memory, and the pinned host memory that is copied there.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -24,7 +24,7 @@ class DeviceGuard {
   int before_ = 0;
 };
 
-// Bytes on the current device, or pinned ones of the host. Allocated while a graph is captured, too.
+// Bytes on the current device, or pinned bytes of the host. They can be allocated while a graph is captured.
 struct FreeDevice {
   void operator()(std::byte* memory) const;
 };
@@ -38,8 +38,8 @@ PinnedBytes new_pinned_bytes(size_t bytes);
 
 bool is_capturing(cudaStream_t stream);
 
-// Copies to the device without waiting: what is to be copied lies in one of a few pinned places, which is
-// taken again when its copies are known to be over.
+// Copies to the device without waiting. The bytes are staged in one of a few pinned slots, which is used
+// again when its copies are over.
 class Uploads {
  public:
   Uploads() = default;
@@ -48,11 +48,11 @@ class Uploads {
   ~Uploads();
 
   void add(std::byte* to, const void* from, size_t bytes);
-  // Forgets what has been added: of a step that has failed.
+  // Forgets what has been added, after a step that has failed.
   void clear();
   // Copies what has been added.
   void send(cudaStream_t stream);
-  // Does so at once and waits for it, and leaves nothing in a graph that is captured.
+  // The same, but waits for the copies and leaves nothing in a graph that is captured.
   void send_apart();
 
  private:

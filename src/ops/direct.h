@@ -41,7 +41,7 @@ class Rebinding {
   bool compare(size_t i, const TensorView& weight, const TensorView& grad,
                const void* grad_held_by = nullptr) {
     if (i >= bound_->tensors()) return false;
-    bound_->note_places(i, grad, grad_held_by);
+    bound_->note_addresses(i, grad, grad_held_by);
     const Bound::Change change = bound_->compare(i, weight, grad);
     if (change == Bound::Change::kGradMoved) moved_.emplace_back(i, grad.data);
     return change != Bound::Change::kOther;

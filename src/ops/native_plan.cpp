@@ -289,7 +289,7 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   for (size_t i = 0; i < states.size(); ++i) {
     const TensorView& state = states[i];
     native.bound_states.push_back({state.data, dtype_code(native.states[i]), state.sizes.size(),
-                                   native.state_shapes.size(), Place(state)});
+                                   native.state_shapes.size(), TensorAddresses(state, words_before_sizes)});
     for (const Dims& dims : {state.sizes, state.strides}) {
       native.state_shapes.insert(native.state_shapes.end(), dims.begin(), dims.end());
     }
@@ -309,7 +309,7 @@ bool states_are_in_place(const NativePlan& native) {
     for (int64_t i = begin; i < end; ++i) {
       if (i + kAhead < count) {
         __builtin_prefetch(native.states[i + kAhead].get());
-        native.bound_states[i + kAhead].place.prefetch();
+        native.bound_states[i + kAhead].addresses.prefetch();
       }
       if (!is_as_bound(native, i)) all = false;
     }

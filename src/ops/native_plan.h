@@ -18,6 +18,7 @@
 #include "src/backend.h"
 #include "src/bound.h"
 #include "src/ops/direct.h"
+#include "src/ops/words_before_sizes.h"
 #include "src/step.h"
 
 namespace fusedstep::ops {
@@ -59,12 +60,12 @@ struct NativePlan {
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
   std::vector<double> counts;
   std::vector<float*> count_places;  // where the counts are on the host, since they were bound
-  Bound bound;                       // what was bound last, if no gradient was sparse
+  Bound bound{words_before_sizes};   // what was bound last, if no gradient was sparse
   struct State {
     const void* data;
     int32_t dtype;       // as torch counts them
     size_t dims, shape;  // in state_shapes: sizes, strides
-    Place place;
+    TensorAddresses addresses;
   };
   std::vector<State> bound_states;  // as the states were at that bind
   std::vector<int64_t> state_shapes;

@@ -5,27 +5,13 @@
 #include <utility>
 #include <vector>
 
-#include "src/ops/native_plan.h"
+#include "src/ops/trial_tensors.h"
 
 namespace fusedstep::ops {
 namespace {
 
 // The words behind the sizes and strides that are looked at: what a tensor has there is shorter.
 constexpr ptrdiff_t kMostWords = 24;
-
-Tensor plain(int64_t dims, int32_t dtype) {
-  const std::vector<int64_t> ones(dims, 1);
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(dims, ones.data(), ones.data(), dtype,
-                                                  aoti_torch_device_type_cpu(), 0, &handle));
-  return Tensor(handle);
-}
-
-const int64_t* sizes_of(const Tensor& tensor) {
-  int64_t* sizes = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-  return sizes;
-}
 
 uint64_t word_of(const Tensor& tensor, ptrdiff_t word) {
   uint64_t found = 0;
@@ -39,15 +25,11 @@ NegativeBit NegativeBit::find() {
   NegativeBit found;
   try {
     std::vector<std::pair<Tensor, Tensor>> pairs;
-    for (const int32_t dtype : {aoti_torch_dtype_float32(), aoti_torch_dtype_float64(),
-                                aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16()}) {
-      for (int64_t dims = 0; dims <= kMostInside; ++dims) {
-        const Tensor tensor = plain(dims, dtype);
-        pairs.emplace_back(tensor, call("aten::_neg_view", "", tensor));
-      }
+    for (const Tensor& tensor : trial_tensors()) {
+      pairs.emplace_back(tensor, call("aten::_neg_view", "", tensor));
     }
     // The first word that differs is the last that is read, so that nothing behind the tensor is.
-    for (ptrdiff_t word = 2 * kMostInside; word < kMostWords && found.mask_ == 0; ++word) {
+    for (ptrdiff_t word = 2 * ptrdiff_t{kMostSizesInTensor}; word < kMostWords && found.mask_ == 0; ++word) {
       uint64_t differ = 0;
       for (const auto& [tensor, negated] : pairs) differ |= word_of(tensor, word) ^ word_of(negated, word);
       found.word_ = word;

@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "fusedstep/isa.h"
-#include "src/layout.h"
+#include "src/tensor_view.h"
 
 namespace fusedstep::ops {
 
@@ -21,20 +21,13 @@ class NegativeBit {
   // lie outside of the tensor, as those of more than five dimensions do, or if the trial has failed: torch
   // has to be asked.
   std::optional<bool> of(Dims sizes, Dims strides) const {
-    if (mask_ == 0 || !lie_inside(sizes, strides)) return {};
+    if (mask_ == 0 || !lie_in_tensor(sizes, strides)) return {};
     uint64_t word = 0;
     std::memcpy(&word, sizes.data() + word_, sizeof(word));
     return (word & mask_) != 0;
   }
 
  private:
-  static constexpr ptrdiff_t kMostInside = 5;  // sizes; the strides lie behind room for so many
-
-  static bool lie_inside(Dims sizes, Dims strides) {
-    const auto from = reinterpret_cast<uintptr_t>(sizes.data());
-    return reinterpret_cast<uintptr_t>(strides.data()) - from == kMostInside * sizeof(int64_t);
-  }
-
   ptrdiff_t word_ = 0;
   uint64_t mask_ = 0;
 };

@@ -2,8 +2,13 @@
 #include "src/bound.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <array>
+#include <cstddef>
+#include <new>
 
 namespace fusedstep::test {
 namespace {
@@ -80,6 +85,53 @@ TEST_F(BoundTest, NotesAnew) {
   EXPECT_EQ(compare(0), Change::kSame);
   weights[0].strides = kStrides;
   EXPECT_EQ(compare(0), Change::kOther);
+}
+
+// A tensor that begins where a page does, behind a page that nobody may read.
+class GuardedTensor {
+ public:
+  static constexpr size_t kWordsInFront = 3;
+
+  GuardedTensor() : page_(sysconf(_SC_PAGESIZE)) {
+    memory_ = mmap(nullptr, 2 * page_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory_ == MAP_FAILED || mprotect(memory_, page_, PROT_NONE) != 0) throw std::bad_alloc();
+    std::fill_n(words(), kWordsInFront, reinterpret_cast<int64_t>(memory_));  // like addresses
+    std::fill_n(words() + kWordsInFront, 2 * kMostSizesInTensor, 1);
+  }
+  GuardedTensor(const GuardedTensor&) = delete;
+  GuardedTensor& operator=(const GuardedTensor&) = delete;
+  ~GuardedTensor() { munmap(memory_, 2 * page_); }
+
+  // `apart` words are between the sizes and the strides.
+  TensorView view(size_t apart) const {
+    const int64_t* const sizes = words() + kWordsInFront;
+    return {memory_, DType::kFloat, {sizes, 1}, {sizes + apart, 1}};
+  }
+
+ private:
+  int64_t* words() const { return reinterpret_cast<int64_t*>(static_cast<std::byte*>(memory_) + page_); }
+
+  size_t page_;
+  void* memory_;
+};
+
+TEST(TensorAddressesTest, NothingInFrontOfATensorIsRead) {
+  const GuardedTensor tensor;
+  const TensorView inside = tensor.view(kMostSizesInTensor);
+  for (size_t words = 0; words <= GuardedTensor::kWordsInFront; ++words) {
+    const TensorAddresses addresses(inside, words);
+    EXPECT_TRUE(addresses.are_of(inside));
+    addresses.prefetch();
+  }
+  // It looks at all words but the first: of two more, the second is in the page that nobody may read.
+  EXPECT_DEATH(TensorAddresses(inside, GuardedTensor::kWordsInFront + 2), "");
+}
+
+TEST(TensorAddressesTest, NothingIsReadInFrontOfSizesThatLieOutsideOfATensor) {
+  const GuardedTensor tensor;
+  for (const size_t apart : {kMostSizesInTensor - 1, kMostSizesInTensor + 1}) {
+    TensorAddresses(tensor.view(apart), GuardedTensor::kWordsInFront + 2).prefetch();
+  }
 }
 
 }  // namespace

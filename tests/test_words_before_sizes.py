@@ -1,0 +1,35 @@
+"""Law: the library reads in front of a tensor's sizes only what belongs to the tensor."""
+
+import ctypes
+
+import pytest
+import torch
+
+from fusedstep import _ops
+
+WORD = ctypes.sizeof(ctypes.c_int64)
+
+
+@pytest.fixture(scope="module")
+def words() -> int:
+    """The words from the start of a tensor to its sizes, as the library has found them by trial."""
+    library = ctypes.CDLL(str(_ops.library_path()))
+    return ctypes.c_size_t.in_dll(library, "_ZN9fusedstep3ops18words_before_sizesE").value
+
+
+@pytest.mark.parametrize("dims", range(1, 6))
+@pytest.mark.parametrize("of", [torch.Tensor, torch.nn.Parameter])
+def test_sizes_lie_behind_them(words, dims, of):
+    tensor = torch.empty(tuple(range(2, 2 + dims))).permute(*reversed(range(dims)))
+    if of is torch.nn.Parameter:
+        tensor = of(tensor)
+    start = tensor._cdata  # the address of the tensor that torch.Tensor refers to
+    read = (ctypes.c_int64 * 10).from_address(start + words * WORD)
+    assert tuple(read[:dims]) == tensor.shape
+    assert tuple(read[5 : 5 + dims]) == tensor.stride()
+
+
+def test_the_address_of_the_storage_is_among_them(words):
+    tensor = torch.ones(3)
+    among = (ctypes.c_uint64 * words).from_address(tensor._cdata)
+    assert tensor.untyped_storage()._cdata in among[1:]
