@@ -124,7 +124,7 @@ TEST(TensorAddressesTest, NothingInFrontOfATensorIsRead) {
     addresses.prefetch();
   }
   // It looks at all words but the first: of two more, the second is in the page that nobody may read.
-  EXPECT_DEATH(TensorAddresses(inside, GuardedTensor::kWordsInFront + 2), "");
+  EXPECT_DEATH(TensorAddresses(inside, GuardedTensor::kWordsInFront + 2).prefetch(), "");
 }
 
 TEST(TensorAddressesTest, NothingIsReadInFrontOfSizesThatLieOutsideOfATensor) {
