@@ -28,8 +28,7 @@ Usage:
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit
   ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
-  ./run.sh bench adan [OPTION...]
-                                 memory and time of Adan beside Adam over sizes of GPT-2
+  ./run.sh bench adan [FILTER]   memory and time of Adan beside Adam over sizes of GPT-2 (--device cuda: on a GPU)
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check
@@ -84,14 +83,10 @@ peers_device() { [[ " $* " == *" --device"[\ =]"cuda "* ]] && echo cuda || echo 
 bench() {
   need_python_packages bench
   build release --target fusedstep_python bench/all
-  case "${1:-}" in
-    clipping | embedding) PYTHONPATH=$root/tests launch "$root/bench/$1.py" "${@:2}" ;;
-    adan) PYTHONPATH=$root/tests launch "$root/bench/run_adan.py" "${@:2}" ;;
-    cuda) PYTHONPATH=$root/tests:$root/python "$python" "$root/bench/cuda.py" "${@:2}" ;;
-    peers) install_peers "$(peers_device "${@:2}")" && "$python" "$root/bench/run_peers.py" "${@:2}" ;;
-    compare) "$python" "$root/bench/compare.py" "${@:2}" ;;
-    *) "$python" "$root/bench/run.py" "$@" ;;
-  esac
+  [[ ${1:-} != peers ]] || install_peers "$(peers_device "${@:2}")"
+  local program=$root/bench/run.py
+  [[ ${1:-} != compare ]] || { program=$root/bench/compare.py && shift; }
+  PYTHONPATH=$root/tests:$root/python "$python" "$program" "$@"
 }
 
 mnist() {

@@ -1,54 +1,40 @@
-"""The tables of Adan over the sizes of GPT-2, ours beside the published."""
+"""The two published tables of Adan over the sizes of GPT-2, ours beside the published."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from adan_contestants import CONTESTANTS
-from adan_memory import COMPARED
+import report
 from adan_published import DEVICE, PUBLISHED
-from report import Grid, Results, document, milliseconds
 
+Results = dict[str, Any]
 Row = dict[str, Any]
 
-#: What stands in place of a figure.
-AMISS = {"out of memory": "memory", "wrong": "wrong", "failed": "failed"}
-
-ADANS = ("adan_single", "adan_multi")
+ADAM, ADANS = "adam_for_loop", ("adan_single", "adan_multi")
 
 
-def rows_with(results: Results, table: str) -> list[Row]:
+def rows_with(results: Results, key: str) -> list[Row]:
     """In the order of the publication."""
-    order = list(PUBLISHED)
-    found = [row for row in results["rows"] if table in row]
-    return sorted(found, key=lambda row: order.index(row["config"]))
+    found = [row for row in results["rows"] if any(key in r for r in row["results"].values())]
+    return sorted(found, key=lambda row: list(PUBLISHED).index(row["shapes"]))
 
 
-def title(row: Row) -> str:
-    return row["config"].replace("x", " × ")
-
-
-def difference(row: Row, name: str, step: str) -> float | None:
+def difference(row: Row, name: str, key: str) -> float | None:
     """How much more memory than with Adam, in percent."""
-    peaks = [row["memory"].get(each, {}).get(step) for each in (name, "adam_for_loop")]
-    return 100 * (peaks[0] / peaks[1] - 1) if all(peaks) else None
+    quotient = ratio(row, name, ADAM, key)
+    return None if quotient is None else 100 * (quotient - 1)
 
 
-def ratio(row: Row, name: str = "adan_multi", base: str = "adam_for_loop") -> float | None:
-    times = [row["time"]["results"].get(each, {}).get("ms") for each in (name, base)]
-    return times[0] / times[1] if all(times) else None
+def ratio(row: Row, name: str = "adan_multi", base: str = ADAM, key: str = "ms") -> float | None:
+    found = [row["results"].get(each, {}).get(key) for each in (name, base)]
+    return found[0] / found[1] if all(found) else None
 
 
-def _cell(found: dict[str, Any], key: str, written: Callable[[float], str]) -> str:
-    if key in found:
-        return written(found[key])
-    return next((word for problem, word in AMISS.items() if problem in found), "–")
-
-
-def _megabytes(peak: float) -> str:
-    return f"{peak / 1e6:,.0f}"
+def _peak(row: Row, name: str, key: str) -> str:
+    result = row["results"].get(name, {})
+    return f"{result[key] / 1e6:,.0f}" if key in result else report.cell(result)
 
 
 def _percent(value: float | None) -> str:
@@ -59,150 +45,77 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def _has_reserved(results: Results) -> bool:
-    return results["device_type"] == "cuda"
-
-
-def memory_grid(results: Results, step: str) -> Grid:
+def _memory_grid(results: Results, step: str) -> report.Grid:
     """Peaks of the first step, beside the published ones, or of a later step."""
-    titles = {name: CONTESTANTS[name].title for name in COMPARED}
-    header = ["heads × layers × embedding", "M", *titles.values()]
-    header += [f"{titles[name]} %" for name in ADANS]
-    reserved, is_first = _has_reserved(results), step == "first"
-    if reserved:
-        header += ["reserved, Adam", *(f"reserved, {titles[name]} %" for name in ADANS)]
-    if is_first:
+    titles = results["implementations"]
+    header = ["heads × layers × embedding", "M", titles[ADAM], *(f"{titles[n]} %" for n in ADANS)]
+    keys = [step]
+    if rows_with(results, f"{step}_reserved"):
+        keys.append(f"{step}_reserved")
+        header += ["reserved, Adam", *(f"reserved, {titles[n]} %" for n in ADANS)]
+    if step == "first":
         header += ["published, Adam", "published %"]
     lines = []
-    for row in rows_with(results, "memory"):
-        peaks = {name: row["memory"].get(name, {}) for name in COMPARED}
-        line = [title(row), f"{row['parameters'] // 10**6:,}"]
-        line += [_cell(found, step, _megabytes) for found in peaks.values()]
-        line += [_percent(difference(row, name, step)) for name in ADANS]
-        if reserved:
-            key = f"{step}_reserved"
-            line.append(_cell(peaks["adam_for_loop"], key, _megabytes))
+    for row in rows_with(results, step):
+        line = _beginning(row)
+        for key in keys:
+            line.append(_peak(row, ADAM, key))
             line += [_percent(difference(row, name, key)) for name in ADANS]
-        if is_first:
-            published = PUBLISHED[row["config"]]
+        if step == "first":
+            published = PUBLISHED[row["shapes"]]
             line += [f"{published.adam_peak:,}", _percent(published.difference)]
         lines.append(line)
-    which = "the first step, which makes the states" if is_first else "a later step"
-    return Grid(f"Memory: peak of {which}, MB", header, lines)
+    which = "the first step, which makes the states" if step == "first" else "a later step"
+    return report.Grid(f"Memory: peak of {which}, MB", header, lines)
 
 
-def time_grid(results: Results) -> Grid:
-    rows = rows_with(results, "time")
-    header = ["heads × layers × embedding", "M"]
-    header += [contestant.title for contestant in CONTESTANTS.values()]
+def _beginning(row: Row) -> list[str]:
+    return [row["title"], f"{row['elements'] // 10**6:,}"]
+
+
+def _time_grid(results: Results) -> report.Grid:
+    rows, names = rows_with(results, "ms"), results["implementations"]
+    header = ["heads × layers × embedding", "M", *names.values()]
     header += ["multi / for-loop %", "published %", "multi / foreach %", "multi / fused %"]
-    lines = []
-    for row in rows:
-        line = [title(row), f"{row['parameters'] // 10**6:,}"]
-        found = row["time"]["results"]
-        line += [_cell(found.get(name, {}), "ms", milliseconds) for name in CONTESTANTS]
-        line += [_share(ratio(row)), _share(PUBLISHED[row["config"]].ratio)]
-        line += [_share(ratio(row, base=base)) for base in ("adam_foreach", "adam_fused")]
-        lines.append(line)
-    return Grid("Time: ms of a step", header, lines)
+    lines = [
+        _beginning(row)
+        + [report.cell(row["results"].get(name, {})) for name in names]
+        + [_share(ratio(row)), _share(PUBLISHED[row["shapes"]].ratio)]
+        + [_share(ratio(row, base=base)) for base in ("adam_foreach", "adam_fused")]
+        for row in rows
+    ]
+    return report.Grid("Time: ms of a step", header, lines)
 
 
-def grids(results: Results) -> list[Grid]:
-    found = []
-    if rows_with(results, "memory"):
-        found += [memory_grid(results, step) for step in ("first", "later")]
-    if rows_with(results, "time"):
-        found.append(time_grid(results))
-    return found
+def grids(results: Results) -> list[report.Grid]:
+    memory = [_memory_grid(results, step) for step in ("first", "later")]
+    return [each for each in (*memory, _time_grid(results)) if each.lines]
 
 
-def subtitle(results: Results) -> str:
-    facts = [results["device"], f"torch {results['torch']}", f"fusedstep {results['version']}"]
-    if not _has_reserved(results):
-        facts += [f"{results['threads']} threads", results["allocator"]]
-    return ", ".join([*facts, results["date"]])
-
-
-def _memory_remarks(results: Results) -> Iterator[str]:
-    rows = rows_with(results, "memory")
-    kinds = {"first": "handed out"}
-    if _has_reserved(results):
-        kinds["first_reserved"] = "reserved"
-    for key, told in kinds.items():
+def remarks(results: Results) -> Iterator[str]:
+    titles = results["implementations"]
+    for key, told in (("first", "handed out"), ("first_reserved", "reserved")):
         for name in ADANS:
-            found = {row["config"]: difference(row, name, key) for row in rows}
+            found = {row["shapes"]: difference(row, name, key) for row in rows_with(results, key)}
             found = {config: value for config, value in found.items() if value is not None}
-            if not found:
-                continue
             above = [c for c, value in found.items() if value > PUBLISHED[c].difference + 0.005]
+            if found:
+                yield (
+                    f"{titles[name]}, memory {told} in the first step: "
+                    f"at most {_percent(max(found.values()))} % beside Adam, above the published "
+                    f"in {len(above)} of {len(found)} rows" + f" ({', '.join(above)})" * bool(above)
+                )
+    for base in (ADAM, "adam_foreach", "adam_fused", "authors_multi"):
+        found = [ratio(row, base=base) for row in rows_with(results, "ms")]
+        if times := [each for each in found if each is not None]:
             yield (
-                f"{CONTESTANTS[name].title}, memory {told} in the first step: "
-                f"at most {_percent(max(found.values()))} % beside Adam, "
-                f"above the published in {len(above)} of {len(found)} rows"
-                + f" ({', '.join(above)})." * bool(above)
-                + "." * (not above)
+                f"Fused multi Adan takes {_share(statistics.median(times))} % of the time of "
+                f"{titles[base]}, median of {len(times)} rows "
+                f"({_share(min(times))} to {_share(max(times))})."
             )
-
-
-def _time_remarks(results: Results) -> Iterator[str]:
-    rows = rows_with(results, "time")
-    medians = {
-        base: [value for row in rows if (value := ratio(row, base=base)) is not None]
-        for base in ("adam_for_loop", "adam_foreach", "adam_fused", "authors_multi")
-    }
-    for base, found in medians.items():
-        if found:
-            yield (
-                f"Fused multi Adan takes {_share(statistics.median(found))} % of the time of "
-                f"{CONTESTANTS[base].title}, median of {len(found)} rows "
-                f"({_share(min(found))} to {_share(max(found))})."
-            )
-    published = [PUBLISHED[row["config"]].ratio for row in rows]
+    published = [PUBLISHED[row["shapes"]].ratio for row in rows_with(results, "ms")]
     if published:
         yield (
             f"Published on one {DEVICE}: {_share(statistics.median(published))} % of the time of "
             "Adam, for-loop, median of these rows."
         )
-    timed = [
-        (found["steps"], row["time"]["effort"]["steps"])
-        for row in rows
-        for found in row["time"]["results"].values()
-        if "steps" in found
-    ]
-    if fewer := [steps for steps, wanted in timed if steps < wanted]:
-        yield (
-            f"{len(fewer)} of {len(timed)} times are of fewer steps than asked for, as the seconds "
-            f"were over: of {min(fewer)} at least. results.json says of how many."
-        )
-
-
-def _problems(results: Results) -> Iterator[str]:
-    """What has no figure: a line for each problem, with the first row that has it and how many."""
-    places: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for table in ("memory", "time"):
-        for row in rows_with(results, table):
-            found = row[table] if table == "memory" else row[table]["results"]
-            here: dict[str, list[str]] = {}
-            for name, result in found.items():
-                for problem in AMISS.keys() & result.keys():
-                    told = f"{problem}: {result[problem]}"
-                    here.setdefault(told, []).append(CONTESTANTS[name].title)
-            for told, titles in here.items():
-                places.setdefault((table, told, tuple(titles)), []).append(title(row))
-    for (table, told, titles), rows in places.items():
-        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
-        yield f"Not measured: {table} of {rows[0]}{more}: {told} ({'; '.join(titles)})."
-
-
-def remarks(results: Results) -> Iterator[str]:
-    yield from _memory_remarks(results)
-    yield from _time_remarks(results)
-    yield from _problems(results)
-    yield from results["notes"]
-
-
-def markdown(results: Results) -> str:
-    parts = [f"# Adan over sizes of GPT-2 on {results['device']}", subtitle(results)]
-    parts += [grid.markdown() for grid in grids(results)]
-    plots = [table for table in ("memory", "time") if rows_with(results, table)]
-    return document(parts, list(remarks(results)), plots)

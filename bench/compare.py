@@ -24,7 +24,6 @@ import numpy as np
 from rich.console import Console
 
 from environment import ROOT, environments
-from output import filter_argument
 from processes import WorkerError, events, progress_over, show
 from report import Grid, milliseconds
 
@@ -161,7 +160,7 @@ def times(tree: Path, request: dict, seconds: float) -> Times:
     problems = [f"{r['name']}: {r}" for r in rows if "ms" not in r["results"]["fused"]]
     if problems:
         raise WorkerError("\n".join([f"in {tree}:", *problems]))
-    return {row["name"]: row["results"]["fused"]["ms_quartiles"][0] for row in rows}
+    return {row["name"]: row["results"]["fused"]["quartiles"][0] for row in rows}
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -169,7 +168,10 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("ref", metavar="REF", help="a commit: v1.0, main, HEAD~3")
-    filter_argument(parser, "rows of all lists, as 'adam/gpt2$'; default: those of --quick")
+    parser.add_argument(
+        "filter", nargs="?", default="", metavar="FILTER",
+        help="rows of all lists, as 'adam/gpt2$'; default: those of --quick",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument(
         "--seconds", type=float, default=6, help="for each of the four processes of a round"
@@ -180,7 +182,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     console, rounds = Console(stderr=True), []
-    request = {"filter": arguments.filter, "quick": not arguments.filter, "only_ours": True}
+    request = {"filter": arguments.filter, "quick": not arguments.filter}
     console.print(f"building {arguments.ref} ...", highlight=False)
     with checked_out(arguments.ref) as tree, progress_over(console) as progress:
         task = progress.add_task("starting", total=4 * arguments.rounds)

@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from adan_published import Published
+
 VOCABULARY, POSITIONS = 49_280, 2_048
 DROPOUT = 0.1
 
 
-@dataclass(frozen=True)
-class Config:
-    heads: int
-    layers: int
-    embedding: int
-
-    def __str__(self) -> str:
-        return f"{self.heads}x{self.layers}x{self.embedding}"
-
-
 class Attention(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, size: Published) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.inputs = nn.Linear(config.embedding, 3 * config.embedding)
-        self.output = nn.Linear(config.embedding, config.embedding)
+        self.heads = size.heads
+        self.inputs = nn.Linear(size.embedding, 3 * size.embedding)
+        self.output = nn.Linear(size.embedding, size.embedding)
 
     def forward(self, x: Tensor) -> Tensor:
         thirds = self.inputs(x).chunk(3, -1)
@@ -40,11 +30,11 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, size: Published) -> None:
         super().__init__()
-        width = config.embedding
+        width = size.embedding
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
-        self.attention = Attention(config)
+        self.attention = Attention(size)
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,12 +51,12 @@ def gelu(x: Tensor) -> Tensor:
 class GPT2(nn.Module):
     """The head is the embedding of the tokens."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, size: Published) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, config.embedding)
-        self.positions = nn.Embedding(POSITIONS, config.embedding)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.embedding)
+        self.tokens = nn.Embedding(VOCABULARY, size.embedding)
+        self.positions = nn.Embedding(POSITIONS, size.embedding)
+        self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.embedding)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

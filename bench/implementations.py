@@ -1,14 +1,18 @@
-"""Ways to make one and the same step: what the columns of the benchmark's tables are.
+"""Ways to make one and the same step: the columns of the benchmark's tables.
 
-An implementation is built over weights with their gradients in place and then stepped.
+An implementation is built over weights with their gradients in place and then stepped. One is
+everything that the benchmark knows of another library's optimizer.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.nn import Parameter
@@ -16,8 +20,8 @@ from torch.nn import Parameter
 import cases
 from cases import Case
 from fusedstep import _ops
-from onednn_library import ONEDNN_CASES, OneDnn
-from rows import MIXED, PLAIN, Purpose, Row
+from rows import BFLOAT16, FLOAT32, MIXED, PLAIN, Purpose, Row
+from subjects import MAX_NORM
 
 
 class UnavailableError(Exception):
@@ -30,29 +34,36 @@ def told(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
 
 
-class Stepper(Protocol):
-    def step(self) -> object: ...
+class Stepper:
+    """An optimizer, and how it is stepped."""
 
-    def set_lr(self, lr: float) -> None: ...
-
-
-class OfTorch:
-    """A torch.optim.Optimizer."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self.step = optimizer.step
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, step: Callable[[], object] | None = None
+    ) -> None:
+        self.optimizer = optimizer
+        self.step = step or optimizer.step
 
     def set_lr(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
+        for group in self.optimizer.param_groups:
             if isinstance(group["lr"], torch.Tensor):
                 group["lr"].fill_(lr)
             else:
                 group["lr"] = lr
 
 
-#: The slack of what works 1 - 0.999 out in float: four of its digits are lost.
+#: The slack of what computes 1 - 0.999 in float: four of its digits are lost.
 FLOAT_CORRECTION = 1e-3
+
+#: What rounding states to 8 bits may do to a weight in the steps of the check, of its largest move.
+EIGHT_BITS = 1.0
+
+#: pytorch_optimizer's LAMB: no correction for bias, the norm of the weight clamped, and eps added
+#: to the norm of the update.
+WITHOUT_BIAS_CORRECTION = "lamb-cybertron"
+EPS_IN_NORM = 1e-2
+
+#: Options that an optimizer of Adam's kind is given outright, as defaults differ.
+ADAM = ("lr", "betas", "eps", "weight_decay")
 
 Build = Callable[[Row, list[Parameter]], Stepper]
 
@@ -62,7 +73,7 @@ class Implementation:
     name: str
     title: str
     exists: Callable[[Row], bool]
-    """Whether there is such an implementation of the row's step anywhere, worth its time."""
+    """Tells if there is such an implementation of the row's step anywhere, worth its time."""
     build: Build
     """Raises UnavailableError."""
     formula: str | None = None
@@ -70,7 +81,11 @@ class Implementation:
     slack: float = 0.0
     """Of the check: of the largest move of a weight."""
     in_graph: bool = False
-    """Whether what is timed is the step captured in a CUDA graph."""
+    """The step is timed as a replay of a CUDA graph."""
+    max_norm: float = math.inf
+    """The norm that it clips gradients to."""
+    uses_up_grads: bool = False
+    """A step leaves other gradients than it found."""
 
     def formula_of(self, row: Row) -> Case:
         return row.case if self.formula is None else case_named(self.formula)
@@ -80,88 +95,296 @@ def case_named(name: str) -> Case:
     return next(case for case in cases.CASES if case.name == name)
 
 
-def _has_namesake(row: Row) -> bool:
-    """torch's states have the weight's precision."""
-    return row.case.namesake is not None and row.precision != MIXED
+def accepts(optimizer: type, option: str) -> bool:
+    return option in inspect.signature(optimizer).parameters
 
 
-def _has_slow_namesake(row: Row) -> bool:
-    return _has_namesake(row) and row.purpose == Purpose.LIST
+def said(row: Row, *names: str) -> dict[str, Any]:
+    """The row's hyper-parameters of these names."""
+    defaults = row.case.build([Parameter()], fused=False).defaults
+    return {name: defaults[name] for name in names}
 
 
-def _can_be_compiled(row: Row) -> bool:
-    """Each tensor has a piece of code, which is compiled at the first step."""
-    few = row.shape_list.name in ("matrix", "resnet50", "contiguous", "transposed")
-    return few and row.case in PLAIN and _has_slow_namesake(row)
+def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
+    """By a name as "timm.optim.Lamb": a library is imported where it is measured only."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
+# ---- torch's and ours ----------------------------------------------------------------------------
+
+
+def _of_purpose(*purposes: Purpose) -> Callable[[Row], bool]:
+    return lambda row: row.purpose in purposes
+
+
+def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Callable[[Row], bool]:
+    """Tells if torch has an optimizer of that name with these options.
+
+    Its states have the weight's precision.
+    """
+
+    def exists(row: Row) -> bool:
+        namesake = row.case.namesake
+        if namesake is None or row.precision == MIXED or row.purpose not in purposes:
+            return False
+        return all(accepts(namesake, option) for option in options)
+
+    return exists
 
 
 def _namesake(**options: bool) -> Build:
-    return lambda row, params: OfTorch(row.case.build_namesake(params, **options))
+    def build(row: Row, params: list[Parameter]) -> Stepper:
+        optimizer = row.case.build_namesake(params, **options)
+        # torch has CUDA kernels for Adagrad, which its class refuses to use.
+        if hasattr(optimizer, "_need_device_dtype_check_for_fused"):
+            optimizer._need_device_dtype_check_for_fused = False
+        return Stepper(optimizer)
+
+    return build
 
 
-class _Compiled(OfTorch):
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self.step = torch.compile(optimizer.step)
-
+class _Compiled(Stepper):
     def set_lr(self, lr: float) -> None:
         """Not taken: another rate would be compiled anew."""
 
 
 def _compiled(row: Row, params: list[Parameter]) -> Stepper:
-    return _Compiled(row.case.build_namesake(params, foreach=True))
+    optimizer = row.case.build_namesake(params, foreach=True)
+    return _Compiled(optimizer, torch.compile(optimizer.step))
 
 
-def _unfused(row: Row, params: list[Parameter]) -> Stepper:
-    return OfTorch(row.case.build(params, fused=False, **row.options))
+def _can_be_compiled(row: Row) -> bool:
+    """Each tensor has a piece of code, which is compiled at the first step."""
+    few = row.shape_list.name in ("matrix", "resnet50", "contiguous", "transposed")
+    return few and row.precision == FLOAT32 and row.case in PLAIN and _has("foreach")(row)
 
 
-def _fused(**options: bool) -> Build:
+def _ours(**options: Any) -> Build:
     def build(row: Row, params: list[Parameter]) -> Stepper:
-        if _ops.missing:
-            raise UnavailableError(_ops.missing)
-        return OfTorch(row.case.build(params, fused=True, **row.options, **options))
+        missing = _ops.missing_on(params[0].device.type)
+        if missing and options.get("fused", True):
+            raise UnavailableError(missing)
+        return Stepper(row.case.build(params, **row.options, **options))
 
     return build
 
 
 def _can_keep_grad(row: Row) -> bool:
-    has_option = "keep_grad" in inspect.signature(row.case.optimizer).parameters
-    return has_option and not row.case.modes.get("keep_grad", False)
+    return accepts(row.case.optimizer, "keep_grad") and not row.case.modes.get("keep_grad", False)
 
 
-def _has_unfused(row: Row) -> bool:
-    return row.purpose == Purpose.LIST
-
-
-UNFUSED = Implementation("unfused", "ours unfused", _has_unfused, _unfused)
-FOR_LOOP = Implementation(
-    "for_loop", "torch for-loop", _has_slow_namesake, _namesake(foreach=False)
-)
-FOREACH = Implementation("foreach", "torch foreach", _has_slow_namesake, _namesake(foreach=True))
-TORCH_FUSED = Implementation(
-    "torch_fused", "torch fused", _has_namesake, _namesake(foreach=False, fused=True)
+SLOW = (Purpose.LIST, Purpose.SIZE)
+UNFUSED = Implementation("unfused", "ours unfused", _of_purpose(*SLOW), _ours(fused=False))
+FOR_LOOP = Implementation("for_loop", "torch for-loop", _has(purposes=SLOW), _namesake())
+FOREACH = Implementation(
+    "foreach", "torch foreach", _has("foreach", purposes=SLOW), _namesake(foreach=True)
 )
 COMPILED = Implementation(
     "compiled", "torch compiled", _can_be_compiled, _compiled, slack=FLOAT_CORRECTION
 )
+TORCH_FUSED = Implementation("torch_fused", "torch fused", _has("fused"), _namesake(fused=True))
 KEEP_GRAD = Implementation(
-    "fused_keep_grad", "ours, keep_grad", _can_keep_grad, _fused(keep_grad=True)
+    "fused_keep_grad", "ours, keep_grad", _can_keep_grad, _ours(keep_grad=True)
 )
-FUSED = Implementation("fused", "ours fused", lambda row: True, _fused())
+FUSED = Implementation("fused", "ours fused", lambda row: True, _ours())
+CUDA_FUSED = replace(TORCH_FUSED, slack=FLOAT_CORRECTION)
+TORCH_GRAPH = Implementation(
+    "torch_graph", "torch fused, graph", _has("fused", "capturable"),
+    _namesake(fused=True, capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+)  # fmt: skip
+GRAPH = Implementation(
+    "graph", "ours, graph", lambda row: accepts(row.case.optimizer, "capturable"),
+    _ours(capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+)  # fmt: skip
 
 
-def all_implementations(onednn: OneDnn | None) -> tuple[Implementation, ...]:
-    """Of `./run.sh bench`, in the order of the table: the baseline first, ours last."""
+# ---- Other libraries' ----------------------------------------------------------------------------
 
-    def build_onednn(row: Row, params: list[Parameter]) -> Stepper:
-        if onednn is None:
-            raise UnavailableError("built without oneDNN")
-        if not all(p.dtype == torch.float32 and p.is_contiguous() for p in params):
-            raise UnavailableError("oneDNN's row takes contiguous fp32 tensors")
-        return onednn.build(row.case, params)
 
-    of_onednn = Implementation(
-        "onednn", "oneDNN", lambda row: row.case.name in ONEDNN_CASES, build_onednn
+def _named(*names: str, precisions: tuple = (FLOAT32,), purposes: tuple = (Purpose.LIST,)) -> Any:
+    return lambda row: (
+        row.case.name in names and row.precision in precisions and row.purpose in purposes
     )
-    return (UNFUSED, FOR_LOOP, FOREACH, TORCH_FUSED, of_onednn, KEEP_GRAD, FUSED)
+
+
+def _library(name: str, *options: str, **more: Any) -> Build:
+    """The optimizer of that name, with the row's options of these names and some of its own."""
+    return lambda row, params: Stepper(
+        optimizer_class(name)(params, **said(row, *(options or ADAM)), **more)
+    )
+
+
+def _deepspeed(row: Row, params: list[Parameter]) -> Stepper:
+    states = {"fp32_optimizer_states": row.precision != BFLOAT16}
+    if row.case.name == "adagrad":
+        name = "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"
+        return _library(name, "lr", "eps", **states)(row, params)
+    mode = row.case.name == "adamw"
+    name = "deepspeed.ops.adam.DeepSpeedCPUAdam"
+    return _library(name, adamw_mode=mode, **states)(row, params)
+
+
+def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
+    options = dict(case_named(WITHOUT_BIAS_CORRECTION).options)
+    del options["variant"]
+    lamb = optimizer_class("pytorch_optimizer.Lamb")
+    return Stepper(lamb(params, adam_debias=True, **options))
+
+
+def _apex_has(row: Row) -> bool:
+    """Its Adam alone knows bf16, and keeps states in fp32 then."""
+    precision = MIXED if row.case.name == "adamw" else FLOAT32
+    return row.case.name in ("adam", "adamw", "adagrad", "lamb") and row.precision == precision
+
+
+def _apex(row: Row, params: list[Parameter]) -> Stepper:
+    """LAMB as in the paper: adapted without decay too, and gradients are not clipped."""
+    match row.case.name:
+        case "lamb":
+            more = {"use_nvlamb": True, "max_grad_norm": math.inf}
+            return _library("apex.optimizers.FusedLAMB", **more)(row, params)
+        case "adagrad":
+            return _library("apex.optimizers.FusedAdagrad", "lr", "eps")(row, params)
+        case name:
+            more = {"adam_w_mode": name == "adamw"}
+            return _library("apex.optimizers.FusedAdam", **more)(row, params)
+
+
+def _deepspeed_cuda(row: Row, params: list[Parameter]) -> Stepper:
+    mode = row.case.name == "adamw"
+    return _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=mode)(row, params)
+
+
+# As in the paper: adapted without decay too, and gradients are not clipped.
+TIMM = Implementation(
+    "timm", "timm", _named("lamb"),
+    _library("timm.optim.Lamb", *ADAM, always_adapt=True, max_grad_norm=None),
+)  # fmt: skip
+
+CPU_LIBRARIES = (
+    Implementation(
+        "deepspeed", "DeepSpeed",
+        _named("adam", "adamw", "adagrad", precisions=(FLOAT32, BFLOAT16, MIXED),
+               purposes=(Purpose.LIST, Purpose.THREADS)),
+        _deepspeed, slack=FLOAT_CORRECTION,
+    ),
+    TIMM,
+    Implementation(
+        "pytorch_optimizer", "pytorch_optimizer", _named("lamb"), _pytorch_optimizer,
+        formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM,
+    ),
+    Implementation(
+        "torchao_8bit", "torchao 8-bit", _named("adamw"), _library("torchao.optim.AdamW8bit"),
+        slack=EIGHT_BITS,
+    ),
+    Implementation(
+        "torchao", "torchao", _named("adamw"), _library("torchao.optim._AdamW"),
+        slack=FLOAT_CORRECTION,
+    ),
+    Implementation(
+        "bitsandbytes_8bit", "bitsandbytes 8-bit", _named("adamw"),
+        _library("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS,
+    ),
+    Implementation(
+        "bitsandbytes", "bitsandbytes", _named("adamw", precisions=(FLOAT32, MIXED)),
+        _library("bitsandbytes.optim.AdamW32bit"),
+    ),
+)  # fmt: skip
+
+CUDA_LIBRARIES = (
+    Implementation("apex", "apex", _apex_has, _apex, slack=FLOAT_CORRECTION),
+    # Its states have the weight's precision.
+    Implementation(
+        "deepspeed", "DeepSpeed", _named("adam", "adamw", precisions=(FLOAT32, BFLOAT16)),
+        _deepspeed_cuda, slack=FLOAT_CORRECTION,
+    ),
+    # Corrects the rate for bias, not the moments, and clamps the ratio.
+    Implementation(
+        "deepspeed_lamb", "DeepSpeed, its formula", _named("lamb"),
+        _library("deepspeed.ops.lamb.FusedLamb", *ADAM, max_coeff=10.0, min_coeff=0.01),
+        formula="lamb-deepspeed", slack=FLOAT_CORRECTION,
+    ),
+    TIMM,
+)  # fmt: skip
+
+
+# ---- Clipping, sparse gradients, Adan over sizes -------------------------------------------------
+
+
+def _separate_calls(build: Build) -> Build:
+    def built(row: Row, params: list[Parameter]) -> Stepper:
+        stepper = build(row, params)
+        optimizer, step = stepper.optimizer, stepper.step
+
+        def separate() -> None:
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+            step()
+            optimizer.zero_grad(set_to_none=False)
+
+        stepper.step = separate
+        return stepper
+
+    return built
+
+
+def _one_call(row: Row, params: list[Parameter]) -> Stepper:
+    stepper = _ours()(row, params)
+    step = stepper.step
+    stepper.step = lambda: step(max_norm=MAX_NORM, zero_grad=True)
+    return stepper
+
+
+_CLIPS = {"max_norm": MAX_NORM, "uses_up_grads": True}
+CLIPPING = (
+    replace(FUSED, name="bare", title="bare step", uses_up_grads=True),
+    Implementation("separate", "separate calls", lambda row: True, _separate_calls(_ours()),
+                   **_CLIPS),
+    Implementation("torch_separate", "torch fused, separate calls", TORCH_FUSED.exists,
+                   _separate_calls(TORCH_FUSED.build), **_CLIPS),
+    Implementation("fused", "one call", lambda row: True, _one_call, **_CLIPS),
+)  # fmt: skip
+
+
+def _dense(row: Row, params: list[Parameter]) -> Stepper:
+    params[0].grad = torch.zeros_like(params[0])
+    return FUSED.build(row, params)
+
+
+EMBEDDING = (
+    UNFUSED,
+    replace(FOR_LOOP, name="torch", title="torch"),
+    Implementation("dense", "ours, dense gradient", lambda row: True, _dense),
+    replace(FUSED, title="ours"),
+)
+
+
+def _adam(**options: bool) -> Build:
+    return lambda row, params: Stepper(case_named("adam").build_namesake(params, **options))
+
+
+def _authors(**options: bool) -> Build:
+    def build(row: Row, params: list[Parameter]) -> Stepper:
+        packages = ("adan", "fused_adan")
+        if not (params[0].is_cuda and all(map(importlib.util.find_spec, packages))):
+            raise UnavailableError("adan and fused_adan cannot be imported, or this is a CPU")
+        return _library("adan.Adan", "lr", "betas", "eps", fused=True, **options)(row, params)
+
+    return build
+
+
+def _of_adan(name: str, title: str, build: Build, formula: str | None = None) -> Implementation:
+    return Implementation(name, title, lambda row: True, build, formula, slack=FLOAT_CORRECTION)
+
+
+ADAN = (
+    _of_adan("adam_for_loop", "Adam, for-loop", _adam(), "adam"),
+    _of_adan("adam_foreach", "Adam, foreach", _adam(foreach=True), "adam"),
+    _of_adan("adam_fused", "Adam, fused", _adam(fused=True), "adam"),
+    _of_adan("adan_for_loop", "Adan, for-loop", _ours(foreach=False, fused=False)),
+    _of_adan("adan_foreach", "Adan, foreach", _ours(foreach=True, fused=False)),
+    _of_adan("adan_single", "Adan, fused single", _ours(foreach=False)),
+    _of_adan("adan_multi", "Adan, fused multi", _ours(foreach=True)),
+    _of_adan("authors_single", "authors' fused single", _authors(foreach=False)),
+    _of_adan("authors_multi", "authors' fused multi", _authors(foreach=True)),
+)

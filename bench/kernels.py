@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from rows import PLAIN
 
 NAME = "fusedstep_bench_kernels"
 
@@ -49,37 +51,38 @@ class Kernels:
         return done.stdout
 
 
-def kernels_alone(
+def add_kernels(
     folder: Path,
     env: dict[str, str],
     facts: dict[str, Any],
     rows: list[dict[str, Any]],
     note: Callable[[str], None],
-) -> Iterator[dict[str, Any]]:
-    """The kernels alone, for each row that was measured and that there is such a benchmark for."""
+    tell: Callable[[str], None],
+) -> None:
+    """Adds the kernels alone to the results of each row that there is such a benchmark for.
+
+    The allocator has no influence: the rows of a list under several have the same figure.
+    """
     if not (folder / NAME).is_file():
         return note("built without Google Benchmark: the kernels alone are not timed")
-    if all(row["precision"] != "float32" for row in rows):
-        return note("the kernels alone are timed in float32 only")
     try:
-        yield from _kernels_alone(Kernels(folder, env), facts, rows)
+        kernels, found = Kernels(folder, env), {}
+        for row in rows:
+            estimate = row.get("results", {}).get("fused", {}).get("ms")
+            if estimate is None or row["precision"] != "float32" or "threads" in row:
+                continue
+            place = (rule_of(row["optimizer"]), row["shapes"], facts["isa"], facts["threads"])
+            if (name := kernels.find(*place)) is None:
+                continue
+            tell(row["name"])
+            found[name] = found.get(name) or kernels.milliseconds(name, estimate)
+            row["results"]["kernels"] = {"ms": found[name]}
+            facts["implementations"]["kernels"] = "kernels alone"
     except subprocess.CalledProcessError as failure:
         note(f"the kernels alone were not timed: {failure}")
     return None
 
 
-def _kernels_alone(
-    kernels: Kernels, facts: dict[str, Any], rows: Iterable[dict[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    found = {
-        name: row
-        for row in rows
-        if row["plain"]
-        and row["precision"] == "float32"
-        and "ms" in row.get("results", {}).get("fused", {})
-        and (name := kernels.find(row["class"], row["shapes"], facts["isa"], facts["threads"]))
-    }
-    for name, row in found.items():
-        milliseconds = kernels.milliseconds(name, estimate=row["results"]["fused"]["ms"])
-        place = {key: row[key] for key in ("optimizer", "shapes")}
-        yield place | {"name": name, "ms": milliseconds}
+def rule_of(optimizer: str) -> str | None:
+    """The name of a plain row's rule: that of its class."""
+    return next((case.optimizer.__name__ for case in PLAIN if case.name == optimizer), None)

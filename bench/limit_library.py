@@ -9,12 +9,15 @@ again).
 from __future__ import annotations
 
 import ctypes
+import functools
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,30 +30,18 @@ STORE, RECOMPUTE, TWICE = range(3)
 """What a two-phase step does with the update between its passes: limit.h has the words."""
 
 
-class _Streams(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int32)
-        for name in ("states", "weight_size", "grad_size", "state_size", "two_phase")
-    ]
-
-
-class _Memory(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int32) for name in ("huge_pages", "offset")]
-
-
-class _Walk(ctypes.Structure):
-    _fields_ = [
-        *(
-            (n, ctypes.c_int32)
-            for n in ("threads", "prefetch", "take", "alternate", "way", "backward")
-        ),
-        ("wave_elements", ctypes.c_int64),
-    ]
+@functools.cache
+def _struct(value: Streams | Memory | Walk) -> Any:
+    """As limit.h has it: members of 32 bits, but for numbers of elements."""
+    members = asdict(value)
+    sizes = {name: ctypes.c_int64 if "elements" in name else ctypes.c_int32 for name in members}
+    kind = type("Struct", (ctypes.Structure,), {"_fields_": list(sizes.items())})
+    return ctypes.byref(kind(**members))
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What a step goes over: weight, gradient and some states, elementwise or in two phases.
+    """The arrays of a step: weight, gradient and some states, elementwise or in two phases.
 
     Sizes are the bytes by which a stream gets on with each element: of a weight of which every
     second column is updated, twice its element's, since whole lines are moved.
@@ -61,15 +52,6 @@ class Streams:
     grad_size: int
     state_size: int
     two_phase: bool
-
-    @classmethod
-    def of_size(cls, states: int, size: int, two_phase: bool) -> Streams:
-        """Streams of elements of one size."""
-        return cls(states, size, size, size, two_phase)
-
-    def stride(self, stream: int) -> int:
-        """How far a stream gets while the gradient's gets on by one byte."""
-        return (self.weight_size, self.grad_size, self.state_size)[min(stream, 2)] // self.grad_size
 
     @property
     def arrays_bytes(self) -> int:
@@ -116,12 +98,6 @@ class Library:
         ]  # fmt: skip
         library.fusedstep_limit_delete.argtypes = [pointer]
         library.fusedstep_limit_run.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
-        library.fusedstep_limit_traffic.restype = ctypes.c_int64
-        library.fusedstep_limit_traffic.argtypes = [pointer, ctypes.c_int32]
-        library.fusedstep_limit_data.restype = pointer
-        library.fusedstep_limit_data.argtypes = [pointer, ctypes.c_int32]
-        library.fusedstep_limit_sum.restype = ctypes.c_uint16
-        library.fusedstep_limit_sum.argtypes = [pointer]
         library.fusedstep_limit_isa.restype = ctypes.c_char_p
 
     @property
@@ -149,8 +125,8 @@ class Arrays:
         self._streams = streams
         self._elements = np.asarray(elements, dtype=np.int64)
         self._handle = library.fusedstep_limit_new(
-            ctypes.byref(_Streams(**asdict(streams))),
-            ctypes.byref(_Memory(**asdict(memory))),
+            _struct(streams),
+            _struct(memory),
             len(self._elements),
             self._elements.ctypes.data,
             threads,
@@ -162,28 +138,9 @@ class Arrays:
         """Seconds of each of some walks."""
         seconds = np.empty(repetitions)
         self._library.fusedstep_limit_run(
-            self._handle, ctypes.byref(_Walk(**asdict(walk))), repetitions, seconds.ctypes.data
+            self._handle, _struct(walk), repetitions, seconds.ctypes.data
         )
         return seconds.tolist()
-
-    def traffic(self, walk: Walk) -> int:
-        """Bytes read plus bytes written by a walk."""
-        return self._library.fusedstep_limit_traffic(self._handle, walk.way)
-
-    def sum(self) -> int:
-        """The exclusive or of all words of two bytes that passes without writes have read."""
-        return self._library.fusedstep_limit_sum(self._handle)
-
-    def begins(self) -> np.ndarray:
-        """Where each tensor begins, in bytes of the gradient; at last, where the last one ends."""
-        sizes = self._elements * self._streams.grad_size
-        return np.append(0, np.cumsum(np.append(-(-sizes[:-1] // LINE) * LINE, sizes[-1])))
-
-    def view(self, stream: int) -> np.ndarray:
-        """The bytes of one stream (0: weight, 1: gradient, then states), gaps included."""
-        length = int(self.begins()[-1]) * self._streams.stride(stream)
-        data = self._library.fusedstep_limit_data(self._handle, stream)
-        return np.ctypeslib.as_array(ctypes.cast(data, ctypes.POINTER(ctypes.c_uint8)), (length,))
 
     def close(self) -> None:
         if self._handle:
@@ -248,56 +205,6 @@ def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[l
         yield [{"backward": backward} for backward in (False, True)]
 
 
-class _Search:
-    """Remembers what was tried, until its time is up."""
-
-    def __init__(
-        self,
-        library: Library,
-        streams: Streams,
-        elements: Sequence[int],
-        threads: int,
-        end: float,
-    ) -> None:
-        self._library, self._streams, self._elements = library, streams, elements
-        self._threads, self._deadline = threads, end
-        self._seconds: dict[tuple[Memory, Walk], float] = {}
-
-    @property
-    def is_over(self) -> bool:
-        return bool(self._seconds) and time.monotonic() > self._deadline
-
-    @property
-    def best(self) -> tuple[Memory, Walk]:
-        return min(self._seconds, key=self._seconds.__getitem__)
-
-    def limit(self) -> Limit:
-        memory, walk = self.best
-        ranked = sorted(self._seconds, key=self._seconds.__getitem__)
-        walks = [walk for place, walk in ranked if place == memory]
-        return Limit(self._seconds[memory, walk], memory, tuple(walks[:FINALISTS]))
-
-    def arrays(self, memory: Memory) -> Arrays:
-        return self._library.arrays(self._streams, self._elements, memory, self._threads)
-
-    def measure(self, arrays: Arrays, memory: Memory, walk: Walk) -> None:
-        before = self._seconds.get((memory, walk), math.inf)
-        self._seconds[memory, walk] = min(before, measure(arrays, walk))
-
-    def over_walks(self, memory: Memory, walks: Sequence[Walk]) -> None:
-        """The walks, then one change after the other of the best one yet."""
-        with self.arrays(memory) as arrays:
-            for walk in walks:
-                if not self.is_over:
-                    self.measure(arrays, memory, walk)
-            for axis in _axes(self._streams, self._elements, self._threads):
-                for change in axis:
-                    _, best = self.best
-                    changed = replace(best, **change)
-                    if changed != best and not self.is_over:
-                        self.measure(arrays, memory, changed)
-
-
 def search(
     library: Library,
     streams: Streams,
@@ -311,18 +218,39 @@ def search(
     First the walks, from those that are `known` from before if there are any; then the best walk in
     the other memories; then the walks again in the best memory.
     """
-    found = _Search(library, streams, elements, threads, end=time.monotonic() + budget)
+    end = time.monotonic() + budget
+    found: dict[tuple[Memory, Walk], float] = {}
+
+    def best() -> tuple[Memory, Walk]:
+        return min(found, key=found.__getitem__)
+
+    def attempt(arrays: Arrays, memory: Memory, walk: Walk) -> None:
+        if not found or time.monotonic() < end:
+            before = found.get((memory, walk), math.inf)
+            found[memory, walk] = min(before, measure(arrays, walk))
+
+    def over_walks(memory: Memory, walks: Sequence[Walk]) -> None:
+        """The walks, then one change after the other of the best one yet."""
+        with library.arrays(streams, elements, memory, threads) as arrays:
+            for walk in walks:
+                attempt(arrays, memory, walk)
+            for change in itertools.chain(*_axes(streams, elements, threads)):
+                if (changed := replace(best()[1], **change)) != best()[1]:
+                    attempt(arrays, memory, changed)
+
     memory = known.memory if known else MEMORIES[0]
     first = Walk(1 if sum(elements) < ONE_THREAD else threads, way=streams.ways[0])
-    found.over_walks(memory, known.walks if known else [first])
+    over_walks(memory, known.walks if known else [first])
     for other in MEMORIES:
-        if other != memory and not found.is_over:
-            with found.arrays(other) as arrays:
-                found.measure(arrays, other, found.best[1])
-    best, walk = found.best
-    if best != memory and not found.is_over:
-        found.over_walks(best, [walk])
-    return found.limit()
+        if other != memory and time.monotonic() < end:
+            with library.arrays(streams, elements, other, threads) as arrays:
+                attempt(arrays, other, best()[1])
+    if best()[0] != memory and time.monotonic() < end:
+        over_walks(best()[0], [best()[1]])
+    memory, walk = best()
+    ranked = sorted(found, key=found.__getitem__)
+    walks = [each for place, each in ranked if place == memory]
+    return Limit(found[memory, walk], memory, tuple(walks[:FINALISTS]))
 
 
 def measure(arrays: Arrays, walk: Walk) -> float:

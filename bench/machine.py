@@ -1,4 +1,4 @@
-"""The machine that figures belong to, and the name of its folder under results/."""
+"""The machine that figures belong to, and the name of its folder of results."""
 
 from __future__ import annotations
 
@@ -14,9 +14,29 @@ from typing import Any
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 
 
+#: Processors by vendor, family and model, first and last, as Linux tells them: virtual machines
+#: often have no better name for them than "AMD EPYC".
+MICROARCHITECTURES = (
+    ("AuthenticAMD", 23, 0, 47, "amd-zen"),
+    ("AuthenticAMD", 23, 48, 255, "amd-zen2"),
+    ("AuthenticAMD", 25, 0, 15, "amd-zen3"),
+    ("AuthenticAMD", 25, 32, 95, "amd-zen3"),
+    ("AuthenticAMD", 25, 16, 255, "amd-zen4"),
+    ("AuthenticAMD", 26, 0, 255, "amd-zen5"),
+    ("GenuineIntel", 6, 85, 85, "intel-skylake-sp"),
+    ("GenuineIntel", 6, 106, 108, "intel-ice-lake"),
+    ("GenuineIntel", 6, 143, 143, "intel-sapphire-rapids"),
+    ("GenuineIntel", 6, 173, 174, "intel-granite-rapids"),
+    ("GenuineIntel", 6, 207, 207, "intel-emerald-rapids"),
+)
+
+
 @dataclass(frozen=True)
 class Machine:
     cpu: str
+    vendor: str
+    family: int
+    model: int
     cores: int
     """Those that this process may use."""
     flags: list[str]
@@ -26,16 +46,20 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """For "Intel(R) Xeon(R) Gold 6530 CPU @ 2.10GHz": "intel-xeon-gold-6530-16-cores"."""
+        """By what it is: "amd-zen4-2-cores"; else by all that tells it from others."""
+        for vendor, family, first, last, name in MICROARCHITECTURES:
+            if (vendor, family) == (self.vendor, self.family) and first <= self.model <= last:
+                return f"{name}-{self.cores}-cores"
         words = re.sub(r"\(\w+\)|\bCPU\b|\bProcessor\b|@.*", " ", self.cpu)
-        return re.sub(r"[^a-z0-9]+", "-", f"{words} {self.cores} cores".lower()).strip("-")
+        text = f"{words} {self.family} {self.model} {self.cores} cores"
+        return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
     def facts(self) -> dict[str, Any]:
         return asdict(self)
 
 
 class Others:
-    """What the rest of the system takes, from now on, of the CPUs that this process may use."""
+    """The use that the rest of the system makes, from now on, of the CPUs of this process."""
 
     def __init__(self) -> None:
         self._cpus = os.sched_getaffinity(0)
@@ -63,12 +87,14 @@ class Others:
 
 
 def this_machine() -> Machine:
-    info = _read("/proc/cpuinfo")
-    found = re.search(r"^flags\s*:(.*)$", info, re.MULTILINE)
-    flags = set(found.group(1).split()) if found else set()
-    model = re.search(r"^model name\s*:\s*(.*)$", info, re.MULTILINE)
+    # Of the first processor.
+    facts = dict(re.findall(r"^(.+?)\s*:[ \t]*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)[::-1])
+    flags = facts.get("flags", "").split()
     return Machine(
-        cpu=model.group(1).strip() if model else platform.machine(),
+        cpu=facts.get("model name", platform.machine()),
+        vendor=facts.get("vendor_id", ""),
+        family=int(facts.get("cpu family", 0)),
+        model=int(facts.get("model", 0)),
         cores=len(os.sched_getaffinity(0)),
         flags=[flag for flag in FLAGS if flag in flags],
         caches=_caches(),

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Draw the plots of a benchmark's results.
+"""Draw the plots of results.
 
-    plot.py RESULTS.json [OUTPUT_FOLDER]      OUTPUT_FOLDER: that of the results unless given
+plot.py RESULTS.json FOLDER [PLOT...]      PLOT: of those below; all that there are rows for
 
-time.png      ms a step by shape list, one panel for each optimizer and allocator
-speedup.png   speed-up of the fused step over the unfused one, by size
+RESULTS-times.svg      how many times the time of ours others take, by list, a panel an optimizer
+RESULTS-PURPOSE.svg    ms a step by what grows from row to row: size, threads, host
 """
 
 from __future__ import annotations
@@ -12,193 +12,152 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import columns, kernels, of_lists, optimizers, subtitle
-from shapes import SIZES, size_name
+from report import OURS, columns, rows_of, subjects, subtitle
 
-COLOURS = {
-    "unfused": "#8c8c8c",
-    "for_loop": "#c5b0d5",
-    "foreach": "#9467bd",
-    "compiled": "#17becf",
-    "torch_fused": "#1f77b4",
-    "onednn": "#2ca02c",
-    "deepspeed": "#bcbd22",
-    "timm": "#8c564b",
-    "pytorch_optimizer": "#c49c94",
-    "torchao_8bit": "#e377c2",
-    "torchao": "#f7b6d2",
-    "bitsandbytes_8bit": "#ff7f0e",
-    "bitsandbytes": "#ffbb00",
-    "fused_keep_grad": "#ffbb78",
-    "torch_graph": "#aec7e8",
-    "apex": "#2ca02c",
-    "deepspeed_lamb": "#bcbd22",
-    "fused": "#d62728",
-    "graph": "#ff9896",
+Results = dict[str, Any]
+Row = dict[str, Any]
+
+#: By what the rows of a purpose grow, and its name.
+GROWING = {
+    "size": ("elements", "elements of one tensor"),
+    "threads": ("threads", "threads"),
+    "host": ("tensors", "tensors of 64 elements"),
 }
-STYLES = {"glibc": "--", "jemalloc": "-"}
-LINES = {"kernels alone": "dotted", "limit": "solid"}
-MARKERS = "osD^v"
 
-#: What stands in place of a bar.
-AMISS = ("wrong", "failed", "crashed", "late")
+#: Colours of those that are in most plots; others take what matplotlib has left.
+COLOURS = {"fused": "#d62728", "graph": "#ff9896", "unfused": "#8c8c8c", "torch_fused": "#1f77b4"}
+CYCLE = ("#9467bd", "#2ca02c", "#ff7f0e", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#c5b0d5")
 
-_SIZE_NAMES = {size.name for size in SIZES}
-
-
-def _rows(results: dict[str, Any], optimizer: str, allocator: str | None) -> list[dict[str, Any]]:
-    rows = of_lists(results, optimizer)
-    return [row for row in rows if row.get("allocator") == allocator and "limit" in row]
+#: Text stays text, and the same results make the same file.
+matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep", "font.size": 9})
 
 
-def _allocators(results: dict[str, Any]) -> list[str | None]:
-    """Those under which anything was measured. None: weights on a GPU."""
-    return list(dict.fromkeys(row.get("allocator") for row in results["rows"] if "limit" in row))
+def colours(results: Results) -> dict[str, str]:
+    others = [name for name in results["implementations"] if name not in COLOURS]
+    return COLOURS | {name: CYCLE[i % len(CYCLE)] for i, name in enumerate(others)}
 
 
-def measured(results: dict[str, Any]) -> list[str]:
-    """The optimizers of which at least a limit was measured."""
-    return [
-        name
-        for name in optimizers(results)
-        if any("limit" in row for row in of_lists(results, name))
-    ] or optimizers(results)
+def of_lists(results: Results, optimizer: str) -> list[Row]:
+    """Rows that were measured, under one allocator: glibc's, or that of the only run."""
+    rows = [row for row in rows_of(results, optimizer, "list") if "ms" in ours(row)]
+    first = rows[0].get("allocator") if rows else None
+    return [row for row in rows if row.get("allocator") == first]
 
 
-def add_legend(figure: Figure, titles: Iterable[str], ncols: int) -> None:
-    """Below the panels: what any of them shows of `titles`."""
-    handles: dict[str, Any] = {}
-    for axis in figure.axes:
-        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    shown = [title for title in titles if title in handles]
-    figure.legend(
-        [handles[title] for title in shown],
-        shown,
-        loc="outside lower center",
-        ncols=min(len(shown), ncols) or 1,
-        frameon=False,
-    )
+def ours(row: Row) -> dict[str, Any]:
+    return row["results"].get("fused", {})
 
 
-def plot_time(results: dict[str, Any], path: Path, title: str | None = None) -> None:
-    """Bars by shape list, with the limit and the kernels alone as lines across each group.
-
-    Single sizes have their own plot.
-    """
-    names, allocators = measured(results), _allocators(results) or ["nothing measured"]
-    size = (7 * len(allocators), 3.2 * len(names) + 0.8)
-    figure = Figure(figsize=size, layout="constrained")
-    axes = figure.subplots(len(names), len(allocators), squeeze=False, sharey="row")
-    for line, optimizer in zip(axes, names, strict=True):
-        for axis, allocator in zip(line, allocators, strict=True):
-            _time_panel(axis, results, optimizer, allocator)
-    titles = [*results["implementations"].values(), *LINES]
-    add_legend(figure, titles, 4 * len(allocators) if len(allocators) > 1 else 3)
-    figure.suptitle(title or subtitle(results), fontsize=9)
-    figure.savefig(path, dpi=150)
+def plot_times(results: Results) -> Figure:
+    """Bars by list, a panel for each optimizer; where there is none, what is the matter."""
+    panels = {name: of_lists(results, name) for name, of in subjects(results) if of == "list"}
+    panels = {name: rows for name, rows in panels.items() if len(rows) > 1}
+    figure = Figure(figsize=(9, 2.4 * len(panels) + 0.9), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    for axis, (optimizer, rows) in zip(axes, panels.items(), strict=True):
+        _bars(axis, results, rows)
+        axis.axhline(1, color="black", lw=1.2, label="ours fused")
+        axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=12, ha="right")
+        axis.set_title(optimizer, fontsize=10, loc="left")
+        axis.set_ylabel("times of ours")
+        _logarithmic(axis.yaxis)
+    return _finished(figure, results)
 
 
-def _time_panel(axis: Axes, results: dict[str, Any], optimizer: str, allocator: str | None) -> None:
-    found = _rows(results, optimizer, allocator)
-    rows = [row for row in found if row["shapes"] not in _SIZE_NAMES] or found
-    shown = columns(results, optimizer)
-    width = 0.85 / max(len(shown), 1)
-    for position, name in enumerate(shown):
+def _bars(axis: Axes, results: Results, rows: list[Row]) -> None:
+    names = [name for name in columns(results, rows) if name not in (*OURS, "kernels")]
+    width = 0.85 / max(len(names), 1)
+    for position, name in enumerate(names):
         bars = []
         for place, row in enumerate(rows):
             middle = place - 0.425 + (position + 0.5) * width
             result = row["results"].get(name, {})
-            if "ms" in result:
-                bars.append((middle, result["ms"]))
-            elif problem := next((word for word in result if word in AMISS), None):
-                limit = row["limit"]["ms"]
-                axis.text(middle, 1.2 * limit, problem, rotation=90, ha="center", fontsize=8)
+            if "times" in result:
+                bars.append((middle, result["times"]))
+            elif result:
+                axis.text(middle, 1.1, next(iter(result)), rotation=90, ha="center", fontsize=7)
         if bars:
             title = results["implementations"][name]
-            axis.bar(*zip(*bars, strict=True), width, label=title, color=COLOURS.get(name))
-    alone = kernels(results, optimizer)
-    for place, row in enumerate(rows):
-        levels = {"kernels alone": alone.get(row["shapes"]), "limit": row["limit"]["ms"]}
-        for name, level in levels.items():
-            if level is not None:
-                ends = (place - 0.46, place + 0.46)
-                axis.hlines(level, *ends, "black", LINES[name], lw=1.2, label=name)
-    axis.set_yscale("log")
-    plain_ticks(axis)
-    axis.set_xticks(range(len(rows)), [row["title"] for row in rows], rotation=15, ha="right")
-    axis.set_ylabel("ms a step")
-    axis.set_title(", ".join(filter(None, (optimizer, allocator))), fontsize=10)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
+            axis.bar(*zip(*bars, strict=True), width, label=title, color=colours(results)[name])
 
 
-def plain_ticks(axis: Axes) -> None:
-    """Of a logarithmic axis: numbers as one writes them."""
-    axis.yaxis.set_major_formatter(_plain)
-    axis.yaxis.set_minor_formatter(_two_or_five)
-
-
-def _plain(value: float, _: int) -> str:
-    return f"{value:,g}"
-
-
-def _two_or_five(value: float, _: int) -> str:
-    """Of the lesser ticks of a logarithmic axis, those that are labelled: 0.2, 0.5, 20, 50."""
-    return _plain(value, _) if f"{value:.0e}"[0] in "25" else ""
-
-
-def plot_speedup(results: dict[str, Any], path: Path) -> None:
-    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
-    axis = figure.subplots()
-    for index, optimizer in enumerate(optimizers(results)):
-        for allocator in _allocators(results):
-            points = [
-                (row["elements"], row["results"]["fused"]["speedup"])
-                for row in _rows(results, optimizer, allocator)
-                if row["shapes"] in _SIZE_NAMES and "speedup" in row["results"].get("fused", {})
-            ]
+def plot_growing(purpose: str, results: Results) -> Figure:
+    """Lines by what grows from row to row, a panel for each optimizer."""
+    key, label = GROWING[purpose]
+    optimizers = [name for name, of in subjects(results) if of == purpose]
+    figure = Figure(figsize=(max(7, 3.5 * len(optimizers)), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(optimizers), squeeze=False, sharey=True)[0]
+    for axis, optimizer in zip(panels, optimizers, strict=True):
+        rows = [r for r in rows_of(results, optimizer, purpose) if "limit" in r and "ms" in ours(r)]
+        first = rows[0].get("allocator") if rows else None
+        rows = [row for row in rows if row.get("allocator") == first]
+        lines = {name: (title, lambda row, n=name: row["results"].get(n, {}).get("ms"))
+                 for name, title in results["implementations"].items()}  # fmt: skip
+        lines["limit"] = ("limit", lambda row: row["limit"]["ms"])
+        for name, (title, value) in lines.items():
+            points = [(row[key], value(row)) for row in rows if value(row) is not None]
             if points:
-                axis.plot(
-                    *zip(*sorted(points), strict=True),
-                    STYLES.get(allocator, ":"),
-                    marker=MARKERS[index % len(MARKERS)],
-                    color=f"C{index}",
-                    label=f"{optimizer}, {allocator}",
-                )
-    axis.axhline(1, color="black", lw=0.8)
-    axis.set_xscale("log", base=2)
-    measured = {row["elements"] for row in results["rows"]}
-    sizes = [size.elements for size in SIZES if size.elements in measured]
-    axis.set_xticks(sizes, [size_name(size) for size in sizes])
-    axis.set_yscale("log")
-    plain_ticks(axis)
-    axis.set_xlabel("elements of one tensor")
-    axis.set_ylabel("speed-up, fused over unfused, ×")
-    axis.grid(alpha=0.3, which="both")
-    if axis.lines[1:]:
-        axis.legend(frameon=False)
-    axis.set_title(subtitle(results), fontsize=8)
-    figure.savefig(path, dpi=150)
+                colour = "black" if name == "limit" else colours(results)[name]
+                axis.plot(*zip(*points, strict=True), marker=".", color=colour, label=title)
+        _logarithmic(axis.xaxis)
+        _logarithmic(axis.yaxis)
+        axis.set_xlabel(label)
+        axis.set_title(optimizer, fontsize=10)
+    panels[0].set_ylabel("ms a step")
+    return _finished(figure, results)
 
 
-def plot(results: dict[str, Any], folder: Path) -> None:
-    plot_time(results, folder / "time.png")
-    plot_speedup(results, folder / "speedup.png")
+def _logarithmic(axis: Any) -> None:
+    """Numbers as one writes them; of the lesser ticks those with a 2 or 5."""
+    axis.axes.set(**{f"{axis.axis_name}scale": "log"})
+    axis.set_major_formatter(lambda value, _: f"{value:,g}")
+    axis.set_minor_formatter(lambda value, _: f"{value:,g}" if f"{value:.0e}"[0] in "25" else "")
 
 
-def main(draw: Callable[[dict[str, Any], Path], None], usage: str) -> None:
-    if len(sys.argv) not in (2, 3):
-        sys.exit(usage)
-    source = Path(sys.argv[1])
-    results = json.loads(source.read_text(encoding="utf-8"))
-    draw(results, Path(sys.argv[2]) if len(sys.argv) == 3 else source.parent)
+def _finished(figure: Figure, results: Results) -> Figure:
+    handles: dict[str, Any] = {}
+    for axis in figure.axes:
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(subtitle(results), fontsize=8)
+    return figure
+
+
+def plots(results: Results) -> dict[str, Callable[[Results], Figure]]:
+    """Those that there are rows for."""
+    found: dict[str, Callable[[Results], Figure]] = {}
+    names = [name for name, of in subjects(results) if of == "list"]
+    if any(len(of_lists(results, name)) > 1 for name in names):
+        found["times"] = plot_times
+    purposes = {of for _, of in subjects(results)}
+    found |= {name: partial(plot_growing, name) for name in GROWING if name in purposes}
+    return found
+
+
+def draw(file: Path, folder: Path, wanted: Iterable[str] | None = None) -> None:
+    results = json.loads(file.read_text(encoding="utf-8"))
+    for name, make in plots(results).items():
+        if wanted is None or name in wanted:
+            figure = make(results)
+            figure.savefig(folder / f"{file.stem}-{name}.svg", metadata={"Date": None})
+
+
+def main() -> None:
+    file, folder, *wanted = sys.argv[1:]
+    draw(Path(file), Path(folder), wanted or None)
 
 
 if __name__ == "__main__":
-    main(plot, __doc__)
+    if len(sys.argv) < 3:
+        sys.exit(__doc__)
+    main()

@@ -22,6 +22,8 @@ from rich.progress import (
 
 from environment import ROOT
 
+WORKER = ROOT / "bench" / "worker.py"
+
 Request = dict[str, Any]
 """The fields of worker.Request."""
 
@@ -39,14 +41,13 @@ def events(
     env: dict[str, str],
     log: Path | None = None,
     most_seconds: float | None = None,
-    program: str = "worker.py",
 ) -> Iterator[dict[str, Any]]:
-    """What a worker tells. Its stderr goes to `log`; after `most_seconds` it is ended.
+    """The events of a worker. Its stderr goes to `log`; after `most_seconds` it is ended.
 
     Raises:
         WorkerError: in the end, if it failed.
     """
-    command = [sys.executable, str(ROOT / "bench" / program), json.dumps(request)]
+    command = [sys.executable, str(WORKER), json.dumps(request)]
     stderr = None if log is None else log.open("w", encoding="utf-8")
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True
@@ -86,12 +87,13 @@ def check_allocator(facts: dict[str, Any], allocator: str) -> None:
 
 
 def progress_over(console: Any) -> Progress:
-    what = TextColumn("{task.description:<40}")
-    return Progress(what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
+    text = TextColumn("{task.description:<40}")
+    return Progress(text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
-def show(progress: Progress, task: TaskID, text: str) -> None:
+def show(progress: Progress, task: TaskID, *parts: str) -> None:
     """Says what is measured: in the task's line, or in a line of its own off a terminal."""
+    text = "".join(parts)
     progress.update(task, description=text)
     if not progress.console.is_terminal:
         progress.console.print(text, highlight=False)

@@ -1,17 +1,50 @@
-"""Results as tables, for the terminal and as Markdown."""
+#!/usr/bin/env python3
+"""Results as tables: for the terminal, and as the page of a machine.
+
+report.py FOLDER...      writes the README.md of these folders anew, from their JSON files
+"""
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
+import adan_report
+
 Results = dict[str, Any]
+Row = dict[str, Any]
+
+#: The tables of a machine's page in their order, by the names of their files.
+TITLES = {
+    "steps": "Steps",
+    "peers": "Beside other libraries",
+    "adan": "Adan over sizes of GPT-2",
+    "clipping": "Clipping and clearing in the step",
+    "embedding": "Adagrad on an embedding table",
+}
+
+#: Ours, which others are compared with, and in a CUDA graph.
+OURS = ("fused", "graph")
+
+#: Why there is no figure, as said behind an implementation's name.
+PROBLEMS = {
+    "wrong": "is wrong",
+    "failed": "failed",
+    "crashed": "crashed",
+    "late": "took too long",
+    "memory": "does not fit",
+    "absent": "is absent",
+    "skipped": "was skipped",
+}
 
 
 @dataclass(frozen=True)
@@ -27,59 +60,24 @@ class Grid:
         marks = [":--"] * self.words + ["--:"] * (len(self.header) - self.words)
         lines = (self.header, marks, *self.lines)
         text = "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
-        return f"## {self.title}\n\n{text}"
+        return f"### {self.title}\n\n{text}"
 
-    def table(self, left_out: Iterable[str] = ()) -> Table:
-        """For the terminal, without some columns."""
-        table = Table(
-            title=self.title,
-            title_justify="left",
-            title_style="bold",
-            box=box.SIMPLE_HEAD,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
-        if left_out:
-            table.caption = f"Without {'; '.join(left_out)}: the terminal is too narrow."
-            table.caption_justify = "left"
-        columns = zip(self.header, *self.lines, strict=True)
-        shown = [cells for cells in columns if cells[0] not in left_out]
-        for name, *cells in shown:
-            # As wide as its longest figure or word: headers wrap, figures do not.
-            table.add_column(
-                name,
-                justify="left" if name in self.header[: self.words] else "right",
-                style="bold" if name in ("ours fused", "speed-up") else None,
-                width=max(map(len, [*name.split(" "), *cells])),
-            )
-        last = None
-        for title, *cells in zip(*(cells for _, *cells in shown), strict=True):
-            table.add_row("" if title == last else title, *cells)
-            last = title
+    def table(self) -> Table:
+        """For the terminal: a column is as wide as its longest figure or word."""
+        table = Table(title=self.title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        columns = list(zip(self.header, *self.lines, strict=True))
+        for name, *cells in columns:
+            justify = "left" if name in self.header[: self.words] else "right"
+            style = "bold" if name in ("ours fused", "speed-up") else None
+            width = max(map(len, [*name.split(" "), *cells]))
+            table.add_column(name, justify=justify, style=style, width=width)
+        for cells in self.lines:
+            table.add_row(*cells)
         return table
 
 
-def of_lists(results: Results, optimizer: str) -> list[dict[str, Any]]:
-    """The rows of an optimizer's table. Beside peers, others are measured for their plots."""
-    return [
-        row
-        for row in results["rows"]
-        if row["optimizer"] == optimizer and row.get("purpose", "list") == "list"
-    ]
-
-
-def optimizers(results: Results) -> list[str]:
-    return list(dict.fromkeys(row["optimizer"] for row in results["rows"]))
-
-
-def columns(results: Results, optimizer: str) -> list[str]:
-    """Implementations that have at least a word to say about an optimizer, in their order."""
-    rows = of_lists(results, optimizer)
-    return [
-        name
-        for name in results["implementations"]
-        if any(row.get("results", {}).get(name) for row in rows)
-    ]
+def width_of(table: Table) -> int:
+    return Console(width=1000).measure(table).maximum
 
 
 def milliseconds(value: float) -> str:
@@ -89,185 +87,209 @@ def milliseconds(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if value < 999.5 else f"{value:,.0f}"
 
 
-def kernels(results: Results, optimizer: str) -> dict[str, float]:
-    """Milliseconds of the kernels alone by shape list. Results of old may have none."""
-    found = results.get("kernels", [])
-    return {each["shapes"]: each["ms"] for each in found if each["optimizer"] == optimizer}
+def rows_of(results: Results, optimizer: str, purpose: str) -> list[Row]:
+    """The allocators of a list follow one another."""
+    found = [
+        row
+        for row in results["rows"]
+        if (row["optimizer"], row["purpose"]) == (optimizer, purpose) and "results" in row
+    ]
+    order = list(dict.fromkeys(row["name"] for row in found))
+    return sorted(found, key=lambda row: order.index(row["name"]))
 
 
-def header(results: Results, optimizer: str) -> list[str]:
-    titles = [results["implementations"][name] for name in columns(results, optimizer)]
-    if kernels(results, optimizer):
-        titles.append("kernels alone")
-    return ["tensors", "allocator", *titles, "limit", "speed-up", "GB/s", "share"]
+def columns(results: Results, rows: list[Row]) -> list[str]:
+    """Implementations that have at least a word to say about some rows, in their order."""
+    return [n for n in results["implementations"] if any(row["results"].get(n) for row in rows)]
 
 
-def lines(results: Results, optimizer: str) -> Iterator[list[str]]:
-    """One line a shape list and allocator, the allocators of a list together."""
-    names, alone = columns(results, optimizer), kernels(results, optimizer)
-    rows = [row for row in of_lists(results, optimizer) if "results" in row]
-    order = list(dict.fromkeys(row["shapes"] for row in rows))
-    for row in sorted(rows, key=lambda row: order.index(row["shapes"])):
-        cells = [cell(row["results"].get(name, {})) for name in names]
-        if alone:
-            cells.append(milliseconds(alone[row["shapes"]]) if row["shapes"] in alone else "–")
-        ours = row["results"].get("fused", {})
-        yield [
-            row["title"],
-            row["allocator"],
-            *cells,
-            milliseconds(row["limit"]["ms"]) if "limit" in row else "–",
-            f"{ours['speedup']:.1f}×" if "speedup" in ours else "",
-            f"{ours['gbps']:.1f}" if "gbps" in ours else "",
-            f"{ours['share']:.2f}" if "share" in ours else "",
+def subjects(results: Results) -> list[tuple[str, str]]:
+    """What there is a table for: optimizer and purpose, models first."""
+    found = dict.fromkeys((row["purpose"], row["optimizer"]) for row in results["rows"])
+    purposes = list(dict.fromkeys(purpose for purpose, _ in found))
+    return [(name, purpose) for each in purposes for purpose, name in found if purpose == each]
+
+
+def grid(results: Results, optimizer: str, purpose: str) -> Grid:
+    rows = rows_of(results, optimizer, purpose)
+    names = columns(results, rows)
+    titles = [results["implementations"][name] for name in names]
+    ours = [name for name in OURS if any("share" in row["results"].get(name, {}) for row in rows)]
+    others = {
+        "allocator": lambda row: row.get("allocator"),
+        "limit": lambda row: milliseconds(row["limit"]["ms"]) if "limit" in row else None,
+        "speed-up": lambda row: _times(row["results"].get("unfused", {}).get("times")),
+        "to contiguous": lambda row: _times(row.get("contiguous", {}).get("times")),
+        "GB/s": _rate,
+    }
+    found = {title: [told(row) for row in rows] for title, told in others.items()}
+    found = {title: cells for title, cells in found.items() if any(cells)}
+    before = [found.pop("allocator")] if "allocator" in found else []
+    shares = {
+        "share" if len(ours) == 1 else f"share, {results['implementations'][name]}": [
+            _share(row["results"].get(name, {})) for row in rows
         ]
+        for name in ours
+    }
+    figures = [[cell(row["results"].get(name, {})) for row in rows] for name in names]
+    cells = [[row["title"] for row in rows], *before, *figures, *found.values(), *shares.values()]
+    header = ["tensors", *["allocator"] * len(before), *titles, *found, *shares]
+    lines = [[cell or "" for cell in line] for line in zip(*cells, strict=True)]
+    title = f"{optimizer}: ms a step" if purpose == "list" else f"{optimizer} by {purpose}"
+    return Grid(title, header, lines, words=1 + len(before))
 
 
 def cell(result: dict[str, Any]) -> str:
-    """A figure, beside peers with how many times ours it is; or what is the matter."""
+    """A figure with how many times ours it is, or what is the matter."""
     if "ms" in result:
         times = f" ({result['times']:.2f}×)" if "times" in result else ""
         return milliseconds(result["ms"]) + times
     return next(iter(result), "–")
 
 
-#: Columns that a narrow terminal does without, the first to go first.
-EXPENDABLE = (
-    "torch for-loop", "torch foreach", "ours, keep_grad", "GB/s", "oneDNN", "kernels alone",
-    "share", "limit",
-)  # fmt: skip
+def _times(value: float | None) -> str | None:
+    return None if value is None else f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
 
 
-def grid(results: Results, optimizer: str) -> Grid:
-    title = f"{optimizer}: ms a step"
-    return Grid(title, header(results, optimizer), list(lines(results, optimizer)), words=2)
+def _share(result: dict[str, Any]) -> str:
+    return f"{result['share']:.2f}" if "share" in result else ""
 
 
-def rich_tables(results: Results, width: int) -> Iterator[Table]:
-    """A table for each optimizer that fits, if it can, into so many characters of width."""
-    for optimizer in optimizers(results):
-        left_out: list[str] = []
-        found = grid(results, optimizer)
-        for name in EXPENDABLE:
-            if width_of(found.table(left_out)) <= width:
-                break
-            if name in found.header:
-                left_out.append(name)
-        yield found.table(left_out)
+def _rate(row: Row) -> str | None:
+    ours = row["results"].get("fused", {})
+    return f"{row['bytes'] / ours['ms'] / 1e6:,.0f}" if "ms" in ours and "limit" in row else None
 
 
-def width_of(table: Table) -> int:
-    console = Console(width=1000)
-    return console.measure(table).maximum
+def grids(results: Results) -> list[Grid]:
+    if results["suite"] == "adan":
+        return adan_report.grids(results)
+    found = [grid(results, *subject) for subject in subjects(results)]
+    return [each for each in found if each.lines]
 
 
-def limit_line(results: Results) -> str:
-    """What the limit's loops reach on this machine, in and out of the caches."""
-    rates = [
-        (row["bytes"] / row["limit"]["ms"] / 1e6, row["title"])
-        for optimizer in optimizers(results)
-        for row in of_lists(results, optimizer)
-        if "limit" in row and row["elements"] >= 1 << 16
-    ]
-    if not rates:
-        return ""
-    (slowest, slow), (fastest, fast) = min(rates), max(rates)
-    return (
-        f"Limit of this machine, the same reads and writes without the maths: {fastest:,.0f} GB/s "
-        f"({fast}) to {slowest:,.0f} GB/s ({slow})."
-    )
-
-
-def legend(results: Results) -> str:
-    told = (
-        "speed-up: ours fused against ours unfused; GB/s: bytes that a step must move at least; "
-        "share: the limit's time over ours."
-    )
-    if results.get("kernels"):
-        told = f"kernels alone: ours fused without torch and Python, under any allocator; {told}"
-    return told
+# ---- What is said around the tables --------------------------------------------------------------
 
 
 def subtitle(results: Results) -> str:
-    threads = results["threads"]
+    threads = results.get("threads")
     facts = (
-        results["machine"]["cpu"],
-        f"{threads} thread{'s' * (threads != 1)}",
-        results["isa"] or "no native library",
+        results.get("device") or results["machine"]["cpu"],
+        threads and "device" not in results and f"{threads} thread{'s' * (threads != 1)}",
+        results.get("isa"),
         f"torch {results['torch']}",
-        results["dtype"],
         results["date"],
     )
-    return ", ".join(facts)
+    return ", ".join(filter(None, facts))
 
 
-def against_torch(results: Results) -> Iterator[str]:
-    """How much faster than torch's fused step, median over the lists, by allocator."""
-    for optimizer in optimizers(results):
-        ratios: dict[str, list[float]] = {}
-        for row in of_lists(results, optimizer):
-            ours, torch = (row.get("results", {}).get(n, {}) for n in ("fused", "torch_fused"))
-            if "ms" in ours and "ms" in torch:
-                times = torch.get("times", torch["ms"] / ours["ms"])
-                ratios.setdefault(row["allocator"], []).append(times)
-        medians = [f"{statistics.median(found):.2f}× ({name})" for name, found in ratios.items()]
-        if medians:
-            yield f"{optimizer} against torch fused, median over the lists: {', '.join(medians)}."
+def legend(results: Results) -> str:
+    """Explains the columns that there are."""
+    shown = {name for each in grids(results) for name in each.header}
+    told = ["In parentheses: how many times the time of ours fused, in the same process."]
+    texts = {
+        "kernels alone": "kernels alone: ours fused without torch and Python.",
+        "limit": "limit: the same reads and writes without the maths; share: its time over ours.",
+        "ours, graph": "graph: a replay of the step captured in a CUDA graph.",
+        "speed-up": "speed-up: ours fused against ours unfused.",
+        "GB/s": "GB/s: bytes that a step must move at least.",
+        "to contiguous": "to contiguous: ours against ours of contiguous weights, in turn.",
+    }
+    return " ".join(told + [text for name, text in texts.items() if name in shown])
 
 
-#: What may be the matter with an implementation, as said behind its name.
-PROBLEMS = {
-    "wrong": "is wrong",
-    "failed": "failed",
-    "crashed": "crashed",
-    "late": "took too long",
-    "absent": "is absent",
-    "skipped": "was skipped",
-}
+def limit_line(results: Results) -> Iterator[str]:
+    """Tells what the limit's loops reach on this machine, in and out of the caches."""
+    rates = [
+        (row["bytes"] / row["limit"]["ms"] / 1e6, row["title"])
+        for row in results["rows"]
+        if "limit" in row and row["elements"] >= 1 << 16
+    ]
+    if rates:
+        (slowest, slow), (fastest, fast) = min(rates), max(rates)
+        yield f"The limit reaches {fastest:,.0f} GB/s ({fast}) to {slowest:,.0f} GB/s ({slow})."
+
+
+def ratios(results: Results) -> Iterator[str]:
+    """How many times the time of ours each implementation takes, by optimizer."""
+    for optimizer in dict.fromkeys(row["optimizer"] for row in results["rows"]):
+        rows = rows_of(results, optimizer, "list")
+        told = []
+        for name, title in results["implementations"].items():
+            found = [row["results"].get(name, {}).get("times") for row in rows]
+            times = [each for each in found if each is not None]
+            if len(times) > 1 and name not in OURS:
+                span = f"{min(times):.2f} to {max(times):.2f}"
+                told.append(f"{title} {statistics.median(times):.2f}× ({span})")
+        if told:
+            yield f"{optimizer}, times of ours fused, median over the lists: {'; '.join(told)}."
 
 
 def problems(results: Results) -> Iterator[str]:
-    """What is not timed, with the reason and where; and notes."""
+    """Tells what is not timed or cannot be, with the reason and where; and notes."""
     titles = results["implementations"]
     places: dict[str, list[str]] = {}
-    skipped: dict[str, list[str]] = {}
     for row in results["rows"]:
-        threads = f" on {row['threads']} threads" if row.get("threads") else ""
-        words = (row["optimizer"], f"{row['title']}{threads}", row.get("allocator"))
-        where = ", ".join(filter(None, words))
+        where = ", ".join(filter(None, (row["optimizer"], row["title"], row.get("allocator"))))
         if "skipped" in row:
-            skipped.setdefault(row["skipped"], []).append(where)
+            places.setdefault(f"Skipped: {row['skipped']}", []).append(where)
         for name, result in row.get("results", {}).items():
-            for problem, reason in result.items():
-                if problem in PROBLEMS:
-                    told = f"{titles[name]} {PROBLEMS[problem]}: {reason}"
-                    places.setdefault(told, []).append(where)
-    for reason, found in skipped.items():
-        yield f"Skipped: {'; '.join(found)}: {reason}."
+            for problem in PROBLEMS.keys() & result.keys():
+                told = f"Not timed: {titles[name]} {PROBLEMS[problem]}: {result[problem]}"
+                places.setdefault(told, []).append(where)
+            if result.get("share", 0) > 1:
+                told = f"Above the limit, by an error of the limit or in the cache: {titles[name]}"
+                places.setdefault(told, []).append(where)
     for told, found in places.items():
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
-        yield f"Not timed: {told} ({found[0]}{more})."
+        yield f"{told} ({found[0]}{more})."
     yield from results["notes"]
 
 
 def remarks(results: Results) -> Iterator[str]:
     """What belongs below the tables."""
-    yield subtitle(results)
-    yield from filter(None, [limit_line(results)])
-    yield legend(results)
-    yield from against_torch(results)
+    if results["suite"] == "adan":
+        yield from adan_report.remarks(results)
+    else:
+        yield legend(results)
+        yield from limit_line(results)
+        yield from ratios(results)
     yield from problems(results)
 
 
-def markdown(results: Results) -> str:
-    parts = [f"# Optimizer steps on {results['machine']['cpu']}", subtitle(results)]
-    parts += [grid(results, optimizer).markdown() for optimizer in optimizers(results)]
-    parts.append(" ".join(filter(None, [limit_line(results), legend(results)])))
-    return document(parts, [*against_torch(results), *problems(results)], ("time", "speedup"))
+# ---- The page of a machine -----------------------------------------------------------------------
 
 
-def document(parts: list[str], remarks: list[str], plots: Iterable[str]) -> str:
-    if remarks:
-        parts.append("\n".join(f"- {line}" for line in remarks))
-    parts.append("\n\n".join(f"![{name}]({name}.png)" for name in plots))
+def page(folder: Path) -> str:
+    """All tables that a folder has the results of, and its plots."""
+    found = {
+        name: json.loads(file.read_text(encoding="utf-8"))
+        for name in TITLES
+        if (file := folder / f"{name}.json").is_file()
+    }
+    parts = [f"# Optimizer steps on {folder.name}"]
+    for table, results in found.items():
+        parts += [f"## {TITLES[table]}", f"{subtitle(results)}; {command(table, results)}."]
+        parts += [each.markdown() for each in grids(results)]
+        parts.append("\n".join(f"- {line}" for line in remarks(results)))
+        parts += [f"![{plot.stem}]({plot.name})" for plot in sorted(folder.glob(f"{table}-*.svg"))]
+    for file in sorted({*folder.glob("*.json")} - {folder / f"{name}.json" for name in TITLES}):
+        parts.append(f"[{file.name}]({file.name}) is from `bench/probes/{file.stem}`.")
     return "\n\n".join(parts) + "\n"
+
+
+def command(table: str, results: Results) -> str:
+    """What makes such results."""
+    name = {"steps": "cuda" if "device" in results else ""}.get(table, table)
+    device = " --device cuda" if "device" in results and table in ("peers", "embedding") else ""
+    return f"`./run.sh bench{' ' * bool(name)}{name}{device}`"
+
+
+def write_page(folder: Path) -> None:
+    (folder / "README.md").write_text(page(folder), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    for each in sys.argv[1:]:
+        write_page(Path(each))

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 
 import cases
+import gpt2
 import shapes
+from adan_published import PUBLISHED
 from limit_library import Streams, powers_of_two
 from shapes import ShapeList
 
@@ -46,7 +48,7 @@ PRECISIONS = {
 
 
 class Purpose(Enum):
-    """What a row is measured for: which part of the report it belongs to."""
+    """Why a row is measured: the part of the report that it belongs to."""
 
     LIST = "list"
     SIZE = "size"
@@ -62,6 +64,8 @@ class Row:
     threads: int | None = None
     """None: all."""
     purpose: Purpose = Purpose.LIST
+    gradient: str = "dense"
+    """Or sparse, as an embedding makes it: one of subjects.SPARSE."""
 
     def __str__(self) -> str:
         parts = [str(self.case), str(self.shape_list)]
@@ -69,16 +73,22 @@ class Row:
             parts.append(self.precision.name)
         if self.threads is not None:
             parts.append(f"{self.threads}-threads")
+        if self.gradient != "dense":
+            parts.append(self.gradient)
         return "/".join(parts)
 
     @property
     def title(self) -> str:
-        title = self.shape_list.title
-        return title if self.precision == FLOAT32 else f"{title}, {self.precision.title}"
+        parts = [self.shape_list.title]
+        if self.precision != FLOAT32:
+            parts.append(self.precision.title)
+        if self.threads is not None:
+            parts.append(f"{self.threads} thread{'s' * (self.threads != 1)}")
+        return ", ".join(parts) if self.gradient == "dense" else self.gradient.replace("-", " ")
 
     @property
     def contiguous(self) -> Row | None:
-        """The row whose time is told against that of this layout, where it is another."""
+        """The row of contiguous weights that this layout is compared with, if it is another."""
         shape_list = self.shape_list.contiguous
         return None if shape_list == self.shape_list else replace(self, shape_list=shape_list)
 
@@ -93,7 +103,7 @@ class Row:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What our optimizers need to be told to keep states in this precision."""
+        """The options that make our optimizers keep states in this precision."""
         is_mixed = self.precision.state != self.precision.weight
         return {"state_dtype": self.precision.state} if is_mixed else {}
 
@@ -110,45 +120,94 @@ class Row:
 
     @property
     def arrays_bytes(self) -> int:
-        """What weights, gradients and states take."""
+        """The bytes of weights, gradients and states."""
         return self.streams.arrays_bytes * self.shape_list.elements
 
     @property
     def bytes(self) -> int:
-        """What a step must move at least."""
+        """The bytes that a step must move at least."""
         return self.streams.bytes_per_element * self.shape_list.elements
 
+    def described(self) -> dict[str, Any]:
+        """As in results."""
+        facts = {
+            "name": str(self),
+            "optimizer": self.case.name,
+            "shapes": self.shape_list.name,
+            "title": self.title,
+            "precision": self.precision.name,
+            "threads": self.threads,
+            "purpose": self.purpose.value,
+            "tensors": len(self.shape_list.shapes),
+            "elements": self.shape_list.elements,
+            "bytes": self.bytes,
+        }
+        return {key: value for key, value in facts.items() if value is not None}
 
-PLAIN = tuple(case for case in cases.PLAIN if case.name != "adamw")  # Adam but for one product
+
+#: An optimizer each, but for AdamW, which is Adam with one more product.
+PLAIN = tuple(case for case in cases.PLAIN if case.name != "adamw")
+NAMED = {case.name: case for case in cases.PLAIN}
+LISTS = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
 
 
-def of_lists(*, quick: bool, all_cases: bool, precision: Precision) -> Iterator[Row]:
-    """Optimizers over lists of shapes."""
+def steps(
+    device: str, *, quick: bool = False, all_cases: bool = False, precision: Precision = FLOAT32
+) -> Iterator[Row]:
+    """Optimizers over lists of shapes, on a CPU also over sizes of one tensor."""
+    lists = shapes.QUICK if quick else shapes.ALL
     for case in cases.CASES if all_cases else PLAIN:
-        for shape_list in shapes.QUICK if quick else shapes.ALL:
-            yield Row(case, shape_list, precision)
+        for shape_list in lists:
+            purpose = Purpose.SIZE if shape_list in shapes.SIZES else Purpose.LIST
+            if device == "cpu" or purpose == Purpose.LIST:
+                yield Row(case, shape_list, precision, purpose=purpose)
+    if device == "cuda" and not quick and precision == FLOAT32:
+        yield from _in_16_bits("gpt2")
 
 
-def beside_peers(threads: int) -> Iterator[Row]:
-    """What is compared with other libraries; what takes longest comes last.
+def _in_16_bits(*names: str) -> Iterator[Row]:
+    for name in names:
+        yield from (Row(NAMED["adamw"], LISTS[name], each) for each in (BFLOAT16, MIXED))
+
+
+def beside_peers(device: str, threads: int) -> Iterator[Row]:
+    """Rows that other libraries step too; those that take longest come last.
 
     `threads` is what the machine has.
     """
-    lists = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
-    named = {case.name: case for case in cases.PLAIN}
-    large = lists.pop("gpt2-large")
-    for shape_list in lists.values():
-        yield from (Row(case, shape_list) for case in PLAIN)
-    for name in ("matrix", "gpt2"):
-        for precision in (FLOAT32, BFLOAT16, MIXED):
-            yield Row(named["adamw"], lists[name], precision)
-    for shape_list in shapes.HOST:
-        yield Row(named["adam"], shape_list, purpose=Purpose.HOST)
-    for count in powers_of_two(threads):
-        yield Row(named["adam"], lists["gpt2"], threads=count, purpose=Purpose.THREADS)
-    for shape_list in shapes.SIZES:
-        yield from (Row(case, shape_list, purpose=Purpose.SIZE) for case in PLAIN)
+    large = LISTS["gpt2-large"]
+    for shape_list in LISTS.values():
+        if shape_list != large:
+            yield from (Row(case, shape_list) for case in PLAIN)
+    yield from (Row(NAMED["adamw"], LISTS[name]) for name in ("matrix", "gpt2"))
+    yield from _in_16_bits("matrix", "gpt2")
+    if device == "cpu":
+        for shape_list in shapes.HOST:
+            yield Row(NAMED["adam"], shape_list, purpose=Purpose.HOST)
+        for count in powers_of_two(threads):
+            yield Row(NAMED["adam"], LISTS["gpt2"], threads=count, purpose=Purpose.THREADS)
+        for shape_list in shapes.SIZES:
+            yield from (Row(case, shape_list, purpose=Purpose.SIZE) for case in PLAIN)
     yield from (Row(case, large) for case in PLAIN)
+
+
+def clipping() -> Iterator[Row]:
+    for name in ("gpt2", "small"):
+        yield from (Row(case, LISTS[name]) for case in PLAIN)
+
+
+def embedding() -> Iterator[Row]:
+    for gradient in ("each-row-once", "each-row-twice", "coalesced"):
+        yield Row(NAMED["adagrad"], shapes.EMBEDDING, gradient=gradient)
+
+
+def adan() -> Iterator[Row]:
+    """The sizes of GPT-2 that Adan's authors published."""
+    for name, published in PUBLISHED.items():
+        with torch.device("meta"):
+            model = gpt2.GPT2(published)
+        sizes = tuple(tuple(parameter.shape) for parameter in model.parameters())
+        yield Row(NAMED["adan"], ShapeList(name, name.replace("x", " × "), sizes))
 
 
 def matching(rows: Iterable[Row], pattern: str) -> list[Row]:

@@ -1,124 +1,375 @@
 #!/usr/bin/env python3
-"""Time whole optimizer steps from Python, side by side, against the limit of the machine.
+"""Time whole optimizer steps from Python against the limit of the machine, and beside others.
 
-Rows are optimizers × shape lists ("lamb/resnet50"); FILTER is a regular expression that selects
-some. Each row is measured under glibc's allocator and under jemalloc, in a process for each; then
-its kernels alone, by Google Benchmark.
-Results go into a folder as results.json, README.md (the tables), time.png and speedup.png.
+SUITE is one of
+
+    steps      ours, unfused and torch's, under both allocators (the default); cuda: on a GPU
+    peers      beside other libraries, each in a process of its own
+    clipping   step(max_norm=..., zero_grad=True) against the separate calls
+    embedding  Adagrad with sparse gradients of an embedding table
+    adan       memory and time of Adan over the sizes of GPT-2 that its authors published
+
+Rows are named as "adam/gpt2", "adamw/gpt2/mixed" or "adam/gpt2/4-threads"; FILTER is a regular
+expression that selects some. Results go into a folder as SUITE.json, README.md (the tables) and
+plots.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
+import math
+import re
+import statistics
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
-import output
+import peer_packages
 import plot
 import report
-from environment import ALLOCATORS, environments
-from kernels import kernels_alone
-from machine import Others
-from processes import Request, WorkerError, check_allocator, events, progress_over, show
+from environment import ALLOCATORS, ROOT, environments
+from kernels import add_kernels
+from machine import Others, this_machine
+from processes import LateError, WorkerError, check_allocator, events, progress_over, show
+from suites import SUITES, Process
 
-#: Seconds of measuring steps for both allocators together, unless --budget says otherwise. The
-#: kernels alone come on top: a fraction of a second for each row.
-QUICK_SECONDS, FULL_SECONDS = 150, 1200
+#: How long after its time a process may still be measuring what it has begun: a first step may be
+#: compiled.
+PATIENCE = 60
+
+#: Seconds with --quick.
+QUICK_SECONDS = 150
+
+#: The lists for which allocators are compared beside peers.
+BOTH_ALLOCATORS = ["matrix", "resnet50", "gpt2", "small"]
+
+#: Share of the CPUs above which the rest of the system disturbs figures enough to say so.
+DISTURBING = 0.1
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    extent = parser.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help="a few shape lists, in a few minutes")
-    extent.add_argument("--full", action="store_true", help="all shape lists (the default)")
-    parser.add_argument("--all-cases", action="store_true", help="all variants of the optimizers")
-    parser.add_argument("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
+    parser.add_argument("words", nargs="*", metavar="[SUITE] [FILTER]")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--quick", action="store_true", help="steps: a few lists, in minutes")
+    parser.add_argument("--all-cases", action="store_true", help="steps: all variants")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float64", "bfloat16", "float16", "mixed"),
         default="float32",
-        help="mixed: weights and gradients in bfloat16, states in float32",
+        help="steps; mixed: weights and gradients in bfloat16, states in float32",
     )
-    output.add_arguments(parser)
-    return parser.parse_args()
+    parser.add_argument("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
+    parser.add_argument(
+        "--peer", action="append", dest="peers", metavar="NAME", help="peers: one, or several"
+    )
+    parser.add_argument(
+        "--all-rows", action="store_true", help="also those for which no time is left, shortly"
+    )
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all steps")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--output", type=Path, metavar="DIR", help="not build/results/MACHINE")
+    where.add_argument(
+        "--commit", action="store_true", help="write into bench/results/MACHINE, for the pages"
+    )
+    parser.add_argument(
+        "--packages", type=Path, metavar="DIR", default=peer_packages.FOLDER,
+        help="where peer_packages.py has put the libraries",
+    )  # fmt: skip
+    parser.add_argument(
+        "--libraries", type=Path, metavar="DIR", default=ROOT / "build" / "release" / "bench",
+        help="where the native parts of the benchmark were built",
+    )  # fmt: skip
+    arguments = parser.parse_intermixed_args()
+    words = arguments.words
+    if words and words[0] == "cuda":
+        words[0], arguments.device = "steps", "cuda"
+    names = {name for name, _ in SUITES}
+    arguments.suite = words.pop(0) if words and words[0] in names else "steps"
+    arguments.filter = words.pop(0) if words else ""
+    if words:
+        parser.error(f"one FILTER at most: {' '.join(words)}")
+    try:
+        re.compile(arguments.filter)
+    except re.error as error:
+        parser.error(f"not a regular expression: {error}")
+    if (arguments.suite, arguments.device) not in SUITES:
+        parser.error(f"{arguments.suite} is not measured on {arguments.device}")
+    return arguments
 
 
-def measure(
-    allocator: str,
-    request: Request,
-    env: dict[str, str],
-    collected: output.Collected,
-    progress: Progress,
-) -> None:
-    """The rows under one allocator."""
-    task = progress.add_task(f"{allocator}: starting", total=None)
-    for event in events(request, env):
-        match event["event"]:
-            case "plan":
-                check_allocator(event["facts"], allocator)
-                collected.facts = event["facts"]
-                progress.update(task, total=len(event["rows"]))
-            case "row":
-                show(progress, task, f"{allocator}: {event['name']}")
-            case "result":
-                collected.rows.append({"allocator": allocator} | event["row"])
+#: The process, the allocator and the rows of each that has come to an end.
+Parts = list[tuple[Process, str, list[dict[str, Any]]]]
+
+
+class Run:
+    """A suite's processes, one after the other, and what they have found."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.suite = SUITES[arguments.suite, arguments.device]
+        self.machine = this_machine()  # before this process is pinned to some of its CPUs
+        self.facts: dict[str, Any] = {}
+        self.rows: list[dict[str, Any]] = []
+        self.notes: list[str] = []
+        #: The best ways of each row's limit that were found yet.
+        self._limits: dict[str, dict[str, Any]] = {}
+
+    def note(self, text: str) -> None:
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def pairs(self) -> list[tuple[Process, str]]:
+        """Each process with its allocators; that of ours alone, which finds the limits, first."""
+        wanted = [
+            process
+            for process in self.suite.processes
+            if not self.arguments.peers
+            or process.names == ("fused",)
+            or {str(process), *process.names} & {*self.arguments.peers}
+        ]
+        first, *others = self.arguments.allocators or self.suite.allocators
+        both = [(each, allocator) for allocator in others for each in wanted if each.allocates]
+        return [(process, first) for process in wanted] + both
+
+    def collect(self, keep: Callable[[], object]) -> None:
+        """Measures all. `keep` is called with what there is after each process."""
+        arguments, others, parts = self.arguments, Others(), []
+        wanted = {allocator for _, allocator in self.pairs()}
+        envs, self.notes = environments([name for name in ALLOCATORS if name in wanted])
+        if not envs:
+            envs, _ = environments(["glibc"])
+        pairs = [(process, a if a in envs else "glibc") for process, a in self.pairs()]
+        pairs = list(dict.fromkeys(pair for pair in pairs if pair[1] in envs))
+        seconds = QUICK_SECONDS if arguments.quick else self.suite.seconds
+        end = time.monotonic() + (seconds if arguments.budget is None else arguments.budget)
+        with progress_over(Console(stderr=True)) as progress:
+            task = progress.add_task("starting", total=len(pairs))
+            for number, (process, allocator) in enumerate(pairs):
+                name = f"{process}, {allocator}"
+                left = end - time.monotonic()
+                if left < 0 and self.suite.leaves_out and not arguments.all_rows:
+                    self.note(f"{name}: not measured, the time was up")
+                    continue
+                share = process.share / sum(later.share for later, _ in pairs[number:])
+                until = time.monotonic() + left * share
+                tell = partial(show, progress, task, f"{name}: ")
+                rows = self.measure(process, allocator, envs[allocator], until, tell)
+                parts.append((process, allocator, rows))
                 progress.advance(task)
-            case "note":
-                collected.note(event["text"])
-    progress.update(task, description=f"{allocator}: done")
+                if not self.facts:
+                    break  # none begins where the first could not
+                self.rows = merged(parts)
+                if len(envs) == 1:
+                    for row in self.rows:
+                        self.facts["allocator"] = row.pop("allocator")
+                if self.rows:
+                    keep()
+            if self.suite.has_limit and self.facts.get("isa"):
+                tell = partial(show, progress, task, "kernels alone: ")
+                env = next(iter(envs.values()))
+                add_kernels(arguments.libraries, env, self.facts, self.rows, self.note, tell)
+            progress.update(task, description="done")
+        if (share := others.share()) > DISTURBING:
+            self.note(
+                f"other programs took {100 * share:.0f} % of the CPUs meanwhile: these are the "
+                "figures of a busy machine"
+            )
+
+    def measure(
+        self,
+        process: Process,
+        allocator: str,
+        env: dict[str, str],
+        until: float,
+        tell: Callable[[str], None],
+    ) -> list[dict[str, Any]]:
+        """The rows of a process. Where it crashes, the next row has a process of its own."""
+        arguments = self.arguments
+        request: dict[str, Any] = {
+            "suite": arguments.suite,
+            "device": arguments.device,
+            "names": process.names,
+            "filter": arguments.filter,
+            "quick": arguments.quick,
+            "all_cases": arguments.all_cases,
+            "precision": arguments.dtype,
+            "skip_late": self.suite.leaves_out and not arguments.all_rows,
+            "limits": self._limits,
+            "libraries": str(arguments.libraries.resolve()),
+            "until": until,
+        }
+        if arguments.suite == "peers" and allocator != "glibc":
+            request["shapes"] = BOTH_ALLOCATORS
+        if process.package is not None:
+            try:
+                folder = arguments.packages
+                env = peer_packages.environment(process.package, env, folder, arguments.device)
+            except peer_packages.AbsentError as reason:
+                request["absent"] = str(reason)
+        name = f"{arguments.suite}-{arguments.device}-{process.names[0]}-{allocator}"
+        log = ROOT / "build" / "logs" / "bench" / f"{name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        rows: list[dict[str, Any]] = []
+        while True:
+            planned, begun = {}, None
+            request["skip"] = [row["name"] for row in rows]
+            patience = PATIENCE + max(0.0, until - time.monotonic())
+            try:
+                for event in events(request, env, log, patience if process.package else None):
+                    match event["event"]:
+                        case "plan":
+                            check_allocator(event["facts"], allocator)
+                            self.facts = event["facts"]
+                            planned = {row["name"]: row for row in event["rows"]}
+                        case "row":
+                            begun = event["name"]
+                            tell(begun)
+                        case "result":
+                            rows.append(event["row"])
+                            if "limit" in event["row"]:
+                                self._limits[begun] = event["row"]["limit"]
+                            begun = None
+            except WorkerError as failure:
+                if begun is None:
+                    self.note(f"{process}, {allocator}: {failure}")
+                    return rows
+                problem = "late" if isinstance(failure, LateError) else "crashed"
+                results = {name: {problem: str(failure)} for name in planned[begun]["names"]}
+                rows.append(planned[begun] | {"results": results})
+            else:
+                return rows
+
+    def results(self) -> dict[str, Any]:
+        return {
+            "suite": self.arguments.suite,
+            "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            "machine": self.machine.facts(),
+            **self.facts,
+            "notes": self.notes,
+            "rows": self.rows,
+        }
 
 
-def collect(arguments: argparse.Namespace, console: Console) -> output.Collected:
-    collected, others = output.Collected(), Others()
-    allocators, collected.notes = environments(arguments.allocators or list(ALLOCATORS))
-    if not allocators:
-        sys.exit(f"nothing to measure: {collected.notes[0]}")
-    budget = arguments.budget or (QUICK_SECONDS if arguments.quick else FULL_SECONDS)
-    request = {
-        "quick": arguments.quick,
-        "all_cases": arguments.all_cases,
-        "filter": arguments.filter,
-        "precision": arguments.dtype,
-        "libraries": str(arguments.libraries.resolve()),
-    }
-    with progress_over(console) as progress:
-        for allocator, env in allocators.items():
-            until = time.monotonic() + budget / len(allocators)
-            measure(allocator, request | {"until": until}, env, collected, progress)
-        task = progress.add_task("kernels alone", total=None)
-        arrived = kernels_alone(
-            arguments.libraries, env, collected.facts, collected.rows, collected.note
-        )
-        for each in arrived:
-            show(progress, task, f"kernels alone: {each['optimizer']}/{each['shapes']}")
-            collected.kernels.append(each)
-        progress.update(task, description="kernels alone: done")
-    collected.note_disturbance(others.share())
-    return collected
+def merged(parts: Parts) -> list[dict[str, Any]]:
+    """The rows of all processes, those of one name and allocator in one.
+
+    The `times` of an implementation is what its step takes of ours in the same process. Ours and
+    the limit are medians over the processes.
+    """
+    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for _, allocator, rows in parts:
+        for row in rows:
+            together.setdefault((row["name"], allocator), []).append(row)
+    return [_merged_row(allocator, found) for (_, allocator), found in together.items()]
+
+
+def _merged_row(allocator: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    row = {"allocator": allocator} | {k: v for k, v in found[-1].items() if k != "names"}
+    if all("skipped" in each for each in found):
+        return row
+    row.pop("skipped", None)
+    row["results"] = {}
+    for each in found:
+        if "contiguous" in each:
+            row["contiguous"] = each["contiguous"]
+        ours = each.get("results", {}).get("fused", {})
+        for name in each["names"]:
+            result = {"skipped": each["skipped"]} if "skipped" in each else each["results"][name]
+            if "ms" in result and "ms" in ours and name != "fused":
+                result = result | {"times": result["ms"] / ours["ms"]}
+            row["results"][name] = result
+    ours = [each.get("results", {}).get("fused", {}) for each in found]
+    timed = [each for each in ours if "ms" in each]
+    if len(timed) > 1:
+        shared = [key for key in ("ms", "share") if all(key in each for each in timed)]
+        medians = {key: statistics.median(each[key] for each in timed) for key in shared}
+        row["results"]["fused"] = medians | {"processes": len(timed)}
+    elif timed:
+        row["results"]["fused"] = timed[0]
+    limits = [each["limit"]["ms"] for each in found if "limit" in each]
+    if limits:
+        row["limit"] = {"ms": statistics.median(limits)}
+    return row
+
+
+# ---- Where results go ----------------------------------------------------------------------------
+
+
+def rounded(value: Any) -> Any:
+    """Four digits of each number: runs differ by more."""
+    if isinstance(value, dict):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [rounded(each) for each in value]
+    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+
+
+def folder_of(arguments: argparse.Namespace, name: str) -> Path:
+    """The folder that is asked for. Git ignores the usual one, in build/."""
+    root = ROOT / ("bench" if arguments.commit else "build") / "results"
+    found = arguments.output or root / name
+    found.mkdir(parents=True, exist_ok=True)
+    return found
+
+
+def write(folder: Path, results: dict[str, Any]) -> None:
+    text = json.dumps(rounded(results), separators=(",", ":"), ensure_ascii=False)
+    (folder / f"{results['suite']}.json").write_text(text + "\n", encoding="utf-8")
+    report.write_page(folder)
+
+
+def draw(folder: Path, suite: str, *, again: bool) -> None:
+    """Draws all plots, or again those that the folder has: pages show them."""
+    names = [file.stem.removeprefix(f"{suite}-") for file in folder.glob(f"{suite}-*.svg")]
+    plot.draw(folder / f"{suite}.json", folder, names if again else None)
+
+
+def show_tables(results: dict[str, Any], folder: Path) -> None:
+    """Figures that are cut off would be worse than lines that wrap."""
+    terminal = Console()
+    tables = [grid.table() for grid in report.grids(results)]
+    console = Console(width=max(terminal.width, *map(report.width_of, tables)))
+    for table in tables:
+        console.print(table)
+    for line in (report.subtitle(results), *report.remarks(results)):
+        terminal.print(line, markup=False, highlight=False)
+    terminal.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
 
 
 def main() -> None:
     arguments = parse_arguments()
-    output.check_libraries(arguments.libraries)
-    try:
-        collected = collect(arguments, Console(stderr=True))
-    except WorkerError as failure:
-        sys.exit(f"bench: {failure}")
-    if not collected.rows:
-        sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")
-    folder = output.results_folder(arguments, collected.machine.slug)
-    results = collected.results()
-    output.write(folder, results, report.markdown(results))
-    plot.plot(results, folder)
+    suite = SUITES[arguments.suite, arguments.device]
+    if suite.has_limit and not list(arguments.libraries.glob("libfusedstep_limit.*")):
+        sys.exit(
+            f"{arguments.libraries} has no libfusedstep_limit.so. Build it: "
+            "cmake --preset release && cmake --build --preset release"
+        )
+    run = Run(arguments)
 
-    terminal = Console()
-    tables = list(report.rich_tables(results, terminal.width if terminal.is_terminal else 1000))
-    output.show(tables, report.remarks(results), folder)
+    def keep() -> tuple[dict[str, Any], Path]:
+        results = run.results()
+        name = "-".join(results.get("device", "").lower().split()) or run.machine.slug
+        folder = folder_of(arguments, name)
+        write(folder, results)
+        return results, folder
+
+    run.collect(keep)
+    if not run.rows:
+        sys.exit("\n".join([f"nothing was measured for {arguments.filter!r}", *run.notes]))
+    results, folder = keep()
+    draw(folder, arguments.suite, again=arguments.commit)
+    report.write_page(folder)  # once more, with the plots
+    show_tables(results, folder)
 
 
 if __name__ == "__main__":

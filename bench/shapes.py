@@ -115,6 +115,7 @@ HOST = tuple(
     for count in (1, 10, 100, 500, 1000, 2000, 5000)
 )
 """So small that all the time is the host's."""
+EMBEDDING = ShapeList("embedding", "[1,000,000, 128]", ((1_000_000, 128),))
 ALL = (*MODELS, *LAYOUTS, *SIZES)
 QUICK = tuple(
     shape_list

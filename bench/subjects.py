@@ -1,28 +1,36 @@
-"""What is stepped: weights and gradients of a shape list, and the check that a step is right."""
+"""Weights and gradients that are stepped, and the check that a step is right."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from cases import Case
-from implementations import Stepper
+from rows import Row
 from shapes import ShapeList
 
 #: Steps by which an implementation is checked.
 CHECKED_STEPS = 3
 
-#: Elements that the reference works out at most, unless one tensor has more.
+#: Elements that the reference computes at most, unless one tensor has more.
 CHECKED_ELEMENTS = 1 << 20
 
 #: torch's norm of floats, and with it the trust ratio of an unfused step, loses digits as the
 #: tensor grows: less than one epsilon for so many elements (5e-3 in all at 64 M elements).
 NORM_ELEMENTS = 1024
+
+#: Rows of a table that a batch touches, and batches that follow one another, each with rows of its
+#: own: a training does not find them in the cache.
+TOUCHED, BATCHES = 4096, 16
+
+#: The norm that clipped gradients are scaled to, in every step.
+MAX_NORM = 0.5
 
 _NOISE = torch.randn((1 << 20) + 4096, generator=torch.Generator().manual_seed(0))
 
@@ -61,18 +69,6 @@ def _fill_gradient(tensor: Tensor, index: int, step: int) -> Tensor:
     return _fill(tensor, index + 1000 * step)
 
 
-class Gradients:
-    """Those of weights, in place; other numbers each time that they are made anew."""
-
-    def __init__(self, params: list[Parameter]) -> None:
-        self._params, self._steps = params, itertools.count(CHECKED_STEPS + 1)
-
-    def renew(self) -> None:
-        step = next(self._steps)
-        for index, param in enumerate(self._params):
-            _fill_gradient(param.grad, index, step)
-
-
 def _fill(tensor: Tensor, seed: int) -> Tensor:
     """Normal values, other ones for another seed, in the order of the tensor's elements."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
@@ -82,45 +78,170 @@ def _fill(tensor: Tensor, seed: int) -> Tensor:
     return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
 
 
-class Check:
-    """Compares an implementation's first steps with the row's reference in double precision.
+# ---- Gradients of the steps that are timed -------------------------------------------------------
 
-    A sample of a shape list's tensors is compared: no tensor's update depends on another. A weight
-    may be off by `slack` of the largest move besides.
+
+class Gradients:
+    """Gradients in place, with other numbers each time that they are renewed."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        self._params, self._steps = params, itertools.count(CHECKED_STEPS + 1)
+
+    def before(self) -> None:
+        """Before each step, not timed."""
+
+    def renew(self) -> None:
+        step = next(self._steps)
+        for index, param in enumerate(self._params):
+            _fill_gradient(param.grad, index, step)
+
+
+class Restored(Gradients):
+    """Gradients that a step uses up, restored before the next one."""
+
+    def __init__(self, params: list[Parameter]) -> None:
+        super().__init__(params)
+        self._saved = [param.grad.clone() for param in params]
+
+    def before(self) -> None:
+        torch._foreach_copy_([param.grad for param in self._params], self._saved)
+
+    def renew(self) -> None:
+        super().renew()
+        torch._foreach_copy_(self._saved, [param.grad for param in self._params])
+
+
+class Batches(Gradients):
+    """Sparse gradients of one table, batch after batch."""
+
+    def __init__(self, params: list[Parameter], gradient: str) -> None:
+        super().__init__(params)
+        (table,) = params
+        shape = tuple(table.shape)
+        grads = [batch(gradient, seed, shape).to(table.device) for seed in range(BATCHES)]
+        self._grads = itertools.cycle(grads)
+
+    def before(self) -> None:
+        self._params[0].grad = next(self._grads)
+
+    def renew(self) -> None:
+        """Each step has another batch already."""
+
+
+def batch(gradient: str, seed: int, shape: tuple[int, int]) -> Tensor:
+    """A gradient as an embedding makes it: one entry or two for each row, in disorder."""
+    times = 2 if gradient == "each-row-twice" else 1
+    generator = torch.Generator().manual_seed(seed)
+    touched = torch.randperm(shape[0], generator=generator)[:TOUCHED].repeat(times)
+    touched = touched[torch.randperm(len(touched), generator=generator)]
+    values = torch.randn(len(touched), shape[1], generator=generator)
+    found = torch.sparse_coo_tensor(touched[None], values, shape, check_invariants=False)
+    return found.coalesce() if gradient == "coalesced" else found
+
+
+# ---- The check -----------------------------------------------------------------------------------
+
+
+class Check:
+    """Compares an implementation's first steps with a case's reference in double precision.
+
+    A sample of a shape list's tensors is compared: no tensor's update depends on another, except by
+    the norm that gradients are clipped to. A weight may be off by `slack` of the largest move
+    besides.
     """
 
     def __init__(
-        self, case: Case, shape_list: ShapeList, dtype: torch.dtype, slack: float = 0.0
+        self,
+        case: Case,
+        shape_list: ShapeList,
+        dtype: torch.dtype,
+        slack: float = 0.0,
+        max_norm: float = math.inf,
     ) -> None:
         self._sample = _sample(shape_list)
-        self._expected: list[Tensor] = []
-        self._bounds: list[Tensor] = []
-        epsilon = torch.finfo(dtype).eps
+        self._compared: list[Compared] = []
+        norms = [
+            _norm(shape_list, dtype, step) if max_norm < math.inf else 0.0
+            for step in range(1, CHECKED_STEPS + 1)
+        ]
         for index in self._sample:
             shape = shape_list.shapes[index]
-            weight = _fill_weight(torch.empty(shape, dtype=dtype), index).double()
-            state: dict[str, Tensor] = {}
-            moved = 0.0
-            for step in range(1, CHECKED_STEPS + 1):
-                grad = _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
-                before = weight
-                weight, state = case.reference(before, grad, state, step, **case.options)
-                moved = max(moved, (weight - before).abs().max().item())
-            self._expected.append(weight)
-            relative = 32 if case.elementwise else 32 + weight.numel() / NORM_ELEMENTS
-            self._bounds.append(epsilon * (8 * weight.abs() + relative * moved) + slack * moved)
+            grads = [
+                _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
+                * min(1.0, max_norm / (norm + 1e-6))
+                for step, norm in enumerate(norms, 1)
+            ]
+            weight = _fill_weight(torch.empty(shape, dtype=dtype), index)
+            self._compared.append(Compared(case, weight, grads, slack))
 
-    def __call__(self, stepper: Stepper, params: list[Parameter]) -> str | None:
-        """Makes the first steps; returns what is wrong with them, or None."""
+    def __call__(self, stepper: Any, params: list[Parameter]) -> str | None:
+        """Takes the first steps; returns what is wrong with them, or None."""
         for step in range(1, CHECKED_STEPS + 1):
             for index, param in enumerate(params):
                 _fill_gradient(param.grad, index, step)
             stepper.step()
-        for index, expected, bound in zip(self._sample, self._expected, self._bounds, strict=True):
-            off = (params[index].detach().cpu().double() - expected).abs()
-            if not (off <= bound).all():
-                return f"tensor {index} is {off.max().item():.1e} off"
+        for index, compared in zip(self._sample, self._compared, strict=True):
+            if wrong := compared.wrong(params[index]):
+                return f"tensor {index} is {wrong} off"
         return None
+
+
+class SparseCheck:
+    """The same for sparse gradients of a table: by the rows that they touch, and no other moves."""
+
+    def __init__(self, row: Row) -> None:
+        (shape,) = row.shape_list.shapes
+        self._batches = [batch(row.gradient, seed, shape) for seed in range(CHECKED_STEPS)]
+        self._touched = torch.cat([b._indices()[0] for b in self._batches]).unique()
+        self._start = _fill_weight(torch.empty(shape), 0)
+        grads = []
+        for each in self._batches:
+            grads.append(torch.zeros(len(self._touched), shape[1], dtype=torch.double))
+            places = torch.searchsorted(self._touched, each._indices()[0])
+            grads[-1].index_add_(0, places, each._values().double())
+        self._compared = Compared(row.case, self._start[self._touched], grads, slack=0.0)
+
+    def __call__(self, stepper: Any, params: list[Parameter]) -> str | None:
+        (table,) = params
+        is_dense = table.grad is not None and not table.grad.is_sparse
+        for each in self._batches:
+            grad = each.to(table.device)
+            table.grad = grad.to_dense() if is_dense else grad
+            stepper.step()
+        moved = (table.detach().cpu() != self._start).any(dim=1).nonzero()[:, 0]
+        if strangers := (~torch.isin(moved, self._touched)).sum().item():
+            return f"{strangers} rows without a gradient have moved"
+        wrong = self._compared.wrong(table.detach().cpu()[self._touched])
+        return wrong and f"the table is {wrong} off"
+
+
+class Compared:
+    """The reference's weight after some gradients, and how far another may be off."""
+
+    def __init__(self, case: Case, weight: Tensor, grads: list[Tensor], slack: float) -> None:
+        epsilon = torch.finfo(weight.dtype).eps
+        weight, moved = weight.double(), 0.0
+        state: dict[str, Tensor] = {}
+        for step, grad in enumerate(grads, 1):
+            before = weight
+            weight, state = case.reference(before, grad, state, step, **case.options)
+            moved = max(moved, (weight - before).abs().max().item())
+        relative = 32 if case.elementwise else 32 + weight.numel() / NORM_ELEMENTS
+        self._expected = weight
+        self._bound = epsilon * (8 * weight.abs() + relative * moved) + slack * moved
+
+    def wrong(self, weight: Tensor) -> str | None:
+        off = (weight.detach().cpu().double() - self._expected).abs()
+        return None if (off <= self._bound).all() else f"{off.max().item():.1e}"
+
+
+def _norm(shape_list: ShapeList, dtype: torch.dtype, step: int) -> float:
+    """Of a step's gradients, all together."""
+    grads = (
+        _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
+        for index, shape in enumerate(shape_list.shapes)
+    )
+    return math.sqrt(sum(grad.square().sum().item() for grad in grads))
 
 
 def _sample(shape_list: ShapeList) -> list[int]:

@@ -7,33 +7,30 @@ Writes events to stdout, one JSON object a line; processes.py reads them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
-import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-import cases
-import fusedstep
-import implementations
-import limit_library
-import onednn_library
-import peer_optimizers
+import devices
+import memory
 import rows
 import subjects
-from implementations import Implementation, Stepper, UnavailableError, told
-from limit_library import Limit, Memory, Walk
+from devices import DEVICES, Device, Timer
+from implementations import FUSED, Implementation, UnavailableError, told
+from limit_library import Limit
 from rows import Row
+from suites import SUITES
 
 #: Turns that each implementation gets in a row, and the seconds of one at least. An implementation
 #: whose step takes longer than SLOW gets but one turn when the time is up.
@@ -59,33 +56,34 @@ TIMED_LR = 1e-7
 class Request:
     until: float
     """The end of the time for all rows, by time.monotonic(), which all processes share."""
+    suite: str = "steps"
+    device: str = "cpu"
+    names: tuple[str, ...] = ("fused",)
+    """The implementations that are measured, beside ours."""
     filter: str = ""
     quick: bool = False
     all_cases: bool = False
     precision: str = "float32"
-    peer: str | None = None
-    """Measure the rows of this peer, beside ours, instead of those of `./run.sh bench`."""
     absent: str | None = None
-    """Why the peer's library is not there."""
+    """Why the library of the implementations is not there."""
     shapes: list[str] | None = None
     """Names of the lists that are measured; None: all."""
     skip: list[str] = field(default_factory=list)
     """Rows that are not measured."""
     skip_late: bool = False
-    """Whether a row is left out when the time is up, or gets the least that tells anything."""
+    """A row is left out when the time is up, instead of getting the least that tells anything."""
     limits: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Memory and walk of the limit, where they are known, by row."""
+    """Ways of the limit, where they are known, by row."""
     libraries: str | None = None
-    """The folder of the native parts. None: no limit, and no oneDNN."""
-    only_ours: bool = False
+    """The folder of the native parts. None: no limit."""
 
 
-#: Seconds of each step, by implementation.
-Samples = dict[str, list[float]]
+#: Seconds of each step, by implementation, and of each walk of the limit.
+Samples = dict[Any, list[float]]
 
 
 class Events:
-    """What is told: by the original stdout. What libraries print goes to stderr."""
+    """Writes to the original stdout. What libraries print goes to stderr."""
 
     def __init__(self) -> None:
         self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -101,23 +99,10 @@ def mapped_jemalloc() -> str | None:
     return next((line.split()[-1] for line in lines if "jemalloc" in line), None)
 
 
-def available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 class Contestant:
     """One implementation of one row: what it runs, and the seconds its runs took."""
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[[int], list[float]],
-        renew: Callable[[], object] | None = None,
-    ) -> None:
-        self.name = name
+    def __init__(self, run: Timer, renew: Callable[[], object] | None = None) -> None:
         self.samples: list[float] = []
         (self.estimate,) = run(1)
         self._run, self._renew = run, renew
@@ -138,27 +123,13 @@ class Contestant:
         self.samples += samples
 
 
-def step_timer(stepper: Stepper) -> Callable[[int], list[float]]:
-    clock = time.perf_counter
-
-    def run(count: int) -> list[float]:
-        seconds = []
-        for _ in range(count):
-            began = clock()
-            stepper.step()
-            seconds.append(clock() - began)
-        return seconds
-
-    return run
-
-
 def take_turns(contestants: list[Contestant], deadline: float) -> None:
     """Round robin: what disturbs the machine disturbs all alike."""
     gc.collect()
     gc.disable()
-    turn = max((deadline - time.monotonic()) / MOST_ROUNDS / len(contestants), LEAST_TURN)
+    turn = max((deadline - time.monotonic()) / MOST_ROUNDS / max(len(contestants), 1), LEAST_TURN)
     for number in range(MOST_ROUNDS):
-        first = number % len(contestants)
+        first = number % max(len(contestants), 1)
         for contestant in contestants[first:] + contestants[:first]:
             least = LEAST_ROUNDS if contestant.estimate < SLOW else 1
             if number < least or time.monotonic() < deadline:
@@ -170,20 +141,17 @@ class Measurement:
     """Of one row, within some seconds."""
 
     def __init__(self, bench: Bench, row: Row, seconds: float) -> None:
-        self._bench = bench
-        self._row = row
+        self._bench, self._row, self._device = bench, row, bench.device
         self._deadline = time.monotonic() + seconds
         self._threads = row.threads or torch.get_num_threads()
-        self._problems: dict[str, dict[str, str]] = {}
-        self._arrays_bytes = row.arrays_bytes
-        self._contiguous: Contestant | None = None
+        self._problems: dict[str, dict[str, Any]] = {}
         self._candidates = [i for i in bench.implementations if i.exists(row)]
         #: The search for the limit gets as much time as an implementation.
         self._search_seconds = seconds / (len(self._candidates) + 1)
 
     def run(self) -> dict[str, Any]:
-        needed, available = 2 * self._arrays_bytes, available_memory()  # foreach has temporaries
-        if needed > available:
+        needed, available = 2 * self._row.arrays_bytes, self._device.available_memory()
+        if needed > available:  # foreach has temporaries
             reason = f"needs {needed >> 30} GiB of memory, {available >> 30} are available"
             return {"skipped": reason}
         before = torch.get_num_threads()
@@ -194,247 +162,221 @@ class Measurement:
             torch.set_num_threads(before)
 
     def _measure(self) -> dict[str, Any]:
-        limit = self._limit_to_begin_with()
-        if (len(self._candidates) + 2) * self._arrays_bytes < 0.6 * available_memory():
-            samples, limit = self._run_together(limit)
-        else:
-            samples, limit = self._run_apart(), limit and self._limit_again(limit)
-        if limit is None:
-            return {"results": self._problems | self._figures(samples)}
-        contiguous = self._against_contiguous(samples)
-        limit = self._never_above(limit, samples)
-        figures = self._figures(samples)
-        for name, figure in figures.items():
-            figure["share"] = limit.seconds / statistics.median(samples[name])
-        return contiguous | {
-            "limit": asdict(limit) | {"ms": 1e3 * limit.seconds},
-            "results": self._problems | figures,
-        }
-
-    def _against_contiguous(self, samples: Samples) -> dict[str, Any]:
-        """What ours takes of the time of contiguous weights that took turns with it."""
-        if self._contiguous is None or "fused" not in samples:
-            return {}
-        time = statistics.median(self._contiguous.samples)
-        times = statistics.median(samples["fused"]) / time
-        return {"contiguous": {"ms": 1e3 * time, "times": times}}
-
-    # The limit
+        """All in turn; one after the other where their memory does not fit together."""
+        limit, row = self._limit_to_begin_with(), self._row
+        needed = (len(self._candidates) + 2) * row.arrays_bytes
+        fits = needed < 0.6 * self._device.available_memory()
+        groups = [self._candidates] if fits else [[each] for each in self._candidates]
+        samples: Samples = {}
+        for number, group in enumerate(groups):
+            left = self._deadline - time.monotonic()
+            deadline = time.monotonic() + left / (len(groups) - number)
+            self._take_turns(group, limit, deadline, samples)
+            self._device.release()
+        walks = {key: samples.pop(key) for key in [*samples] if not isinstance(key, str)}
+        contiguous = samples.pop("contiguous", None)
+        figures = {name: figure(seconds) for name, seconds in samples.items()}
+        found: dict[str, Any] = {"results": self._problems | figures}
+        if contiguous and "fused" in samples:
+            ms = 1e3 * statistics.median(contiguous)
+            found["contiguous"] = {"ms": ms, "times": figures["fused"]["ms"] / ms}
+        if limit is not None:
+            limit = self._never_above(confirmed(limit, walks), samples)
+            found["limit"] = devices.described(limit)
+            for name, seconds in samples.items():
+                figures[name]["share"] = limit.seconds / statistics.median(seconds)
+        return found
 
     def _limit_to_begin_with(self) -> Limit | None:
-        if self._bench.limit is None:
+        if not self._device.has_limit:
             return None
         known = self._bench.request.limits.get(str(self._row))
-        if known is None:
-            return self._search(self._search_seconds)
-        walks = tuple(Walk(**walk) for walk in known["walks"])
-        return Limit(math.inf, Memory(**known["memory"]), walks)
+        return self._device.restored(known) if known else self._search(self._search_seconds)
 
     def _search(self, seconds: float, known: Limit | None = None) -> Limit:
-        row, library = self._row, self._bench.limit
-        return limit_library.search(
-            library, row.streams, row.elements, self._threads, seconds, known
-        )
-
-    def _limit_arrays(self, limit: Limit) -> limit_library.Arrays:
-        row = self._row
-        return self._bench.limit.arrays(row.streams, row.elements, limit.memory, self._threads)
-
-    def _limit_again(self, limit: Limit) -> Limit:
-        with self._limit_arrays(limit) as arrays:
-            bursts = {
-                walk: [limit_library.measure(arrays, walk) for _ in range(LEAST_ROUNDS)]
-                for walk in limit.walks
-            }
-        return confirmed(limit, bursts)
+        return self._device.search(self._row, self._threads, seconds, known)
 
     def _never_above(self, limit: Limit, samples: Samples) -> Limit:
         """The limit; looked for once more if a step was faster than it."""
         if all(limit.seconds <= statistics.median(seconds) for seconds in samples.values()):
             return limit
         found = self._search(max(self._search_seconds, LEAST_SEARCH * limit.seconds), limit)
-        return min(limit, self._limit_again(found), key=lambda each: each.seconds)
+        return min(limit, found, key=lambda each: each.seconds)
 
-    # The implementations
+    def _take_turns(
+        self, group: list[Implementation], limit: Limit | None, deadline: float, samples: Samples
+    ) -> None:
+        """Adds the seconds of implementations, by name, and of the limit's walks."""
+        found = {each.name: self._contestant(each, self._row) for each in group}
+        contiguous = self._row.contiguous
+        if self._bench.has_ours_alone and contiguous is not None:
+            found["contiguous"] = self._contestant(FUSED, contiguous)
+        with contextlib.ExitStack() as stack:
+            if limit is not None:
+                walks = self._device.walks(self._row, limit, self._threads)
+                found |= {walk: Contestant(run) for walk, run in stack.enter_context(walks).items()}
+            contestants = {name: each for name, each in found.items() if each is not None}
+            take_turns([*contestants.values()], deadline)
+        for name, each in contestants.items():
+            samples.setdefault(name, []).extend(each.samples)
 
-    def _run_together(self, limit: Limit | None) -> tuple[Samples, Limit | None]:
-        """All implementations in turn, and the limit with them."""
-        contestants = [c for i in self._candidates if (c := self._contestant(i)) is not None]
-        samples = {contestant.name: contestant.samples for contestant in contestants}
-        if self._bench.request.peer == "fused" and self._row.contiguous is not None:
-            self._contiguous = self._contestant(implementations.FUSED, self._row.contiguous)
-            contestants += filter(None, [self._contiguous])
-        if limit is None:
-            take_turns(contestants, self._deadline)
-            return samples, None
-        with self._limit_arrays(limit) as arrays:
-            bare = {walk: Contestant("limit", partial(arrays.run, walk)) for walk in limit.walks}
-            take_turns([*contestants, *bare.values()], self._deadline)
-        return samples, confirmed(limit, {walk: each.samples for walk, each in bare.items()})
-
-    def _run_apart(self) -> Samples:
-        """One implementation after the other: their memory does not fit together."""
-        samples: Samples = {}
-        for number, candidate in enumerate(self._candidates):
-            left = self._deadline - time.monotonic()
-            deadline = time.monotonic() + left / (len(self._candidates) - number)
-            samples |= self._run_alone(candidate, deadline)
-        return samples
-
-    def _run_alone(self, candidate: Implementation, deadline: float) -> Samples:
-        contestant = self._contestant(candidate)
-        if contestant is None:
-            return {}
-        take_turns([contestant], deadline)
-        return {contestant.name: contestant.samples}
-
-    def _contestant(
-        self, implementation: Implementation, row: Row | None = None
-    ) -> Contestant | None:
+    def _contestant(self, implementation: Implementation, row: Row) -> Contestant | None:
         """A right implementation of this row or another; what is the matter with one is noted."""
-        row = row or self._row
-        dtype = row.precision.weight
-        params = subjects.make(row.shape_list, dtype)
-        formula = implementation.formula_of(row)
-        check = self._bench.check(formula, row, implementation.slack)
+        device, check = self._device, self._bench.check(implementation, row)
         try:
+            params = subjects.make(row.shape_list, row.precision.weight, device.name)
+            if row.gradient != "dense":
+                params[0].grad = None
             stepper = implementation.build(row, params)
-            wrong = check(stepper, params)
-        except UnavailableError as reason:
-            self._problems[implementation.name] = {"absent": str(reason)}
-            return None
+            if wrong := check(stepper, params):
+                self._problems[implementation.name] = {"wrong": wrong}
+                return None
+            stepper.set_lr(TIMED_LR)
+            gradients = gradients_of(implementation, row, params)
+            gradients.before()
+            if implementation.in_graph:
+                stepper = device.captured(stepper)
+            return Contestant(device.timer(stepper.step, gradients.before), gradients.renew)
         except Exception as error:  # whatever another library raises
-            self._problems[implementation.name] = {"failed": told(error)}
+            device.check()
+            self._problems[implementation.name] = problem(error)
             return None
-        if wrong is not None:
-            self._problems[implementation.name] = {"wrong": wrong}
-            return None
-        stepper.set_lr(TIMED_LR)
-        return Contestant(
-            implementation.name, step_timer(stepper), subjects.Gradients(params).renew
-        )
-
-    def _figures(self, samples: Samples) -> dict[str, dict[str, Any]]:
-        figures: dict[str, dict[str, Any]] = {}
-        for name, seconds in samples.items():
-            low, median, high = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
-            figures[name] = {
-                "ms": 1e3 * median,
-                "ms_quartiles": [1e3 * low, 1e3 * high],
-                "samples": len(seconds),
-                "gbps": self._row.bytes / median / 1e9,
-            }
-            if "unfused" in samples:
-                figures[name]["speedup"] = statistics.median(samples["unfused"]) / median
-        return figures
 
 
-def confirmed(limit: Limit, seconds: dict[Walk, list[float]]) -> Limit:
+def figure(seconds: list[float]) -> dict[str, Any]:
+    low, median, high = (1e3 * np.quantile(seconds, (0.25, 0.5, 0.75))).tolist()
+    return {"ms": median, "quartiles": [low, high], "samples": len(seconds)}
+
+
+def gradients_of(
+    implementation: Implementation, row: Row, params: list[torch.nn.Parameter]
+) -> subjects.Gradients:
+    if implementation.uses_up_grads:
+        return subjects.Restored(params)
+    is_dense = params[0].grad is not None and not params[0].grad.is_sparse
+    return subjects.Gradients(params) if is_dense else subjects.Batches(params, row.gradient)
+
+
+def problem(error: Exception) -> dict[str, str]:
+    """The word for an error, and the error in one line."""
+    text = told(error).split(". ")[0]
+    if isinstance(error, UnavailableError):
+        return {"absent": str(error)}
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in text:
+        return {"memory": text}
+    return {"failed": text}
+
+
+def confirmed(limit: Limit, seconds: dict[Any, list[float]]) -> Limit:
     """The limit by its walks' medians, as implementations have theirs: the smallest counts."""
     medians = {walk: statistics.median(samples) for walk, samples in seconds.items()}
     walks = sorted(medians, key=medians.__getitem__)
     return Limit(medians[walks[0]], limit.memory, tuple(walks))
 
 
-def described(row: Row) -> dict[str, Any]:
-    return {
-        "name": str(row),
-        "optimizer": row.case.name,
-        "class": row.case.optimizer.__name__,
-        "plain": row.case in cases.PLAIN,
-        "shapes": row.shape_list.name,
-        "title": row.title,
-        "precision": row.precision.name,
-        "threads": row.threads,
-        "purpose": row.purpose.value,
-        "tensors": len(row.shape_list.shapes),
-        "elements": row.shape_list.elements,
-        "bytes": row.bytes,
-    }
-
-
 class Bench:
     """What all rows have in common."""
 
-    def __init__(self, request: Request, events: Events) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.limit: limit_library.Library | None = None
-        self._check: tuple[tuple, subjects.Check] | None = None
-        onednn = None
-        if request.libraries is not None:
-            folder = Path(request.libraries)
-            self.limit = limit_library.Library(folder)
-            if (folder / onednn_library.NAME).is_file():
-                onednn = onednn_library.OneDnn(folder)
-            elif request.peer is None:
-                events.emit("note", text="built without oneDNN: its column is missing")
-        if request.only_ours:
-            known = (implementations.FUSED,)
-        elif request.peer is None:
-            known = implementations.all_implementations(onednn)
-        else:
-            known = tuple(peer_optimizers.PEERS.values())
-        self.titles = {i.name: i.title for i in known}
-        self.implementations = [
-            i for i in known if request.peer is None or i.name in (request.peer, "fused")
-        ]
+        self.suite = SUITES[request.suite, request.device]
+        libraries = Path(request.libraries) if request.libraries and self.suite.has_limit else None
+        self.device: Device = DEVICES[request.device](libraries)
+        self._check: tuple[tuple, Any] | None = None
+        self.implementations = self.suite.named(request.names)
+
+    @property
+    def has_ours_alone(self) -> bool:
+        """A process of ours is the one that has contiguous weights beside others."""
+        return self.request.suite == "peers" and tuple(self.request.names) == ("fused",)
 
     def rows(self) -> list[Row]:
         request = self.request
-        if request.peer is None:
+        if request.suite == "steps":
             precision = rows.PRECISIONS[request.precision]
-            all_rows = rows.of_lists(
-                quick=request.quick, all_cases=request.all_cases, precision=precision
-            )
+            options = {"quick": request.quick, "all_cases": request.all_cases}
+            found = self.suite.rows(request.device, **options, precision=precision)
+        elif request.suite == "peers":
+            found = self.suite.rows(request.device, torch.get_num_threads())
         else:
-            peer = peer_optimizers.PEERS[request.peer]
-            all_rows = filter(peer.exists, rows.beside_peers(torch.get_num_threads()))
+            found = self.suite.rows()
         return [
             row
-            for row in rows.matching(all_rows, request.filter)
-            if str(row) not in request.skip
+            for row in rows.matching(found, request.filter)
+            if self.names(row)
+            and str(row) not in request.skip
             and (request.shapes is None or row.shape_list.name in request.shapes)
         ]
 
-    def check(self, formula: cases.Case, row: Row, slack: float) -> subjects.Check:
+    def names(self, row: Row) -> list[str]:
+        """The requested implementations of a row."""
+        return [i.name for i in self.implementations
+                if i.name in self.request.names and i.exists(row)]  # fmt: skip
+
+    def check(self, implementation: Implementation, row: Row) -> Callable[..., str | None]:
         """The last one is kept: implementations of a row mostly have one formula."""
-        key = (formula.name, row.shape_list, row.precision, slack)
+        formula = implementation.formula_of(row)
+        key = (formula.name, row, implementation.slack, implementation.max_norm)
         if self._check is None or self._check[0] != key:
-            check = subjects.Check(formula, row.shape_list, row.precision.weight, slack)
+            if row.gradient == "dense":
+                dtype = row.precision.weight
+                check = subjects.Check(formula, row.shape_list, dtype, *key[2:])
+            else:
+                check = subjects.SparseCheck(row)
             self._check = (key, check)
         return self._check[1]
 
+    def measured(self, row: Row, seconds: float) -> dict[str, Any]:
+        request = self.request
+        if request.absent is not None:
+            return {"results": {name: {"absent": request.absent} for name in self.names(row)}}
+        if seconds < 0 and request.skip_late:
+            return {"skipped": "the time was up"}
+        found = Measurement(self, row, max(0.0, seconds)).run()
+        if request.suite == "adan":
+            self._add_peaks(row, found.setdefault("results", {}))
+        return found
+
+    def _add_peaks(self, row: Row, results: dict[str, dict[str, Any]]) -> None:
+        """Peaks of memory beside the times, which may have failed for lack of it."""
+        self.device.release()
+        size, is_cpu = row.shape_list.name, self.device.name == "cpu"
+        free = self.device.available_memory()
+        lack = memory.lacking(size, row.shape_list.elements, free) if is_cpu else None
+        for name in memory.COMPARED:
+            found = results.setdefault(name, {})
+            try:
+                if "ms" in found and not lack:
+                    found |= memory.peaks(size, name, self.device.name)
+                elif lack and not found:
+                    found["memory"] = lack
+            except RuntimeError as error:
+                found |= problem(error)
+            self.device.release()
+
     def facts(self) -> dict[str, Any]:
         """What the figures depend on besides the machine."""
-        return {
-            "torch": torch.__version__,
-            "threads": torch.get_num_threads(),
-            "isa": None if fusedstep._ops.missing else fusedstep.isa(),
-            "limit_isa": self.limit.isa if self.limit else None,
-            "dtype": self.request.precision,
-            "jemalloc": mapped_jemalloc(),
-            "implementations": self.titles,
-        }
+        titles = {each.name: each.title for each in self.suite.implementations}
+        facts = {"torch": torch.__version__} | self.device.facts()
+        return facts | {"jemalloc": mapped_jemalloc(), "implementations": titles}
 
 
 def main() -> None:
     events = Events()
-    request = Request(**json.loads(sys.argv[1]))
-    bench = Bench(request, events)
+    bench = Bench(Request(**json.loads(sys.argv[1])))
     chosen = bench.rows()
-    events.emit("plan", rows=[described(row) for row in chosen], facts=bench.facts())
+    planned = {str(row): row.described() | {"names": bench.names(row)} for row in chosen}
+    events.emit("plan", rows=list(planned.values()), facts=bench.facts())
     for number, row in enumerate(chosen):
         events.emit("row", name=str(row))
         left = sum(later.weight for later in chosen[number:])
-        seconds = (request.until - time.monotonic()) * row.weight / left
-        if request.absent is not None:
-            found = {"results": {request.peer: {"absent": request.absent}}}
-        elif seconds < 0 and request.skip_late:
-            found = {"skipped": "the time was up"}
-        else:
-            found = Measurement(bench, row, max(0.0, seconds)).run()
-        events.emit("result", row=described(row) | found)
-        gc.collect()
+        seconds = (bench.request.until - time.monotonic()) * row.weight / left
+        try:
+            found = bench.measured(row, seconds)
+        except torch.AcceleratorError as error:
+            sys.exit(told(error))
+        events.emit("result", row=planned[str(row)] | found)
+        bench.device.release()
 
 
 if __name__ == "__main__":

@@ -38,6 +38,6 @@ lint() {
     check ruff-format "$python" -m ruff format --check
   fi
   check clang-tidy tidy
-  ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/offline.sh bench/peer_wheels.sh scripts/repair_wheel.sh
+  ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/probes/build_time.sh scripts/repair_wheel.sh
   ((${#failed[@]} == 0)) || die "lint: ${failed[*]}"
 }

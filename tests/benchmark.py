@@ -6,7 +6,6 @@ import pytest
 
 import kernels
 import limit_library
-import onednn_library
 
 BENCH = Path(limit_library.__file__).parent
 LIBRARIES = BENCH.parent / "build" / "release" / "bench"
@@ -16,7 +15,4 @@ needs_limit = pytest.mark.skipif(
 )
 needs_kernels = pytest.mark.skipif(
     not (LIBRARIES / kernels.NAME).is_file(), reason="built without Google Benchmark"
-)
-needs_onednn = pytest.mark.skipif(
-    not (LIBRARIES / onednn_library.NAME).is_file(), reason="built without oneDNN"
 )

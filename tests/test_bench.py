@@ -1,6 +1,6 @@
-"""The benchmark measures what it says: shapes, streams of the limit, checks, output."""
+"""The benchmark measures what it says: shapes, rows, implementations, checks before timing."""
 
-import io
+import dataclasses
 import json
 import math
 import os
@@ -11,20 +11,21 @@ import types
 
 import pytest
 import torch
-from rich.console import Console
 
 import fusedstep
 import implementations
 import kernels
 import machine
-import onednn_library
-import report
+import rows
 import shapes
 import subjects
 import worker
-from benchmark import BENCH, LIBRARIES, needs_kernels, needs_limit, needs_onednn
+from benchmark import BENCH, LIBRARIES, needs_kernels
 from cases import CASES, PLAIN
-from rows import Row
+from devices import Cpu
+from implementations import Implementation, Stepper
+from rows import BFLOAT16, FLOAT32, MIXED, Purpose, Row
+from suites import SUITES
 
 # ---- Shapes --------------------------------------------------------------------------------------
 
@@ -72,6 +73,144 @@ def test_header_for_cpp_has_the_same_elements(tmp_path):
         assert arrays[array] == [math.prod(shape) for shape in NAMED[name].shapes]
 
 
+# ---- Rows and implementations --------------------------------------------------------------------
+
+CASES_BY_NAME = {case.name: case for case in PLAIN}
+
+
+def rows_of(name, device="cpu", suite="peers", threads=16):
+    """The rows that an implementation of a suite is timed on."""
+    found = {each.name: each for each in SUITES[suite, device].implementations}
+    return {str(r) for r in rows.beside_peers(device, threads) if found[name].exists(r)}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_rows_have_names_of_their_own_and_the_largest_come_last(device):
+    found = list(rows.beside_peers(device, 16))
+    assert len({str(row) for row in found}) == len(found)
+    sizes = [row.shape_list.elements for row in found]
+    count = len(rows.PLAIN)
+    assert sizes[-count:] == [774_030_080] * count
+    assert max(sizes[:-count]) < 774_030_080
+
+
+@pytest.mark.parametrize("suite", ["steps", "peers"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_every_optimizer_is_stepped_on_every_model(suite, device):
+    """By its row in the case table alone."""
+    arguments = (device, 16) if suite == "peers" else (device,)
+    found = {str(row) for row in SUITES[suite, device].rows(*arguments)}
+    for case in PLAIN:
+        if case.name != "adamw":
+            assert {f"{case}/{shape_list}" for shape_list in shapes.MODELS} <= found
+
+
+@pytest.mark.parametrize(
+    ("threads", "counts"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (16, [1, 2, 4, 8, 16])]
+)
+def test_scaling_goes_up_to_what_the_machine_has(threads, counts):
+    scaling = [r for r in rows.beside_peers("cpu", threads) if r.purpose == Purpose.THREADS]
+    assert [row.threads for row in scaling] == counts
+    assert not [r for r in rows.beside_peers("cuda", threads) if r.purpose == Purpose.THREADS]
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "has", "lacks"),
+    [
+        ("cpu", "fused", {"adam/gpt2", "lamb/sliced", "adam/64x5000", "lamb/64M"}, set()),
+        ("cpu", "unfused", {"lamb/matrix", "adamw/gpt2/mixed", "adam/1M"}, {"adam/64x1"}),
+        ("cpu", "for_loop", {"adam/gpt2-large"}, {"lamb/matrix", "adam/gpt2/4-threads"}),
+        ("cpu", "torch_fused", {"adam/64x2000", "adam/gpt2/8-threads", "adamw/gpt2/bfloat16"},
+         {"adamw/gpt2/mixed", "lamb/gpt2"}),
+        ("cpu", "compiled", {"adam/resnet50"}, {"adam/small", "lamb/matrix"}),
+        ("cpu", "deepspeed", {"adagrad/gpt2", "adamw/gpt2/mixed", "adam/gpt2/2-threads"},
+         {"lamb/gpt2"}),
+        ("cpu", "timm", {"lamb/gpt2-large"}, {"adam/gpt2", "lamb/1M"}),
+        ("cpu", "pytorch_optimizer", {"lamb/transposed"}, {"adam/gpt2"}),
+        ("cpu", "torchao_8bit", {"adamw/matrix"}, {"adamw/matrix/mixed", "adam/matrix"}),
+        ("cpu", "bitsandbytes", {"adamw/matrix", "adamw/gpt2/mixed"}, {"adamw/gpt2/bfloat16"}),
+        ("cuda", "fused", {"adam/gpt2", "lamb/gpt2-large", "adamw/gpt2/mixed"}, set()),
+        ("cuda", "graph", {"adam/small", "lamb/small"}, {"adagrad/small"}),
+        ("cuda", "torch_fused", {"adagrad/gpt2", "adamw/gpt2/bfloat16"},
+         {"lamb/gpt2", "adamw/gpt2/mixed"}),
+        ("cuda", "torch_graph", {"adam/gpt2"}, {"adagrad/gpt2"}),
+        ("cuda", "compiled", {"adam/matrix", "adagrad/resnet50"}, {"adam/small", "lamb/matrix"}),
+        ("cuda", "apex", {"lamb/small", "adagrad/gpt2", "adamw/gpt2/mixed"},
+         {"adamw/gpt2/bfloat16", "adan/gpt2"}),
+        ("cuda", "deepspeed", {"adam/gpt2", "adamw/gpt2/bfloat16"}, {"lamb/gpt2", "adagrad/gpt2"}),
+        ("cuda", "deepspeed_lamb", {"lamb/gpt2"}, {"adam/gpt2"}),
+        ("cuda", "timm", {"lamb/resnet50"}, {"adam/resnet50"}),
+    ],
+)  # fmt: skip
+def test_implementation_has_the_rows_that_it_can_step(device, name, has, lacks):
+    found = rows_of(name, device)
+    assert has <= found
+    assert not lacks & found
+
+
+@pytest.mark.parametrize(
+    ("namesake", "foreach", "fused", "graph"),
+    [
+        (torch.optim.SGD, True, True, False),
+        (torch.optim.RMSprop, True, False, False),
+        (torch.optim.NAdam, True, False, False),
+        (torch.optim.AdamW, True, True, True),
+        (torch.optim.LBFGS, False, False, False),
+    ],
+)
+def test_torchs_implementations_follow_from_the_namesake(namesake, foreach, fused, graph):
+    """An optimizer that torch has needs no line in the benchmark."""
+    case = dataclasses.replace(CASES_BY_NAME["adam"], name="new", namesake=namesake)
+    row = Row(case, NAMED["matrix"])
+    assert implementations.FOR_LOOP.exists(row)
+    assert implementations.FOREACH.exists(row) == foreach
+    assert implementations.TORCH_FUSED.exists(row) == fused
+    assert implementations.TORCH_GRAPH.exists(row) == graph
+    assert not implementations.FOR_LOOP.exists(dataclasses.replace(row, precision=MIXED))
+
+
+@pytest.mark.parametrize(("suite", "device"), SUITES)
+def test_every_implementation_is_in_one_process(suite, device):
+    found = SUITES[suite, device]
+    names = [name for process in found.processes for name in process.names if name != "fused"]
+    assert sorted(names) == sorted(i.name for i in found.implementations if i.name != "fused")
+    assert found.implementations[-1].name in ("fused", "graph", "authors_multi")
+
+
+@pytest.mark.parametrize(
+    ("row", "bytes_per_element"),
+    [
+        (Row(CASES_BY_NAME["adamw"], NAMED["matrix"]), 28),
+        (Row(CASES_BY_NAME["adamw"], NAMED["matrix"], BFLOAT16), 14),
+        (Row(CASES_BY_NAME["adamw"], NAMED["matrix"], MIXED), 22),
+        (Row(CASES_BY_NAME["adam"], NAMED["sliced"]), 36),
+        (Row(CASES_BY_NAME["adam"], NAMED["transposed"]), 28),
+        (Row(CASES_BY_NAME["adagrad"], NAMED["matrix"]), 20),
+    ],
+    ids=str,
+)
+def test_bytes_of_a_row(row, bytes_per_element):
+    assert row.bytes == bytes_per_element * row.shape_list.elements
+    assert row.streams.two_phase == (not row.case.elementwise)
+
+
+def test_row_of_a_layout_knows_the_contiguous_one():
+    sliced = Row(CASES_BY_NAME["adam"], NAMED["sliced"])
+    assert sliced.contiguous.shape_list.shapes == sliced.shape_list.shapes
+    assert sliced.contiguous.streams == Row(CASES_BY_NAME["adam"], NAMED["contiguous"]).streams
+    assert Row(CASES_BY_NAME["adam"], NAMED["resnet50"]).contiguous is None
+
+
+def test_titles_and_names_tell_rows_apart():
+    row = Row(CASES_BY_NAME["adam"], NAMED["gpt2"], MIXED, threads=4)
+    assert (str(row), row.title) == (
+        "adam/gpt2/mixed/4-threads",
+        "GPT-2 124 M, bf16, fp32 states, 4 threads",
+    )
+    sparse = Row(CASES_BY_NAME["adagrad"], shapes.EMBEDDING, gradient="each-row-twice")
+    assert (str(sparse), sparse.title) == ("adagrad/embedding/each-row-twice", "each row twice")
+
+
 # ---- Checks before timing ------------------------------------------------------------------------
 
 SOME = shapes.ShapeList("some", "some", ((40, 30), (7,), (1000,)))
@@ -100,9 +239,9 @@ def test_check_accepts_a_right_step_and_no_other(case, shape_list):
 def test_many_steps_leave_no_denormal_numbers(case, turns, seconds):
     params = subjects.make(SOME, torch.float32)
     optimizer = case.build(params)
-    contestant = worker.Contestant(
-        "ours", worker.step_timer(optimizer), subjects.Gradients(params).renew
-    )
+    gradients = subjects.Gradients(params)
+    timer = Cpu(None).timer(optimizer.step, gradients.before)
+    contestant = worker.Contestant(timer, gradients.renew)
     for _ in range(turns):
         contestant.take_turn(seconds)
     assert len(contestant.samples) >= 2500
@@ -132,29 +271,152 @@ def test_subjects_lie_as_their_list_says(layout, weight, grad):
     torch.testing.assert_close(param.grad, other.grad, rtol=0, atol=0)
 
 
-@needs_onednn
-@pytest.mark.parametrize(
-    "case", [case for case in PLAIN if case.name in onednn_library.ONEDNN_CASES], ids=str
-)
-@pytest.mark.parametrize("name", ["some", "1M"])
-def test_onednn_makes_the_same_step(case, name):
-    shape_list = SOME if name == "some" else NAMED[name]
-    (implementation,) = (
-        i
-        for i in implementations.all_implementations(onednn_library.OneDnn(LIBRARIES))
-        if i.name == "onednn"
+# ---- Clipped and sparse gradients ----------------------------------------------------------------
+
+SEVERAL = ((40, 30), (7, 6), (64, 3, 3, 3))
+
+
+def stepped(implementation, row):
+    """The check's verdict on an implementation."""
+    params = subjects.make(row.shape_list, row.precision.weight)
+    formula = implementation.formula_of(row)
+    options = (implementation.slack, implementation.max_norm)
+    check = subjects.Check(formula, row.shape_list, row.precision.weight, *options)
+    return check(implementation.build(row, params), params)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "channels-last"])
+@pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16, MIXED], ids=lambda p: p.name)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_ours_is_right_in_every_precision_and_layout(case, precision, layout):
+    row = Row(case, shapes.ShapeList("some", "some", SEVERAL, layout), precision)
+    assert stepped(implementations.FUSED, row) is None
+    assert stepped(implementations.UNFUSED, row) is None
+
+
+def test_check_knows_the_formula_of_a_peer():
+    """LAMB without correction for bias is right by its own formula, and wrong by the row's."""
+    row = Row(CASES_BY_NAME["lamb"], shapes.ShapeList("some", "some", SEVERAL))
+    formula = implementations.case_named("lamb-cybertron")
+
+    def build(row, params):
+        return Stepper(formula.build(params, fused=False))
+
+    def implementation(formula):
+        return Implementation("x", "x", lambda _: True, build, formula)
+
+    assert stepped(implementation("lamb-cybertron"), row) is None
+    assert "off" in stepped(implementation(None), row)
+
+
+def test_slack_does_not_let_a_step_through_that_does_nothing():
+    row = Row(CASES_BY_NAME["adamw"], shapes.ShapeList("some", "some", SEVERAL))
+    idle = Implementation(
+        "idle", "idle", lambda _: True, lambda *_: types.SimpleNamespace(step=lambda: None),
+        slack=implementations.EIGHT_BITS,
+    )  # fmt: skip
+    assert "off" in stepped(idle, row)
+
+
+def test_learning_rate_of_a_tensor_is_set():
+    params = subjects.make(shapes.ShapeList("some", "some", SEVERAL), torch.float32)
+    optimizer = torch.optim.Adam(params, lr=torch.tensor(0.5), capturable=False, foreach=False)
+    rate = optimizer.param_groups[0]["lr"]
+    Stepper(optimizer).set_lr(0.25)
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.25
+
+
+@pytest.mark.parametrize("implementation", implementations.CLIPPING, ids=lambda i: i.name)
+@pytest.mark.parametrize("name", ["adam", "adagrad", "lamb"])
+def test_clipped_steps_are_checked_by_the_norm_of_all_gradients(name, implementation):
+    row = Row(CASES_BY_NAME[name], shapes.ShapeList("some", "some", SEVERAL))
+    if not implementation.exists(row):
+        pytest.skip("torch has none")
+    assert stepped(implementation, row) is None
+
+
+def test_a_step_that_clips_to_another_norm_is_wrong():
+    """By a step that depends on the scale of gradients, as Adam's and LAMB's hardly do."""
+    row = Row(CASES_BY_NAME["lamb"], shapes.ShapeList("some", "some", SEVERAL))
+    one_call = next(i for i in implementations.CLIPPING if i.name == "fused")
+    scaled = dataclasses.replace(row.case, reference=lambda w, g, s, step, **_: (w - g, s))
+    plain = Implementation(
+        "plain", "plain", lambda _: True, lambda _, p: Stepper(torch.optim.SGD(p, lr=1.0)),
+        max_norm=one_call.max_norm,
+    )  # fmt: skip
+
+    def clips(factor):
+        def build(row, params):
+            stepper = plain.build(row, params)
+            step = stepper.step
+
+            def clipped():
+                torch.nn.utils.clip_grad_norm_(params, factor * subjects.MAX_NORM)
+                step()
+
+            stepper.step = clipped
+            return stepper
+
+        return dataclasses.replace(plain, build=build)
+
+    row = dataclasses.replace(row, case=scaled)
+    assert stepped(clips(1), row) is None
+    assert "off" in stepped(clips(1.01), row)
+    assert "off" in stepped(plain, row)
+
+
+def test_gradients_that_a_step_uses_up_are_restored():
+    params = subjects.make(SOME, torch.float32)
+    gradients = subjects.Restored(params)
+    first = [param.grad.clone() for param in params]
+    for param in params:
+        param.grad.zero_()
+    gradients.before()
+    assert all(torch.equal(p.grad, g) for p, g in zip(params, first, strict=True))
+    gradients.renew()
+    for param in params:
+        param.grad.zero_()
+    gradients.before()
+    assert not any(torch.equal(p.grad, g) for p, g in zip(params, first, strict=True))
+    assert all(param.grad.any() for param in params)
+
+
+TABLE = shapes.ShapeList("embedding", "a table", ((6000, 8),))
+
+
+@pytest.mark.parametrize("gradient", ["each-row-once", "each-row-twice", "coalesced"])
+@pytest.mark.parametrize("implementation", implementations.EMBEDDING, ids=lambda i: i.name)
+def test_sparse_steps_are_checked_by_the_rows_that_they_touch(implementation, gradient):
+    row = Row(CASES_BY_NAME["adagrad"], TABLE, gradient=gradient)
+    check = subjects.SparseCheck(row)
+
+    def verdict(change=lambda table: None):
+        params = subjects.make(TABLE, torch.float32)
+        params[0].grad = None
+        stepper = implementation.build(row, params)
+        step = stepper.step
+        stepper.step = lambda: (step(), change(params[0].data))
+        return check(stepper, params)
+
+    assert verdict() is None
+    assert "off" in verdict(lambda table: table[check._touched[0]].mul_(1.01))
+    untouched = next(i for i in range(6000) if i not in check._touched)
+    told = verdict(lambda table: table[untouched].add_(1))
+    assert told == "1 rows without a gradient have moved"
+
+
+def test_a_batch_touches_its_rows_as_often_as_it_says():
+    once, twice, coalesced = (
+        subjects.batch(name, 3, (6000, 8))
+        for name in ("each-row-once", "each-row-twice", "coalesced")
     )
-    row = Row(case, shape_list)
-    assert implementation.exists(row)
-    params = subjects.make(shape_list, torch.float32)
-    stepper = implementation.build(row, params)
-    assert subjects.Check(case, shape_list, torch.float32)(stepper, params) is None
-
-
-def test_onednn_is_told_to_be_absent():
-    (implementation,) = (i for i in implementations.all_implementations(None) if i.name == "onednn")
-    with pytest.raises(implementations.UnavailableError, match="without oneDNN"):
-        implementation.build(Row(PLAIN[0], SOME), subjects.make(SOME, torch.float32))
+    assert once._nnz() == coalesced._nnz() == subjects.TOUCHED
+    assert twice._nnz() == 2 * subjects.TOUCHED
+    assert coalesced.is_coalesced()
+    assert not once.is_coalesced()
+    assert len(twice._indices()[0].unique()) == subjects.TOUCHED
+    torch.testing.assert_close(coalesced.to_dense(), once.to_dense())
 
 
 # ---- The kernels alone ---------------------------------------------------------------------------
@@ -214,156 +476,31 @@ def test_others_are_who_took_the_rest_of_our_cpus(monkeypatch):
     assert others.share() == pytest.approx((2 * 9 - 12) / (2 * 10))
 
 
-# ---- Output --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def output(tmp_path_factory):
-    """A tiny run."""
-    folder = tmp_path_factory.mktemp("bench")
-    command = [sys.executable, BENCH / "run.py", "--quick", "--budget", "1", "--output", folder]
-    run = subprocess.run(
-        [*command, "^(adam|lamb)/(1K|4K)$"], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    return run.stdout, folder
-
-
-def results_of(folder):
-    return json.loads((folder / "results.json").read_text())
-
-
-@needs_limit
-def test_results(output):
-    _, folder = output
-    results = results_of(folder)
-    allocators = {row["allocator"] for row in results["rows"]}
-    assert "glibc" in allocators
-    assert allocators == {"glibc", "jemalloc"} or "no jemalloc" in "".join(results["notes"])
-    assert len(results["rows"]) == 4 * len(allocators)
-    assert results["machine"]["cores"] >= results["threads"] >= 1
-    for row in results["rows"]:
-        assert row["bytes"] == 28 * row["elements"]
-        for name, result in row["results"].items():
-            assert name in results["implementations"]
-            low, high = result.get("ms_quartiles", (0, 0))
-            assert "absent" in result or low <= result["ms"] <= high, (name, result)
-        assert row["results"]["unfused"]["speedup"] == 1
-
-
-@needs_limit
-@needs_kernels
-def test_results_have_the_kernels_alone(output):
-    printed, folder = output
-    results = results_of(folder)
-    found = {(each["optimizer"], each["shapes"]): each["ms"] for each in results["kernels"]}
-    assert found.keys() == {(o, s) for o in ("lamb", "adam") for s in ("1K", "4K")}
-    assert min(found.values()) > 0
-    assert "kernels alone" in printed
-    for optimizer in ("lamb", "adam"):
-        column = report.header(results, optimizer).index("kernels alone")
-        for cells in report.lines(results, optimizer):
-            shapes_of = {f"{shape} elements": shape for shape in ("1K", "4K")}
-            alone = found[optimizer, shapes_of[cells[0]]]
-            assert cells[column] == report.milliseconds(alone)
-
-
-@needs_limit
-def test_tables_do_without_the_kernels_alone(output):
-    results = results_of(output[1])
-    results["kernels"] = [k for k in results["kernels"] if k["optimizer"] != "lamb"]
-    assert "kernels alone" not in report.header(results, "lamb")
-    assert all(len(c) == len(report.header(results, "lamb")) for c in report.lines(results, "lamb"))
-    results["kernels"] = []
-    assert "kernels" not in report.markdown(results)
-
-
-@needs_limit
-def test_tables_and_plots(output):
-    printed, folder = output
-    tables = (folder / "README.md").read_text()
-    for text in (printed, tables):
-        assert "adam: ms a step" in text
-        assert "lamb: ms a step" in text
-        assert "4K elements" in text
-    assert "| torch foreach |" in tables
-    for name in ("time.png", "speedup.png"):
-        assert (folder / name).read_bytes().startswith(b"\x89PNG")
-        assert f"({name})" in tables
-
-
-@needs_limit
-def test_plots_can_be_drawn_again(output, tmp_path):
-    _, folder = output
-    command = [sys.executable, BENCH / "plot.py", folder / "results.json", tmp_path]
-    subprocess.run(command, check=True)
-    assert {path.name for path in tmp_path.iterdir()} == {"time.png", "speedup.png"}
-
-
-@needs_limit
-@pytest.mark.parametrize("width", [40, 80, 100, 1000])
-def test_tables_on_a_terminal_lose_columns_but_no_figures(output, width):
-    results = results_of(output[1])
-    for optimizer, table in zip(
-        report.optimizers(results), report.rich_tables(results, width), strict=True
-    ):
-        console = Console(width=max(width, report.width_of(table)), file=io.StringIO())
-        console.print(table)
-        shown = console.file.getvalue()
-        names = report.header(results, optimizer)
-        lost = [name for name in names if name in (table.caption or "")]
-        assert bool(lost) == (width in (40, 80)) or width == 100
-        assert {"tensors", "ours unfused", "ours fused", "speed-up"}.isdisjoint(lost)
-        assert width == 40 or max(map(len, shown.splitlines())) <= width
-        for cells in report.lines(results, optimizer):
-            figures = [f for name, f in zip(names, cells, strict=True) if name not in lost]
-            assert re.search(r"\s+".join(map(re.escape, figures[1:])), shown), figures
-
-
-@needs_limit
-def test_what_is_wrong_or_skipped_is_shown_as_such(output):
-    results = results_of(output[1])
-    row = next(row for row in results["rows"] if row["optimizer"] == "adam")
-    row["results"]["foreach"] = {"wrong": "tensor 0 is 1.0e+00 off"}
-    row["results"]["torch_fused"] = {"ms": 3.0}
-    row["results"]["fused"] = {"ms": 2.0}
-    skipped = {k: v for k, v in row.items() if k not in ("limit", "results")}
-    by_threads = row | {
-        "purpose": "threads",
-        "results": {"fused": {"ms": 1}, "torch_fused": {"ms": 9}},
-    }
-    huge = skipped | {"title": "huge", "shapes": "huge", "skipped": "no memory"}
-    results["rows"] = [row, by_threads, huge]
-    text = report.markdown(results)
-    assert "| wrong |" in text
-    assert "torch foreach is wrong: tensor 0 is 1.0e+00 off (adam, " in text
-    assert f"median over the lists: 1.50× ({row['allocator']})" in text
-    assert "| huge |" not in text
-    assert f"Skipped: adam, huge, {row['allocator']}: no memory." in text
-
-
-def test_unknown_rows_and_bad_patterns_are_refused(tmp_path):
-    def run(*arguments):
-        command = [sys.executable, BENCH / "run.py", "--output", tmp_path, *arguments]
-        return subprocess.run(command, capture_output=True, text=True)
-
-    assert "not a regular expression" in run("(").stderr
-    missing = run("--libraries", str(tmp_path), "lamb")
-    assert missing.returncode != 0
-    assert "cmake --preset release" in missing.stderr
-
-
 @pytest.mark.parametrize(
-    ("value", "text"),
+    ("facts", "slug"),
     [
-        (0.00012, "0.0001"),
-        (0.0456, "0.0456"),
-        (0.456, "0.456"),
-        (4.56, "4.56"),
-        (456.7, "457"),
-        (999.4, "999"),
-        (999.6, "1,000"),
+        (("AMD EPYC", "AuthenticAMD", 25, 17, 2), "amd-zen4-2-cores"),
+        (("AMD EPYC", "AuthenticAMD", 25, 1, 8), "amd-zen3-8-cores"),
+        (("AMD EPYC", "AuthenticAMD", 26, 2, 2), "amd-zen5-2-cores"),
+        (("Intel(R) Xeon(R) Processor", "GenuineIntel", 6, 207, 16),
+         "intel-emerald-rapids-16-cores"),
+        (("Intel(R) Xeon(R) Gold 9 CPU @ 2.1GHz", "GenuineIntel", 6, 250, 4),
+         "intel-xeon-gold-9-6-250-4-cores"),
     ],
-)
-def test_milliseconds(value, text):
-    assert report.milliseconds(value) == text
+)  # fmt: skip
+def test_folders_are_named_by_what_the_machine_is(facts, slug):
+    cpu, vendor, family, model, cores = facts
+    found = machine.Machine(cpu, vendor, family, model, cores, [], {}, 8, "")
+    assert found.slug == slug
+
+
+def test_this_machine_is_told_by_its_first_processor(monkeypatch):
+    info = "".join(
+        f"processor : {i}\nvendor_id : GenuineIntel\ncpu family : 6\nmodel : {model}\n"
+        f"model name : Some CPU\nflags : avx2 fma\n\n"
+        for i, model in enumerate((143, 207))
+    )
+    monkeypatch.setattr(machine, "_read", lambda path: info if path == "/proc/cpuinfo" else "")
+    found = machine.this_machine()
+    assert (found.cpu, found.family, found.model) == ("Some CPU", 6, 143)
+    assert found.flags == ["avx2", "fma"]

@@ -1,29 +1,25 @@
-"""The benchmark of Adan over sizes of GPT-2: the sizes, what is measured again, the tables."""
+"""The benchmark of Adan over sizes of GPT-2: the sizes, what is measured, the tables."""
 
-import json
+import dataclasses
 import math
-import os
 import statistics
-import subprocess
 import sys
-from pathlib import Path
+import types
 
 import pytest
 import torch
 
-import adan_contestants
-import adan_memory
-import adan_plot
 import adan_report
-import adan_time
 import gpt2
-import run_adan
+import implementations
+import memory
+import report
+import rows
+import shapes
+import subjects
+import worker
 from adan_published import PUBLISHED
-from adan_time import Effort
-
-ROOT = Path(__file__).resolve().parents[1]
-CPU = torch.device("cpu")
-
+from fusedstep import optim
 
 # ---- The publication -----------------------------------------------------------------------------
 
@@ -32,7 +28,7 @@ def test_the_published_sizes_are_twenty_five():
     assert len(PUBLISHED) == 25
     assert list(PUBLISHED)[:2] == ["6x6x768", "12x6x768"]
     assert list(PUBLISHED)[-1] == "16x24x2048"
-    assert {published.config.heads for published in PUBLISHED.values()} == {6, 12, 16}
+    assert {published.heads for published in PUBLISHED.values()} == {6, 12, 16}
 
 
 def test_the_published_headline_comes_out_of_its_tables():
@@ -55,21 +51,20 @@ def test_published_peaks_are_what_an_allocator_reserves():
             assert pieces * 2**21 // 10**6 == peak
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_models_have_the_published_sizes(name):
-    published = PUBLISHED[name]
-    with torch.device("meta"):
-        model = gpt2.GPT2(published.config)
-    parameters = [parameter.numel() for parameter in model.parameters()]
-    assert sum(parameters) // 10**6 == published.millions
-    # Two embeddings, twelve tensors a block, the last norm: as many kernels a for-loop starts.
-    assert len(parameters) == 2 + 12 * published.config.layers + 2
-    assert max(parameters) == gpt2.VOCABULARY * published.config.embedding
+def test_rows_have_the_published_sizes():
+    found = list(rows.adan())
+    assert [str(row) for row in found] == [f"adan/{name}" for name in PUBLISHED]
+    for row, published in zip(found, PUBLISHED.values(), strict=True):
+        assert row.shape_list.elements // 10**6 == published.millions
+        # Two embeddings, twelve tensors a block, the last norm: kernels that a for-loop starts.
+        assert len(row.shape_list.shapes) == 2 + 12 * published.layers + 2
+        assert max(row.elements) == gpt2.VOCABULARY * published.embedding
+    assert found[0].title == "6 × 6 × 768"
 
 
 # ---- The model -----------------------------------------------------------------------------------
 
-TINY = gpt2.Config(heads=2, layers=2, embedding=8)
+TINY = dataclasses.replace(PUBLISHED["6x6x768"], heads=2, layers=2, embedding=8)
 
 
 def test_the_model_predicts_from_what_came_before():
@@ -98,82 +93,88 @@ def test_gelu_is_that_of_torch():
 
 # ---- What is measured ----------------------------------------------------------------------------
 
-
-def names(text):
-    return [str(published.config) for published in run_adan.selected(text)]
+SOME = shapes.ShapeList("some", "some", ((64, 48), (1,), (1000,), (3, 5, 7)))
 
 
-def test_sizes_are_chosen_by_name_or_expression():
-    assert names("12x12x768, 6x6x768") == ["6x6x768", "12x12x768"]
-    assert names(".*x24x2048") == ["16x24x2048"]
-    assert len(names(".*x24x.*,6x6x768")) == 9
-    assert names("6x6x76") == []
+def verdict(implementation):
+    row = rows.Row(rows.NAMED["adan"], SOME)
+    params = subjects.make(SOME, torch.float32)
+    formula = implementation.formula_of(row)
+    check = subjects.Check(formula, SOME, torch.float32, implementation.slack)
+    return check(implementation.build(row, params), params)
 
 
-def test_steps_are_fewer_where_they_take_long():
-    effort = Effort(steps=200, seconds=1.0)
-    assert (effort.turns, effort.count(0.5)) == (5, 40)
-    assert effort.count(20.0) == 10
-    assert effort.count(1e4) == 1
-    assert (Effort(2, 1.0).turns, Effort(2, 1.0).count(0.5)) == (2, 1)
+@pytest.mark.parametrize("implementation", implementations.ADAN[:7], ids=lambda i: i.name)
+def test_contestants_are_right(implementation):
+    assert verdict(implementation) is None
 
 
-def test_a_row_is_measured_once_for_the_same_effort():
-    effort = Effort(200, 1.0)
-    row = {"config": "6x6x768", "memory": {name: {} for name in adan_memory.COMPARED}}
-    assert run_adan.is_measured(row, "memory", effort, CPU)
-    assert not run_adan.is_measured(row, "time", effort, CPU)
-    results = {name: {"ms": 1.0} for name in adan_contestants.present(CPU)}
-    row["time"] = {"effort": effort.facts(), "results": results}
-    assert run_adan.is_measured(row, "time", effort, CPU)
-    assert not run_adan.is_measured(row, "time", Effort(100, 1.0), CPU)
-    del results["adan_multi"], row["memory"]["adan_multi"]
-    assert not run_adan.is_measured(row, "time", effort, CPU)
-    assert not run_adan.is_measured(row, "memory", effort, CPU)
+class AuthorsAdan(optim.Adan):
+    """The single-tensor one fails."""
+
+    def __init__(self, params, fused, foreach, **options):
+        if not foreach:
+            raise RuntimeError("no kernel for this machine")
+        super().__init__(params, fused=False, **options)
 
 
-def test_rows_of_another_torch_do_not_go_on(tmp_path):
-    facts = {"device": "one", "torch": "2.11", "version": "1.0"}
-    assert run_adan.rows_before(tmp_path, facts) == []
-    rows = [{"config": "6x6x768"}]
-    (tmp_path / "results.json").write_text(json.dumps(facts | {"rows": rows}))
-    assert run_adan.rows_before(tmp_path, facts) == rows
-    for key in facts:
-        assert run_adan.rows_before(tmp_path, facts | {key: "other"}) == []
-    (tmp_path / "results.json").write_text('{"rows": [')
-    assert run_adan.rows_before(tmp_path, facts) == []
+def test_the_authors_kernel_is_a_contestant_where_it_can_be_imported(monkeypatch):
+    single, multi = implementations.ADAN[7:]
+    with pytest.raises(implementations.UnavailableError, match="cannot be imported"):
+        verdict(multi)
+    for name, members in (("adan", {"Adan": AuthorsAdan}), ("fused_adan", {})):
+        module = types.SimpleNamespace(__spec__=types.SimpleNamespace(), **members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True)
+    assert verdict(multi) is None
+    with pytest.raises(RuntimeError, match="no kernel for this machine"):
+        verdict(single)
+
+
+def test_peaks_are_those_of_a_training_step(monkeypatch):
+    read_for = []
+
+    class Peak:
+        def read(self, step):
+            read_for.append(step)
+            return {step: 7}
+
+    monkeypatch.setattr(memory, "POSITIONS", 32)
+    found = memory.training_steps(gpt2.GPT2(TINY), "adan_multi", Peak())
+    assert found == {"first": 7, "later": 7}
+    assert read_for == ["first", "later"]
 
 
 def test_a_size_that_does_not_fit_is_not_tried(monkeypatch):
-    published = PUBLISHED["6x6x768"]
-    monkeypatch.setattr(run_adan, "available_memory", lambda: 4 << 30)
-    assert "needs about 6 GiB" in run_adan.lacking(published, 82 * 10**6, "memory")
-    assert run_adan.lacking(published, 82 * 10**6, "time") is None
+    parameters = 82 * 10**6
+    assert "needs about 6 GiB, 4 are free" in memory.lacking("6x6x768", parameters, 4 << 30)
+    assert memory.lacking("6x6x768", parameters, 8 << 30) is None
+    monkeypatch.setattr(memory, "peaks", None)
+    bench = worker.Bench(worker.Request(until=0.0, suite="adan"))
+    monkeypatch.setattr(bench.device, "available_memory", lambda: 4 << 30)
+    results = {"adam_for_loop": {"ms": 1.0}}
+    bench._add_peaks(next(iter(rows.adan())), results)
+    assert results["adam_for_loop"] == {"ms": 1.0}
+    assert results["adan_multi"] == {"memory": "needs about 6 GiB, 4 are free"}
 
 
-def test_what_went_amiss_is_told_apart():
-    lack = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has")
-    assert adan_contestants.problem(lack) == {"out of memory": "CUDA out of memory"}
-    lack = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
-    assert "out of memory" in adan_contestants.problem(lack)
-    assert adan_contestants.problem(RuntimeError("no kernel\nat all")) == {"failed": "no kernel"}
+def test_peaks_stand_beside_the_times(monkeypatch):
+    def peaks(size, name, device):
+        if name == "adan_single":
+            raise torch.OutOfMemoryError("the system ended the process")
+        return {"first": 1, "later": 2}
 
-
-def test_contestants_that_fail_leave_the_others(monkeypatch):
-    class Full:
-        def __init__(self, params):
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried")
-
-    contestants = {
-        "fits": adan_contestants.Contestant("fits", lambda params: torch.optim.SGD(params, 0.0)),
-        "full": adan_contestants.Contestant("full", Full),
+    monkeypatch.setattr(memory, "peaks", peaks)
+    bench = worker.Bench(worker.Request(until=0.0, suite="adan"))
+    monkeypatch.setattr(bench.device, "available_memory", lambda: 64 << 30)
+    results = {name: {"ms": 1.0} for name in memory.COMPARED[:2]}
+    results["adan_multi"] = {"wrong": "off"}
+    bench._add_peaks(next(iter(rows.adan())), results)
+    assert results == {
+        "adam_for_loop": {"ms": 1.0, "first": 1, "later": 2},
+        "adan_single": {"ms": 1.0, "memory": "OutOfMemoryError: the system ended the process"},
+        "adan_multi": {"wrong": "off"},
     }
-    monkeypatch.setattr(adan_time, "CONTESTANTS", contestants)
-    results = adan_time.measure(gpt2.GPT2(TINY), contestants, Effort(3, 60.0))
-    assert results["full"] == {"out of memory": "CUDA out of memory"}
-    assert results["fits"]["steps"] == 3
-    low, high = results["fits"]["ms_range"]
-    assert 0 < low <= results["fits"]["ms"] <= high
 
 
 # ---- The tables ----------------------------------------------------------------------------------
@@ -184,37 +185,29 @@ def peaks(first, later):
 
 
 def some_results():
-    memory = {
-        "adam_for_loop": peaks(4000, 5000),
-        "adan_single": peaks(4000, 5600),
-        "adan_multi": peaks(4400, 6000),
+    full = {name: {"memory": "needs 99 GiB"} for name in memory.COMPARED}
+    found = {
+        "adam_for_loop": {"ms": 4.0} | peaks(4000, 5000),
+        "adam_foreach": {"ms": 3.0},
+        "adam_fused": {"ms": 2.0},
+        "adan_single": {"wrong": "1.0e+00 off"} | peaks(4000, 5600),
+        "adan_multi": {"ms": 2.4} | peaks(4400, 6000),
     }
-    figures = {"adam_for_loop": 4.0, "adam_foreach": 3.0, "adam_fused": 2.0, "adan_multi": 2.4}
-    times = {name: {"ms": ms, "steps": 100} for name, ms in figures.items()}
-    effort = Effort(200, 1.0).facts()
-    full = {name: {"out of memory": "needs 99 GiB"} for name in adan_memory.COMPARED}
+    sizes = {"16x24x2048": (1_313_000_000, full), "6x6x1536": (248_900_000, found)}
     return {
-        "device": "a CPU",
-        "device_type": "cpu",
+        "suite": "adan",
+        "machine": {"cpu": "a CPU"},
         "torch": "2.11",
-        "version": "1.0",
         "threads": 2,
-        "allocator": "glibc",
         "date": "today",
         "notes": [],
+        "implementations": {each.name: each.title for each in implementations.ADAN},
         "rows": [
-            {"config": "16x24x2048", "parameters": 1_313_000_000, "memory": full},
-            {
-                "config": "6x6x1536",
-                "parameters": 248_900_000,
-                "memory": memory,
-                "time": {
-                    "effort": effort,
-                    "results": times | {"adan_single": {"wrong": "1.0e+00 off after 4 steps"}},
-                },
-            },
+            {"name": f"adan/{name}", "optimizer": "adan", "purpose": "list", "shapes": name,
+             "title": name.replace("x", " × "), "elements": elements, "results": results}
+            for name, (elements, results) in sizes.items()
         ],
-    }
+    }  # fmt: skip
 
 
 def cells(grid, line):
@@ -222,44 +215,41 @@ def cells(grid, line):
 
 
 def test_memory_table_stands_beside_the_published():
-    grid = adan_report.memory_grid(some_results(), "first")
-    assert cells(grid, 0) == {
+    first, later, _ = report.grids(some_results())
+    assert cells(first, 0) == {
         "heads × layers × embedding": "6 × 6 × 1536",
         "M": "248",
         "Adam, for-loop": "4,000",
-        "Adan, fused single": "4,000",
-        "Adan, fused multi": "4,400",
         "Adan, fused single %": "0.00",
         "Adan, fused multi %": "+10.00",
         "published, Adam": "6,880",
         "published %": "+6.22",
     }
-    full = cells(grid, 1)
-    assert (full["Adam, for-loop"], full["Adan, fused multi %"]) == ("memory", "–")
-    later = cells(adan_report.memory_grid(some_results(), "later"), 0)
-    assert (later["Adan, fused single %"], later["Adan, fused multi %"]) == ("+12.00", "+20.00")
-    assert "published %" not in later
+    found = cells(later, 0)
+    assert (found["Adan, fused single %"], found["Adan, fused multi %"]) == ("+12.00", "+20.00")
+    assert "published %" not in found
 
 
 def test_memory_table_of_a_gpu_has_what_was_reserved():
-    results = some_results() | {"device_type": "cuda"}
-    memory = results["rows"][1]["memory"]
-    for name, reserved in zip(adan_memory.COMPARED, (4000, 4000, 4200), strict=True):
-        memory[name]["first_reserved"] = reserved * 10**6
-    found = cells(adan_report.memory_grid(results, "first"), 0)
-    assert found["reserved, Adam"] == "4,000"
-    assert found["reserved, Adan, fused multi %"] == "+5.00"
-    told = "\n".join(adan_report.remarks(results))
+    results = some_results()
+    found = results["rows"][1]["results"]
+    for name, reserved in zip(memory.COMPARED, (4000, 4000, 4200), strict=True):
+        found[name]["first_reserved"] = reserved * 10**6
+    first = cells(report.grids(results)[0], 0)
+    assert first["reserved, Adam"] == "4,000"
+    assert first["reserved, Adan, fused multi %"] == "+5.00"
+    told = "\n".join(report.remarks(results))
     handed_out, reserved = (
         f"memory {kind} in the first step: at most {most} % beside Adam, above the published in "
         for kind, most in (("handed out", "+10.00"), ("reserved", "+5.00"))
     )
-    assert f"{handed_out}1 of 1 rows (6x6x1536)." in told
-    assert f"{reserved}0 of 1 rows." in told
+    assert f"{handed_out}1 of 1 rows (6x6x1536)" in told
+    assert f"{reserved}0 of 1 rows" in told
 
 
 def test_time_table_stands_beside_the_published():
-    assert cells(adan_report.time_grid(some_results()), 0) == {
+    *_, grid = report.grids(some_results())
+    assert cells(grid, 0) == {
         "heads × layers × embedding": "6 × 6 × 1536",
         "M": "248",
         "Adam, for-loop": "4.00",
@@ -278,73 +268,11 @@ def test_time_table_stands_beside_the_published():
     }
 
 
-def test_page_tells_the_point_and_what_is_missing():
-    page = adan_report.markdown(some_results())
-    assert "# Adan over sizes of GPT-2 on a CPU" in page
-    assert "60.0 % of the time of Adam, for-loop, median of 1 rows (60.0 to 60.0)" in page
-    assert "Published on one A100: 77.2 %" in page
-    assert (
-        "Not measured: memory of 16 × 24 × 2048: out of memory: needs 99 GiB "
-        "(Adam, for-loop; Adan, fused single; Adan, fused multi)."
-    ) in page
-    assert "wrong: 1.0e+00 off after 4 steps (Adan, fused single)." in page
-    assert "4 of 4 times are of fewer steps" in page
-    assert "![memory](memory.png)" in page
-    results = some_results()
-    results["rows"] = results["rows"][:1]
-    assert "![time]" not in adan_report.markdown(results)
-
-
-def test_plots_are_drawn_of_what_is_there(tmp_path):
-    results = some_results()
-    adan_plot.plot(results, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"memory.png", "time.png"}
-    for path in tmp_path.iterdir():
-        path.unlink()
-    del results["rows"][1]["time"]
-    adan_plot.plot(results, tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"memory.png"}
-
-
-# ---- The command ---------------------------------------------------------------------------------
-
-
-def run(*options):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT / "python"), str(ROOT / "tests")))}
-    command = [sys.executable, ROOT / "bench" / "run_adan.py", *options]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-
-
-def test_an_unknown_size_or_table_is_named():
-    done = run("--configs", "7x7x7")
-    assert done.returncode == 2
-    assert "'7x7x7' is none of 6x6x768" in done.stderr
-    done = run("--tables", "memory,speed")
-    assert done.returncode == 2
-    assert "no such table: speed" in done.stderr
-
-
-def test_what_was_measured_is_shown_again_without_measuring(tmp_path):
-    """A result that could not come from a measurement stays, as its row is there already."""
-    facts = run_adan.facts_of(CPU)
-    row = {"config": "6x6x768", "parameters": 81_000_000}
-    row["memory"] = dict.fromkeys(adan_memory.COMPARED, peaks(1, 2))
-    (tmp_path / "results.json").write_text(json.dumps(facts | {"rows": [row]}))
-    options = ("--device", "cpu", "--tables", "memory", "--configs", "6x6x768")
-    done = run(*options, "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["rows"] == [row]
-    assert str(ROOT) not in json.dumps(results)
-    assert (tmp_path / "memory.png").is_file()
-    assert "6 × 6 × 768" in done.stdout
-
-
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_contestants_are_right(device):
-    if device == "cuda" and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-    from adan_check import wrong
-
-    for name in adan_contestants.present(torch.device(device)):
-        assert wrong(name, torch.device(device)) is None, name
+def test_remarks_tell_the_point_and_what_is_missing():
+    told = list(report.remarks(some_results()))
+    text = "\n".join(told)
+    assert "60.0 % of the time of Adam, for-loop, median of 1 rows (60.0 to 60.0)" in text
+    assert "Published on one A100: 77.2 %" in text
+    assert "Not timed: Adan, fused multi does not fit: needs 99 GiB (adan, 16 × 24 × 2048)." in told
+    assert "Adan, fused single is wrong: 1.0e+00 off (adan, 6 × 6 × 1536)." in text
+    assert adan_report.difference(some_results()["rows"][0], "adan_multi", "first") is None

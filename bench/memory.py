@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Peak memory of a whole training step: forward, backward and the optimizer's step.
 
-    adan_memory.py CONFIG CONTESTANT      on the CPU; prints the peaks as JSON
+    memory.py SIZE IMPLEMENTATION      on the CPU; prints the peaks as JSON
 
 On a GPU it is what torch's allocator has handed out at most, and what it had reserved for that. A
 CPU has no such count: there it is the growth of the peak resident set of a process that does
@@ -21,11 +21,15 @@ from pathlib import Path
 
 import torch
 
-from adan_contestants import CONTESTANTS
-from gpt2 import GPT2, POSITIONS, VOCABULARY, Config, make_gradients
+from adan_published import PUBLISHED
+from adan_report import ADAM, ADANS
+from gpt2 import GPT2, POSITIONS, VOCABULARY, make_gradients
+from implementations import ADAN
+from rows import NAMED, Row
+from shapes import ShapeList
 
 #: Compared in the memory table: Adam as published, and the fused ways.
-COMPARED = ("adam_for_loop", "adan_single", "adan_multi")
+COMPARED = (ADAM, *ADANS)
 
 Peaks = dict[str, int]
 """Bytes: in the first step, which makes the states, and in a later one."""
@@ -64,10 +68,12 @@ def _status(name: str) -> int:
     return int(re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)[1]) * 1024
 
 
-def training_steps(model: GPT2, contestant: str, peak: _CudaPeak | _ResidentPeak) -> Peaks:
+def training_steps(model: GPT2, name: str, peak: _CudaPeak | _ResidentPeak) -> Peaks:
     device = model.norm.weight.device
     tokens = torch.randint(VOCABULARY, (1, POSITIONS), device=device)
-    optimizer = CONTESTANTS[contestant].build(model.parameters())
+    implementation = next(each for each in ADAN if each.name == name)
+    row = Row(NAMED["adan"], ShapeList("model", "model", ()))
+    optimizer = implementation.build(row, list(model.parameters())).optimizer
     found: Peaks = {}
     for step in ("first", "later"):
         optimizer.zero_grad()
@@ -80,22 +86,26 @@ def training_steps(model: GPT2, contestant: str, peak: _CudaPeak | _ResidentPeak
     return found
 
 
-def on_cuda(model: GPT2, contestant: str) -> Peaks:
+def peaks(size: str, name: str, device: str) -> Peaks:
+    """Raises RuntimeError, of which OutOfMemoryError is one, where a step fails."""
+    return _on_cuda(size, name) if device == "cuda" else _on_cpu(size, name)
+
+
+def _on_cuda(size: str, name: str) -> Peaks:
     """A backward before it makes workspaces of libraries, which would count for the first only."""
-    try:
-        make_gradients(model)
-        model.zero_grad()
-        return training_steps(model, contestant, _CudaPeak())
-    finally:
-        model.zero_grad()
+    with torch.device("cuda"):
+        model = GPT2(PUBLISHED[size])
+    make_gradients(model)
+    model.zero_grad()
+    return training_steps(model, name, _CudaPeak())
 
 
-def on_cpu(config: Config, contestant: str) -> Peaks:
+def _on_cpu(size: str, name: str) -> Peaks:
     """In a process of its own."""
     env = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
     # A threshold that is set does not rise by itself: what is larger is given back when freed.
     env["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
-    command = [sys.executable, __file__, str(config), contestant]
+    command = [sys.executable, __file__, size, name]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     if done.returncode == -signal.SIGKILL:
         raise torch.OutOfMemoryError("the system ended the process")
@@ -104,11 +114,18 @@ def on_cpu(config: Config, contestant: str) -> Peaks:
     return json.loads(done.stdout)
 
 
+def lacking(size: str, parameters: int, available: int) -> str | None:
+    """Why a size is not tried on this CPU: a process ended by the system may be any other."""
+    needed = 1.2e6 * PUBLISHED[size].adan_peak + 16 * parameters
+    if needed <= available:
+        return None
+    return f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} are free"
+
+
 def main() -> None:
-    config, contestant = sys.argv[1:]
+    size, name = sys.argv[1:]
     peak = _ResidentPeak()
-    model = GPT2(Config(*map(int, config.split("x"))))
-    print(json.dumps(training_steps(model, contestant, peak)))
+    print(json.dumps(training_steps(GPT2(PUBLISHED[size]), name, peak)))
 
 
 if __name__ == "__main__":
