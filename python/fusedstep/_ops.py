@@ -82,7 +82,7 @@ def _load_bind() -> ModuleType | None:
 
 #: ``bind.plan_bind(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns
 #: True; or returns False, and the operator has to. ``bind.prepare``, ``bind.plans_step`` and
-#: ``bind.plans_shared_grads`` do what operators do, ``bind.same(a, b)`` and
+#: ``bind.plans_aliasing_grads`` do what operators do, ``bind.same(a, b)`` and
 #: ``bind.is_state(state, values)`` compare objects. None if there is no such module.
 bind = _load_bind()
 
@@ -154,9 +154,9 @@ def check_idle(plan: int) -> None:
         torch.ops.fusedstep.plan_check_idle(plan)
 
 
-def plans_shared_grads(plans: list[int]) -> list[int]:
+def plans_aliasing_grads(plans: list[int]) -> list[int]:
     """The gradients that no step over the plans writes: pairs of a plan's and a tensor's index."""
-    return (direct() or torch.ops.fusedstep).plans_shared_grads(plans)
+    return (direct() or torch.ops.fusedstep).plans_aliasing_grads(plans)
 
 
 @functools.cache

@@ -60,10 +60,10 @@ class Rebinding {
 
 // The gradients that a step over these plans will not write, as they share memory: pairs of the plan's and
 // the tensor's index.
-FUSEDSTEP_API std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles);
+FUSEDSTEP_API std::vector<int64_t> aliasing_grads(const std::vector<int64_t>& handles);
 
 // To be called before steps of several plans that write gradients.
-FUSEDSTEP_API void find_shared_grads(const std::vector<int64_t>& handles);
+FUSEDSTEP_API void find_aliasing_grads(const std::vector<int64_t>& handles);
 
 struct Rule;
 

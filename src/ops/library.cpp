@@ -96,7 +96,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> bool");
   m.def("plan_device_inputs(int plan, Tensor? lr, Tensor? grad_factor, Tensor? found_inf) -> ()");
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
-  m.def("plans_shared_grads(int[] plans) -> int[]");
+  m.def("plans_aliasing_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_check_idle(int plan) -> ()");
@@ -134,7 +134,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plan_delete", TORCH_BOX(&plan_delete));
   m.impl("plan_check_idle", TORCH_BOX(&plan_check_idle));
   m.impl("plan_isa", TORCH_BOX(&plan_isa));
-  m.impl("plans_shared_grads", TORCH_BOX(&shared_grads));
+  m.impl("plans_aliasing_grads", TORCH_BOX(&aliasing_grads));
   m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));
@@ -144,9 +144,11 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 }  // namespace
 
-void find_shared_grads(const std::vector<int64_t>& handles) { Plan::find_aliasing_grads(Plans(handles).all()); }
+void find_aliasing_grads(const std::vector<int64_t>& handles) {
+  Plan::find_aliasing_grads(Plans(handles).all());
+}
 
-std::vector<int64_t> shared_grads(const std::vector<int64_t>& handles) {
+std::vector<int64_t> aliasing_grads(const std::vector<int64_t>& handles) {
   const Plans plans(handles);
   Plan::find_aliasing_grads(plans.all());
   std::vector<int64_t> found;

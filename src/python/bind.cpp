@@ -264,15 +264,15 @@ PyObject* hold_plan(PyObject* /*module*/, PyObject* plan) {
   return PyCapsule_New(reinterpret_cast<void*>(static_cast<intptr_t>(handle)), kHeldPlan, free_plan);
 }
 
-// plans_shared_grads(plans) -> list: what the operator of that name returns.
-PyObject* plans_shared_grads(PyObject* /*module*/, PyObject* arguments) {
+// plans_aliasing_grads(plans) -> list: what the operator of that name returns.
+PyObject* plans_aliasing_grads(PyObject* /*module*/, PyObject* arguments) {
   PyObject* plan_list = nullptr;
   if (!PyArg_ParseTuple(arguments, "O!", &PyList_Type, &plan_list)) return nullptr;
   std::vector<int64_t> found;
   try {
     const auto plans = handles(plan_list);
     if (!plans) return nullptr;
-    found = fusedstep::ops::shared_grads(*plans);
+    found = fusedstep::ops::aliasing_grads(*plans);
   } catch (...) {
     set_error();
     return nullptr;
@@ -494,7 +494,7 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
     writes_grads = writes_grads || part.writes_grads();
   }
   if (plans.empty()) return true;
-  if (writes_grads) fusedstep::ops::find_shared_grads(plans);
+  if (writes_grads) fusedstep::ops::find_aliasing_grads(plans);
 
   // Once, beside the first part, whose other threads begin: here is what only this thread can do, which holds
   // Python's lock. It lets that go for the rest of the step. Of Python's code nothing may run meanwhile, such
@@ -551,7 +551,7 @@ PyMethodDef methods[] = {{"plan_bind", plan_bind, METH_VARARGS, nullptr},
                          {"hold_plan", hold_plan, METH_O, nullptr},
                          {"prepare", prepare, METH_VARARGS, nullptr},
                          {"plans_step", plans_step, METH_O, nullptr},
-                         {"plans_shared_grads", plans_shared_grads, METH_VARARGS, nullptr},
+                         {"plans_aliasing_grads", plans_aliasing_grads, METH_VARARGS, nullptr},
                          {"same", same, METH_VARARGS, nullptr},
                          {"is_state", is_state, METH_VARARGS, nullptr},
                          {"repeat", repeat, METH_VARARGS, nullptr},

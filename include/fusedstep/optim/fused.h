@@ -235,7 +235,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     plans_.resize(param_groups_.size());
     std::vector<Work> work;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
-    find_shared_grads(work);
+    find_aliasing_grads(work);
     const auto& last = static_cast<const Options&>(param_groups_.back().options());
     const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
     std::vector<int64_t> plans;
@@ -330,7 +330,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // Over all groups: a gradient that one of them wrote would be another's.
-  static void find_shared_grads(const std::vector<Work>& work) {
+  static void find_aliasing_grads(const std::vector<Work>& work) {
     std::vector<int64_t> plans;
     bool writes = false;
     for (const Work& group : work) {
@@ -338,7 +338,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       writes = writes || Derived::grad_use(*group.options) != GradUse::kLeave;
     }
     static const auto op =
-        detail::find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_shared_grads");
+        detail::find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_aliasing_grads");
     if (writes) op.call(plans);
   }
 

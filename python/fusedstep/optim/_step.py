@@ -30,7 +30,7 @@ def take(
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
     uses = any(item.use for item in work)
-    untreated = _shared_grads(work) if uses else []
+    untreated = _aliasing_grads(work) if uses else []
     factor = 1.0 if factors is PLAIN else factors.on_host
     for item in work:
         if not item.plan:
@@ -66,11 +66,11 @@ def take(
     return untreated
 
 
-def _shared_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
+def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
     """Weights and gradients of native groups whose memory the step will not write: it is shared."""
     native = [item for item in work if item.plan]
     if not native:
         return []
-    found = _ops.plans_shared_grads([item.plan.handle for item in native])
+    found = _ops.plans_aliasing_grads([item.plan.handle for item in native])
     places = zip(found[::2], found[1::2], strict=True)
     return [(native[p].weights[i], native[p].grads[i]) for p, i in places]
