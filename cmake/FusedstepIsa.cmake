@@ -11,11 +11,19 @@ function(fusedstep_rules OUT)
   set(${OUT} ${names} PARENT_SCOPE)
 endfunction()
 
-# fusedstep_kernels(NAME SOURCE ISA DEFINITIONS... OPTIONS options...): a source of the kernels, as an object library.
+# The instruction sets, the base first, and the options of each.
+set(FUSEDSTEP_ISAS base)
+set(fusedstep_options_of_base "")
+if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
+  list(APPEND FUSEDSTEP_ISAS avx2 avx512)
+  set(fusedstep_options_of_avx2 -mavx2 -mfma -mf16c)
+  set(fusedstep_options_of_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+endif()
+
+# fusedstep_kernels(NAME SOURCE ISA definitions...): a source of kernels for an instruction set, as an object library.
 function(fusedstep_kernels NAME SOURCE ISA)
-  cmake_parse_arguments(PARSE_ARGV 3 ARG "" "" "OPTIONS")
-  add_library(${NAME} OBJECT "${PROJECT_SOURCE_DIR}/cpu_kernels/${SOURCE}")
-  target_compile_definitions(${NAME} PRIVATE FUSEDSTEP_ISA=${ISA} ${ARG_UNPARSED_ARGUMENTS})
+  add_library(${NAME} OBJECT ${SOURCE})
+  target_compile_definitions(${NAME} PRIVATE FUSEDSTEP_ISA=${ISA} ${ARGN})
   # Kernels are optimised in every configuration: without inlining, vector code would leak through weak functions.
   # Contraction is off so that every instruction set rounds alike; what is to be fused says mul_add. The rounding mode
   # is the caller's: where it is not to nearest, -(a * b) is not (-a) * b.
@@ -30,34 +38,34 @@ function(fusedstep_kernels NAME SOURCE ISA)
               $<$<CXX_COMPILER_ID:GNU>:--param=asan-instrumentation-with-call-threshold=0>)
   endif()
   target_compile_options(${NAME} PRIVATE ${level} -ffp-contract=off -frounding-math -fno-math-errno -fno-trapping-math
-                                         ${ARG_OPTIONS})
+                                         ${fusedstep_options_of_${ISA}})
   target_link_libraries(${NAME} PRIVATE fusedstep_options torch::headers)
   set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
-  set(objects ${objects} $<TARGET_OBJECTS:${NAME}> PARENT_SCOPE)
-endfunction()
-
-# fusedstep_isa(NAME CAPABILITY options...): appends to `objects`. ATen's transpositions are those of its CPU_CAPABILITY.
-function(fusedstep_isa NAME CAPABILITY)
-  set(target fusedstep_kernels_${NAME})
-  fusedstep_kernels(${target} table.cpp ${NAME} CPU_CAPABILITY=${CAPABILITY} CPU_CAPABILITY_${CAPABILITY} OPTIONS ${ARGN})
-  foreach(rule ${FUSEDSTEP_RULES})
-    fusedstep_kernels(${target}_${rule} rule.cpp ${NAME} FUSEDSTEP_RULE=${rule} OPTIONS ${ARGN})
-  endforeach()
-  set(objects ${objects} PARENT_SCOPE)
 endfunction()
 
 function(fusedstep_isa_objects OUT)
+  set(kernels "${PROJECT_SOURCE_DIR}/cpu_kernels")
   # Half of the time that kernels take to compile for sanitizers would go into asking for the alignment of each access, which
   # the instructions do not need. An option of the source comes after those that ask for the checks.
   if(FUSEDSTEP_SANITIZE)
-    set_source_files_properties(cpu_kernels/rule.cpp cpu_kernels/table.cpp PROPERTIES COMPILE_OPTIONS -fno-sanitize=alignment)
+    set_source_files_properties("${kernels}/rule.cpp" "${kernels}/table.cpp" PROPERTIES COMPILE_OPTIONS
+                                                                                       -fno-sanitize=alignment)
   endif()
-  fusedstep_rules(FUSEDSTEP_RULES)
+  fusedstep_rules(rules)
   set(objects)
-  fusedstep_isa(base DEFAULT)
-  if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
-    fusedstep_isa(avx2 AVX2 -mavx2 -mfma -mf16c)
-    fusedstep_isa(avx512 AVX512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
+  foreach(isa ${FUSEDSTEP_ISAS})
+    # ATen's transpositions are those of its CPU_CAPABILITY.
+    string(TOUPPER ${isa} capability)
+    string(REPLACE BASE DEFAULT capability ${capability})
+    set(target fusedstep_kernels_${isa})
+    fusedstep_kernels(${target} "${kernels}/table.cpp" ${isa} CPU_CAPABILITY=${capability} CPU_CAPABILITY_${capability})
+    list(APPEND objects $<TARGET_OBJECTS:${target}>)
+    foreach(rule ${rules})
+      fusedstep_kernels(${target}_${rule} "${kernels}/rule.cpp" ${isa} FUSEDSTEP_RULE=${rule})
+      list(APPEND objects $<TARGET_OBJECTS:${target}_${rule}>)
+    endforeach()
+  endforeach()
+  if("avx512" IN_LIST FUSEDSTEP_ISAS)
     set_source_files_properties(src/isa.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_HAVE_AVX2;FUSEDSTEP_HAVE_AVX512")
   endif()
   message(STATUS "CPU kernels are compiled for each instruction set, which takes minutes")

@@ -45,10 +45,12 @@ struct Arrays {
   using Scalars = typename Rule::template Scalars<T>;
   static constexpr int kStates = Rule::kStates;
   static constexpr bool kHasMaster = StoredOf<Weight>::kHasMaster;
+  template <class V>
+  using States = rules::States<V, kStates>;
 
   Stored *weight, *grad;
-  State* state[kStates + kHasMaster];  // the last is the master copy
-  const Scalars scalars;               // by value: a store through an operand cannot change it
+  rules::States<State*, kStates + kHasMaster> state;  // the last is the master copy
+  const Scalars scalars;                              // by value: a store through an operand cannot change it
   const T grad_factor;
   const PrefetchDistance ahead;
 
@@ -68,6 +70,7 @@ struct Arrays {
     const V p = load<V>(weight, i);
     if constexpr (kHasMaster) {
       const V master = load<V>(state[kStates], i);
+      using rules::where_equal;
       return where_equal(rounded<Stored>(master), p, master, p);
     } else {
       return p;
@@ -86,11 +89,13 @@ struct Arrays {
     return load<V>(grad, i) * V(grad_factor);
   }
   template <class V>
-  FUSEDSTEP_FN void load_states(V (&s)[kStates], int64_t i) const {
+  FUSEDSTEP_FN States<V> load_states(int64_t i) const {
+    States<V> s;
     for (int k = 0; k < kStates; ++k) s[k] = load<V>(state[k], i);
+    return s;
   }
   template <class V>
-  FUSEDSTEP_FN void store_states(const V (&s)[kStates], int64_t i) const {
+  FUSEDSTEP_FN void store_states(const States<V>& s, int64_t i) const {
     for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
   }
   FUSEDSTEP_FN void go_to_next_row(const Span& span) {
@@ -130,9 +135,9 @@ constexpr uint32_t kWeightBits =
 
 template <class V, class Rule, class Weight, class State>
 FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
-  V p = a.template load_weight<V>(i), s[Rule::kStates];
+  V p = a.template load_weight<V>(i);
   const V g = a.template load_grad<V>(i);
-  a.load_states(s, i);
+  auto s = a.template load_states<V>(i);
   Rule::update(a.scalars, p, g, s);
   a.store_weight(i, p);
   a.store_states(s, i);

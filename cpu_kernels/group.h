@@ -30,6 +30,7 @@ enum class Order { kBehind, kBeside };
 // Half of its roots avoid the divider, which would otherwise bound a loop.
 template <Order kOrder, int kRegisters>
 struct PackGroup {
+  using Number = float;
   static constexpr int kEstimated = kRegisters / 2;
   Pack<float> part[kRegisters];
 
@@ -90,6 +91,12 @@ struct PackGroup {
   }
   FUSEDSTEP_FN friend PackGroup maximum(const PackGroup& a, const PackGroup& b) {
     return of([&](int k) { return maximum(a.part[k], b.part[k]); });
+  }
+  FUSEDSTEP_FN friend PackGroup sign_of(const PackGroup& a) {
+    return of([&](int k) { return sign_of(a.part[k]); });
+  }
+  FUSEDSTEP_FN friend PackGroup absolute(const PackGroup& a) {
+    return of([&](int k) { return absolute(a.part[k]); });
   }
   FUSEDSTEP_FN friend PackGroup mul_add(const PackGroup& a, const PackGroup& b, const PackGroup& c) {
     return of([&](int k) { return mul_add(a.part[k], b.part[k], c.part[k]); });

@@ -5,9 +5,9 @@
 #endif
 
 #include <bit>
-#include <concepts>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "fusedstep/vocabulary.h"
 
@@ -76,6 +76,7 @@ FUSEDSTEP_FUSED V fused(V a, V b, V c) {
 template <class T>
 struct Pack {
   using Number = T;
+  using Bits = Vector<std::conditional_t<sizeof(T) == sizeof(int32_t), int32_t, int64_t>>;
   Vector<T> v;
 
   static constexpr int size() { return kRegisterBytes / sizeof(T); }
@@ -104,7 +105,14 @@ struct Pack {
     return Pack(fused(a.v, b.v, c.v));
   }
 
-  // x where a and b are equal, else y.
+  FUSEDSTEP_FN friend Pack sign_of(const Pack& a) {
+    const Pack zero(0);
+    return Pack(a.v > zero.v ? Pack(1).v : (a.v < zero.v ? Pack(-1).v : zero.v));
+  }
+  FUSEDSTEP_FN friend Pack absolute(const Pack& a) {
+    const auto sign = reinterpret_cast<Bits>(Pack(-T{0}).v);
+    return Pack(reinterpret_cast<Vector<T>>(reinterpret_cast<Bits>(a.v) & ~sign));
+  }
   FUSEDSTEP_FN friend Pack where_equal(const Pack& a, const Pack& b, const Pack& x, const Pack& y) {
     return Pack(a.v == b.v ? x.v : y.v);
   }
@@ -125,11 +133,6 @@ struct Pack {
 #endif
   }
 };
-
-template <std::floating_point T>
-FUSEDSTEP_FN T where_equal(T a, T b, T x, T y) {
-  return a == b ? x : y;
-}
 
 // The two halves of a register of floats, as doubles.
 FUSEDSTEP_FN void widen(const Pack<float>& x, Pack<double>& low, Pack<double>& high) {

@@ -112,8 +112,7 @@ struct Found {
 template <class V, class Rule, class Weight, class State, class Norms>
 FUSEDSTEP_FN V accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, bool stores, Norms norms) {
   const V p = a.template load_weight<V>(i), g = a.template load_grad<V>(i);
-  V s[Rule::kStates];
-  a.load_states(s, i);
+  auto s = a.template load_states<V>(i);
   const V u = Rule::accumulate(a.scalars, p, g, s, norms);
   if (stores) {
     a.store_states(s, i);
@@ -251,8 +250,7 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T fa
   if constexpr (kStored) {
     u = load<V>(a.grad, i);
   } else {
-    V s[Rule::kStates];
-    a.load_states(s, i);
+    auto s = a.template load_states<V>(i);
     NoNorms norms;
     u = Rule::accumulate(a.scalars, p, a.template load_grad<V>(i), s, norms);
     a.store_states(s, i);

@@ -12,7 +12,8 @@ __device__ __forceinline__ bool left_out(const float* found_inf) {
 
 template <int kStates, class T, int N>
 struct Elements {
-  T weight[N], grad[N], state[kStates][N];
+  T weight[N], grad[N];
+  rules::States<T[N], kStates> state;
 };
 
 // What a block of threads works on: a tensor's operands under their types, the rule's scalars, and what
@@ -32,7 +33,7 @@ struct Operands {
   using Read = Elements<kStates, T, N>;
 
   Stored *weight, *grad;
-  State* state[kStates];
+  rules::States<State*, kStates> state;
   typename Rule::template Scalars<T> scalars;
   T factor, scale;      // what the gradient is multiplied by as it is read; in memory, before
   bool scales, clears;  // whether it is so multiplied; whether it is zero in the end
@@ -130,7 +131,7 @@ struct Operands {
 #pragma unroll
       for (int j = 0; j < N; ++j) {
         const T rounded = Codec<Stored>::decode(Codec<Stored>::encode(masters[j]));
-        p.of[j] = rounded == p.of[j] ? masters[j] : p.of[j];
+        p.of[j] = rules::where_equal(rounded, p.of[j], masters[j], p.of[j]);
       }
     }
     return p;
@@ -149,7 +150,8 @@ struct Operands {
     using V = Pack<T, kTogether>;
 #pragma unroll
     for (int first = 0; first < N; first += kTogether) {
-      V p = weight_of<kTogether>(read, first), s[Rule::kStates];
+      V p = weight_of<kTogether>(read, first);
+      rules::States<V, Rule::kStates> s;
 #pragma unroll
       for (int k = 0; k < Rule::kStates; ++k) s[k] = V(read.state[k] + first);
       run(first, p, V(read.grad + first) * V(factor), s);

@@ -113,6 +113,16 @@ struct Pack {
   friend __device__ __forceinline__ Pack maximum(const Pack& a, const Pack& b) {
     return of_each([&](int j) { return rules::maximum(a.of[j], b.of[j]); });
   }
+  friend __device__ __forceinline__ Pack sign_of(const Pack& a) {
+    return of_each([&](int j) { return rules::sign_of(a.of[j]); });
+  }
+  friend __device__ __forceinline__ Pack absolute(const Pack& a) {
+    return of_each([&](int j) { return rules::absolute(a.of[j]); });
+  }
+  friend __device__ __forceinline__ Pack where_equal(const Pack& a, const Pack& b, const Pack& x,
+                                                     const Pack& y) {
+    return of_each([&](int j) { return rules::where_equal(a.of[j], b.of[j], x.of[j], y.of[j]); });
+  }
 };
 
 }  // namespace fusedstep::cuda

@@ -5,8 +5,8 @@
 
 namespace fusedstep::cuda {
 
-// The last two of the steps of src/core/reduction.h that make a chunk's sum, by one warp: lane by lane in `total`,
-// of norm thread / kLanes and lane thread % kLanes.
+// The last two of the steps of src/core/reduction.h that make a chunk's sum, by one warp: lane by lane in
+// `total`, of norm thread / kLanes and lane thread % kLanes.
 template <int kNorms>
 __device__ __forceinline__ void add_lanes(double total, double* partials) {
   const int thread = static_cast<int>(threadIdx.x) % kWarp;

@@ -1,4 +1,5 @@
-// The words that every rule is written in: fused multiply-add, square root and maximum of one number.
+// The words that every rule is written in, for one number: fused multiply-add, square root, maximum, sign and
+// others.
 //
 // A rule is a template on its pack type V. For V = float or double (the tail of an array, a CUDA thread, an
 // oracle) these functions are found here; for a SIMD pack they are found beside the pack
@@ -34,5 +35,28 @@ FUSEDSTEP_FN double square_root(double x) { return __builtin_sqrt(x); }
 // The larger of two numbers; NaN if either is NaN, as torch.maximum.
 FUSEDSTEP_FN float maximum(float a, float b) { return a > b || a != a ? a : b; }
 FUSEDSTEP_FN double maximum(double a, double b) { return a > b || a != a ? a : b; }
+
+// 1, -1, or 0 for zeros and NaN, as torch.sign.
+FUSEDSTEP_FN float sign_of(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : 0.0f; }
+FUSEDSTEP_FN double sign_of(double x) { return x > 0 ? 1.0 : x < 0 ? -1.0 : 0.0; }
+
+FUSEDSTEP_FN float absolute(float x) { return __builtin_fabsf(x); }
+FUSEDSTEP_FN double absolute(double x) { return __builtin_fabs(x); }
+
+// x where a and b are equal, else y.
+FUSEDSTEP_FN float where_equal(float a, float b, float x, float y) { return a == b ? x : y; }
+FUSEDSTEP_FN double where_equal(double a, double b, double x, double y) { return a == b ? x : y; }
+
+// The states of an element or a register of them. There may be none.
+template <class V, int kCount>
+struct States {
+  V of[kCount];
+  FUSEDSTEP_FN V& operator[](int k) { return of[k]; }
+  FUSEDSTEP_FN const V& operator[](int k) const { return of[k]; }
+};
+template <class V>
+struct States<V, 0> {
+  FUSEDSTEP_FN V& operator[](int) const { __builtin_unreachable(); }
+};
 
 }  // namespace fusedstep::rules

@@ -64,7 +64,7 @@ struct NormSums {
 template <int kStates, class Work>
 void for_each_element(Values& x, Work work) {
   for (size_t i = 0; i < x.weight.size(); ++i) {
-    double state[kStates];
+    rules::States<double, kStates> state;
     for (int k = 0; k < kStates; ++k) state[k] = x.states[k][i];
     work(state, i);
     for (int k = 0; k < kStates; ++k) x.states[k][i] = state[k];
@@ -78,7 +78,7 @@ void oracle_step(double step, Values& x) {
   if constexpr (kTwoPhase<R>) {
     NormSums norms;
     x.update.resize(x.weight.size());
-    for_each_element<R::kStates>(x, [&](double(&state)[R::kStates], size_t i) {
+    for_each_element<R::kStates>(x, [&](rules::States<double, R::kStates>& state, size_t i) {
       x.update[i] = R::accumulate(scalars, x.weight[i], x.grad[i], state, norms);
     });
     x.ratio = R::trust_ratio(hyper_of<Rule>(kFlags), static_cast<double>(norms.weight),
@@ -86,8 +86,9 @@ void oracle_step(double step, Values& x) {
     const double factor = R::factor(scalars, x.ratio);
     for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, factor, x.weight[i], x.update[i]);
   } else {
-    for_each_element<R::kStates>(
-        x, [&](double(&state)[R::kStates], size_t i) { R::update(scalars, x.weight[i], x.grad[i], state); });
+    for_each_element<R::kStates>(x, [&](rules::States<double, R::kStates>& state, size_t i) {
+      R::update(scalars, x.weight[i], x.grad[i], state);
+    });
   }
 }
 

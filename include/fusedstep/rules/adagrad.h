@@ -38,7 +38,7 @@ struct Adagrad {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V& sum = state[0];
     if constexpr (kFlags & kAdagradDecay) g = mul_add(V(s.weight_decay), p, g);
     sum = mul_add(g, g, sum);

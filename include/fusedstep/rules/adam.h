@@ -56,7 +56,7 @@ struct Adam {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1], &largest = state[kStates - 1];
     if constexpr (kFlags & kAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);

@@ -60,7 +60,7 @@ struct Adan {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V &m = state[0], &n = state[1], &v = state[2], &neg_previous = state[3];
     const V difference = V(s.has_previous) * (g + neg_previous);
     m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);

@@ -68,7 +68,7 @@ struct Lamb {
 
   // Phase 1: new moments; returns u and adds p and u to the norms.
   template <class V, class T, class Norms>
-  FUSEDSTEP_FN static V accumulate(const Scalars<T>& s, V p, V g, V (&state)[kStates], Norms& norms) {
+  FUSEDSTEP_FN static V accumulate(const Scalars<T>& s, V p, V g, States<V, kStates>& state, Norms& norms) {
     V &m = state[0], &v = state[1];
     m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
