@@ -4,6 +4,7 @@ An experiment is a function of an optimizer's class and mode. Its outcome is its
 and its value: the same with ours as with torch's, or the difference is listed.
 """
 
+import contextlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -58,6 +59,16 @@ class ByFormula:
     def options_of_base(cls) -> set[str]:
         return set(_options(super().__init__))
 
+    def __setstate__(self, state):
+        """Some bases look at their count then."""
+        states = [each for each in state.get("state", {}).values() if isinstance(each, dict)]
+        for each in states:
+            each.update({name: torch.zeros(()) for name in self.not_kept})
+        super().__setstate__(state)
+        for each in states:
+            for name in self.not_kept:
+                del each[name]
+
     @_use_grad_for_differentiable
     def step(self, closure=None):
         before = {
@@ -65,10 +76,26 @@ class ByFormula:
             for group in self.param_groups
             for p in group["params"]
         }
-        for p in before:
-            for name in self.not_kept if self.state.get(p) else ():
+        with self._states_of_base():
+            loss = self._step_of_base(closure)
+            self._follow_formula(before)
+        return loss
+
+    @contextlib.contextmanager
+    def _states_of_base(self):
+        """With those that are not kept, in all states that there are."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in filter(self.state.get, params):
+            for name in self.not_kept:
                 self.state[p][name] = torch.zeros_like(p) if name != "step" else torch.zeros(())
-        loss = self._step_of_base(closure)
+        try:
+            yield
+        finally:
+            for p in filter(self.state.get, params):
+                for name in self.not_kept:
+                    self.state[p].pop(name, None)
+
+    def _follow_formula(self, before):
         with torch.no_grad():
             for group in self.param_groups:
                 names = _options(self.formula).keys() & group.keys()
@@ -76,9 +103,6 @@ class ByFormula:
                 for p in group["params"]:
                     if p.grad is not None:
                         self._update(p, *before[p], group["differentiable"], options)
-                        for name in self.not_kept:
-                            del self.state[p][name]
-        return loss
 
     def _step_of_base(self, closure):
         """Without the hooks around it, which torch puts around the step of each class."""

@@ -104,6 +104,9 @@ def test_groups_with_options_of_their_own(case):
     weights = make_weights(SHAPES, torch.float32)
     together = as_parameters(weights)
     per_group = ({}, {"lr": 0.5 * case.lr, "eps": 1e-3}, {"weight_decay": 0.3, "maximize": True})
+    per_group = [
+        {name: value for name, value in options.items() if case.has(name)} for options in per_group
+    ]
     groups = [
         {"params": [param]} | options for param, options in zip(together, per_group, strict=True)
     ]
