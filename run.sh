@@ -28,7 +28,7 @@ Usage:
   ./run.sh bench compare REF [FILTER]
                                  this tree against another commit
   ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
-  ./run.sh bench adan [FILTER]   memory and time of Adan beside Adam over sizes of GPT-2 (--device cuda: on a GPU)
+  ./run.sh bench adan [FILTER]   memory and time of Adan beside Adam over sizes of GPT-2, on a GPU if there is one
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check

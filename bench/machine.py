@@ -6,9 +6,8 @@ import os
 import platform
 import re
 import resource
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 #: Capabilities that tell the instruction sets apart that optimizer steps can use.
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
@@ -53,9 +52,6 @@ class Machine:
         words = re.sub(r"\(\w+\)|\bCPU\b|\bProcessor\b|@.*", " ", self.cpu)
         text = f"{words} {self.family} {self.model} {self.cores} cores"
         return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
-
-    def facts(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Others:

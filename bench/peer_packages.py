@@ -15,9 +15,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from environment import ROOT
 
@@ -77,40 +76,47 @@ def _environment(home: Path, env: dict[str, str], device: str) -> dict[str, str]
     }
 
 
-def install(home: Path, requirement: str, options: list[str]) -> None:
-    """Installs a library with what it needs.
-
-    Raises:
-        AbsentError: if that does not succeed.
-    """
-    home.mkdir(parents=True, exist_ok=True)
+def install_all(
+    requirements: list[str], options: list[str], folder: Path = FOLDER, device: str = "cpu"
+) -> None:
+    """Installs each library with all that it needs, and compiles its kernels for a device."""
     installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
-    constraints = home / "constraints.txt"
-    constraints.write_text("".join(f"{n}=={v}\n" for n, v in installed.items()), encoding="utf-8")
     pip = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
-    command = [*pip, *options, "--prefix", str(home), "-c", str(constraints), requirement]
-    _run(command, dict(os.environ), home / "install.log")
-    (home / "installed").touch()
+    for requirement in requirements:
+        home = folder / re.split("[<>=]", requirement)[0]
+        program = PREPARATIONS.get((home.name, device))
+        if not (home / "installed").is_file():
+            home.mkdir(parents=True, exist_ok=True)
+            constraints = home / "constraints.txt"
+            lines = [f"{name}=={version}\n" for name, version in installed.items()]
+            constraints.write_text("".join(lines), encoding="utf-8")
+            where = ["--prefix", str(home), "-c", str(constraints), requirement]
+            if not _attempt(home, "installed", "reason", [*pip, *options, *where], os.environ):
+                continue
+        if program and not (home / f"prepared-{device}").is_file():
+            env = _environment(home, dict(os.environ), device)
+            command = [sys.executable, "-c", program]
+            _attempt(home, f"prepared-{device}", f"reason-{device}", command, env)
 
 
-def prepare(home: Path, program: str, device: str) -> None:
-    """Compiles the kernels of an installed library.
-
-    Raises:
-        AbsentError: if that does not succeed.
-    """
-    command = [sys.executable, "-c", program]
-    _run(command, _environment(home, dict(os.environ), device), home / f"prepare-{device}.log")
-    (home / f"prepared-{device}").touch()
-
-
-def _run(command: list[str], env: dict[str, str], log: Path) -> None:
+def _attempt(
+    home: Path, result: str, reason: str, command: list[str], env: Mapping[str, str]
+) -> bool:
+    """Runs a command. A file of the name `result` tells that it succeeded, `reason` why not."""
+    print(f"{home.name}: {result} ...", file=sys.stderr, flush=True)
+    log = home / f"{result}.log"
     with log.open("w", encoding="utf-8") as output:
         done = subprocess.run(
             command, env=env, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
         )
-    if done.returncode != 0:
-        raise AbsentError(_reason(log.read_text(encoding="utf-8", errors="replace")))
+    if done.returncode == 0:
+        (home / result).touch()
+        (home / reason).unlink(missing_ok=True)
+        return True
+    text = _reason(log.read_text(encoding="utf-8", errors="replace"))
+    (home / reason).write_text(text, encoding="utf-8")
+    print(f"{home.name}: left out: {text}", file=sys.stderr)
+    return False
 
 
 def _reason(log: str) -> str:
@@ -118,33 +124,6 @@ def _reason(log: str) -> str:
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["no reason was given"]
     errors = (line for line in lines if line.startswith("ERROR:") or "Error: " in line)
     return next(errors, lines[-1]).removeprefix("ERROR: ")
-
-
-def install_all(
-    requirements: list[str], options: list[str], folder: Path = FOLDER, device: str = "cpu"
-) -> None:
-    for requirement in requirements:
-        name = re.split("[<>=]", requirement)[0]
-        home, program = folder / name, PREPARATIONS.get((name, device))
-        if not (home / "installed").is_file():
-            print(f"{name}: installing {requirement} ...", file=sys.stderr, flush=True)
-            if not _succeeds(home, "reason", install, requirement, options):
-                continue
-        if program and not (home / f"prepared-{device}").is_file():
-            print(f"{name}: compiling for {device} ...", file=sys.stderr, flush=True)
-            _succeeds(home, f"reason-{device}", prepare, program, device)
-
-
-def _succeeds(home: Path, reason: str, action: Callable[..., None], *arguments: Any) -> bool:
-    """Why not is written into a file."""
-    try:
-        action(home, *arguments)
-    except AbsentError as error:
-        (home / reason).write_text(str(error), encoding="utf-8")
-        print(f"{home.name}: left out: {error}", file=sys.stderr)
-        return False
-    (home / reason).unlink(missing_ok=True)
-    return True
 
 
 def main() -> None:

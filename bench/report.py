@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,32 +111,28 @@ def subjects(results: Results) -> list[tuple[str, str]]:
 
 
 def grid(results: Results, optimizer: str, purpose: str) -> Grid:
-    rows = rows_of(results, optimizer, purpose)
+    """Columns that have anything in them."""
+    rows, titles = rows_of(results, optimizer, purpose), results["implementations"]
     names = columns(results, rows)
-    titles = [results["implementations"][name] for name in names]
     ours = [name for name in OURS if any("share" in row["results"].get(name, {}) for row in rows)]
-    others = {
+    tell: dict[str, Callable[[Row], str | None]] = {
+        "tensors": lambda row: row["title"],
         "allocator": lambda row: row.get("allocator"),
+        **{titles[n]: lambda row, n=n: cell(row["results"].get(n, {})) for n in names},
         "limit": lambda row: milliseconds(row["limit"]["ms"]) if "limit" in row else None,
-        "speed-up": lambda row: _times(row["results"].get("unfused", {}).get("times")),
-        "to contiguous": lambda row: _times(row.get("contiguous", {}).get("times")),
+        "speed-up": lambda row: _times(row["results"].get("unfused", {})),
+        "to contiguous": lambda row: _times(row.get("contiguous", {})),
         "GB/s": _rate,
+        **{
+            "share" if len(ours) == 1 else f"share, {titles[n]}": lambda row, n=n: _share(row, n)
+            for n in ours
+        },
     }
-    found = {title: [told(row) for row in rows] for title, told in others.items()}
-    found = {title: cells for title, cells in found.items() if any(cells)}
-    before = [found.pop("allocator")] if "allocator" in found else []
-    shares = {
-        "share" if len(ours) == 1 else f"share, {results['implementations'][name]}": [
-            _share(row["results"].get(name, {})) for row in rows
-        ]
-        for name in ours
-    }
-    figures = [[cell(row["results"].get(name, {})) for row in rows] for name in names]
-    cells = [[row["title"] for row in rows], *before, *figures, *found.values(), *shares.values()]
-    header = ["tensors", *["allocator"] * len(before), *titles, *found, *shares]
-    lines = [[cell or "" for cell in line] for line in zip(*cells, strict=True)]
+    cells = {title: [told(row) or "" for row in rows] for title, told in tell.items()}
+    cells = {title: column for title, column in cells.items() if any(column)}
+    lines = [list(line) for line in zip(*cells.values(), strict=True)]
     title = f"{optimizer}: ms a step" if purpose == "list" else f"{optimizer} by {purpose}"
-    return Grid(title, header, lines, words=1 + len(before))
+    return Grid(title, list(cells), lines, words=1 + ("allocator" in cells))
 
 
 def cell(result: dict[str, Any]) -> str:
@@ -147,12 +143,14 @@ def cell(result: dict[str, Any]) -> str:
     return next(iter(result), "–")
 
 
-def _times(value: float | None) -> str | None:
-    return None if value is None else f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+def _times(result: dict[str, Any]) -> str | None:
+    times = result.get("times")
+    return None if times is None else f"{times:.2f}×" if times < 10 else f"{times:.1f}×"
 
 
-def _share(result: dict[str, Any]) -> str:
-    return f"{result['share']:.2f}" if "share" in result else ""
+def _share(row: Row, name: str) -> str | None:
+    share = row["results"].get(name, {}).get("share")
+    return None if share is None else f"{share:.2f}"
 
 
 def _rate(row: Row) -> str | None:

@@ -11,7 +11,7 @@ SUITE is one of
 
 Rows are named as "adam/gpt2", "adamw/gpt2/mixed" or "adam/gpt2/4-threads"; FILTER is a regular
 expression that selects some. Results go into a folder as SUITE.json, README.md (the tables) and
-plots.
+SUITE-times.svg.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 
 import peer_packages
@@ -59,7 +61,9 @@ def parse_arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", metavar="[SUITE] [FILTER]")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="default: cpu; adan: cuda, if there is one"
+    )
     parser.add_argument("--quick", action="store_true", help="steps: a few lists, in minutes")
     parser.add_argument("--all-cases", action="store_true", help="steps: all variants")
     parser.add_argument(
@@ -93,9 +97,12 @@ def parse_arguments() -> argparse.Namespace:
     words = arguments.words
     if words and words[0] == "cuda":
         words[0], arguments.device = "steps", "cuda"
-    names = {name for name, _ in SUITES}
-    arguments.suite = words.pop(0) if words and words[0] in names else "steps"
+    named = words and words[0] in {name for name, _ in SUITES}
+    arguments.suite = words.pop(0) if named else "steps"
     arguments.filter = words.pop(0) if words else ""
+    if arguments.device is None:
+        has_cuda = arguments.suite == "adan" and torch.cuda.is_available()
+        arguments.device = "cuda" if has_cuda else "cpu"
     if words:
         parser.error(f"one FILTER at most: {' '.join(words)}")
     try:
@@ -253,7 +260,7 @@ class Run:
         return {
             "suite": self.arguments.suite,
             "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-            "machine": self.machine.facts(),
+            "machine": asdict(self.machine),
             **self.facts,
             "notes": self.notes,
             "rows": self.rows,
@@ -328,12 +335,6 @@ def write(folder: Path, results: dict[str, Any]) -> None:
     report.write_page(folder)
 
 
-def draw(folder: Path, suite: str, *, again: bool) -> None:
-    """Draws all plots, or again those that the folder has: pages show them."""
-    names = [file.stem.removeprefix(f"{suite}-") for file in folder.glob(f"{suite}-*.svg")]
-    plot.draw(folder / f"{suite}.json", folder, names if again else None)
-
-
 def show_tables(results: dict[str, Any], folder: Path) -> None:
     """Figures that are cut off would be worse than lines that wrap."""
     terminal = Console()
@@ -367,8 +368,10 @@ def main() -> None:
     if not run.rows:
         sys.exit("\n".join([f"nothing was measured for {arguments.filter!r}", *run.notes]))
     results, folder = keep()
-    draw(folder, arguments.suite, again=arguments.commit)
-    report.write_page(folder)  # once more, with the plots
+    # Pages show the plots that a folder of committed results has.
+    if not arguments.commit or (folder / f"{arguments.suite}-times.svg").exists():
+        plot.draw(folder / f"{arguments.suite}.json", folder)
+    report.write_page(folder)  # once more, with the plot
     show_tables(results, folder)
 
 

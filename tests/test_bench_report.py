@@ -149,37 +149,36 @@ def test_page_of_a_folder_has_its_tables_its_plots_and_what_made_them(results, t
     assert report.command("steps", {}) == "`./run.sh bench`"
 
 
-def test_plots_are_of_whatever_there_is(results):
+def test_panels_are_of_optimizers_that_were_measured_on_several_lists(results):
     skipped = row_of("adam/gpt2") | {"allocator": "glibc", "skipped": "the time was up"}
-    cases = (
-        (results["rows"], {"times", "size", "threads", "host"}),
-        (results["rows"][:1], set()),
-        (results["rows"][1:6], {"times"}),
-        (results["rows"][-2:], {"size"}),
-        ([skipped], set()),
-    )
-    for rows, expected in cases:
-        found = plot.plots(results | {"rows": rows})
-        assert found.keys() == expected
-        for make in found.values():
-            assert make(results | {"rows": rows}).axes
+    rows = results["rows"]
+    rows.append(rows[0] | {"name": "lamb/gpt2", "allocator": "jemalloc"})
+    panels = plot.panels_of(results)
+    assert {name: len(rows) for name, rows in panels.items()} == {"adam": 5}
+    assert not plot.panels_of(results | {"rows": [*rows[:2], skipped]})
 
 
 def test_bars_stand_for_the_times_of_ours(results):
-    figure = plot.plots(results)["times"](results)
-    (adam,) = (axis for axis in figure.axes if axis.get_title(loc="left") == "adam")
+    results["rows"][1]["results"]["torch_fused"] = {"wrong": "tensor 0 is off"}
+    figure = plot.plot_times(results, plot.panels_of(results))
+    (adam,) = figure.axes
+    assert adam.get_title(loc="left") == "adam"
     heights = {bars.get_label(): [b.get_height() for b in bars] for bars in adam.containers}
     assert heights["ours unfused"] == pytest.approx([12.0] * 5)
-    assert heights["torch fused"] == pytest.approx([2.0] * 5)
+    assert heights["torch fused"] == pytest.approx([2.0] * 4)
+    assert [text.get_text() for text in adam.texts] == ["wrong"]
 
 
 def test_the_same_results_make_the_same_file(results, tmp_path):
     (tmp_path / "peers.json").write_text(json.dumps(results))
-    plot.draw(tmp_path / "peers.json", tmp_path, ["times"])
+    plot.draw(tmp_path / "peers.json", tmp_path)
     first = (tmp_path / "peers-times.svg").read_bytes()
-    plot.draw(tmp_path / "peers.json", tmp_path, ["times"])
+    plot.draw(tmp_path / "peers.json", tmp_path)
     assert (tmp_path / "peers-times.svg").read_bytes() == first
     assert b"<text" in first
+    (tmp_path / "few.json").write_text(json.dumps(results | {"rows": results["rows"][:1]}))
+    plot.draw(tmp_path / "few.json", tmp_path)
+    assert not (tmp_path / "few-times.svg").exists()
 
 
 @pytest.mark.parametrize(
