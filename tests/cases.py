@@ -17,6 +17,7 @@ from reference.adam import adam, adamw
 from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
+from reference.sgd import sgd
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -266,6 +267,21 @@ def _adan(name, modes=None, **options):
     )
 
 
+def _sgd(name, **options):
+    options = {"lr": 1e-2} | options
+    buffered = "momentum" in options
+    return Case(
+        name,
+        optim.SGD,
+        options,
+        sgd,
+        ("momentum_buffer",) if buffered else (),
+        torch.optim.SGD,
+        numbers=(),
+        sparse=not (buffered or options.get("weight_decay")),
+    )
+
+
 CASES = (
     _lamb("lamb"),
     _lamb("lamb-decay", weight_decay=0.02),
@@ -306,6 +322,12 @@ CASES = (
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+    _sgd("sgd"),
+    _sgd("sgd-decay", weight_decay=0.02),
+    _sgd("sgd-momentum", momentum=0.9),
+    _sgd("sgd-dampening-decay", momentum=0.8, dampening=0.3, weight_decay=0.02),
+    _sgd("sgd-nesterov", momentum=0.8, nesterov=True),
+    _sgd("sgd-nesterov-decay-maximize", momentum=0.9, nesterov=True, weight_decay=0.02, maximize=True),
 )
 
 

@@ -25,13 +25,14 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     adamw: optim.AdamW = fusedstep.convert(torch.optim.AdamW(parameters))
     adam: optim.Adam = fusedstep.convert(torch.optim.Adam(parameters))
     adagrad: optim.Adagrad = fusedstep.convert(torch.optim.Adagrad(parameters), lr=0.1)
+    sgd: optim.SGD = fusedstep.convert(torch.optim.SGD(parameters))
     adan: optim.Adan = fusedstep.convert(optim.Adan(parameters))
     fused: optim.FusedOptimizer = fusedstep.convert(other)
     fused.step(max_norm=1.0).item()
     fusedstep.verify(fusedstep.convert(base)).worst  # noqa: B018
     wrong: optim.Lamb = fusedstep.convert(other)  # type: ignore[assignment]
     fusedstep.import_state_dict(wrong, other.state_dict())
-    del adamw, adam, adagrad, adan
+    del adamw, adam, adagrad, sgd, adan
 
 
 def mistakes() -> None:

@@ -45,6 +45,10 @@ rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   if (flags == rules::kLambDecoupled) hyper.max_weight_norm = 4;
   return hyper;
 }
+template <>
+rules::SGDHyper hyper_of<rules::SGD>(unsigned) {
+  return {.lr = 0.05, .momentum = 0.75, .dampening = 0.25, .weight_decay = 0.125};
+}
 
 template <class Rule>
 constexpr bool kTwoPhase = requires {

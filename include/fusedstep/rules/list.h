@@ -5,12 +5,14 @@
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
+#include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
   X(Adagrad)               \
   X(Adam)                  \
   X(Adan)                  \
-  X(Lamb)
+  X(Lamb)                  \
+  X(SGD)
 
 namespace fusedstep::rules {
 

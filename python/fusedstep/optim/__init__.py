@@ -14,8 +14,10 @@ from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
+from fusedstep.optim.sgd import SGD
 
 __all__ = [
+    "SGD",
     "Adagrad",
     "Adam",
     "AdamW",

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
+
+from fusedstep.optim._base import FusedOptimizer
+
+__all__ = ["SGD"]
+
+
+class SGD(FusedOptimizer):
+    r"""Implements the SGD algorithm, in signature and states :class:`torch.optim.SGD`.
+
+    For a weight ``w`` with gradient ``g``::
+
+        g = g + weight_decay * w
+        b = momentum * b + (1 - dampening) * g      # b = g at the first step
+        d = g + momentum * b if nesterov else b
+        w = w - lr * d
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            b_t      &= \mu b_{t-1} + (1 - \tau) g_t, \quad b_1 = g_1                         \\
+            \theta_t &= \theta_{t-1} - \gamma b_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``momentum``
+    :math:`\mu`, ``dampening`` :math:`\tau` and ``weight_decay`` :math:`\lambda`; with ``nesterov``,
+    :math:`g_t + \mu b_t` takes the place of :math:`b_t` in the last line. Without momentum there is
+    no state, and :math:`b_t` is :math:`g_t`. The momentum is that of `On the importance of
+    initialization and momentum in deep learning`_.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
+    ``momentum_buffer`` has the weight's dtype and dimension order. bfloat16 and float16 are
+    computed in float32 natively, and in their own precision with ``fused=False``.
+
+    Of a weight with a sparse gradient only the rows that it has are read and written; what it has
+    for the same row is added first, in its order. ``momentum`` and ``weight_decay`` must then be 0.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        momentum (float, optional): momentum factor (default: 0)
+        dampening (float, optional): dampening for momentum (default: 0)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        nesterov (bool, optional): Nesterov momentum, which needs a momentum and no dampening
+            (default: False)
+
+    Example::
+
+        >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _On the importance of initialization and momentum in deep learning:
+        https://proceedings.mlr.press/v28/sutskever13.html
+    """
+
+    _rule = "sgd"
+    _numbers = {}
+    _later_options = FusedOptimizer._later_options | {"nesterov": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            "foreach": foreach,
+            "differentiable": differentiable,
+            "fused": fused,
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, options)
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group.get("momentum", 0) != 0 else ()
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        if group["momentum"] != 0 or group["weight_decay"] != 0:
+            return "momentum and weight_decay options are not compatible with sparse gradients"
+        return None
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """As torch's, without a list of step counts: whether there is a sparse gradient."""
+        super()._init_group(group, *lists, [])
+        return any(grad.is_sparse for grad in lists[1])
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        state["step"] += 1
+        sgd(
+            [weight],
+            [grad],
+            [state.get("momentum_buffer")],
+            has_sparse_grad=grad.is_sparse,
+            foreach=False,
+            fused=False,
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=group["dampening"] if state["step"] > 1 else 0,
+            nesterov=group["nesterov"],
+            maximize=False,
+        )
+        return weight
