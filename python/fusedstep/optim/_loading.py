@@ -91,6 +91,8 @@ class LoadsStates:
         for group in self.param_groups:
             weights = [p for p in group["params"] if self._state.get(p)]
             for p in weights:
+                for name in [name for name, value in self._state[p].items() if value is None]:
+                    del self._state[p][name]  # torch's SGD has had such: it is missing
                 for name in self._numbers:
                     number = self._state[p].get(name)
                     if isinstance(number, (int, float)):

@@ -78,8 +78,9 @@ def check_state(
     if not weight.is_meta and "step" in optimizer._numbers:
         check_count_of_steps(name, state["step"])
     names = (*needed, *optimizer._state_names(options), MASTER)
-    for key in dict.fromkeys(each for each in names if each in state):
-        check_tensor(f"{key} of {name}", state[key], weight)
+    for key in dict.fromkeys(names):
+        if key in needed or state.get(key) is not None:
+            check_tensor(f"{key} of {name}", state[key], weight)
 
 
 def check_is_state(name: str, state: Any) -> None:
