@@ -17,6 +17,7 @@ from reference.adam import adam, adamw
 from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
+from reference.lion import lion
 from reference.sgd import sgd
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -267,6 +268,20 @@ def _adan(name, modes=None, **options):
     )
 
 
+def _lion(name, **options):
+    return Case(
+        name,
+        optim.Lion,
+        {"lr": 1e-2} | options,
+        lion,
+        ("exp_avg",),
+        numbers=(),
+        continuous=False,
+        decoupled=True,
+        tolerances=DECOUPLED,
+    )
+
+
 def _sgd(name, **options):
     options = {"lr": 1e-2} | options
     buffered = "momentum" in options
@@ -322,6 +337,9 @@ CASES = (
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+    _lion("lion"),
+    _lion("lion-decay", weight_decay=0.02, betas=(0.8, 0.95)),
+    _lion("lion-maximize", maximize=True, weight_decay=0.1),
     _sgd("sgd"),
     _sgd("sgd-decay", weight_decay=0.02),
     _sgd("sgd-momentum", momentum=0.9),

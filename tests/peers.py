@@ -19,6 +19,7 @@ from cases import PLAIN, WITH_STATES
 from fusedstep import optim
 from reference.adan import adan
 from reference.lamb import lamb
+from reference.lion import lion
 
 MODES = {
     "default": {},
@@ -138,6 +139,10 @@ def _in_double(weight, gradient, state):
 
 class Lamb(ByFormula, torch.optim.Adam):
     ours, formula = optim.Lamb, staticmethod(lamb)
+
+
+class Lion(ByFormula, torch.optim.Adam):
+    ours, formula, not_kept = optim.Lion, staticmethod(lion), ("step", "exp_avg_sq")
 
 
 class Adan(ByFormula, torch.optim.Adam):

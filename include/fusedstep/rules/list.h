@@ -5,6 +5,7 @@
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
+#include "fusedstep/rules/lion.h"
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
@@ -12,6 +13,7 @@
   X(Adam)                  \
   X(Adan)                  \
   X(Lamb)                  \
+  X(Lion)                  \
   X(SGD)
 
 namespace fusedstep::rules {

@@ -14,6 +14,7 @@ from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
+from fusedstep.optim.lion import Lion
 from fusedstep.optim.sgd import SGD
 
 __all__ = [
@@ -23,4 +24,5 @@ __all__ = [
     "AdamW",
     "Adan",
     "Lamb",
+    "Lion",
 ]

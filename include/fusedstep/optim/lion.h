@@ -1,0 +1,49 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_LION_OPTIONS(X)                \
+  X(double, lr, 1e-4)                            \
+  X(TwoBetas, betas, std::make_tuple(0.9, 0.99)) \
+  X(double, weight_decay, 0)                     \
+  X(bool, maximize, false)                       \
+  X(double, max_grad_norm, kNoLimit)
+
+struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+  FUSEDSTEP_OPTIONS(LionOptions, FUSEDSTEP_LION_OPTIONS)
+};
+
+struct LionParamState : ParamState<LionParamState, rules::Lion> {
+  const torch::Tensor& exp_avg() const { return slot(0); }
+};
+
+// Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2). For each tensor p
+// with gradient g:
+//
+//   p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
+//   m = beta2 m + (1 - beta2) g
+//
+// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
+// any layout that does not overlap itself; m has the parameter's dtype. Throws c10::Error for options out of
+// range.
+class Lion : public FusedOptimizer<Lion, LionOptions, LionParamState, rules::Lion> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "lion";
+
+  static void check(const LionOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_betas(options.betas());
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::LionHyper hyper(const LionOptions& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {.lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .weight_decay = o.weight_decay()};
+  }
+};
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,47 @@
+#pragma once
+#include "fusedstep/rules/specs.h"
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+struct LionHyper {
+  double lr = 1e-4, beta1 = 0.9, beta2 = 0.99, weight_decay = 0;
+  static constexpr const char* kNames[] = {"lr", "beta1", "beta2", "weight_decay"};
+
+  constexpr unsigned flags() const { return 0; }
+};
+
+template <class T>
+struct LionScalars {
+  T beta1, one_minus_beta1, beta2, one_minus_beta2, keep, neg_lr;
+};
+
+// Lion (Chen et al., 2023, algorithm 2).
+//
+//   p = (1 - lr wd) p - lr sign(beta1 m + (1 - beta1) g)
+//   m = beta2 m + (1 - beta2) g
+template <unsigned kFlags>
+struct Lion {
+  using Hyper = LionHyper;
+  template <class T>
+  using Scalars = LionScalars<T>;
+  static constexpr unsigned kFlagCombinations = 1;
+  static constexpr StateSpec kAllStates[] = {{"exp_avg"}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
+
+  template <class T>
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double /*step*/) {
+    return {T(h.beta1),     T(1 - h.beta1),           T(h.beta2),
+            T(1 - h.beta2), T(1 - h.lr * h.weight_decay), T(-h.lr)};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+    V& m = state[0];
+    const V direction = sign_of(mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m));
+    p = mul_add(V(s.neg_lr), direction, V(s.keep) * p);
+    m = mul_add(V(s.one_minus_beta2), g, V(s.beta2) * m);
+  }
+};
+
+}  // namespace fusedstep::rules

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import as_number
+
+__all__ = ["Lion"]
+
+
+class Lion(FusedOptimizer):
+    r"""Implements the Lion algorithm.
+
+    For a weight ``w`` with gradient ``g``::
+
+        w = (1 - lr * weight_decay) * w - lr * sign(beta1 * m + (1 - beta1) * g)
+        m = beta2 * m + (1 - beta2) * g
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            c_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            \theta_t &= \theta_{t-1} - \gamma (\operatorname{sign}(c_t) + \lambda \theta_{t-1}) \\
+            m_t      &= \beta_2 m_{t-1} + (1 - \beta_2) g_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta` and ``weight_decay`` :math:`\lambda`. This is algorithm 2 of `Symbolic Discovery
+    of Optimization Algorithms`_. Every element moves by ``lr``, so that learning rates are three to
+    ten times smaller, and weight decays as much larger, than with :class:`AdamW`.
+
+    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
+    ``exp_avg``, the only state, has the weight's dtype and dimension order. bfloat16 and float16
+    are computed in float32 natively, and in their own precision with ``fused=False``.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-4)
+        betas (tuple[float | Tensor, float | Tensor], optional): share of the running average of
+            the gradient in the update, and coefficient of that average (default: (0.9, 0.99))
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+
+    Example::
+
+        >>> optimizer = optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Symbolic Discovery of Optimization Algorithms:
+        https://arxiv.org/abs/2302.06675
+    """
+
+    _rule = "lion"
+    _numbers = {}
+    _later_options = FusedOptimizer._later_options | {"capturable": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.99),
+        weight_decay: float = 0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        options = {
+            "lr": lr,
+            "betas": betas,
+            "weight_decay": weight_decay,
+            "foreach": foreach,
+            "maximize": maximize,
+            "capturable": capturable,
+            "differentiable": differentiable,
+            "fused": fused,
+            "state_dtype": state_dtype,
+            "master_weights": master_weights,
+            "max_grad_norm": max_grad_norm,
+        }
+        super().__init__(params, options)
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return ("exp_avg",)
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return "Lion does not support sparse gradients"
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        beta1, beta2 = group["betas"]
+        lr, exp_avg = as_number(group["lr"]), state["exp_avg"]
+        direction = (beta1 * exp_avg + (1 - beta1) * grad).sign()
+        state["exp_avg"] = beta2 * exp_avg + (1 - beta2) * grad
+        if group["weight_decay"] != 0:
+            weight = weight * (1 - lr * group["weight_decay"])
+        return weight - lr * direction
