@@ -499,7 +499,8 @@ def list_arguments(case):
     torch.compile(optimizer.step, backend="eager")()  # defines the operator that reads options
     weights = [param.detach() for param in params]
     states = [optimizer.state[param][name] for name in case.states for param in params]
-    steps = [optimizer.state[param]["step"] for param in params]
+    (group,) = optimizer.param_groups
+    steps = [optimizer._with_count(group, param)["step"] for param in params]
     options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
     grads = [param.grad for param in params]
     return optimizer, (weights, grads, states, steps, options, optimizer._rule)

@@ -327,13 +327,15 @@ def without(name):
 
 def rows_with(what):
     """What an edit is about, and begins with: states, the count, or an option."""
+    plain = [case for case in PLAIN if case.states]  # their states are there with any options
+    if what == "moment None":
+        return plain
     if what == "no moment":  # of one that is left: without any there is no state yet
-        return [case for case in WITH_STATES if len(case.states + case.numbers) > 1]
+        return [case for case in plain if len(case.states + case.numbers) > 1]
+    what = what.removeprefix("no ").split()[0]
     if what in ("state", "moment"):
         return WITH_STATES
-    return (
-        WITH_COUNTS if what in ("step", "no step") else [case for case in PLAIN if case.has(what)]
-    )
+    return WITH_COUNTS if what == "step" else [case for case in PLAIN if case.has(what)]
 
 
 def each_edited(edits):
@@ -342,7 +344,7 @@ def each_edited(edits):
         [
             pytest.param(case, name, id=f"{case}-{name}")
             for name in edits
-            for case in rows_with(name if name.startswith("no ") else name.split()[0])
+            for case in rows_with(name)
         ],
     )
 

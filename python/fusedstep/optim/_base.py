@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, TypeVar, overload
 import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
 from fusedstep.optim import _dtensor
@@ -93,7 +92,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             name = type(params).__name__
             raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
         self._forget_plans()
-        self._counts = WeakIdKeyDictionary()
+        self._counts: dict[Tensor, Tensor] = {}
         self._name = register(self)
         super().__init__(params, without_unset(options))
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
@@ -81,7 +80,7 @@ class LoadsStates:
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()
-        self._counts = WeakIdKeyDictionary()
+        self._counts = {}
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
