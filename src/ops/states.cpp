@@ -92,8 +92,8 @@ int32_t dtype_of_states(const Tensor& weight, const TensorView& layout, bool wid
 }
 
 Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
-  check(slots > 0 && slots <= kMaxStates,
-        "slots must be from 1 to " + std::to_string(kMaxStates) + ", not " + std::to_string(slots));
+  check(slots >= 0 && slots <= kMaxStates,
+        "slots must be from 0 to " + std::to_string(kMaxStates) + ", not " + std::to_string(slots));
   Tensors states;
   states.reserve(slots * weights.size());
   for (int slot = 0; slot < slots; ++slot) {
@@ -110,6 +110,7 @@ Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
 
 Tensors new_states(const Tensors& weights, int64_t slots, bool wide) {
   Tensors states = empty_states(weights, slots, wide);
+  if (states.empty()) return states;
   // The weight's dense stand-in is its first state: a plan over dense operands, with the chunks of a step.
   Plan plan(weights.size(), static_cast<int>(slots));
   for (size_t i = 0; i < weights.size(); ++i) {

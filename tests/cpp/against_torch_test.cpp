@@ -3,6 +3,7 @@
 #include <torch/torch.h>
 
 #include <cmath>
+#include <tuple>
 #include <utility>
 
 #include "tests/cpp/optim_cases.h"
@@ -65,6 +66,36 @@ TEST(AgainstTorchTest, Adagrad) {
   }
 }
 
+template <class Options>
+Options sgd_options(double momentum, double dampening, bool nesterov) {
+  return Options(0.02).momentum(momentum).dampening(dampening).weight_decay(0.1).nesterov(nesterov);
+}
+
+TEST(AgainstTorchTest, SGD) {
+  for (const auto& [momentum, dampening, nesterov] :
+       {std::tuple{0.0, 0.0, false}, std::tuple{0.8, 0.3, false}, std::tuple{0.8, 0.0, true}}) {
+    compare_with_torch<SGD, torch::optim::SGD>(
+        sgd_options<SGDOptions>(momentum, dampening, nesterov),
+        sgd_options<torch::optim::SGDOptions>(momentum, dampening, nesterov));
+  }
+}
+
+TEST(AgainstTorchTest, SGDWhoseMomentumComesLater) {
+  torch::manual_seed(2);
+  const Tensors ours = make_weights(), theirs = clones(ours);
+  SGD our_optimizer(ours, SGDOptions(0.1));
+  torch::optim::SGD their_optimizer(theirs, torch::optim::SGDOptions(0.1));
+  take_steps(our_optimizer, ours, 0, 2);
+  take_steps(their_optimizer, theirs, 0, 2);
+  static_cast<SGDOptions&>(our_optimizer.param_groups()[0].options()).momentum(0.8).dampening(0.5);
+  static_cast<torch::optim::SGDOptions&>(their_optimizer.param_groups()[0].options())
+      .momentum(0.8)
+      .dampening(0.5);
+  take_steps(our_optimizer, ours, 2, 5);
+  take_steps(their_optimizer, theirs, 2, 5);
+  expect_close(ours, theirs, 2e-5);
+}
+
 // An embedding whose rows come several times a step, beside a dense weight.
 TEST(AgainstTorchTest, AdagradSparse) {
   const Tensor ids = torch::tensor({3, 1, 3, 7, 3, 1});
@@ -94,6 +125,7 @@ TEST(AgainstTorchTest, Defaults) {
   compare_with_torch<Adam, torch::optim::Adam>(AdamOptions(), torch::optim::AdamOptions());
   compare_with_torch<AdamW, torch::optim::AdamW>(AdamWOptions(), torch::optim::AdamWOptions());
   compare_with_torch<Adagrad, torch::optim::Adagrad>(AdagradOptions(), torch::optim::AdagradOptions());
+  compare_with_torch<SGD, torch::optim::SGD>(SGDOptions(1e-3), torch::optim::SGDOptions(1e-3));
 }
 
 TEST(AgainstFormulaTest, Lamb) {

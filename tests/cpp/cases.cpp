@@ -55,7 +55,8 @@ rules::AdamaxHyper hyper_of<rules::Adamax>(unsigned) {
 }
 template <>
 rules::LionHyper hyper_of<rules::Lion>(unsigned) {
-  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .weight_decay = 0.125};
+  // Binary fractions: with others a rounding decides on the sign of what cancels.
+  return {.lr = 0.02, .beta1 = 0.75, .beta2 = 0.875, .weight_decay = 0.125};
 }
 template <>
 rules::SGDHyper hyper_of<rules::SGD>(unsigned) {

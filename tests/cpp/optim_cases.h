@@ -64,10 +64,12 @@ struct LionRow : RowOf<Lion, LionOptions, LionParamState> {
   static Options options() { return LionOptions(0.02).betas({0.8, 0.95}).weight_decay(0.1); }
 };
 struct SGDRow : RowOf<SGD, SGDOptions, SGDParamState> {
+  static constexpr double kLrForXor = 1;
   static Options options() { return SGDOptions(0.02).momentum(0.8).dampening(0.3).weight_decay(0.1); }
 };
 
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow, SGDRow>;
+using Rows =
+    testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>

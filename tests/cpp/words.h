@@ -48,6 +48,7 @@ struct Plain {
   }
   template <class V, class T>
   FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, rules::States<V, kStates>&) {
+    using rules::mul_add, rules::sign_of;
     if constexpr (kFlags != 0) g = sign_of(g);
     p = mul_add(V(s.neg_lr), g, p);
   }

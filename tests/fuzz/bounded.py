@@ -107,6 +107,15 @@ class Bounded:
         below = value - (self.value - self.error).clamp(min=0).sqrt()
         return self._result(value, torch.maximum(above, below))
 
+    def abs(self) -> Bounded:
+        return Bounded(self.value.abs(), self.error, self.arithmetic)
+
+    def sign(self) -> Bounded:
+        """Where the error may turn it round it is 0, and 1 off."""
+        turns = (self.value.abs() <= self.error) & (self.error > 0)
+        value = torch.where(turns, 0.0, self.value.sign())
+        return Bounded(value, turns.double(), self.arithmetic)
+
     def norm(self) -> Bounded:
         # Not vector_norm, which adds thousands of squares one to another.
         value = self.value.square().sum().sqrt()

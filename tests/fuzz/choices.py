@@ -28,6 +28,8 @@ MOST_COUNT = 2**24 - 200
 #: What an option may be, by its name.
 BY_NAME: dict[str, tuple] = {
     "lr": (1e-3, 1e-2, 0.1, 0.0, 1.0, {"tensor": 0.02}),
+    "momentum": (0.0, 0.0, 0.9, 0.3),
+    "dampening": (0.0, 0.5),
     "eps": (1e-8, 1e-6, 1e-3, 1e-10),
     "weight_decay": (0.0, 0.0, 0.01, 0.3),
     "rho": (0.9, 0.99, 0.5),
@@ -47,6 +49,9 @@ BETAS = (0.9, 0.99, 0.999, 0.5, 0.0)
 
 #: Options without a value that is the same for all groups, or that the states depend on.
 ONLY_AT_FIRST = {"variant", "max_grad_norm", "state_dtype", "master_weights", "differentiable"}
+
+#: What else a constructor has to be given with an option that is set.
+NEEDS = {"nesterov": {"momentum": 0.9, "dampening": 0.0}}
 
 #: Options that are None unless given, and then True or False.
 FLAGS = {"decoupled_decay", "always_adapt"}
@@ -96,6 +101,8 @@ class _Chooser:
         count = self._one_of(*[self._random.randint(1, 4)] * 5, self._random.randint(5, 150))
         self._dtypes = [self._one_of(*DTYPES)] if self._chance(0.6) else [*DTYPES]
         options = self._options(self._defaults, 0.5)
+        for name in NEEDS.keys() & options.keys():
+            options |= NEEDS[name] if options[name] else {}
         groups = [self._group(max(1, count // several)) for _ in range(several)]
         groups[0]["options"] = {}
         self._weights = [weight for group in groups for weight in group["weights"]]

@@ -21,8 +21,8 @@ struct AdamaxParamState : ParamState<AdamaxParamState, rules::Adamax> {
   const torch::Tensor& exp_inf() const { return slot(1); }
 };
 
-// Adamax (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 2), with the options of
-// torch's Python class. For each tensor p with gradient g, at step t:
+// Adamax (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 2), with the options
+// of torch's Python class. For each tensor p with gradient g, at step t:
 //
 //   g = g + weight_decay p
 //   m = beta1 m + (1 - beta1) g,   u = max(beta2 u, |g| + eps)
@@ -46,8 +46,7 @@ class Adamax : public FusedOptimizer<Adamax, AdamaxOptions, AdamaxParamState, ru
   }
   static rules::AdamaxHyper hyper(const AdamaxOptions& o) {
     const auto [beta1, beta2] = o.betas();
-    return {
-        .lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .eps = o.eps(), .weight_decay = o.weight_decay()};
+    return {.lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .eps = o.eps(), .weight_decay = o.weight_decay()};
   }
 };
 

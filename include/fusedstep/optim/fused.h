@@ -21,6 +21,7 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstdint>
@@ -161,6 +162,11 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   void step(torch::Tensor step) { step_ = std::move(step); }
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }
   void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
+
+  bool has_slots() const {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [](const torch::Tensor& slot) { return slot.defined(); });
+  }
 
   // As before a first step.
   void zero() {
@@ -421,7 +427,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
       std::unique_ptr<torch::optim::OptimizerParamState> state;
       if (found == state_.end()) state = std::make_unique<State>();
       State& to = static_cast<State&>(state ? *state : *found->second);
-      if (!to.step().defined()) to.step(torch::zeros({}, torch::kFloat32));
+      // Steps before there was any state to keep do not count: SGD's momentum may come later.
+      if (!to.step().defined() || !to.has_slots()) to.step(torch::zeros({}, torch::kFloat32));
       for (size_t s = 0; s < all.size(); ++s) {
         // One that is there is kept: an option such as amsgrad came later.
         if (!to.slot(all[s]).defined()) to.slot(all[s], made[s * fresh.size() + i]);

@@ -38,7 +38,7 @@ struct Adadelta {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V &v = state[0], &a = state[1];
     if constexpr (kFlags & kAdadeltaDecay) g = mul_add(V(s.weight_decay), p, g);
     v = mul_add(V(s.one_minus_rho) * g, g, V(s.rho) * v);

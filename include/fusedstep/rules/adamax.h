@@ -35,11 +35,12 @@ struct Adamax {
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
-    return {T(1 - h.beta1), T(h.beta2), T(h.eps), T(h.weight_decay), T(-h.lr / (1 - std::pow(h.beta1, step)))};
+    return {T(1 - h.beta1), T(h.beta2), T(h.eps), T(h.weight_decay),
+            T(-h.lr / (1 - std::pow(h.beta1, step)))};
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V &m = state[0], &u = state[1];
     if constexpr (kFlags & kAdamaxDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);

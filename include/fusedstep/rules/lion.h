@@ -31,12 +31,11 @@ struct Lion {
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double /*step*/) {
-    return {T(h.beta1),     T(1 - h.beta1),           T(h.beta2),
-            T(1 - h.beta2), T(1 - h.lr * h.weight_decay), T(-h.lr)};
+    return {T(h.beta1), T(1 - h.beta1), T(h.beta2), T(1 - h.beta2), T(1 - h.lr * h.weight_decay), T(-h.lr)};
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, V (&state)[kStates]) {
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     V& m = state[0];
     const V direction = sign_of(mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m));
     p = mul_add(V(s.neg_lr), direction, V(s.keep) * p);

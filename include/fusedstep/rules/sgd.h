@@ -43,8 +43,8 @@ struct SGD {
     return {T(h.momentum), T(step == 1 ? 1 : 1 - h.dampening), T(h.weight_decay), T(-h.lr)};
   }
 
-  template <class V, class T, class States>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States& state) {
+  template <class V, class T>
+  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
     if constexpr (kFlags & kSGDDecay) g = mul_add(V(s.weight_decay), p, g);
     if constexpr (kStates == 1) {
       V& buffer = state[0];

@@ -545,6 +545,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             weights, grads = with_gradients(group["params"])
             if not weights:
                 continue
+            if has_text(group):  # an option that states depend on, perhaps
+                self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
             work += [self._bind((index, part), group, *pair) for part, pair in enumerate(launches)]
         if self._plans and self._seen is None:
