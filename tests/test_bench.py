@@ -234,6 +234,36 @@ def test_check_accepts_a_right_step_and_no_other(case, shape_list):
     assert "off" in check(WithAnotherRate(case.build(params, fused=False)), params)
 
 
+def test_where_an_update_jumps_a_few_elements_may_go_the_other_way():
+    """By the step of a sign, in which one or many elements are turned."""
+
+    def sign(weight, grad, state, step, lr):
+        return weight - lr * grad.sign(), state
+
+    case = dataclasses.replace(PLAIN[0], reference=sign, options={"lr": 0.1}, elementwise=True)
+    shape_list = shapes.ShapeList("some", "some", ((40, 30),))
+
+    def verdict(case, turned, by=1.0):
+        (param,) = params = subjects.make(shape_list, torch.float32)
+        steps = []
+
+        def step():
+            signs = param.grad.sign()
+            if not steps:
+                signs.view(-1)[:turned] *= -by
+            steps.append(param.data.sub_(0.1 * signs))
+
+        check = subjects.Check(case, shape_list, torch.float32)
+        return check(types.SimpleNamespace(step=step), params)
+
+    jumps = dataclasses.replace(case, continuous=False)
+    assert verdict(case, 0) is None
+    assert "off" in verdict(case, 1)
+    assert verdict(jumps, 3) is None
+    assert "off" in verdict(jumps, 4)
+    assert "off" in verdict(jumps, 1, by=9.0)
+
+
 @pytest.mark.parametrize(("turns", "seconds"), [(5, math.inf), (2500, 0.0)])
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_many_steps_leave_no_denormal_numbers(case, turns, seconds):
