@@ -3,6 +3,7 @@
 #include "cpu_kernels/codecs.h"
 #include "cpu_kernels/group.h"
 #include "cpu_kernels/kernel_table.h"
+#include "src/core/phases.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -138,7 +139,7 @@ FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
   V p = a.template load_weight<V>(i);
   const V g = a.template load_grad<V>(i);
   auto s = a.template load_states<V>(i);
-  Rule::update(a.scalars, p, g, s);
+  update<Rule>(a.scalars, p, g, s);
   a.store_weight(i, p);
   a.store_states(s, i);
 }

@@ -73,7 +73,7 @@ class LaneSums {
   Pack<T> part_[kLanes / kPart];
 };
 
-// What a rule adds its weight and update to, for the lanes from `lane` on.
+// Adds weights and updates to the norms, for the lanes from `lane` on.
 template <class V, class T>
 struct PackNorms {
   LaneSums<T>&weight, &update;
@@ -93,43 +93,44 @@ struct ScalarNorms {
   }
 };
 
-// What a rule adds to where the norms are known already.
-struct NoNorms {
-  template <class V>
-  FUSEDSTEP_FN void add(const V&, const V&) {}
-};
-
-// What a rule adds to where its weight alone is asked for.
-template <class V>
-struct Found {
-  V& weight;
-  FUSEDSTEP_FN void add(const V& p, const V&) { weight = p; }
-};
+// Whether a gradient can hold an update between the phases: not where it would be rounded
+// (Plan::grad_can_store).
+template <class Weight>
+constexpr bool kHoldsUpdates =
+    std::is_same_v<Weight, typename Codec<typename StoredOf<Weight>::Type>::Compute>;
 
 // Without storing the update, the first phase leaves nothing but the norms: the second one does its maths
 // again. From states rounded to 16 bits it would make another update than the one whose norm it is scaled by;
 // from second moments rounded to zero, a huge one.
 template <class V, class Rule, class Weight, class State, class Norms>
-FUSEDSTEP_FN V accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, bool stores, Norms norms) {
+FUSEDSTEP_FN void accumulate_at(const Arrays<Rule, Weight, State>& a, int64_t i, bool stores, Norms norms) {
   const V p = a.template load_weight<V>(i), g = a.template load_grad<V>(i);
   auto s = a.template load_states<V>(i);
-  const V u = Rule::accumulate(a.scalars, p, g, s, norms);
+  const V u = Rule::direction(a.scalars, p, g, s);
+  norms.add(Rule::decayed(a.scalars, p), u);
   if (stores) {
     a.store_states(s, i);
     store(a.grad, i, u);
   }
-  return u;
 }
 
-// What the norms are of, once more. An update that has been stored lies in the gradient; what a rule adds as
-// its weight depends on nothing that has been.
+// The update of element i, and its states. A second phase that finds no update in the gradient computes it
+// again.
+template <class V, class Rule, class Weight, class State>
+FUSEDSTEP_FN V update_again(const Arrays<Rule, Weight, State>& a, int64_t i, const V& p,
+                            rules::States<V, Rule::kStates>& states) {
+  states = a.template load_states<V>(i);
+  return Rule::direction(a.scalars, p, a.template load_grad<V>(i), states);
+}
+
+// The terms of both norms once more. An update that has been stored lies in the gradient.
 template <class V, class Rule, class Weight, class State>
 FUSEDSTEP_FN void find_again(const Arrays<Rule, Weight, State>& a, int64_t i, bool stored, float* weight,
                              float* update) {
-  V p;
-  const V u = accumulate_at<V>(a, i, false, Found<V>{p});
-  store(weight, 0, p);
-  store(update, 0, stored ? load<V>(a.grad, i) : u);
+  const V p = a.template load_weight<V>(i);
+  rules::States<V, Rule::kStates> states;
+  store(weight, 0, Rule::decayed(a.scalars, p));
+  store(update, 0, stored ? load<V>(a.grad, i) : update_again(a, i, p, states));
 }
 
 // Adds a segment's sums to those of its chunk: as they are in float where that has the range, else in double.
@@ -239,7 +240,7 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
 template <class Rule, class Weight, class State>
 void accumulate_span(const Span& span) {
   Arrays<Rule, Weight, State> a(span);
-  const bool stores = (span.writes & kGradBit) != 0;
+  const bool stores = kHoldsUpdates<Weight> && (span.writes & kGradBit) != 0;
   for_rows(
       span, a, [&]() __attribute__((always_inline)) { accumulate_row(a, span.count, stores, span.norms); });
 }
@@ -250,10 +251,9 @@ FUSEDSTEP_FN void apply_at(const Arrays<Rule, Weight, State>& a, int64_t i, T fa
   if constexpr (kStored) {
     u = load<V>(a.grad, i);
   } else {
-    auto s = a.template load_states<V>(i);
-    NoNorms norms;
-    u = Rule::accumulate(a.scalars, p, a.template load_grad<V>(i), s, norms);
-    a.store_states(s, i);
+    rules::States<V, Rule::kStates> states;
+    u = update_again(a, i, p, states);
+    a.store_states(states, i);
   }
   Rule::apply(a.scalars, factor, p, u);
   a.store_weight(i, p);
@@ -284,10 +284,12 @@ constexpr RuleKernels two_phase_kernels() {
   constexpr uint32_t weight = kWeightBits<Rule, Weight>, states = kStateBits<Rule>,
                      all = weight | kGradBit | states;
   RuleKernels kernels{};
-  kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State>, all, kGradBit | states};
   kernels.phase[kAccumulate] = {accumulate_span<Rule, Weight, State>, all, 0};
-  kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, weight | kGradBit, weight};
   kernels.phase[kApplyRecompute] = {apply_span<Rule, Weight, State, false>, all, weight | states};
+  if constexpr (kHoldsUpdates<Weight>) {
+    kernels.phase[kAccumulateStore] = {accumulate_span<Rule, Weight, State>, all, kGradBit | states};
+    kernels.phase[kApplyStored] = {apply_span<Rule, Weight, State, true>, weight | kGradBit, weight};
+  }
   return kernels;
 }
 

@@ -11,7 +11,7 @@ namespace {
 
 template <class Rule, class Weight, class State>
 constexpr RuleKernels kernels_for() {
-  if constexpr (requires { &Rule::trust_ratio; }) {
+  if constexpr (kHasNorms<Rule>) {
     return two_phase_kernels<Rule, Weight, State>();
   } else {
     return elementwise_kernels<Rule, Weight, State>();

@@ -3,6 +3,7 @@
 #include "cuda_kernels/codecs.cuh"
 #include "cuda_kernels/pack.cuh"
 #include "cuda_kernels/walk.cuh"
+#include "src/core/phases.h"
 
 namespace fusedstep::cuda {
 
@@ -208,8 +209,9 @@ struct Update : Operands {
   }
   template <class Place, int N>
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
-    this->with_packs(read,
-                     [&](int, auto& p, auto g, auto& s) { Operands::Rule::update(this->scalars, p, g, s); });
+    this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
+      update<typename Operands::Rule>(this->scalars, p, g, s);
+    });
     this->template store_weight<kOnce>(at, read);
     this->template store_states<kOnce>(at, read);
   }

@@ -9,11 +9,6 @@
 namespace fusedstep::cuda {
 namespace {
 
-template <template <unsigned> class Rule>
-inline constexpr bool kTwoPhase = requires {
-  &Rule<0>::trust_ratio;
-};
-
 // Whether rows without a gradient may be left alone.
 template <class Rule>
 inline constexpr bool kTakesRows = false;
@@ -24,7 +19,7 @@ template <Access kAccess, template <unsigned> class Rule, unsigned kFlags, class
 constexpr PassKernels kernels_of() {
   using R = Rule<kFlags>;
   PassKernels kernels{};
-  if constexpr (!kTwoPhase<Rule>) {
+  if constexpr (!kHasNorms<Rule<0>>) {
     kernels.update = launch_update<kAccess, R, Weight, State>;
     if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
   } else if constexpr (kAccess == kInWords) {
@@ -78,7 +73,7 @@ void launch_prepare(const PrepareLaunch& launch) {
 template <template <unsigned> class Rule, unsigned... kFlags>
 const RuleTable& make_table(std::integer_sequence<unsigned, kFlags...>) {
   static constexpr RuleKernels of_flags[] = {formats_of<Rule, kFlags>()...};
-  if constexpr (kTwoPhase<Rule>) {
+  if constexpr (kHasNorms<Rule<0>>) {
     static constexpr RuleTable table{of_flags, launch_prepare<Rule>, launch_ratio<Rule>};
     return table;
   } else {

@@ -209,20 +209,6 @@ struct Accumulate : Operands {
   __device__ Accumulate(const Launch& launch, const Chunk& chunk, T* held_ = nullptr)
       : Operands(launch, chunk), stores(launch.stores), held(held_), begin(chunk.begin) {}
 
-  // What a rule adds its weight and update to.
-  template <class Add>
-  struct Norms {
-    const Add& add_square;
-    int first;
-    template <class V>
-    __device__ __forceinline__ void add(const V& p, const V& u) const {
-      V::each([&](int j) {
-        add_square(0, first + j, p.of[j]);
-        add_square(1, first + j, u.of[j]);
-      });
-    }
-  };
-
   template <int N>
   __device__ __forceinline__ Read<N> load(Width<N>, const At& at) const {
     return this->template load_all<kOnce, N, kAgain>(at);
@@ -263,9 +249,15 @@ struct Accumulate : Operands {
   // In the place of the gradient.
   template <int N, class Add>
   __device__ __forceinline__ void find_update(Elements<Operands::kStates, T, N>& read, const Add& add) const {
+    using Rule = typename Operands::Rule;
     this->with_packs(read, [&](int first, auto p, auto g, auto& s) {
-      const Norms<Add> norms{add, first};
-      Operands::Rule::accumulate(this->scalars, p, g, s, norms).copy_to(read.grad + first);
+      const auto u = Rule::direction(this->scalars, p, g, s);
+      const auto weight = Rule::decayed(this->scalars, p);
+      u.each([&](int j) {
+        add(0, first + j, weight.of[j]);
+        add(1, first + j, u.of[j]);
+      });
+      u.copy_to(read.grad + first);
     });
   }
 };
@@ -366,8 +358,7 @@ struct Apply : Operands {
   __device__ __forceinline__ void work(const Place& at, Elements<Operands::kStates, T, N>& read) const {
     if constexpr (kUpdates == Updates::kRecomputed) {
       this->with_packs(read, [&](int, auto& p, auto g, auto& s) {
-        const NoNorms norms;
-        const auto u = Operands::Rule::accumulate(this->scalars, p, g, s, norms);
+        const auto u = Operands::Rule::direction(this->scalars, p, g, s);
         Operands::Rule::apply(this->scalars, factor, p, u);
       });
       this->template store_states<kOnce>(at, read);
@@ -378,12 +369,6 @@ struct Apply : Operands {
     }
     this->template store_weight<kOnce>(at, read);
   }
-
- private:
-  struct NoNorms {
-    template <class V>
-    __device__ __forceinline__ void add(const V&, const V&) const {}
-  };
 };
 
 template <template <unsigned> class Rule>

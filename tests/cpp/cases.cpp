@@ -3,6 +3,8 @@
 #include <ostream>
 #include <utility>
 
+#include "src/core/phases.h"
+
 namespace fusedstep::test {
 namespace {
 
@@ -63,11 +65,6 @@ rules::SGDHyper hyper_of<rules::SGD>(unsigned) {
   return {.lr = 0.05, .momentum = 0.75, .dampening = 0.25, .weight_decay = 0.125};
 }
 
-template <class Rule>
-constexpr bool kTwoPhase = requires {
-  &Rule::trust_ratio;
-};
-
 // In more than double, so that the order of summation does not show.
 struct NormSums {
   long double weight = 0, update = 0;
@@ -92,11 +89,12 @@ template <template <unsigned> class Rule, unsigned kFlags>
 void oracle_step(double step, Values& x) {
   using R = Rule<kFlags>;
   const auto scalars = R::template prepare<double>(hyper_of<Rule>(kFlags), step);
-  if constexpr (kTwoPhase<R>) {
+  if constexpr (kHasNorms<R>) {
     NormSums norms;
     x.update.resize(x.weight.size());
     for_each_element<R::kStates>(x, [&](rules::States<double, R::kStates>& state, size_t i) {
-      x.update[i] = R::accumulate(scalars, x.weight[i], x.grad[i], state, norms);
+      x.update[i] = R::direction(scalars, x.weight[i], x.grad[i], state);
+      norms.add(R::decayed(scalars, x.weight[i]), x.update[i]);
     });
     x.ratio = R::trust_ratio(hyper_of<Rule>(kFlags), static_cast<double>(norms.weight),
                              static_cast<double>(norms.update));
@@ -104,7 +102,7 @@ void oracle_step(double step, Values& x) {
     for (size_t i = 0; i < x.weight.size(); ++i) R::apply(scalars, factor, x.weight[i], x.update[i]);
   } else {
     for_each_element<R::kStates>(x, [&](rules::States<double, R::kStates>& state, size_t i) {
-      R::update(scalars, x.weight[i], x.grad[i], state);
+      update<R>(scalars, x.weight[i], x.grad[i], state);
     });
   }
 }
@@ -112,7 +110,7 @@ void oracle_step(double step, Values& x) {
 template <template <unsigned> class Rule, unsigned... kFlags>
 void add_rule(const char* name, std::integer_sequence<unsigned, kFlags...>, std::vector<RuleCase>& rules) {
   (rules.push_back({std::string(name) + "_flags" + std::to_string(kFlags), Rule<kFlags>::kStates,
-                    kTwoPhase<Rule<kFlags>>, bind_rule<Rule>(hyper_of<Rule>(kFlags), kFlags),
+                    kHasNorms<Rule<kFlags>>, bind_rule<Rule>(hyper_of<Rule>(kFlags), kFlags),
                     oracle_step<Rule, kFlags>, kFlags, sizeof...(kFlags)}),
    ...);
 }

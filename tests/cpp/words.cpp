@@ -32,9 +32,9 @@ constexpr test::Words all_words(std::integer_sequence<unsigned, kFlags...>) {
   take_words<typename Registers::Type<2>>(words.of_floats[1], kEach);
   take_words<typename Registers::Type<4>>(words.of_floats[2], kEach);
   take_words<Pack<double>>(words.of_doubles, kEach);
-#define FUSEDSTEP_PLAIN(name, Weight, State)                                       \
-  ((words.plain[static_cast<int>(Format::k##name)][kFlags] =                       \
-        elementwise_kernels<test::Plain<kFlags>, Weight, State>().phase[kUpdate]), \
+#define FUSEDSTEP_PLAIN(name, Weight, State)                                        \
+  ((words.plain[static_cast<int>(Format::k##name)][kFlags] =                        \
+        elementwise_kernels<rules::Plain<kFlags>, Weight, State>().phase[kUpdate]), \
    ...);
   FUSEDSTEP_FORMATS(FUSEDSTEP_PLAIN)
 #undef FUSEDSTEP_PLAIN
@@ -44,6 +44,6 @@ constexpr test::Words all_words(std::integer_sequence<unsigned, kFlags...>) {
 }  // namespace
 
 extern const test::Words kWords =
-    all_words(std::make_integer_sequence<unsigned, test::Plain<0>::kFlagCombinations>());
+    all_words(std::make_integer_sequence<unsigned, rules::Plain<0>::kFlagCombinations>());
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -5,25 +5,7 @@
 #include "cpu_kernels/kernel_table.h"
 #include "fusedstep/vocabulary.h"
 
-namespace fusedstep::test {
-
-enum Word : int { kSignOf, kAbsolute, kMaximum, kWhereEqual, kMulAdd, kSquareRoot, kDivide, kNegate, kWords };
-constexpr const char* kWordNames[kWords] = {"sign_of", "absolute",    "maximum", "where_equal",
-                                            "mul_add", "square_root", "divide",  "negate"};
-
-// A word of one element or of a register of them.
-template <Word kWord, class V>
-FUSEDSTEP_FN V word_of(const V& x, const V& y) {
-  using namespace rules;
-  if constexpr (kWord == kSignOf) return sign_of(x);
-  if constexpr (kWord == kAbsolute) return absolute(x);
-  if constexpr (kWord == kMaximum) return maximum(x, y);
-  if constexpr (kWord == kWhereEqual) return where_equal(x, y, x * x, y);
-  if constexpr (kWord == kMulAdd) return mul_add(x, y, x);
-  if constexpr (kWord == kSquareRoot) return square_root(x);
-  if constexpr (kWord == kDivide) return x / y;
-  if constexpr (kWord == kNegate) return -x;
-}
+namespace fusedstep::rules {
 
 struct PlainHyper {
   double lr;
@@ -47,12 +29,36 @@ struct Plain {
     return {T(-h.lr)};
   }
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, rules::States<V, kStates>&) {
-    using rules::mul_add, rules::sign_of;
-    if constexpr (kFlags != 0) g = sign_of(g);
-    p = mul_add(V(s.neg_lr), g, p);
+  FUSEDSTEP_FN static V direction(const Scalars<T>&, V, V g, States<V, kStates>&) {
+    return kFlags == 0 ? g : sign_of(g);
+  }
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, p);
   }
 };
+
+}  // namespace fusedstep::rules
+
+namespace fusedstep::test {
+
+enum Word : int { kSignOf, kAbsolute, kMaximum, kWhereEqual, kMulAdd, kSquareRoot, kDivide, kNegate, kWords };
+constexpr const char* kWordNames[kWords] = {"sign_of", "absolute",    "maximum", "where_equal",
+                                            "mul_add", "square_root", "divide",  "negate"};
+
+// A word of one element or of a register of them.
+template <Word kWord, class V>
+FUSEDSTEP_FN V word_of(const V& x, const V& y) {
+  using namespace rules;
+  if constexpr (kWord == kSignOf) return sign_of(x);
+  if constexpr (kWord == kAbsolute) return absolute(x);
+  if constexpr (kWord == kMaximum) return maximum(x, y);
+  if constexpr (kWord == kWhereEqual) return where_equal(x, y, x * x, y);
+  if constexpr (kWord == kMulAdd) return mul_add(x, y, x);
+  if constexpr (kWord == kSquareRoot) return square_root(x);
+  if constexpr (kWord == kDivide) return x / y;
+  if constexpr (kWord == kNegate) return -x;
+}
 
 // `count` elements at a time, which is a multiple of what is worked on together.
 template <class T>
@@ -63,7 +69,7 @@ struct Words {
   static constexpr int kWidths = 3;  // registers that are worked on together: 1, 2, 4
   RunWord<float> of_floats[kWidths][kWords];
   RunWord<double> of_doubles[kWords];
-  cpu::SpanKernel plain[static_cast<int>(Format::kCount)][Plain<0>::kFlagCombinations];
+  cpu::SpanKernel plain[static_cast<int>(Format::kCount)][rules::Plain<0>::kFlagCombinations];
 };
 
 }  // namespace fusedstep::test

@@ -107,7 +107,7 @@ TEST_P(WordsTest, ARuleMayHaveNoState) {
         grad.push_back(static_cast<float>(i % 5) - 2);
       }
       const std::vector<float> before = weight;
-      const PlainScalars<float> scalars = Plain<0>::prepare<float>({.lr = 0.125}, 1);
+      const rules::PlainScalars<float> scalars = rules::Plain<0>::prepare<float>({.lr = 0.125}, 1);
       cpu::Span span{};
       span.operand[kWeight] = weight.data();
       span.operand[kGrad] = grad.data();
@@ -132,7 +132,7 @@ TEST_P(WordsTest, ARuleWithoutStateMayHaveAMaster) {
   constexpr int64_t kCount = 100;
   std::vector<uint16_t> weight(kCount, 0x3f80), grad(kCount, 0x3f80);  // 1 in bfloat16
   std::vector<float> master(kCount, 1.0f);
-  const PlainScalars<float> scalars = Plain<0>::prepare<float>({.lr = 0x1p-12}, 1);
+  const rules::PlainScalars<float> scalars = rules::Plain<0>::prepare<float>({.lr = 0x1p-12}, 1);
   cpu::Span span{};
   span.operand[kWeight] = weight.data();
   span.operand[kGrad] = grad.data();

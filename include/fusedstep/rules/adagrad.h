@@ -38,11 +38,16 @@ struct Adagrad {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V& sum = state[0];
     if constexpr (kFlags & kAdagradDecay) g = mul_add(V(s.weight_decay), p, g);
     sum = mul_add(g, g, sum);
-    p = mul_add(V(s.neg_lr), g / (square_root(sum) + V(s.eps)), p);
+    return g / (square_root(sum) + V(s.eps));
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, p);
   }
 };
 

@@ -56,14 +56,18 @@ struct Adam {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1], &largest = state[kStates - 1];
     if constexpr (kFlags & kAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
     if constexpr (kFlags & kAdamAmsgrad) largest = maximum(largest, v);
-    const V denominator = mul_add(square_root(largest), V(s.inv_sqrt_bias2), V(s.eps));
-    p = mul_add(V(s.neg_step_size), m / denominator, V(s.keep) * p);
+    return m / mul_add(square_root(largest), V(s.inv_sqrt_bias2), V(s.eps));
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_step_size), u, V(s.keep) * p);
   }
 };
 

@@ -28,6 +28,8 @@ struct AdanScalars {
 //   u = (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
 //   p = (p - lr u) / (1 + lr wd)       with no_prox   p = (1 - lr wd) p - lr u
 //
+// What `direction` returns is -lr u, since the two terms of u have step sizes of their own.
+//
 // Both ways of decay are factors of one formula, and so is the first step's missing difference: a factor of
 // one changes no bit.
 template <unsigned kFlags>
@@ -60,7 +62,7 @@ struct Adan {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V, V g, States<V, kStates>& state) {
     V &m = state[0], &n = state[1], &v = state[2], &neg_previous = state[3];
     const V difference = V(s.has_previous) * (g + neg_previous);
     m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);
@@ -68,9 +70,13 @@ struct Adan {
     const V ahead = mul_add(V(s.beta2), difference, g);
     n = mul_add(V(s.one_minus_beta3) * ahead, ahead, V(s.beta3) * n);
     const V denominator = mul_add(square_root(n), V(s.inv_sqrt_bias3), V(s.eps));
-    const V move = mul_add(V(s.neg_step_size), m, V(s.neg_diff_step_size) * v) / denominator;
-    p = V(s.keep_after) * mul_add(V(s.keep_before), p, move);
     neg_previous = -g;
+    return mul_add(V(s.neg_step_size), m, V(s.neg_diff_step_size) * v) / denominator;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = V(s.keep_after) * mul_add(V(s.keep_before), p, u);
   }
 };
 

@@ -66,18 +66,19 @@ struct Lamb {
             T(h.debias_lr != 0 ? -h.lr * std::sqrt(bias2) / bias1 : -h.lr)};
   }
 
-  // Phase 1: new moments; returns u and adds p and u to the norms.
-  template <class V, class T, class Norms>
-  FUSEDSTEP_FN static V accumulate(const Scalars<T>& s, V p, V g, States<V, kStates>& state, Norms& norms) {
+  template <class V, class T>
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1];
     m = mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
-    const V denominator = mul_add(square_root(v), V(s.inv_sqrt_bias2), V(s.eps));
-    V u = V(s.inv_bias1) * m / denominator;
-    if constexpr (kFlags == kLambDecay) u = mul_add(V(s.weight_decay), p, u);
-    if constexpr (kFlags == kLambDecoupled) p = V(s.keep) * p;
-    norms.add(p, u);
-    return u;
+    const V u = V(s.inv_bias1) * m / mul_add(square_root(v), V(s.inv_sqrt_bias2), V(s.eps));
+    return kFlags == kLambDecay ? mul_add(V(s.weight_decay), p, u) : u;
+  }
+
+  // The weight that moves along u, and whose norm the ratio takes.
+  template <class V, class T>
+  FUSEDSTEP_FN static V decayed(const Scalars<T>& s, V p) {
+    return kFlags == kLambDecoupled ? V(s.keep) * p : p;
   }
 
   // Between the phases, once a tensor, from the squares of the two norms.
@@ -88,7 +89,7 @@ struct Lamb {
     return std::max(std::min(weight_norm / std::sqrt(update_norm2), h.max_ratio), h.min_ratio);  // keeps NaN
   }
 
-  // Once a tensor: the number that phase 2 multiplies u by. Denormal gradients make ratios beyond T. Their
+  // Once a tensor: the number that `apply` multiplies u by. Denormal gradients make ratios beyond T. Their
   // product is then made in double and kept finite, since an infinite one turns elements without a gradient
   // into NaN.
   template <class T>
@@ -99,11 +100,9 @@ struct Lamb {
     return T(std::max(std::min(double(s.neg_lr) * ratio, kMost), -kMost));
   }
 
-  // Phase 2.
   template <class V, class T>
   FUSEDSTEP_FN static void apply(const Scalars<T>& s, T factor, V& p, V u) {
-    if constexpr (kFlags == kLambDecoupled) p = V(s.keep) * p;
-    p = mul_add(V(factor), u, p);
+    p = mul_add(V(factor), u, decayed(s, p));
   }
 
  private:
