@@ -8,6 +8,8 @@
 #include <cstring>
 #include <map>
 #include <optional>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "src/dispatch.h"
@@ -145,19 +147,70 @@ class ElementwiseStep final : public PreparedStep {
   int threads_;
 };
 
+// The phases of a rule with norms, over chunks of a plan.
+class NormedPhases {
+ public:
+  NormedPhases(Plan& plan, const BoundRule& rule, Scalars scalars, const StepOptions& options)
+      : plan_(plan),
+        rule_(rule),
+        scalars_(std::move(scalars)),
+        kernels_(plan, rule),
+        treatments_(plan, options),
+        may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {}
+
+  // Whether the update stays in the gradient between the phases.
+  bool stores(uint32_t tensor) const { return may_store_ && plan_.grad_can_store(tensor); }
+
+  void accumulate(int64_t chunk) {
+    const uint32_t tensor = plan_.chunks()[chunk].tensor;
+    alignas(64) double lanes[2][kLanes] = {};
+    const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
+    run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
+               &lanes[0][0], [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
+    plan_.memory().partial_norms[2 * chunk] = sum_lanes(lanes[0]);
+    plan_.memory().partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
+  }
+
+  Norms2 norms2_of(uint32_t tensor) const {
+    const auto norm2 = [&](int which) {
+      return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
+                        [&](int64_t c) { return plan_.memory().partial_norms[2 * c + which]; });
+    };
+    return {norm2(0), norm2(1)};
+  }
+  double ratio_of(uint32_t tensor) const {
+    const Norms2 norms2 = norms2_of(tensor);
+    return rule_.trust_ratio(rule_, norms2.weight, norms2.update);
+  }
+
+  // Chunks of one tensor.
+  void apply(int64_t begin, int64_t end, double ratio) {
+    const uint32_t tensor = plan_.chunks()[begin].tensor;
+    const cpu::Phase phase = stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute;
+    if (begin == plan_.first_chunk(tensor)) plan_.memory().ratios[tensor] = ratio;
+    run_kernel(plan_, begin, end, kernels_[tensor].phase[phase], treatments_.last(tensor), nullptr,
+               [&](TensorTask& task) {
+                 task.scalars = scalars_.of(tensor);
+                 task.ratio = ratio;
+               });
+  }
+
+ private:
+  Plan& plan_;
+  BoundRule rule_;
+  Scalars scalars_;
+  KernelsByFormat kernels_;
+  Treatments treatments_;
+  bool may_store_;
+};
+
 // A step of a rule with a trust ratio. Each wave has two stages, of which the second waits for the norms of
 // the first. Tensors of one chunk need no wave, and nobody to wait for: both phases at once, in one stage for
 // all.
 class TwoPhaseStep final : public PreparedStep {
  public:
   TwoPhaseStep(Plan& plan, const BoundRule& rule, Scalars scalars, const StepOptions& options)
-      : plan_(plan),
-        rule_(rule),
-        scalars_(std::move(scalars)),
-        kernels_(plan, rule),
-        treatments_(plan, options),
-        threads_(options.threads),
-        may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {
+      : plan_(plan), phases_(plan, rule, std::move(scalars), options), threads_(options.threads) {
     stages_.reserve(1 + 2 * plan.waves().size());
     parts_.reserve(stages_.capacity());
     const auto add = [&](Phases phases, const std::vector<int64_t>& cost, int64_t first, int64_t last) {
@@ -188,7 +241,7 @@ class TwoPhaseStep final : public PreparedStep {
       switch (phases) {
         case Phases::kFirst:
           for (int64_t c = first; c < last; ++c) {
-            if (!is_single(c)) accumulate(c);
+            if (!is_single(c)) phases_.accumulate(c);
           }
           break;
         case Phases::kSecond:
@@ -197,9 +250,8 @@ class TwoPhaseStep final : public PreparedStep {
         case Phases::kBoth:
           for (int64_t c = first; c < last; ++c) {
             if (!is_single(c)) continue;
-            accumulate(c);
-            const uint32_t tensor = plan_.chunks()[c].tensor;
-            apply(c, c + 1, plan_.memory().ratios[tensor] = ratio_of(tensor));
+            phases_.accumulate(c);
+            phases_.apply(c, c + 1, phases_.ratio_of(plan_.chunks()[c].tensor));
           }
       }
     }
@@ -219,57 +271,45 @@ class TwoPhaseStep final : public PreparedStep {
   };
 
   bool is_single(int64_t chunk) const { return plan_.has_one_chunk(plan_.chunks()[chunk].tensor); }
-  bool stores(uint32_t tensor) const { return may_store_ && plan_.grad_can_store(tensor); }
-
-  void accumulate(int64_t chunk) {
-    const uint32_t tensor = plan_.chunks()[chunk].tensor;
-    alignas(64) double lanes[2][kLanes] = {};
-    const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
-    run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
-               &lanes[0][0], [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
-    plan_.memory().partial_norms[2 * chunk] = sum_lanes(lanes[0]);
-    plan_.memory().partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
-  }
-
-  double ratio_of(uint32_t tensor) const {
-    const auto norm2 = [&](int which) {
-      return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
-                        [&](int64_t c) { return plan_.memory().partial_norms[2 * c + which]; });
-    };
-    return rule_.trust_ratio(rule_, norm2(0), norm2(1));
-  }
-
-  void apply(int64_t begin, int64_t end, double ratio) {
-    const uint32_t tensor = plan_.chunks()[begin].tensor;
-    const cpu::Phase phase = stores(tensor) ? cpu::kApplyStored : cpu::kApplyRecompute;
-    run_kernel(plan_, begin, end, kernels_[tensor].phase[phase], treatments_.last(tensor), nullptr,
-               [&](TensorTask& task) {
-                 task.scalars = scalars_.of(tensor);
-                 task.ratio = ratio;
-               });
-  }
 
   // Every thread finds the ratios that it needs: to wait until one has found them all would take longer.
   void apply_wave(int64_t first, int64_t last, Ratio& ratio) {
     for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
       if (is_single(begin)) return;
       const uint32_t tensor = plan_.chunks()[begin].tensor;
-      if (ratio.tensor != tensor) ratio = {tensor, ratio_of(tensor)};
-      if (begin == plan_.first_chunk(tensor)) plan_.memory().ratios[tensor] = ratio.value;
-      apply(begin, end, ratio.value);
+      if (ratio.tensor != tensor) ratio = {tensor, phases_.ratio_of(tensor)};
+      phases_.apply(begin, end, ratio.value);
     });
   }
 
   Plan& plan_;
-  BoundRule rule_;
-  Scalars scalars_;
-  KernelsByFormat kernels_;
-  Treatments treatments_;
+  NormedPhases phases_;
   int threads_;
-  bool may_store_;
   std::vector<Stage> stages_;
   std::vector<Part> parts_;
 };
+
+// Makes the plan ready for a step.
+void refresh(Plan& plan, const StepOptions& options) {
+  plan.refresh(wave_bytes(options.threads));
+  if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
+    Plan* const alone[] = {&plan};
+    Plan::find_aliasing_grads(alone);
+  }
+}
+
+// The phases of a step that are taken apart: all updates are in the gradients in between.
+NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                          const StepOptions& options) {
+  if (rule.trust_ratio == nullptr) throw std::invalid_argument("the phases of a rule without norms are one");
+  refresh(plan, options);
+  NormedPhases phases(plan, rule, prepare_scalars(plan, rule, steps), options);
+  for (uint32_t i = 0; i < plan.tensors(); ++i) {
+    if (!phases.stores(i))
+      throw std::invalid_argument("gradient " + std::to_string(i) + " cannot hold an update");
+  }
+  return phases;
+}
 
 }  // namespace
 
@@ -302,16 +342,35 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const
 
 std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                                            const StepOptions& options) {
-  plan.refresh(wave_bytes(options.threads));
-  if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
-    Plan* const alone[] = {&plan};
-    Plan::find_aliasing_grads(alone);
-  }
+  refresh(plan, options);
   Scalars scalars = prepare_scalars(plan, rule, steps);
   if (rule.trust_ratio != nullptr) {
     return std::make_unique<TwoPhaseStep>(plan, rule, std::move(scalars), options);
   }
   return std::make_unique<ElementwiseStep>(plan, rule, std::move(scalars), options);
+}
+
+std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                                  const StepOptions& options) {
+  NormedPhases phases = phases_apart(plan, rule, steps, options);
+  auto work = [&](int64_t begin, int64_t end) {
+    for (int64_t c = begin; c < end; ++c) phases.accumulate(c);
+  };
+  run_session(options.threads, plan.cost(), work);
+  std::vector<Norms2> norms2;
+  for (uint32_t i = 0; i < plan.tensors(); ++i) norms2.push_back(phases.norms2_of(i));
+  return norms2;
+}
+
+void run_apply(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+               std::span<const double> ratios, const StepOptions& options) {
+  NormedPhases phases = phases_apart(plan, rule, steps, options);
+  auto work = [&](int64_t first, int64_t last) {
+    for_neighbours(plan, first, last, [&](int64_t begin, int64_t end) {
+      phases.apply(begin, end, ratios[plan.chunks()[begin].tensor]);
+    });
+  };
+  run_session(options.threads, plan.cost(), work);
 }
 
 void sum_entries(Plan& plan, int threads) {

@@ -6,9 +6,11 @@
 #include <span>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
+#include "src/core/phases.h"
 #include "src/plan.h"
 #include "src/session.h"
 
@@ -58,7 +60,7 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
       new (out) typename R::template Scalars<float>(R::template prepare<float>(hyper, step));
     }
   };
-  if constexpr (requires { &R::trust_ratio; }) {
+  if constexpr (kHasNorms<R>) {
     bound.trust_ratio = [](const BoundRule& rule, double weight_norm2, double update_norm2) {
       return R::trust_ratio(rule.hyper_as<typename R::Hyper>(), weight_norm2, update_norm2);
     };
@@ -110,6 +112,20 @@ inline void run_step(Plan& plan, const BoundRule& rule, std::span<const double> 
                      const StepOptions& options) {
   prepare_step(plan, rule, steps, options)->run({});
 }
+
+// The squares of a tensor's norms.
+struct Norms2 {
+  double weight, update;
+};
+
+// The phases of a rule with norms apart, on the CPU, for what comes in between: norms over shards, say. The
+// first leaves new states, and updates in the gradients. The second moves the weights along them, each tensor
+// by its ratio. Both throw std::invalid_argument, with nothing changed, if a gradient cannot hold an update
+// or `options` do not allow it.
+std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+                                  const StepOptions& options);
+void run_apply(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+               std::span<const double> ratios, const StepOptions& options);
 
 // Adds up the entries that sparse gradients have for the same row: to be called when these are bound, before
 // they are read.

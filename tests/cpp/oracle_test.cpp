@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "tests/cpp/model.h"
 
@@ -158,6 +159,78 @@ TEST_P(OracleTest, StepCountsOfTheirOwn) {
     expect_close("weight", GetParam().dtype, model.tensors()[t].weight, before[t].weight, expected[t].weight);
   }
 }
+
+class PhasesTest : public testing::TestWithParam<Case> {
+ protected:
+  static constexpr StepOptions kOptions{.threads = 2, .grads = GradUse::kScratch};
+
+  Model model() const {
+    Model model(GetParam(), dense_tensors(GetParam(), {0, 1, 33, 1000, 40000}));
+    model.fill_grads(1);
+    for (size_t i = 0; i < model.tensors().size(); ++i) model.plan().bind(i, model.tensors()[i].operands());
+    return model;
+  }
+};
+
+// The trust ratio in between, as a step has it: the same bits.
+TEST_P(PhasesTest, ApartTheyAreAStep) {
+  const BoundRule& rule = GetParam().rule.bound;
+  Model whole = model(), apart = model();
+  const std::vector<double> counts(whole.tensors().size(), 3);
+  run_step(whole.plan(), rule, counts, kOptions);
+  const std::vector<Norms2> norms2 = run_direction(apart.plan(), rule, counts, kOptions);
+  std::vector<double> ratios;
+  for (const auto& [weight, update] : norms2) ratios.push_back(rule.trust_ratio(rule, weight, update));
+  for (size_t t = 0; t < counts.size(); ++t) {  // weights have not moved
+    EXPECT_EQ(apart.tensors()[t].weight.values(), model().tensors()[t].weight.values());
+  }
+  run_apply(apart.plan(), rule, counts, ratios, kOptions);
+  for (size_t t = 0; t < counts.size(); ++t) {
+    EXPECT_EQ(apart.tensors()[t].weight.values(), whole.tensors()[t].weight.values());
+    EXPECT_EQ(apart.tensors()[t].grad.values(), whole.tensors()[t].grad.values());
+    for (size_t k = 0; k < whole.tensors()[t].states.size(); ++k) {
+      EXPECT_EQ(apart.tensors()[t].states[k].values(), whole.tensors()[t].states[k].values());
+    }
+    if (whole.tensors()[t].weight.elements() > 0) {
+      EXPECT_EQ(apart.ratio(t), whole.ratio(t));
+    }
+  }
+}
+
+// The weights move by what their ratios say.
+TEST_P(PhasesTest, AnotherRatioIsTaken) {
+  const BoundRule& rule = GetParam().rule.bound;
+  const auto weights_with = [&](double ratio) {
+    Model model = this->model();
+    const std::vector<double> counts(model.tensors().size(), 3), ratios(model.tensors().size(), ratio);
+    run_direction(model.plan(), rule, counts, kOptions);
+    run_apply(model.plan(), rule, counts, ratios, kOptions);
+    return model.tensors()[3].weight.values();
+  };
+  const std::vector<double> unmoved = weights_with(0), once = weights_with(1), thrice = weights_with(3);
+  for (size_t i = 0; i < unmoved.size(); ++i) {
+    ASSERT_NE(once[i], unmoved[i]);
+    ASSERT_NEAR(thrice[i] - unmoved[i], 3 * (once[i] - unmoved[i]), 1e-5);
+  }
+}
+
+TEST_P(PhasesTest, GradientsThatMayNotHoldAnUpdateAreRefused) {
+  const BoundRule& rule = GetParam().rule.bound;
+  Model model = this->model();
+  const std::vector<double> counts(model.tensors().size(), 3);
+  EXPECT_THROW(run_direction(model.plan(), rule, counts, {.threads = 2}), std::invalid_argument);
+  EXPECT_THROW(run_apply(model.plan(), rule, counts, counts, {.threads = 2}), std::invalid_argument);
+}
+
+// The cases in which a gradient holds an update.
+std::vector<Case> precise_cases() {
+  std::vector<Case> cases = two_phase_cases();
+  std::erase_if(cases, [](const Case& c) { return c.dtype != DType::kFloat && c.dtype != DType::kDouble; });
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Rules, PhasesTest, testing::ValuesIn(precise_cases()),
+                         [](const auto& info) { return name(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(Rules, OracleTest, testing::ValuesIn(all_cases()),
                          [](const auto& info) { return name(info.param); });
