@@ -179,23 +179,59 @@ struct Codec<f16> : ScalarF16 {
 
 #else
 
-// Out of line: this is many instructions, and the fallback.
-template <class Scalar, class Stored>
-struct LoopCodec : Scalar {
-  [[gnu::noinline]] static Pack<float> load(const Stored* x) {
-    float decoded[Pack<float>::size()];
-    for (int i = 0; i < Pack<float>::size(); ++i) decoded[i] = Scalar::decode(x[i]);
-    return Pack<float>::load(decoded);
+using Words = Vector<int32_t>;
+using Floats = Vector<float>;
+using Halves [[gnu::vector_size(sizeof(Words) / 2)]] = uint16_t;
+
+FUSEDSTEP_FN Words load_halves(const void* from) {
+  Halves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return __builtin_convertvector(halves, Words);
+}
+FUSEDSTEP_FN void store_halves(void* to, const Words& words) {
+  const Halves halves = __builtin_convertvector(words, Halves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+template <>
+struct Codec<bf16> : ScalarBf16 {
+  FUSEDSTEP_FN static Pack<float> load(const bf16* x) {
+    return Pack<float>(reinterpret_cast<Floats>(load_halves(x) << 16));
   }
-  [[gnu::noinline]] static void store(Stored* to, const Pack<float>& x) {
-    for (int i = 0; i < Pack<float>::size(); ++i) to[i] = Scalar::encode(x.v[i]);
+  FUSEDSTEP_FN static void store(bf16* to, const Pack<float>& x) {
+    const Words bits = reinterpret_cast<Words>(x.v), odd = (bits >> 16) & 1;
+    const Words rounded = (bits + 0x7fff + odd) >> 16;
+    store_halves(to, x.v == x.v ? rounded : 0x7fc0 + Words{});
   }
 };
 
+// Out of line: these are many instructions. Floats are used where they are exact: neither rounded nor
+// denormal.
 template <>
-struct Codec<bf16> : LoopCodec<ScalarBf16, bf16> {};
-template <>
-struct Codec<f16> : LoopCodec<ScalarF16, f16> {};
+struct Codec<f16> : ScalarF16 {
+  [[gnu::noinline]] static Pack<float> load(const f16* x) {
+    const Words half = load_halves(x), magnitude = half & 0x7fff, shifted = magnitude << 13;
+    const Words special = shifted | 0x7f800000 | ((magnitude > 0x7c00) & 0x400000);  // NaN made quiet
+    const auto denormal = reinterpret_cast<Words>(__builtin_convertvector(magnitude, Floats) * 0x1p-24f);
+    const Words finite = magnitude < 0x400 ? denormal : shifted + (112 << 23);
+    const Words decoded = magnitude >= 0x7c00 ? special : finite;
+    return Pack<float>(reinterpret_cast<Floats>(decoded | (half & 0x8000) << 16));
+  }
+  [[gnu::noinline]] static void store(f16* to, const Pack<float>& x) {
+    const Words bits = reinterpret_cast<Words>(x.v), magnitude = bits & 0x7fffffff, shifted = magnitude >> 13;
+    const Words is_small = magnitude < 0x38800000;
+    const Words normal = (magnitude - 0x38000000 + 0xfff + (shifted & 1)) >> 13;
+    // In units of the smallest number.
+    const Floats units = reinterpret_cast<Floats>(magnitude & is_small) * 0x1p24f;
+    const Words kept = __builtin_convertvector(units, Words);
+    const Floats rest = units - __builtin_convertvector(kept, Floats);
+    const Words rounds_up = (rest > 0.5f) | ((rest == 0.5f) & ((kept & 1) == 1));
+    const Words finite = is_small ? kept - rounds_up : normal;  // true is -1
+    const Words number = magnitude >= 0x477ff000 ? 0x7c00 + Words{} : finite;
+    const Words encoded = magnitude > 0x7f800000 ? 0x7e00 | (shifted & 0x3ff) : number;  // NaN made quiet
+    store_halves(to, encoded | ((bits >> 16) & 0x8000));
+  }
+};
 
 #endif
 
