@@ -51,7 +51,7 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kWarp + threadIdx.x;
   if (threadIdx.x >= kWarp || i >= launch.tensor_count || left_out(launch.found_inf)) return;
   typename R::Hyper hyper;
-  memcpy(&hyper, &launch.hyper, sizeof hyper);
+  memcpy(static_cast<void*>(&hyper), &launch.hyper, sizeof hyper);
   if (launch.lr != nullptr) hyper.lr = static_cast<double>(*launch.lr);
   const float count = *launch.counts[i] + 1;
   *launch.counts[i] = count;

@@ -38,13 +38,18 @@ struct Adadelta {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &v = state[0], &a = state[1];
     if constexpr (kFlags & kAdadeltaDecay) g = mul_add(V(s.weight_decay), p, g);
     v = mul_add(V(s.one_minus_rho) * g, g, V(s.rho) * v);
-    const V delta = square_root(a + V(s.eps)) / square_root(v + V(s.eps)) * g;
-    a = mul_add(V(s.one_minus_rho) * delta, delta, V(s.rho) * a);
-    p = mul_add(V(s.neg_lr), delta, p);
+    const V u = square_root(a + V(s.eps)) / square_root(v + V(s.eps)) * g;
+    a = mul_add(V(s.one_minus_rho) * u, u, V(s.rho) * a);
+    return u;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, p);
   }
 };
 

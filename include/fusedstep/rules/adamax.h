@@ -40,12 +40,17 @@ struct Adamax {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
-    V &m = state[0], &u = state[1];
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
+    V &m = state[0], &largest = state[1];
     if constexpr (kFlags & kAdamaxDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);
-    u = maximum(V(s.beta2) * u, absolute(g) + V(s.eps));
-    p = mul_add(V(s.neg_step_size), m / u, p);
+    largest = maximum(V(s.beta2) * largest, absolute(g) + V(s.eps));
+    return m / largest;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_step_size), u, p);
   }
 };
 

@@ -35,11 +35,16 @@ struct Lion {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V /*p*/, V g, States<V, kStates>& state) {
     V& m = state[0];
-    const V direction = sign_of(mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m));
-    p = mul_add(V(s.neg_lr), direction, V(s.keep) * p);
+    const V u = sign_of(mul_add(V(s.one_minus_beta1), g, V(s.beta1) * m));
     m = mul_add(V(s.one_minus_beta2), g, V(s.beta2) * m);
+    return u;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, V(s.keep) * p);
   }
 };
 

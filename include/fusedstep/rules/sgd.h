@@ -44,14 +44,20 @@ struct SGD {
   }
 
   template <class V, class T>
-  FUSEDSTEP_FN static void update(const Scalars<T>& s, V& p, V g, States<V, kStates>& state) {
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     if constexpr (kFlags & kSGDDecay) g = mul_add(V(s.weight_decay), p, g);
-    if constexpr (kStates == 1) {
+    if constexpr (kStates == 0) {
+      return g;
+    } else {
       V& buffer = state[0];
       buffer = mul_add(V(s.momentum), buffer, V(s.grad_share) * g);
-      g = kFlags & kSGDNesterov ? mul_add(V(s.momentum), buffer, g) : buffer;
+      return kFlags & kSGDNesterov ? mul_add(V(s.momentum), buffer, g) : buffer;
     }
-    p = mul_add(V(s.neg_lr), g, p);
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, p);
   }
 };
 
