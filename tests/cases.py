@@ -4,6 +4,7 @@ A new optimizer gets all the laws by its rows here and its function in reference
 """
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -460,6 +461,22 @@ def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[C
     return tuple(found.values())
 
 
+def thinned(cases: Iterable[Case], *axes: Iterable[Any]) -> list[tuple]:
+    """Each row with values of each axis: in all combinations for the first row of a family.
+
+    Other rows have each value once or more, in combinations that differ from row to row.
+    """
+    axes, found = [list(axis) for axis in axes], []
+    for number, case in enumerate(cases):
+        if case in FAMILIES:
+            found += [(case, *values) for values in itertools.product(*axes)]
+            continue
+        for index in range(max(map(len, axes))):
+            values = (axis[(index + number * i) % len(axis)] for i, axis in enumerate(axes))
+            found.append((case, *values))
+    return found
+
+
 def per_optimizer(cases: Iterable[Case]) -> tuple[Case, ...]:
     return first_of_each(lambda case: case.optimizer, cases)
 
@@ -474,6 +491,8 @@ NAMESAKE_CHOICES = tuple(
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True})
     if options.keys() <= inspect.signature(case.namesake).parameters.keys()
 )
+# A row of each family: of those that the engine steps in one way.
+FAMILIES = first_of_each(lambda case: (case.elementwise, bool(case.states), case.counts), CASES)
 # A row of each kind, for what does not depend on the maths.
 KINDS = first_of_each(lambda case: case.kind, CASES)
 # The plain row of each optimizer, for what does not depend on its states either.

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cases import CASES, DTYPES
+from cases import DTYPES, KINDS, PLAIN
 from fusedstep import _ops
 from fusedstep.optim._plan import Snapshot, same
 from stepping import (
@@ -42,7 +42,7 @@ def calls(monkeypatch):
 
 @needs_binding
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_both_ways_give_the_same_bits(case, dtype, calls, monkeypatch):
     def run():
         params = as_parameters(make_weights(SHAPES, dtype))
@@ -197,7 +197,7 @@ def test_a_snapshot_is_of_one_state(change, directly, monkeypatch):
 def test_no_line_of_python_runs_when_a_plan_is_freed():
     """In one a signal's handler would run, whose exception nobody gets."""
     params = as_parameters(make_weights(((4,),), torch.float32))
-    optimizer = CASES[0].build(params)
+    optimizer = PLAIN[0].build(params)
     train(optimizer, params, [1])
     handle = optimizer._plans[0, 0].handle
     lines = []

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import CASES, KINDS, PLAIN
 from peers import WITH_FOREACH
 from stepping import (
     as_parameters,
@@ -40,7 +40,7 @@ def is_native(optimizer) -> bool:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_what_runs(case, options, native):
     native |= bool(options.get("foreach")) and case.optimizer not in WITH_FOREACH
     _, optimizer = run(case, SHAPES, torch.float32, steps=3, **options)
@@ -52,7 +52,7 @@ def test_what_runs(case, options, native):
         assert_contents_close(contents(optimizer), contents(expected), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_the_choice_may_change_between_steps(case):
     params, optimizer = run(case, SHAPES, torch.float32, steps=2)
     for step, fused in enumerate((False, True, None, False, True), start=3):

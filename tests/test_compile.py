@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from cases import CASES, PLAIN, WITH_COUNTS, first_of_each
+from cases import KINDS, PLAIN, WITH_COUNTS, first_of_each
 from stepping import (
     as_parameters,
     assert_same_bits,
@@ -82,7 +82,7 @@ def params_of(optimizer):
 
 
 class TestBits:
-    @pytest.mark.parametrize("case", CASES, ids=str)
+    @pytest.mark.parametrize("case", KINDS, ids=str)
     def test_a_compiled_step_is_the_step(self, case):
         twins = Twins(case)
         for number in STEPS:
@@ -177,7 +177,7 @@ class TestOptionsWithoutRecompiling:
                 scheduler.step()
         assert graphs() == 1
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
+    @pytest.mark.parametrize("case", OPERATORS, ids=str)
     def test_every_number(self, case):
         twins = Twins(case)
         group = twins.plain.param_groups[0]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fusedstep
-from cases import CASES, DTYPES, PLAIN
+from cases import CASES, DTYPES, KINDS, PLAIN
 from layouts import Layout
 from stepping import (
     CHUNK,
@@ -82,13 +82,13 @@ def test_any_isa_and_any_threads(case, dtype, isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_run_to_run(case, dtype):
     with threads(3):
         assert_same_contents(trajectory(case, dtype), trajectory(case, dtype))
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_threads_changed_between_steps(case):
     shapes = ((TEAM + CHUNK + 1,), (5, 7))
     _, optimizer = run(case, shapes, torch.float32, steps=4)
@@ -116,7 +116,7 @@ def rounding(mode):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_threads_round_as_the_caller_does(case, dtype):
     results, shape = {}, (TEAM + CHUNK + 5,)
     for mode in (0x000, 0x800):  # to nearest, upward
@@ -134,7 +134,7 @@ def test_threads_round_as_the_caller_does(case, dtype):
     assert not torch.equal(nearest, upward)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_neighbours_do_not_matter(case):
     """A tensor's result is the same alone and in company, and in any order.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedstep
-from cases import CASES, DTYPES, PLAIN
+from cases import DTYPES, PLAIN, thinned
 from fusedstep import _ops
 from stepping import ISAS, as_parameters, forced_isa, make_weights
 
@@ -38,8 +38,7 @@ def test_list_is_what_the_cpu_runs_best_first():
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), thinned(PLAIN, DTYPES), ids=str)
 def test_the_forced_isa_ran(case, dtype, isa):
     with forced_isa(isa):
         assert fusedstep.isa() == isa

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import KINDS, PLAIN
 from layouts import Layout
 from stepping import make_gradients, make_weights
 
@@ -51,7 +51,7 @@ LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_step_allocates_nothing_of_weight_size(case, tmp_path):
     optimizer = optimizer_with_gradients(case, LAYOUTS)
     assert allocated_bytes(optimizer, tmp_path / "trace.json") < SMALL

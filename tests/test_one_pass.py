@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fusedstep
-from cases import CASES, DTYPES, LOW_PRECISION, PLAIN
+from cases import DTYPES, KINDS, LOW_PRECISION, PLAIN, thinned
 from stepping import (
     CHUNK,
     TEAM,
@@ -69,9 +69,9 @@ def assert_same_step(optimizer, twin, dtype, rounds=False):
     assert_contents_close(contents(optimizer), contents(twin), rtol=rtol, atol=4 * epsilon)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6, 0.0, float("inf")])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "max_norm", "mode"), thinned(KINDS, [0.5, 1e6, 0.0, float("inf")], MODES), ids=str
+)
 def test_clips_as_the_separate_calls_do(case, max_norm, mode):
     optimizer, twin = build(case, torch.float32, mode)
     norm = optimizer.step(max_norm=max_norm)
@@ -83,9 +83,7 @@ def test_clips_as_the_separate_calls_do(case, max_norm, mode):
         torch.testing.assert_close(param.grad, other.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("max_norm", [0.5, 1e6])
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize(("case", "max_norm", "mode"), thinned(PLAIN, [0.5, 1e6], MODES), ids=str)
 def test_clips_by_an_option_as_by_the_separate_call(case, max_norm, mode):
     """Frameworks call step() without arguments."""
     optimizer, twin = build(case, torch.float32, mode)
@@ -125,9 +123,9 @@ def test_such_an_option_outlives_a_dictionary_without_it(case):
     assert optimizer.param_groups[0]["master_weights"]
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("zero_grad", [False, True])
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize(
+    ("case", "zero_grad", "mode"), thinned(PLAIN, [False, True], MODES), ids=str
+)
 def test_clips_with_a_closure_and_returns_what_that_returned(case, zero_grad, mode):
     optimizer, twin = build(case, torch.float32, mode)
     assert optimizer.step(lambda: 2.5, max_norm=0.5, zero_grad=zero_grad) == 2.5
@@ -135,9 +133,9 @@ def test_clips_with_a_closure_and_returns_what_that_returned(case, zero_grad, mo
     assert_same_contents(contents(optimizer), contents(twin))
 
 
-@pytest.mark.parametrize("zero_grad", [True, "none"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "zero_grad"), thinned(KINDS, DTYPES, [True, "none"]), ids=str
+)
 def test_clips_and_clears(case, dtype, zero_grad):
     optimizer, twin = build(case, dtype, "fused")
     before = [param.grad.data_ptr() for param in params_of(optimizer)]
@@ -153,9 +151,9 @@ def test_clips_and_clears(case, dtype, zero_grad):
             assert not param.grad.any()
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("zero_grad", [True, "none"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "zero_grad", "mode"), thinned(KINDS, [True, "none"], MODES), ids=str
+)
 def test_clearing_alone_changes_no_bit_of_the_step(case, zero_grad, mode):
     optimizer, twin = build(case, torch.float32, mode)
     assert optimizer.step(zero_grad=zero_grad) is None
@@ -262,9 +260,11 @@ def test_bad_arguments_change_nothing(case, arguments, text):
 # ---- GradScaler ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("arguments", [{}, {"max_norm": 0.5}, {"zero_grad": True}], ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "arguments", "mode"),
+    thinned(KINDS, [{}, {"max_norm": 0.5}, {"zero_grad": True}], MODES),
+    ids=str,
+)
 def test_a_scalers_gradients_are_unscaled_in_the_step(case, arguments, mode):
     scale = 1024.0
     optimizer, twin = build(case, torch.float32, mode)
@@ -279,8 +279,7 @@ def test_a_scalers_gradients_are_unscaled_in_the_step(case, arguments, mode):
     assert not hasattr(optimizer, "grad_scale")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "mode"), thinned(KINDS, MODES), ids=str)
 def test_a_scaler_skips_a_step_with_an_infinite_gradient(case, mode):
     optimizer, _ = build(case, torch.float32, mode)
     params_of(optimizer)[2].grad[7] = float("inf")

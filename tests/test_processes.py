@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import KINDS, PLAIN
 from fusedstep import _ops
 from stepping import (
     CHUNK,
@@ -201,7 +201,7 @@ def test_a_child_of_fork_loads_clips_and_clears(subprocess_environment):
     assert result.stdout == "none hangs\n", result.stderr
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_two_optimizers_in_two_threads(case):
     shapes = ((33,), (TEAM + CHUNK + 5,), (61, 67))
     _, expected = run(case, shapes, torch.float32, steps=6)

@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python'
 SHAPES = ((33, 31), (7,), (TEAM + 5,), (), (0, 3))
 # Rows without states are seldom, and take another way.
 ROWS = first_of_each(lambda case: (case.optimizer, bool(case.states)), CASES)
+WITH_DECAY = [case for case in ROWS if case.has("weight_decay")]
 EACH = pytest.mark.parametrize("case", ROWS, ids=str)
 EACH_WITH_STATES = pytest.mark.parametrize("case", WITH_STATES, ids=str)
 
@@ -202,7 +203,6 @@ def double_all(optimizer, params):
 LARGE = [
     use_tensor_lr,
     use_whole_lr,
-    change_decay,
     maximize,
     use_twin,
     drop_grad,
@@ -259,6 +259,7 @@ def run(case, change, **options):
 
 @subjects(
     (ROWS, [*SMALL, *LARGE]),
+    (WITH_DECAY, [change_decay]),
     (WITH_STATES, [*OF_STATES, write_states]),
     (WITH_COUNTS, [replace_step_memory]),
 )
@@ -271,7 +272,7 @@ def test_a_step_after_a_change_is_as_from_the_start(case, change, monkeypatch):
     assert versions == [[p._version for p in group["params"]] for group in expected.param_groups]
 
 
-@subjects((ROWS, [*SMALL, *LARGE]), (WITH_STATES, OF_STATES))
+@subjects((ROWS, [*SMALL, *LARGE]), (WITH_DECAY, [change_decay]), (WITH_STATES, OF_STATES))
 def test_what_a_step_is_repeated_over(case, change, told):
     run(case, change)
     assert told.answers[0] is True

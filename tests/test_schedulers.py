@@ -1,17 +1,20 @@
 """Law: every scheduler of torch.optim.lr_scheduler drives the classes here as it drives torch's."""
 
+import copy
 import inspect
 
 import pytest
 import torch
 from torch.optim import lr_scheduler, swa_utils
 
+from cases import PLAIN, thinned
 from peers import MODES, PEERS, Build, is_same, name_of_peer, outcome_of
 from stepping import as_parameters, contents, make_weights, train
 
 SHAPES = ((33, 31), (7,))
 STEPS = 8
-BY_MODE = pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "foreach"])
+SOME_MODES = [mode for mode in MODES if mode != "foreach"]
+BY_MODE = pytest.mark.parametrize("mode", SOME_MODES)
 BY_CLASS = pytest.mark.parametrize("cls", PEERS, ids=lambda cls: cls.__name__)
 
 
@@ -93,16 +96,16 @@ def scheduled_run(build, make_scheduler, lr):
     return rates, contents(optimizer), optimizer.param_groups[0]["lr"]
 
 
-@pytest.mark.parametrize("tensor", [False, True], ids=["number", "tensor"])
-@BY_MODE
-@pytest.mark.parametrize("name", SCHEDULERS)
-@BY_CLASS
-def test_steps_as_with_torch(cls, name, mode, tensor):
+@pytest.mark.parametrize(
+    ("case", "name", "mode", "lr"),
+    thinned(PLAIN, SCHEDULERS, SOME_MODES, ["number", "tensor"]),
+    ids=str,
+)
+def test_steps_as_with_torch(case, name, mode, lr):
     """The same rates and the same weights, and the same warnings."""
+    cls, lr = case.optimizer, torch.tensor(0.1) if lr == "tensor" else 0.1
     ours, theirs = (
-        outcome_of(
-            scheduled_run, Build(each, mode), SCHEDULERS[name], torch.tensor(0.1) if tensor else 0.1
-        )
+        outcome_of(scheduled_run, Build(each, mode), SCHEDULERS[name], copy.deepcopy(lr))
         for each in (cls, PEERS[cls])
     )
     assert is_same(ours, theirs), f"{cls.__name__}:\n{ours}\n{name_of_peer(cls)}:\n{theirs}"

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE
+from cases import CASES, DTYPES, KINDS, LOW_PRECISION, WITH_NAMESAKE
 from fusedstep import optim
 from stepping import (
     CHUNK,
@@ -117,7 +117,7 @@ def test_lamb_ratios_beyond_float32(options, isa):
             torch.testing.assert_close(param.detach().double(), expected, rtol=1e-5, atol=0)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_tensor_with_nan_leaves_others_alone(case):
     weights = make_weights(SHAPES, torch.float32)
     params, clean = as_parameters(weights), as_parameters(weights)
@@ -189,7 +189,7 @@ def denormal_trajectory(case, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
     results = []
     for flush in (False, True):
@@ -211,7 +211,7 @@ def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
         assert not torch.equal(kept, flushed)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_the_caller_keeps_its_denormal_mode(case):
     tiny = torch.tensor([1e-40])
     for flush in (False, True):

@@ -67,7 +67,7 @@ def test_states_are_float32_and_as_exact(case, dtype, fused):
 
 @pytest.mark.parametrize("master_weights", [False, True])
 @pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_same_bits_for_every_isa_and_thread_count(case, dtype, master_weights):
     shapes = (*SHAPES, (TEAM + CHUNK,))
 

@@ -151,7 +151,7 @@ def test_state_dict_has_the_keys_of_the_namesake(case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_states_have_the_names_and_types_of_the_row(case, dtype):
     params, optimizer = run(case, SHAPES, dtype, steps=1)
     for param in params:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cases import CASES, WITH_NAMESAKE
+from cases import CASES, KINDS, WITH_NAMESAKE
 from stepping import (
     as_parameters,
     assert_contents_close,
@@ -54,7 +54,7 @@ def test_descends_rosenbrock(case):
     assert loss().item() < 0.5 * start
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_parameters_without_gradient_are_left_alone(case):
     (fused, params), _ = pair(case)
     before = params[1].detach().clone()
@@ -64,7 +64,7 @@ def test_parameters_without_gradient_are_left_alone(case):
     assert_counts(case, fused, params, [1, 0, 1])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_no_gradient_at_all_is_no_step(case):
     (fused, params), _ = pair(case)
     before = [param.detach().clone() for param in params]
@@ -73,7 +73,7 @@ def test_no_gradient_at_all_is_no_step(case):
         assert_same_bits(param, value, "weight")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_gradient_that_comes_and_goes(case):
     """A weight's step counts the times it had a gradient."""
     pairs = pair(case)
@@ -89,7 +89,7 @@ def test_a_gradient_that_comes_and_goes(case):
     assert_counts(case, fused, params, [6, 3, 2])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_learning_rate_that_is_a_tensor(case):
     _, with_float = run(case, SHAPES, torch.float32, steps=3)
     _, with_tensor = run(
@@ -121,7 +121,7 @@ def test_groups_with_options_of_their_own(case):
         assert_same_bits(together[index], param, f"group {index}")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_group_added_later(case):
     pairs = pair(case)
     late = make_weights([(50,), (6, 7)], torch.float32, seed=5)
@@ -144,7 +144,7 @@ def test_options_changed_between_steps(case):
     assert_pair_close(pairs[0][0], pairs[1][0])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_a_closure_is_evaluated_with_gradients_on(case):
     (param,) = as_parameters(make_weights([(20,)], torch.float32))
     optimizer = case.build([param])
@@ -164,7 +164,7 @@ def test_a_closure_is_evaluated_with_gradients_on(case):
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_zero_grad_and_accumulation(case, set_to_none):
     """The update that fused LAMB leaves in `.grad` is gone after zero_grad."""
     pairs = pair(case)
@@ -178,7 +178,7 @@ def test_zero_grad_and_accumulation(case, set_to_none):
     assert_pair_close(pairs[0][0], pairs[1][0])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", KINDS, ids=str)
 def test_gradient_scaler_unscales_and_skips(case):
     """torch's GradScaler: finite gradients are unscaled first, a step with inf is left out."""
     pairs = pair(case)

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cases import PLAIN, WITH_COUNTS, WITH_STATES, first_of_each
+from cases import PLAIN, WITH_COUNTS, WITH_STATES, first_of_each, thinned
 from fusedstep import _ops, optim
 from peers import WITH_FOREACH
 from stepping import (
@@ -148,12 +148,13 @@ def stepped_beside(case, shape, fused=None):
     return params, optimizers
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", LATE)
+AFTER = pytest.mark.parametrize(("case", "kind", "way"), thinned(PLAIN, LATE, WAYS), ids=str)
+
+
 class TestAfterOrdinarySteps:
     """What the first step looks for is looked for in every step, whichever way it takes."""
 
-    @pytest.mark.parametrize("case", PLAIN, ids=str)
+    @AFTER
     def test_a_gradient_is_taken_by_its_values(self, case, kind, way):
         make, shape = LATE[kind]
         (ours, other), (optimizer, expected) = stepped_beside(case, shape)
@@ -165,7 +166,7 @@ class TestAfterOrdinarySteps:
             WAYS[way](expected)
             torch.testing.assert_close(ours, other, rtol=2e-6, atol=0)
 
-    @pytest.mark.parametrize("case", PLAIN, ids=str)
+    @AFTER
     def test_fused_refuses_a_gradient(self, case, kind, way):
         make, shape = LATE[kind]
         (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
@@ -175,7 +176,7 @@ class TestAfterOrdinarySteps:
         assert_same_bits(ours.detach(), other.detach(), "weight")
         assert_counts(case, optimizer, [ours], [2])
 
-    @pytest.mark.parametrize("case", PLAIN, ids=str)
+    @AFTER
     def test_a_weight_that_has_become_one(self, case, kind, way):
         make, shape = LATE[kind]
         (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
@@ -186,8 +187,11 @@ class TestAfterOrdinarySteps:
             WAYS[way](optimizer)
         assert torch.equal(ours.detach(), before)
 
-    @pytest.mark.parametrize("in_place", [False, True])
-    @pytest.mark.parametrize("case", WITH_STATES, ids=str)
+    @pytest.mark.parametrize(
+        ("case", "kind", "way", "in_place"),
+        thinned(WITH_STATES, LATE, WAYS, [False, True]),
+        ids=str,
+    )
     def test_a_state_that_has_become_one(self, case, kind, way, in_place):
         make, shape = LATE[kind]
         (ours, other), (optimizer, _) = stepped_beside(case, shape, fused=True)
@@ -233,9 +237,11 @@ def of_fewer_elements(tensor):
     tensor.resize_(tensor.numel() - 1)
 
 
-@pytest.mark.parametrize("change", [transposed, of_another_dtype, of_fewer_elements])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "way", "change"),
+    thinned(WITH_STATES, WAYS, [transposed, of_another_dtype, of_fewer_elements]),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_a_state_changed_in_place_is_noticed(case, way, change):
     (ours, other), (optimizer, expected) = stepped_beside(case, (8, 8))
     name, values = case.states[0], torch.rand(8, 8)
@@ -254,9 +260,9 @@ def test_a_state_changed_in_place_is_noticed(case, way, change):
     assert_same_bits(ours.detach(), other.detach(), "weight")
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("count", [-1.0, float("nan")])
-@pytest.mark.parametrize("case", WITH_COUNTS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "way", "count"), thinned(WITH_COUNTS, WAYS, [-1.0, float("nan")]), ids=str
+)
 def test_a_negative_step_count_is_an_error(case, count, way):
     (ours, other), (optimizer, _) = stepped_beside(case, (8,))
     optimizer.state[ours]["step"].fill_(count)

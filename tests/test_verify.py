@@ -19,6 +19,7 @@ from cases import (
     WITH_COUNTS,
     WITH_NAMESAKE,
     WITH_STATES,
+    thinned,
 )
 from fusedstep import optim
 from stepping import (
@@ -211,20 +212,15 @@ def with_fault(cls, fault):
     return Faulty
 
 
-SUBJECTS = [
-    pytest.param(case, fault, id=f"{case}-{fault.__name__}")
-    for rows, faults in (
-        (PLAIN, FAULTS),
-        (WITH_STATES, [wrong_state, lost_state]),
-        (WITH_COUNTS, [wrong_count]),
-    )
-    for case in rows
-    for fault in faults
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("case", "fault"), SUBJECTS)
+@pytest.mark.parametrize(
+    ("case", "fault", "dtype"),
+    [
+        *thinned(PLAIN, FAULTS, DTYPES),
+        *thinned(WITH_STATES, [wrong_state, lost_state], DTYPES),
+        *thinned(WITH_COUNTS, [wrong_count], DTYPES),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_catches(case, fault, dtype):
     params, optimizer = build(case, dtype, with_fault(case.optimizer, fault))
     report = verified(params, optimizer)
@@ -423,8 +419,9 @@ def test_a_weight_without_gradient_that_moves_is_caught():
     assert fusedstep.verify(optimizer, closure).differing
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e15, 1e-30])
-@pytest.mark.parametrize("case", PLAIN, ids=str)
+@pytest.mark.parametrize(
+    ("case", "value"), thinned(PLAIN, [math.nan, math.inf, -math.inf, 1e15, 1e-30]), ids=str
+)
 def test_extreme_gradients_agree(case, value):
     params, optimizer = build(case)
     closure = closure_of(params)
