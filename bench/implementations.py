@@ -86,6 +86,8 @@ class Implementation:
     """The norm that it clips gradients to."""
     uses_up_grads: bool = False
     """A step leaves other gradients than it found."""
+    process: str = "torch"
+    """The process that it is measured in, with ours: a library's has the name of its package."""
 
     def formula_of(self, row: Row) -> Case:
         return row.case if self.formula is None else case_named(self.formula)
@@ -112,10 +114,6 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 # ---- torch's and ours ----------------------------------------------------------------------------
-
-
-def _of_purpose(*purposes: Purpose) -> Callable[[Row], bool]:
-    return lambda row: row.purpose in purposes
 
 
 def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Callable[[Row], bool]:
@@ -175,14 +173,17 @@ def _can_keep_grad(row: Row) -> bool:
 
 
 SLOW = (Purpose.LIST, Purpose.SIZE)
-UNFUSED = Implementation("unfused", "ours unfused", _of_purpose(*SLOW), _ours(fused=False))
+UNFUSED = Implementation(
+    "unfused", "ours unfused", lambda row: row.purpose in SLOW, _ours(fused=False)
+)
 FOR_LOOP = Implementation("for_loop", "torch for-loop", _has(purposes=SLOW), _namesake())
 FOREACH = Implementation(
     "foreach", "torch foreach", _has("foreach", purposes=SLOW), _namesake(foreach=True)
 )
 COMPILED = Implementation(
-    "compiled", "torch compiled", _can_be_compiled, _compiled, slack=FLOAT_CORRECTION
-)
+    "compiled", "torch compiled", _can_be_compiled, _compiled, slack=FLOAT_CORRECTION,
+    process="compiled",
+)  # fmt: skip
 TORCH_FUSED = Implementation("torch_fused", "torch fused", _has("fused"), _namesake(fused=True))
 KEEP_GRAD = Implementation(
     "fused_keep_grad", "ours, keep_grad", _can_keep_grad, _ours(keep_grad=True)
@@ -256,55 +257,49 @@ def _deepspeed_cuda(row: Row, params: list[Parameter]) -> Stepper:
     return _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=mode)(row, params)
 
 
+def _of_library(
+    name: str, title: str, exists: Callable[[Row], bool], build: Build, **more: Any
+) -> Implementation:
+    process = name.removesuffix("_8bit").removesuffix("_lamb")
+    return Implementation(name, title, exists, build, process=process, **more)
+
+
+_DEEPSPEED = _named(
+    "adam", "adamw", "adagrad", precisions=(FLOAT32, BFLOAT16, MIXED),
+    purposes=(Purpose.LIST, Purpose.THREADS),
+)  # fmt: skip
+
 # As in the paper: adapted without decay too, and gradients are not clipped.
-TIMM = Implementation(
+TIMM = _of_library(
     "timm", "timm", _named("lamb"),
     _library("timm.optim.Lamb", *ADAM, always_adapt=True, max_grad_norm=None),
 )  # fmt: skip
 
 CPU_LIBRARIES = (
-    Implementation(
-        "deepspeed", "DeepSpeed",
-        _named("adam", "adamw", "adagrad", precisions=(FLOAT32, BFLOAT16, MIXED),
-               purposes=(Purpose.LIST, Purpose.THREADS)),
-        _deepspeed, slack=FLOAT_CORRECTION,
-    ),
+    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED, _deepspeed, slack=FLOAT_CORRECTION),
     TIMM,
-    Implementation(
-        "pytorch_optimizer", "pytorch_optimizer", _named("lamb"), _pytorch_optimizer,
-        formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM,
-    ),
-    Implementation(
-        "torchao_8bit", "torchao 8-bit", _named("adamw"), _library("torchao.optim.AdamW8bit"),
-        slack=EIGHT_BITS,
-    ),
-    Implementation(
-        "torchao", "torchao", _named("adamw"), _library("torchao.optim._AdamW"),
-        slack=FLOAT_CORRECTION,
-    ),
-    Implementation(
-        "bitsandbytes_8bit", "bitsandbytes 8-bit", _named("adamw"),
-        _library("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS,
-    ),
-    Implementation(
-        "bitsandbytes", "bitsandbytes", _named("adamw", precisions=(FLOAT32, MIXED)),
-        _library("bitsandbytes.optim.AdamW32bit"),
-    ),
+    _of_library("pytorch_optimizer", "pytorch_optimizer", _named("lamb"), _pytorch_optimizer,
+                formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM),
+    _of_library("torchao_8bit", "torchao 8-bit", _named("adamw"),
+                _library("torchao.optim.AdamW8bit"), slack=EIGHT_BITS),
+    _of_library("torchao", "torchao", _named("adamw"), _library("torchao.optim._AdamW"),
+                slack=FLOAT_CORRECTION),
+    _of_library("bitsandbytes_8bit", "bitsandbytes 8-bit", _named("adamw"),
+                _library("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS),
+    _of_library("bitsandbytes", "bitsandbytes", _named("adamw", precisions=(FLOAT32, MIXED)),
+                _library("bitsandbytes.optim.AdamW32bit")),
 )  # fmt: skip
 
 CUDA_LIBRARIES = (
-    Implementation("apex", "apex", _apex_has, _apex, slack=FLOAT_CORRECTION),
+    _of_library("apex", "apex", _apex_has, _apex, slack=FLOAT_CORRECTION),
     # Its states have the weight's precision.
-    Implementation(
-        "deepspeed", "DeepSpeed", _named("adam", "adamw", precisions=(FLOAT32, BFLOAT16)),
-        _deepspeed_cuda, slack=FLOAT_CORRECTION,
-    ),
+    _of_library("deepspeed", "DeepSpeed",
+                _named("adam", "adamw", precisions=(FLOAT32, BFLOAT16)), _deepspeed_cuda,
+                slack=FLOAT_CORRECTION),
     # Corrects the rate for bias, not the moments, and clamps the ratio.
-    Implementation(
-        "deepspeed_lamb", "DeepSpeed, its formula", _named("lamb"),
-        _library("deepspeed.ops.lamb.FusedLamb", *ADAM, max_coeff=10.0, min_coeff=0.01),
-        formula="lamb-deepspeed", slack=FLOAT_CORRECTION,
-    ),
+    _of_library("deepspeed_lamb", "DeepSpeed, its formula", _named("lamb"),
+                _library("deepspeed.ops.lamb.FusedLamb", *ADAM, max_coeff=10.0, min_coeff=0.01),
+                formula="lamb-deepspeed", slack=FLOAT_CORRECTION),
     TIMM,
 )  # fmt: skip
 

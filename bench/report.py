@@ -195,18 +195,6 @@ def legend(results: Results) -> str:
     return " ".join(told + [text for name, text in texts.items() if name in shown])
 
 
-def limit_line(results: Results) -> Iterator[str]:
-    """Tells what the limit's loops reach on this machine, in and out of the caches."""
-    rates = [
-        (row["bytes"] / row["limit"]["ms"] / 1e6, row["title"])
-        for row in results["rows"]
-        if "limit" in row and row["elements"] >= 1 << 16
-    ]
-    if rates:
-        (slowest, slow), (fastest, fast) = min(rates), max(rates)
-        yield f"The limit reaches {fastest:,.0f} GB/s ({fast}) to {slowest:,.0f} GB/s ({slow})."
-
-
 def ratios(results: Results) -> Iterator[str]:
     """How many times the time of ours each implementation takes, by optimizer."""
     for optimizer in dict.fromkeys(row["optimizer"] for row in results["rows"]):
@@ -249,7 +237,6 @@ def remarks(results: Results) -> Iterator[str]:
         yield from adan_report.remarks(results)
     else:
         yield legend(results)
-        yield from limit_line(results)
         yield from ratios(results)
     yield from problems(results)
 

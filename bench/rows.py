@@ -152,7 +152,11 @@ LISTS = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
 
 
 def steps(
-    device: str, *, quick: bool = False, all_cases: bool = False, precision: Precision = FLOAT32
+    device: str,
+    quick: bool = False,
+    all_cases: bool = False,
+    precision: Precision = FLOAT32,
+    **_: Any,
 ) -> Iterator[Row]:
     """Optimizers over lists of shapes, on a CPU also over sizes of one tensor."""
     lists = shapes.QUICK if quick else shapes.ALL
@@ -170,7 +174,7 @@ def _in_16_bits(*names: str) -> Iterator[Row]:
         yield from (Row(NAMED["adamw"], LISTS[name], each) for each in (BFLOAT16, MIXED))
 
 
-def beside_peers(device: str, threads: int) -> Iterator[Row]:
+def beside_peers(device: str, threads: int, **_: Any) -> Iterator[Row]:
     """Rows that other libraries step too; those that take longest come last.
 
     `threads` is what the machine has.
@@ -191,17 +195,17 @@ def beside_peers(device: str, threads: int) -> Iterator[Row]:
     yield from (Row(case, large) for case in PLAIN)
 
 
-def clipping() -> Iterator[Row]:
+def clipping(**_: Any) -> Iterator[Row]:
     for name in ("gpt2", "small"):
         yield from (Row(case, LISTS[name]) for case in PLAIN)
 
 
-def embedding() -> Iterator[Row]:
+def embedding(**_: Any) -> Iterator[Row]:
     for gradient in ("each-row-once", "each-row-twice", "coalesced"):
         yield Row(NAMED["adagrad"], shapes.EMBEDDING, gradient=gradient)
 
 
-def adan() -> Iterator[Row]:
+def adan(**_: Any) -> Iterator[Row]:
     """The sizes of GPT-2 that Adan's authors published."""
     for name, published in PUBLISHED.items():
         with torch.device("meta"):

@@ -136,17 +136,14 @@ class Run:
             self.notes.append(text)
 
     def pairs(self) -> list[tuple[Process, str]]:
-        """Each process with its allocators; that of ours alone, which finds the limits, first."""
-        wanted = [
-            process
-            for process in self.suite.processes
-            if not self.arguments.peers
-            or process.names == ("fused",)
-            or {str(process), *process.names} & {*self.arguments.peers}
-        ]
-        first, *others = self.arguments.allocators or self.suite.allocators
-        both = [(each, allocator) for allocator in others for each in wanted if each.allocates]
-        return [(process, first) for process in wanted] + both
+        """Each process with its allocators; first the one that finds the limits."""
+        wanted, peers = self.suite.processes, self.arguments.peers
+        if peers:
+            wanted = [each for each in wanted if {each.name, *each.names} & {*peers}]
+            if not wanted or wanted[0].name != "torch":
+                wanted.insert(0, Process("torch", ("fused",)))
+        allocators = self.arguments.allocators or self.suite.allocators
+        return [(process, allocator) for allocator in allocators for process in wanted]
 
     def collect(self, keep: Callable[[], object]) -> None:
         """Measures all. `keep` is called with what there is after each process."""
@@ -162,7 +159,7 @@ class Run:
         with progress_over(Console(stderr=True)) as progress:
             task = progress.add_task("starting", total=len(pairs))
             for number, (process, allocator) in enumerate(pairs):
-                name = f"{process}, {allocator}"
+                name = f"{process.name}, {allocator}"
                 left = end - time.monotonic()
                 if left < 0 and self.suite.leaves_out and not arguments.all_rows:
                     self.note(f"{name}: not measured, the time was up")
@@ -223,7 +220,7 @@ class Run:
                 env = peer_packages.environment(process.package, env, folder, arguments.device)
             except peer_packages.AbsentError as reason:
                 request["absent"] = str(reason)
-        name = f"{arguments.suite}-{arguments.device}-{process.names[0]}-{allocator}"
+        name = f"{arguments.suite}-{arguments.device}-{process.name}-{allocator}"
         log = ROOT / "build" / "logs" / "bench" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         rows: list[dict[str, Any]] = []
@@ -231,8 +228,9 @@ class Run:
             planned, begun = {}, None
             request["skip"] = [row["name"] for row in rows]
             patience = PATIENCE + max(0.0, until - time.monotonic())
+            most = None if process.name == "torch" else patience
             try:
-                for event in events(request, env, log, patience if process.package else None):
+                for event in events(request, env, log, most):
                     match event["event"]:
                         case "plan":
                             check_allocator(event["facts"], allocator)
@@ -248,7 +246,7 @@ class Run:
                             begun = None
             except WorkerError as failure:
                 if begun is None:
-                    self.note(f"{process}, {allocator}: {failure}")
+                    self.note(f"{process.name}, {allocator}: {failure}")
                     return rows
                 problem = "late" if isinstance(failure, LateError) else "crashed"
                 results = {name: {problem: str(failure)} for name in planned[begun]["names"]}

@@ -144,6 +144,7 @@ class Measurement:
         self._bench, self._row, self._device = bench, row, bench.device
         self._deadline = time.monotonic() + seconds
         self._threads = row.threads or torch.get_num_threads()
+        self._is_first = False  # the first process that measures the row, which finds its limit
         self._problems: dict[str, dict[str, Any]] = {}
         self._candidates = [i for i in bench.implementations if i.exists(row)]
         #: The search for the limit gets as much time as an implementation.
@@ -191,7 +192,8 @@ class Measurement:
         if not self._device.has_limit:
             return None
         known = self._bench.request.limits.get(str(self._row))
-        return self._device.restored(known) if known else self._search(self._search_seconds)
+        self._is_first = known is None
+        return self._search(self._search_seconds) if known is None else self._device.restored(known)
 
     def _search(self, seconds: float, known: Limit | None = None) -> Limit:
         return self._device.search(self._row, self._threads, seconds, known)
@@ -209,7 +211,7 @@ class Measurement:
         """Adds the seconds of implementations, by name, and of the limit's walks."""
         found = {each.name: self._contestant(each, self._row) for each in group}
         contiguous = self._row.contiguous
-        if self._bench.has_ours_alone and contiguous is not None:
+        if contiguous is not None and self._is_first and "fused" in found:
             found["contiguous"] = self._contestant(FUSED, contiguous)
         with contextlib.ExitStack() as stack:
             if limit is not None:
@@ -285,21 +287,15 @@ class Bench:
         self._check: tuple[tuple, Any] | None = None
         self.implementations = self.suite.named(request.names)
 
-    @property
-    def has_ours_alone(self) -> bool:
-        """A process of ours is the one that has contiguous weights beside others."""
-        return self.request.suite == "peers" and tuple(self.request.names) == ("fused",)
-
     def rows(self) -> list[Row]:
         request = self.request
-        if request.suite == "steps":
-            precision = rows.PRECISIONS[request.precision]
-            options = {"quick": request.quick, "all_cases": request.all_cases}
-            found = self.suite.rows(request.device, **options, precision=precision)
-        elif request.suite == "peers":
-            found = self.suite.rows(request.device, torch.get_num_threads())
-        else:
-            found = self.suite.rows()
+        found = self.suite.rows(
+            device=request.device,
+            threads=torch.get_num_threads(),
+            quick=request.quick,
+            all_cases=request.all_cases,
+            precision=rows.PRECISIONS[request.precision],
+        )
         return [
             row
             for row in rows.matching(found, request.filter)

@@ -217,20 +217,35 @@ def test_process_that_fails_says_why(tmp_path):
 @pytest.mark.parametrize(
     ("suite", "asked", "expected"),
     [
-        ("steps", {}, [("all", "glibc"), ("all", "jemalloc")]),
-        ("steps", {"allocators": ["jemalloc"]}, [("all", "jemalloc")]),
-        ("clipping", {}, [("all", "jemalloc")]),
+        ("steps", {}, [("torch", "glibc"), ("torch", "jemalloc")]),
+        ("steps", {"allocators": ["jemalloc"]}, [("torch", "jemalloc")]),
+        ("clipping", {}, [("torch", "jemalloc")]),
         (
             "peers",
-            {"peers": ["timm", "torch_fused"]},
-            [("fused", "glibc"), ("torch_fused", "glibc"), ("timm", "glibc"), ("timm", "jemalloc")],
+            {"peers": ["timm", "torchao_8bit"], "allocators": ["glibc"]},
+            [("torch", "glibc"), ("timm", "glibc"), ("torchao", "glibc")],
         ),
     ],
 )
 def test_processes_and_allocators_that_are_measured(suite, asked, expected):
     arguments = {"suite": suite, "device": "cpu", "allocators": None, "peers": None} | asked
     found = bench_run.Run(argparse.Namespace(**arguments)).pairs()
-    assert [(str(process), allocator) for process, allocator in found] == expected
+    assert [(process.name, allocator) for process, allocator in found] == expected
+    if "peers" in asked:
+        assert found[0][0].names == ("fused",)
+        assert found[2][0].names == ("torchao_8bit", "torchao")
+
+
+def test_a_library_has_a_process_of_its_own():
+    for device, libraries in {
+        "cpu": ["deepspeed", "timm", "pytorch_optimizer", "torchao", "bitsandbytes"],
+        "cuda": ["apex", "deepspeed", "timm"],
+    }.items():
+        first, *others = SUITES["peers", device].processes
+        assert {"for_loop", "foreach", "torch_fused", "fused"} <= {*first.names}
+        assert (first.package, first.share) == (None, len(first.names) + 2)
+        assert [each.package for each in others if each.package] == libraries
+        assert [each.names for each in others if not each.package] == [("compiled",)]
 
 
 # ---- What is made of their rows ------------------------------------------------------------------
@@ -253,7 +268,7 @@ def in_process(row, limit, **ms):
 def test_times_are_told_within_a_process_and_ours_is_the_median():
     def part(name, found, **more):
         row = row_of("adam/gpt2", name)
-        return Process((name,)), "glibc", [found(row) if callable(found) else row | found]
+        return Process(name, (name,)), "glibc", [found(row) if callable(found) else row | found]
 
     (merged,) = bench_run.merged(
         [
@@ -279,20 +294,22 @@ def test_time_of_contiguous_weights_is_that_of_the_process_that_took_it():
     contiguous = {"ms": 1.6, "times": 1.25}
     first = in_process(row_of("adam/sliced", "fused"), 1.0, fused=2.0) | {"contiguous": contiguous}
     other = in_process(row_of("adam/sliced", "torch_fused"), 1.0, torch_fused=6.0, fused=4.0)
-    parts = [(Process((n,)), "glibc", [r]) for n, r in (("fused", first), ("torch_fused", other))]
+    parts = [
+        (Process(n, (n,)), "glibc", [r]) for n, r in (("fused", first), ("torch_fused", other))
+    ]
     (merged,) = bench_run.merged(parts)
     assert merged["contiguous"] == contiguous
 
 
 def test_allocators_are_not_mixed():
     rows = [in_process(row_of("adam/gpt2", "fused"), 1.0, fused=2.0)]
-    parts = [(Process(("fused",)), allocator, rows) for allocator in ("glibc", "jemalloc")]
+    parts = [(Process("torch", ("fused",)), allocator, rows) for allocator in ("glibc", "jemalloc")]
     assert [each["allocator"] for each in bench_run.merged(parts)] == ["glibc", "jemalloc"]
 
 
 def test_row_that_no_process_had_time_for_is_skipped():
     row = row_of("adam/gpt2", "fused") | {"skipped": "the time was up"}
-    parts = [(Process((name,)), "glibc", [row]) for name in ("fused", "timm")]
+    parts = [(Process(name, (name,)), "glibc", [row]) for name in ("fused", "timm")]
     (merged,) = bench_run.merged(parts)
     assert merged["skipped"] == "the time was up"
     assert "results" not in merged

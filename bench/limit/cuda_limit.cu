@@ -1,4 +1,4 @@
-// How fast a GPU can make a step's reads and writes: called by cuda.py through ctypes. As limit.h, the
+// How fast a GPU can make a step's reads and writes: called by devices.py through ctypes. As limit.h, the
 // streams are weight, gradient and states; each stream that is written becomes its exclusive or with the
 // gradient, which is only read, so that no load can be left out.
 #include <cuda_runtime_api.h>
