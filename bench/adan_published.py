@@ -1,4 +1,4 @@
-"""What Adan's authors published for their fused kernel over 25 sizes of GPT-2.
+"""The figures that Adan's authors published for their fused kernel over 25 sizes of GPT-2.
 
 Source: fused_adan/README.md of https://github.com/sail-sg/Adan, on one A100 of 40 GB.
 Vocabulary 49,280, one sequence of 2,048 tokens. They don't say what the figures are, but it shows:
@@ -38,12 +38,12 @@ class Published:
 
     @property
     def difference(self) -> float:
-        """Of the peaks, in percent."""
+        """The difference of the peaks, in percent."""
         return 100 * (self.adan_peak / self.adam_peak - 1)
 
     @property
     def ratio(self) -> float:
-        """Of the times. They print 81.6 % for the first size, but its times are as 75 to 100."""
+        """The ratio of the times. They print 81.6 % for the first size, but it is 75 %."""
         return self.adan_ms / self.adam_ms
 
 

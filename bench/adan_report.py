@@ -22,7 +22,7 @@ def rows_with(results: Results, key: str) -> list[Row]:
 
 
 def difference(row: Row, name: str, key: str) -> float | None:
-    """How much more memory than with Adam, in percent."""
+    """The memory above that of Adam, in percent."""
     quotient = ratio(row, name, ADAM, key)
     return None if quotient is None else 100 * (quotient - 1)
 

@@ -27,7 +27,7 @@ from environment import ROOT, environments
 from processes import WorkerError, events, progress_over, show
 from report import Grid, milliseconds
 
-#: Of the working tree's configuration, what decides how fast the result is.
+#: The options of the working tree's configuration that decide how fast the result is.
 KEPT = ("Python_EXECUTABLE", "CMAKE_CXX_COMPILER", "CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CXX_FLAGS")
 
 Times = dict[str, float]
@@ -37,7 +37,7 @@ makes it longer."""
 
 @dataclass(frozen=True)
 class Round:
-    """Of four processes, in their order."""
+    """The times of four processes, in their order."""
 
     ref: Times
     now: Times
@@ -47,7 +47,7 @@ class Round:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of one row. The ratio is the working tree's time over that of REF."""
+    """The result for one row. The ratio is the working tree's time over that of REF."""
 
     row: str
     ref: float
@@ -66,7 +66,7 @@ class Comparison:
 
 
 def compare(rounds: list[Round]) -> list[Comparison]:
-    """Of the rows that both trees have."""
+    """Compares the rows that both trees have."""
     first = rounds[0]
     return [_compare(row, rounds) for row in first.now if row in first.ref]
 

@@ -1,4 +1,4 @@
-"""Where steps are measured: how they are timed there, its memory, and its limit.
+"""The devices that steps are measured on: their clocks, their memory and their limits.
 
 A device times `step` by a function of a number of steps that returns seconds a step. The walks of
 its limit are timed likewise, so that they take turns with the steps.
@@ -102,7 +102,7 @@ TRIAL = 0.05
 
 @dataclass(frozen=True)
 class Way:
-    """How the limit goes over its streams on a GPU."""
+    """A way for the limit to go over its streams on a GPU."""
 
     batch: int
     """Words that a thread moves at a time."""

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ALLOCATORS = ("glibc", "jemalloc")
 
-#: What sets an allocator up. glibc's is measured as it comes.
+#: Variables that set an allocator up. glibc's is measured as it comes.
 OF_ALLOCATORS = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES")
 
 

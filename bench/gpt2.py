@@ -73,7 +73,7 @@ class GPT2(nn.Module):
 
 
 def make_gradients(model: GPT2) -> None:
-    """Of a short sequence, where it only matters that a backward has made them."""
+    """Makes gradients from a short sequence: it only matters that a backward has made them."""
     tokens = torch.randint(VOCABULARY, (1, 128), device=model.norm.weight.device)
     model.zero_grad()
     model(tokens)[0].backward()

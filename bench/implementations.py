@@ -54,7 +54,7 @@ class Stepper:
 #: The slack of what computes 1 - 0.999 in float: four of its digits are lost.
 FLOAT_CORRECTION = 1e-3
 
-#: What rounding states to 8 bits may do to a weight in the steps of the check, of its largest move.
+#: The slack of states in 8 bits, whose rounding may move a weight as far as its largest move.
 EIGHT_BITS = 1.0
 
 #: pytorch_optimizer's LAMB: no correction for bias, the norm of the weight clamped, and eps added
@@ -79,7 +79,7 @@ class Implementation:
     formula: str | None = None
     """The row of the case table whose formula it has, where that is not the timed row's own."""
     slack: float = 0.0
-    """Of the check: of the largest move of a weight."""
+    """The check allows so much of the largest move of a weight."""
     in_graph: bool = False
     """The step is timed as a replay of a CUDA graph."""
     max_norm: float = math.inf

@@ -27,7 +27,7 @@ LINE = 64
 """Each tensor starts at a multiple of this many bytes in each stream."""
 
 STORE, RECOMPUTE, TWICE = range(3)
-"""What a two-phase step does with the update between its passes: limit.h has the words."""
+"""Ways of a two-phase step to bring the update from one pass to the next, as in limit.h."""
 
 
 @functools.cache
@@ -55,12 +55,12 @@ class Streams:
 
     @property
     def arrays_bytes(self) -> int:
-        """What an element of all streams takes."""
+        """The bytes of an element in all streams."""
         return self.weight_size + self.grad_size + self.states * self.state_size
 
     @property
     def bytes_per_element(self) -> int:
-        """What a step must move at least: each array read, each but the gradient written."""
+        """The bytes that a step must move: each array read, each but the gradient written."""
         return 2 * self.arrays_bytes - self.grad_size
 
     @property
@@ -191,7 +191,7 @@ def powers_of_two(most: int) -> list[int]:
 
 
 def _axes(streams: Streams, elements: Sequence[int], threads: int) -> Iterator[list[dict]]:
-    """What can be changed about a walk, one thing after the other: what matters most first."""
+    """The changes that a walk can have, one after the other. Those that matter most come first."""
     if sum(elements) < WHOLE_TEAM:
         yield [{"threads": count} for count in powers_of_two(threads)]
     if streams.two_phase:

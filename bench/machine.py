@@ -37,7 +37,7 @@ class Machine:
     family: int
     model: int
     cores: int
-    """Those that this process may use."""
+    """The number that this process may use."""
     flags: list[str]
     caches: dict[str, str]
     memory_gib: int
@@ -83,7 +83,7 @@ class Others:
 
 
 def this_machine() -> Machine:
-    # Of the first processor.
+    # The first processor stands for all.
     facts = dict(re.findall(r"^(.+?)\s*:[ \t]*(.*)$", _read("/proc/cpuinfo"), re.MULTILINE)[::-1])
     flags = facts.get("flags", "").split()
     return Machine(

@@ -22,7 +22,7 @@ from environment import ROOT
 
 FOLDER = ROOT / "build" / "peers"
 
-#: What compiles a library's kernels for a device, where it would do so at the first step.
+#: Programs that compile a library's kernels for a device, which else happens at the first step.
 PREPARATIONS = {
     ("deepspeed", "cpu"): (
         "from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder\n"
@@ -36,7 +36,7 @@ PREPARATIONS = {
     ),
 }
 
-#: What keeps a library off the GPU.
+#: Variables that keep a library off the GPU.
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 
@@ -120,7 +120,7 @@ def _attempt(
 
 
 def _reason(log: str) -> str:
-    """Of what was printed, the first line that tells of an error, or else the last one."""
+    """The first line that tells of an error, or else the last one."""
     lines = [line.strip() for line in log.splitlines() if line.strip()] or ["no reason was given"]
     errors = (line for line in lines if line.startswith("ERROR:") or "Error: " in line)
     return next(errors, lines[-1]).removeprefix("ERROR: ")

@@ -104,7 +104,7 @@ def columns(results: Results, rows: list[Row]) -> list[str]:
 
 
 def subjects(results: Results) -> list[tuple[str, str]]:
-    """What there is a table for: optimizer and purpose, models first."""
+    """The optimizer and purpose of each table, models first."""
     found = dict.fromkeys((row["purpose"], row["optimizer"]) for row in results["rows"])
     purposes = list(dict.fromkeys(purpose for purpose, _ in found))
     return [(name, purpose) for each in purposes for purpose, name in found if purpose == each]
@@ -196,7 +196,7 @@ def legend(results: Results) -> str:
 
 
 def ratios(results: Results) -> Iterator[str]:
-    """How many times the time of ours each implementation takes, by optimizer."""
+    """Tells the times of ours that each implementation takes, by optimizer."""
     for optimizer in dict.fromkeys(row["optimizer"] for row in results["rows"]):
         rows = rows_of(results, optimizer, "list")
         told = []
@@ -232,7 +232,7 @@ def problems(results: Results) -> Iterator[str]:
 
 
 def remarks(results: Results) -> Iterator[str]:
-    """What belongs below the tables."""
+    """The lines below the tables."""
     if results["suite"] == "adan":
         yield from adan_report.remarks(results)
     else:
@@ -263,7 +263,7 @@ def page(folder: Path) -> str:
 
 
 def command(table: str, results: Results) -> str:
-    """What makes such results."""
+    """The command that makes such results."""
     name = {"steps": "cuda" if "device" in results else ""}.get(table, table)
     device = " --device cuda" if "device" in results and table in ("peers", "embedding") else ""
     return f"`./run.sh bench{' ' * bool(name)}{name}{device}`"

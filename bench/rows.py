@@ -109,7 +109,7 @@ class Row:
 
     @property
     def elements(self) -> list[int]:
-        """Of each tensor."""
+        """The number for each tensor."""
         return [math.prod(shape) for shape in self.shape_list.shapes]
 
     @property

@@ -42,7 +42,7 @@ from machine import Others, this_machine
 from processes import LateError, WorkerError, check_allocator, events, progress_over, show
 from suites import SUITES, Process
 
-#: How long after its time a process may still be measuring what it has begun: a first step may be
+#: Seconds after its time in which a process may end what it has begun: a first step may be
 #: compiled.
 PATIENCE = 60
 

@@ -21,7 +21,7 @@ class ShapeList:
     title: str
     shapes: tuple[tuple[int, ...], ...]
     layout: str = "contiguous"
-    """How weights lie in memory. "transposed": as the transposed ones do; "sliced": every second
+    """The layout of weights. "transposed": as the transposed ones lie; "sliced": every second
     column of wider ones; "channels-last": the dimension of channels innermost, where there are
     four. Gradients of "channels-last" lie as the weights do, those of all others contiguously."""
 

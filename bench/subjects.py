@@ -232,7 +232,7 @@ class Compared:
         relative = 32 if case.elementwise else 32 + weight.numel() / NORM_ELEMENTS
         self._expected = weight
         self._bound = epsilon * (8 * weight.abs() + relative * moved) + slack * moved
-        #: Where the update jumps, a few elements may be off by another sign in each step.
+        #: If the update jumps, a few elements may be off by another sign in each step.
         self._few = 0 if case.continuous else FEW * len(grads) * weight.numel()
         self._far = self._bound + (0 if case.continuous else 2 * moved * len(grads))
 
@@ -243,7 +243,7 @@ class Compared:
 
 
 def _norm(shape_list: ShapeList, dtype: torch.dtype, step: int) -> float:
-    """Of a step's gradients, all together."""
+    """The norm of a step's gradients, all together."""
     grads = (
         _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
         for index, shape in enumerate(shape_list.shapes)

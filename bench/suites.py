@@ -25,7 +25,7 @@ class Process:
 
     @property
     def share(self) -> int:
-        """Of the time, with ours and the limit."""
+        """The share of the time, with ours and the limit."""
         return len(self.names) + 2
 
 
@@ -50,7 +50,7 @@ class Suite:
         return [Process(process, tuple(found)) for process, found in names.items()]
 
     def named(self, names: Iterable[str]) -> list[Implementation]:
-        """Those of a process, and ours."""
+        """The implementations of a process, and ours."""
         return [each for each in self.implementations if each.name in (*names, "fused")]
 
 

@@ -138,7 +138,7 @@ def take_turns(contestants: list[Contestant], deadline: float) -> None:
 
 
 class Measurement:
-    """Of one row, within some seconds."""
+    """Measures one row, within some seconds."""
 
     def __init__(self, bench: Bench, row: Row, seconds: float) -> None:
         self._bench, self._row, self._device = bench, row, bench.device
@@ -277,7 +277,7 @@ def confirmed(limit: Limit, seconds: dict[Any, list[float]]) -> Limit:
 
 
 class Bench:
-    """What all rows have in common."""
+    """Holds the parts that all rows have in common."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -351,7 +351,7 @@ class Bench:
             self.device.release()
 
     def facts(self) -> dict[str, Any]:
-        """What the figures depend on besides the machine."""
+        """The facts that figures depend on besides the machine."""
         titles = {each.name: each.title for each in self.suite.implementations}
         facts = {"torch": torch.__version__} | self.device.facts()
         return facts | {"jemalloc": mapped_jemalloc(), "implementations": titles}

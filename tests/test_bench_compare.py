@@ -9,7 +9,7 @@ from compare import Round
 
 
 def rounds(*times):
-    """Of one row: REF, the working tree, the working tree, REF."""
+    """The times of one row: REF, the working tree, the working tree, REF."""
     return [Round(*({"adam/matrix": each} for each in four)) for four in times]
 
 

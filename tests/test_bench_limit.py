@@ -25,7 +25,7 @@ def of_size(states, size, two_phase):
 
 
 def stride(streams, stream):
-    """How far a stream gets while the gradient's gets on by one byte."""
+    """The bytes that a stream gets on by while the gradient's gets on by one."""
     sizes = (streams.weight_size, streams.grad_size, streams.state_size)
     return sizes[min(stream, 2)] // streams.grad_size
 
@@ -44,7 +44,7 @@ def expected_passes(streams, walk):
 
 
 def places(begin, end, stride):
-    """Where a stream has what belongs to bytes [begin, end) of the gradient, once or twice.
+    """The places in a stream that belong to bytes [begin, end) of the gradient, once or twice.
 
     With a stride of two, half of it is in one line, half in the next, or in what a tensor has left
     at its end.
@@ -57,7 +57,7 @@ def places(begin, end, stride):
 
 
 def places_of(streams, stream):
-    """Of all tensors together."""
+    """The places of all tensors together."""
     found, begin = [[] for _ in range(stride(streams, stream))], 0
     for count in ELEMENTS:
         size = count * streams.grad_size

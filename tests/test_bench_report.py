@@ -28,7 +28,7 @@ def measured(row, limit, fused, **ms):
 
 @pytest.fixture
 def results():
-    """Of a run that measured all kinds of rows."""
+    """Results of a run that measured all kinds of rows."""
     found = []
     for name, ms in (
         ("lamb/resnet50", 2.6), ("adam/resnet50", 2.0), ("adam/channels-last", 2.2),

@@ -430,7 +430,7 @@ def test_library_that_was_never_installed_is_absent(tmp_path):
 
 
 def test_kernels_are_compiled_for_a_device(tmp_path, monkeypatch, capsys):
-    """What cannot be compiled for one device is there on the other."""
+    """A library that cannot be compiled for one device is there on the other."""
     (tmp_path / "some" / "site-packages").mkdir(parents=True)
     (tmp_path / "some" / "installed").touch()
     program = "import os; assert os.environ['DS_ACCELERATOR'] == 'cpu', 'no nvcc'"

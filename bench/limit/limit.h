@@ -1,5 +1,5 @@
-// How fast a machine can make a step's reads and writes: the C interface that the benchmark calls through
-// ctypes.
+// The reads and writes of a step, as fast as a machine can make them: the C interface that the benchmark
+// calls through ctypes.
 #pragma once
 #include <stdint.h>
 
@@ -9,7 +9,7 @@
 extern "C" {
 #endif
 
-// What a step goes over: weight, gradient and `states` arrays of each tensor. Sizes are the bytes by which a
+// The arrays of a step: weight, gradient and `states` arrays of each tensor. Sizes are the bytes by which a
 // stream gets on with each element: even, those of weight and state as large as the gradient's or twice that.
 struct fusedstep_limit_streams {
   int32_t states;  // up to 4
@@ -18,20 +18,20 @@ struct fusedstep_limit_streams {
       two_phase;  // 0: elementwise, one pass; 1: norms in a first pass, the update of the weight in a second
 };
 
-// Where the arrays lie.
+// The place of the arrays in memory.
 struct fusedstep_limit_memory {
   int32_t huge_pages;
   int32_t offset;  // bytes by which the start of each stream in its page is apart from the one before; of 64
 };
 
-// What a two-phase step does with the update between its passes.
+// Ways of a two-phase step to bring the update from one pass to the next.
 enum fusedstep_limit_way {
   FUSEDSTEP_LIMIT_STORE,      // keeps it in the gradient's memory
   FUSEDSTEP_LIMIT_RECOMPUTE,  // computes it again from states that the first pass has written
   FUSEDSTEP_LIMIT_TWICE       // computes all again: the first pass only reads
 };
 
-// How the arrays are gone over.
+// The order and the threads in which the arrays are gone over.
 struct fusedstep_limit_walk {
   int32_t threads;
   int32_t prefetch;       // elements ahead; 0: none
