@@ -44,7 +44,7 @@ from suites import SUITES, Process
 
 #: Seconds after its time in which a process may end what it has begun: a first step may be
 #: compiled.
-PATIENCE = 60
+PATIENCE = 300
 
 #: Seconds with --quick.
 QUICK_SECONDS = 150
