@@ -555,6 +555,7 @@ def test_a_graph_notes_nothing_of_a_plan_that_goes_as_it_is_traced(pre_dispatch)
         ("options", torch.ones(3, dtype=torch.float64)),
         ("options", torch.ones(8)),
         ("states", []),
+        ("states", [torch.ones(3)]),
         ("steps", []),
         ("grads", []),
         ("rule", "no such rule"),
@@ -563,6 +564,8 @@ def test_a_graph_notes_nothing_of_a_plan_that_goes_as_it_is_traced(pre_dispatch)
 @pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_operators_name_bad_arguments(case, argument, value):
     _, arguments = list_arguments(case)
+    if argument == "states" and value == arguments[2]:
+        pytest.skip("none are the right ones")
     names = ("weights", "grads", "states", "steps", "options", "rule")
     named = dict(zip(names, arguments, strict=True)) | {argument: value}
     before = [tensor.clone() for tensor in (*arguments[0], *arguments[2], *arguments[3])]

@@ -184,7 +184,11 @@ PLANTS = (
 def test_what_is_planted_is_seen(row, dtype):
     case = small_case(row.name, dtype)
     run.check(case, oracle.Tally())
+    absent = (OneStateOff,) if not row.states else ()
+    absent += (CountOff,) if not row.counts else ()
     for plant, kind in PLANTS:
+        if plant in absent:
+            continue
         with pytest.raises(run.CaseError) as failure:
             run.check(case, oracle.Tally(), plant)
         assert (failure.value.kind, failure.value.n) == (kind, 3), plant

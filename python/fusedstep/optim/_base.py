@@ -238,16 +238,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._counts.update(counts)
 
     def _with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
-        """The state of a weight, and the count of its steps where that is not part of it.
-
-        Such a count starts at 0 beside states that have just been made, and at 1 beside others.
-        """
+        """The state of a weight, and the count of its steps where that is not part of it."""
         if "step" in self._numbers:
             return self._state[weight]
-        state = self._state.get(weight, {})
+        count = self._count_of(group, weight)
+        # A graph is compiled again when what it reads changes: it reads no state that it needs not.
+        state = self._state[weight] if self._names_of(group, weight) else {}
+        return state | {"step": count}
+
+    def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
+        """The count that no dictionary has: it starts at 0 beside new states, at 1 beside others."""
         if weight not in self._counts:
-            self._counts[weight] = new_number(weight, group, float(bool(state)))
-        return state | {"step": self._counts[weight]}
+            self._counts[weight] = new_number(weight, group, float(bool(self._state.get(weight))))
+        return self._counts[weight]
 
     def _numbers_of_steps(self) -> tuple[str, ...]:
         """Names of the numbers that a native step takes: its count, and others of the rule."""

@@ -197,7 +197,8 @@ def floats(betas: tuple[float | Tensor, ...], count: int) -> list[float]:
 def has_text(group: dict[str, Any]) -> bool:
     """Tells whether a group has a text for an option, where none may be. Every step asks."""
     if str not in map(type, group.values()):
-        return str in map(type, group.get("betas", ()))
+        betas = group.get("betas")
+        return isinstance(betas, (list, tuple)) and str in map(type, betas)
     return any(type(value) is str for name, value in group.items() if name != "debias")
 
 

@@ -100,6 +100,8 @@ class LoadsStates:
                     number = self._state[p].get(name)
                     if isinstance(number, (int, float)):
                         self._state[p][name] = new_number(p, group, number)
+            for p in group["params"] if "step" not in self._numbers else ():
+                self._count_of(group, p)
             if self._wants_native(group) and not self._why_not_native(weights):
                 self._place_states(group, weights)
 
