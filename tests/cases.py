@@ -165,7 +165,7 @@ class Case:
 
     @property
     def lr(self) -> float:
-        return self.options["lr"]
+        return self.option("lr")
 
     @property
     def betas(self) -> tuple[float, ...]:
@@ -328,6 +328,7 @@ def _sgd(name, **options):
         ("momentum_buffer",) if buffered else (),
         torch.optim.SGD,
         numbers=(),
+        rosenbrock_lr=1e-3,
         sparse=not (buffered or options.get("weight_decay")),
     )
 
@@ -436,9 +437,8 @@ CASES = (
     _sgd("sgd-momentum", momentum=0.5),
     _sgd("sgd-dampening-decay", momentum=0.8, dampening=0.3, weight_decay=0.02),
     _sgd("sgd-nesterov", momentum=0.8, nesterov=True),
-    _sgd(
-        "sgd-nesterov-decay-maximize", momentum=0.9, nesterov=True, weight_decay=0.02, maximize=True
-    ),
+    _sgd("sgd-nesterov-decay", momentum=0.9, nesterov=True, weight_decay=0.02),
+    _sgd("sgd-maximize", momentum=0.9, dampening=0.5, weight_decay=0.02, maximize=True),
     _nadam("nadam"),
     _nadam("nadam-l2-maximize", weight_decay=0.02, momentum_decay=0.1, eps=1e-6, maximize=True),
     _nadam("nadam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.8, 0.95)),

@@ -310,13 +310,14 @@ def assert_within(
 ) -> None:
     """Every element within its bound; NaN is within no bound.
 
-    A `share` of the elements may be as `far` off beside.
+    A `share` of the elements, or one, may be as `far` off beside.
     """
     assert actual.shape == expected.shape, what
     actual, expected = actual.detach().double(), expected.detach().double()
     distance = (actual - expected).abs()
     beyond = (~(distance <= bound)).nonzero()
-    if len(beyond) <= share * actual.numel() and (distance <= bound + far).all():
+    allowed = max(1, share * actual.numel()) if share else 0
+    if len(beyond) <= allowed and (distance <= bound + far).all():
         return
     if len(beyond):
         first = tuple(beyond[0].tolist())

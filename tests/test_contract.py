@@ -384,6 +384,19 @@ DIFFERENCES = [
     Difference("`Adagrad(fused=True)`", "sparse_gradients", (optim.Adagrad,), ("fused",)),
     Difference("`fused=True` with a subclass", "weights_of_a_tensor_subclass", ALL, ("fused",)),
     Difference("`fused=True` with a weight twice", "a_weight_twice_in_a_group", ALL, ("fused",)),
+    Difference(
+        "a weight twice in a group of `SGD`",
+        "a_weight_twice_in_a_group",
+        (optim.SGD,),
+        ("default", "unfused", "foreach"),
+    ),
+    Difference("`SGD` with a sparse gradient", "sparse_gradients", (optim.SGD,), tuple(MODES)),
+    Difference(
+        "a weight without `momentum_buffer`",
+        "gradients_that_come_and_go",
+        (optim.SGD,),
+        ("fused",),
+    ),
     Difference("weights that share memory", "weights_that_share_memory", ALL, ("default", "fused")),
     Difference("tensors made in inference mode", "inference_tensors_elsewhere", ALL, ("default",)),
     Difference(
@@ -392,8 +405,14 @@ DIFFERENCES = [
     Difference(
         "tensors made in inference mode",
         "states_made_in_inference_mode",
-        tuple(cls for cls in ALL if cls is not optim.Adagrad),
+        tuple(cls for cls in ALL if cls not in (optim.Adagrad, optim.SGD)),
         ("default", "fused"),
+    ),
+    Difference(
+        "tensors made in inference mode",
+        "states_made_in_inference_mode",
+        (optim.SGD,),
+        ("default",),
     ),
     Difference(
         "states of `Adagrad`",
@@ -410,7 +429,7 @@ DIFFERENCES = [
     Difference(
         "a weight cast to another",
         "weights_cast_between_steps",
-        (optim.Adagrad, optim.RMSprop),
+        (optim.Adagrad, optim.RMSprop, optim.SGD),
         ("default", "fused"),
     ),
 ]

@@ -335,7 +335,9 @@ def test_sparse_gradients_have_the_texts_of_torch(case):
         optimizer = optimizer_class([param], **case.options)
         sparse_gradient(optimizer, param)
         texts.append(error_of(optimizer.step))
-    assert texts[0] == texts[1]
+    ours, theirs = texts
+    # SGD has no text of its own: it stops at an operation.
+    assert ours == theirs or ("add(sparse, dense)" in theirs[1] and "sparse gradients" in ours[1])
 
 
 def prepare(plan, rule, use=0):

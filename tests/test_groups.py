@@ -291,6 +291,10 @@ DIFFERENCES = [
             "weights_added_and_removed_by_hand",
         )
     ),
+    *(
+        Difference("a weight without `momentum_buffer`", name, (optim.SGD,), ("fused",))
+        for name in ("states_taken_away", "weights_added_and_removed_by_hand")
+    ),
     Difference(
         "`initial_accumulator_value` in one",
         "an_accumulator_of_one_group",

@@ -20,6 +20,7 @@ from torch.testing._internal.common_optimizers import (
 )
 
 from cases import CASES, Tolerance
+from fusedstep import optim
 from peers import (
     ALL,
     MODES,
@@ -134,6 +135,7 @@ OPTIONS = [
 
 ANOTHER_NUMBER = "`betas` of another number"
 FOREACH = "`differentiable` with `foreach=True`"
+NOT_SGD = tuple(cls for cls in WITH_FOREACH if cls is not optim.SGD)
 CAPTURABLE = [
     "capturable",
     "capturable, amsgrad",
@@ -179,11 +181,15 @@ DIFFERENCES = [
         tuple(cls for cls in having("betas") if len(ROWS[cls].betas) == 2),
         tuple(ALL_MODES),
     ),
-    Difference(FOREACH, str({"differentiable": True}), WITH_FOREACH, ("foreach",)),
+    *(
+        Difference("NaN for `lr`", str({name: float("nan")}), (optim.SGD,), tuple(ALL_MODES))
+        for name in ("lr", "weight_decay")
+    ),
+    Difference(FOREACH, str({"differentiable": True}), NOT_SGD, ("foreach",)),
     Difference(
         FOREACH,
         str({"differentiable": True, "foreach": True}),
-        WITH_FOREACH,
+        NOT_SGD,
         ("default", "unfused", "foreach", "differentiable"),
     ),
 ]

@@ -247,7 +247,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return state | {"step": count}
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
-        """The count that no dictionary has: it starts at 0 beside new states, at 1 beside others."""
+        """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
         if weight not in self._counts:
             self._counts[weight] = new_number(weight, group, float(bool(self._state.get(weight))))
         return self._counts[weight]

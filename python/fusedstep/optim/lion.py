@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class Lion(FusedOptimizer):
     """
 
     _rule = "lion"
-    _numbers = {}
+    _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
     def __init__(

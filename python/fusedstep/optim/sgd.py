@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -68,7 +68,7 @@ class SGD(FusedOptimizer):
     """
 
     _rule = "sgd"
-    _numbers = {}
+    _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"nesterov": False}
 
     def __init__(
@@ -113,14 +113,19 @@ class SGD(FusedOptimizer):
         return ("momentum_buffer",) if group.get("momentum", 0) != 0 else ()
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        if group["momentum"] != 0 or group["weight_decay"] != 0:
-            return "momentum and weight_decay options are not compatible with sparse gradients"
+        for name in ("momentum", "weight_decay"):
+            if group[name] != 0:
+                return f"{name} option is not compatible with sparse gradients"
         return None
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        """As torch's, without a list of step counts: whether there is a sparse gradient."""
-        super()._init_group(group, *lists, [])
-        return any(grad.is_sparse for grad in lists[1])
+        """As torch's: None for a buffer that is missing, and whether there is a sparse gradient."""
+        weights, grads, buffers = lists
+        weights.extend(p for p in group["params"] if p.grad is not None)
+        grads.extend(p.grad for p in weights)
+        if group["momentum"] != 0:
+            buffers.extend(self.state[p].get("momentum_buffer") for p in weights)
+        return any(grad.is_sparse for grad in grads)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
