@@ -65,7 +65,7 @@ class Adadelta(FusedOptimizer):
     """
 
     _rule = "adadelta"
-    _torch_fuses = False
+    _fused_is_torchs = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
     def __init__(
