@@ -124,12 +124,11 @@ struct RatioLaunch {
   Stream stream;
 };
 
-// The scalars of each tensor from its step count, which is incremented first, and from its other numbers,
-// which become those after the step.
+// The scalars of each tensor from its step count, which is incremented first.
 struct PrepareLaunch {
   const TensorTask* tensors;
   int64_t tensor_count;
-  float* const* numbers;  // the counts, then each of the other numbers of each tensor
+  float* const* counts;
   Hyper hyper;
   const float* lr;         // null: that of `hyper`
   const float* found_inf;  // as in Launch

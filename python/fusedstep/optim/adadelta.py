@@ -65,7 +65,6 @@ class Adadelta(FusedOptimizer):
     """
 
     _rule = "adadelta"
-    _fused_is_torchs = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
     def __init__(
