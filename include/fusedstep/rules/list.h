@@ -1,7 +1,6 @@
 // Every rule there is, one line each. Kernels for every instruction set, tests and benchmarks follow from
 // this list.
 #pragma once
-#include "fusedstep/rules/adadelta.h"
 #include "fusedstep/rules/adagrad.h"
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adamax.h"
@@ -11,7 +10,6 @@
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
-  X(Adadelta)              \
   X(Adagrad)               \
   X(Adam)                  \
   X(Adamax)                \
