@@ -344,7 +344,7 @@ CASES = (
     _lion("lion-maximize", maximize=True, weight_decay=0.1),
     _sgd("sgd"),
     _sgd("sgd-decay", weight_decay=0.02),
-    _sgd("sgd-momentum", momentum=0.9),
+    _sgd("sgd-momentum", momentum=0.5),
     _sgd("sgd-dampening-decay", momentum=0.8, dampening=0.3, weight_decay=0.02),
     _sgd("sgd-nesterov", momentum=0.8, nesterov=True),
     _sgd("sgd-nesterov-decay", momentum=0.6, nesterov=True, weight_decay=0.02),

@@ -286,6 +286,12 @@ DIFFERENCES = [
         "after `load_state_dict`", "a_loaded_dictionary_afterwards", ALL, ("default", "fused")
     ),
     Difference("states of `Adagrad`", "a_state_dict", (optim.Adagrad,), tuple(MODES)),
+    Difference(
+        "a dictionary of `SGD` without `fused`",
+        "dictionaries_without_newer_options",
+        (optim.SGD,),
+        tuple(MODES),
+    ),
 ]
 
 test_does_as_torch, test_shows_something, test_differences_are_told = laws(globals(), DIFFERENCES)

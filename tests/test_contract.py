@@ -416,12 +416,6 @@ DIFFERENCES = [
     Difference(
         "a weight cast to another",
         "weights_cast_between_steps",
-        ADAMS,
-        tuple(MODES),
-    ),
-    Difference(
-        "a weight cast to another",
-        "weights_cast_between_steps",
         (optim.Adagrad, optim.SGD),
         ("default", "fused"),
     ),

@@ -81,7 +81,7 @@ def test_follows_its_published_formula(variant, options, mode):
     for step in range(1, 21):
         # Norms from 40 to 0.04.
         gradients = [
-            g * 2.0 ** (-4 - step // 2) for g in make_gradients(SHAPES, torch.float64, step)
+            g * 2.0 ** (-3 - step // 2) for g in make_gradients(SHAPES, torch.float64, step)
         ]
         gradients[ZERO_GRADIENT].zero_()
         grad_norm = math.sqrt(sum(g.square().sum().item() for g in gradients))

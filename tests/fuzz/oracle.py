@@ -202,7 +202,8 @@ def _expect(
                 (gradient.value + sign * gradient.error).to(p.dtype).double() for sign in (-1, 1)
             )
             gradient = Bounded((low + high) / 2, (high - low) / 2, arithmetic)
-    stored = {name: state[name] for name in row_states(row, group) if name in state}
+    beside = {*row.numbers, MASTER}
+    stored = {name: tensor for name, tensor in state.items() if name not in beside}
     states = {name: Bounded(s.double(), 0.0, arithmetic, True) for name, s in stored.items()}
     wide = is_short and (
         group.get("master_weights", False) or group.get("state_dtype") is torch.float32
@@ -223,11 +224,6 @@ def _expect(
         )
     except UndecidableError:
         expected.is_decidable = False
-
-
-def row_states(row: Row, group: dict[str, Any]) -> tuple[str, ...]:
-    """Names of the states; one that only an option brings is looked for as well."""
-    return (*row.states, "max_exp_avg_sq") if group.get("amsgrad") else row.states
 
 
 def _options(formula: Callable, group: dict[str, Any]) -> dict[str, Any]:
