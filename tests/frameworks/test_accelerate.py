@@ -173,7 +173,7 @@ def test_the_weights_of_the_groups_are_exchanged(accelerate, case):
     optimizer._switch_parameters(dict(zip(old, new, strict=True)))
     train(optimizer, new, [1, 2])
     saved = copy.deepcopy(optimizer.state_dict())
-    assert sorted(saved["state"]) == [0, 1]
+    assert sorted(saved["state"]) == ([0, 1] if case.states or case.numbers else [])
     params = as_parameters(make_weights(shapes, torch.float32))
     straight = case.build(params)
     train(straight, params, [1, 2])

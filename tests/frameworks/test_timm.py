@@ -1,6 +1,7 @@
 """timm: its registry of optimizers, layer decay, Lookahead and schedulers."""
 
 import importlib
+import inspect
 import sys
 
 import pytest
@@ -14,7 +15,7 @@ from small import assert_native, assert_same_losses, need
 need("timm")
 
 CLASSES = {case.optimizer.__name__.lower(): case.optimizer for case in PLAIN}
-VARIANT = {"lamb": {"variant": "timm"}}
+VARIANT = {"lamb": {"variant": "timm"}, "sgd": {"nesterov": True}}
 """Options for ours to be timm's of that name. Its Adam, AdamW and Adagrad are torch's."""
 
 
@@ -62,7 +63,8 @@ def train(timm, name, options, **more):
 )
 @pytest.mark.parametrize("name", CLASSES)
 def test_by_name(timm, name, prefix, more):
-    eps = {"eps": 1e-8}  # timm has one of its own for Adagrad
+    has_eps = "eps" in inspect.signature(CLASSES[name]).parameters
+    eps = {"eps": 1e-8} if has_eps else {}  # timm has one of its own for Adagrad
     optimizer, losses = train(timm, f"{prefix}fs{name}", VARIANT.get(name, {}) | eps, **more)
     _, expected = train(timm, f"{prefix}{name}", eps, **more)
     inner = optimizer._base_optimizer if prefix else optimizer

@@ -56,10 +56,12 @@ def arguments(transformers, folder, **options):
 def from_arguments(kind, args):
     """As the page says: what the arguments set is handed on by name."""
     cls, options = kind
-    betas = inspect.signature(cls).parameters.get("betas")
-    if betas and len(betas.default) == 2:
+    names = inspect.signature(cls).parameters
+    if "betas" in names and len(names["betas"].default) == 2:
         options = options | {"betas": (args.adam_beta1, args.adam_beta2)}
-    return cls, options | {"lr": args.learning_rate, "eps": args.adam_epsilon}
+    if "eps" in names:
+        options = options | {"eps": args.adam_epsilon}
+    return cls, options | {"lr": args.learning_rate}
 
 
 def trainer(transformers, args, **options):
@@ -194,7 +196,8 @@ def test_adapters_of_peft(transformers, peft, case, kind):
     assert_native(optimizer)
     assert_same_losses(losses, train(*reference(case))[1], 2e-5)
     with_state = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    assert len(optimizer.state) == len(with_state)
+    has_state = bool(case.states or case.numbers)
+    assert len(optimizer.state) == (len(with_state) if has_state else 0)
 
 
 def test_the_page_on_peft(transformers, peft):
