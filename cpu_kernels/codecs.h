@@ -201,6 +201,7 @@ struct Codec<bf16> : ScalarBf16 {
   FUSEDSTEP_FN static void store(bf16* to, const Pack<float>& x) {
     const Words bits = reinterpret_cast<Words>(x.v), odd = (bits >> 16) & 1;
     const Words rounded = (bits + 0x7fff + odd) >> 16;
+    // NOLINTNEXTLINE(misc-redundant-expression): NaN is not
     store_halves(to, x.v == x.v ? rounded : 0x7fc0 + Words{});
   }
 };

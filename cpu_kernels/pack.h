@@ -99,7 +99,7 @@ struct Pack {
   FUSEDSTEP_FN friend Pack operator-(const Pack& a) { return Pack(-a.v); }
   FUSEDSTEP_FN friend Pack square_root(const Pack& a) { return Pack(roots(a.v)); }
   FUSEDSTEP_FN friend Pack maximum(const Pack& a, const Pack& b) {
-    return Pack(((a.v > b.v) | (a.v != a.v)) ? a.v : b.v);
+    return Pack(((a.v > b.v) | (a.v != a.v)) ? a.v : b.v);  // NOLINT(misc-redundant-expression): NaN
   }
   FUSEDSTEP_FN friend Pack mul_add(const Pack& a, const Pack& b, const Pack& c) {
     return Pack(fused(a.v, b.v, c.v));

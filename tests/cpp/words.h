@@ -49,7 +49,7 @@ constexpr const char* kWordNames[kWords] = {"sign_of", "absolute",    "maximum",
 // A word of one element or of a register of them.
 template <Word kWord, class V>
 FUSEDSTEP_FN V word_of(const V& x, const V& y) {
-  using namespace rules;
+  using namespace rules;  // NOLINT(google-build-using-namespace): packs bring words of their own
   if constexpr (kWord == kSignOf) return sign_of(x);
   if constexpr (kWord == kAbsolute) return absolute(x);
   if constexpr (kWord == kMaximum) return maximum(x, y);

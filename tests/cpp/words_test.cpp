@@ -63,6 +63,7 @@ void operands(std::vector<T>& x, std::vector<T>& y) {
 
 template <class T>
 bool same(T a, T b) {
+  // NOLINTNEXTLINE(bugprone-suspicious-memory-comparison): its bits are what is compared
   return (std::isnan(a) && std::isnan(b)) || std::memcmp(&a, &b, sizeof a) == 0;
 }
 

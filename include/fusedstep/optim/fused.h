@@ -212,12 +212,12 @@ template <class Derived, class Options, class State, template <unsigned> class R
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
   explicit FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& param_groups,
-                          Options defaults = {})
+                          const Options& defaults = {})
       : torch::optim::Optimizer(param_groups, std::make_unique<Options>(defaults)) {
     Derived::check(defaults);
   }
-  explicit FusedOptimizer(std::vector<torch::Tensor> params, Options defaults = {})
-      : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, std::move(defaults)) {}
+  explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
+      : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
 
   static double initial_value(const Options&) { return 0; }
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
