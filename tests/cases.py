@@ -15,6 +15,7 @@ import torch
 from fusedstep import optim
 from reference.adagrad import adagrad
 from reference.adam import adam, adamw
+from reference.adamax import adamax
 from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
@@ -269,6 +270,11 @@ def _adan(name, modes=None, **options):
     )
 
 
+def _adamax(name, **options):
+    options = {"lr": 1e-2} | options
+    return Case(name, optim.Adamax, options, adamax, ("exp_avg", "exp_inf"), torch.optim.Adamax)
+
+
 def _lion(name, **options):
     return Case(
         name,
@@ -339,6 +345,9 @@ CASES = (
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+    _adamax("adamax"),
+    _adamax("adamax-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
+    _adamax("adamax-maximize", maximize=True),
     _lion("lion"),
     _lion("lion-decay", weight_decay=0.02, betas=(0.8, 0.95)),
     _lion("lion-maximize", maximize=True, weight_decay=0.1),

@@ -214,6 +214,7 @@ class Bounds:
             "exp_avg_diff": (1 - betas[1]) * 2 * self._largest_gradient,
             "neg_pre_grad": self._largest_gradient,
             "sum": self._largest_gradient**2,
+            "exp_inf": self._largest_gradient,
             "momentum_buffer": self._largest_gradient,
         }
         for name in self._case.states:

@@ -52,6 +52,10 @@ def convert(optimizer: torch.optim.Adagrad, **overrides: Any) -> optim.Adagrad: 
 
 
 @overload
+def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ...
+
+
+@overload
 def convert(optimizer: torch.optim.SGD, **overrides: Any) -> optim.SGD: ...
 
 

@@ -48,6 +48,10 @@ rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   return hyper;
 }
 template <>
+rules::AdamaxHyper hyper_of<rules::Adamax>(unsigned) {
+  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
+}
+template <>
 rules::LionHyper hyper_of<rules::Lion>(unsigned) {
   // Binary fractions: with others a rounding decides on the sign of what cancels.
   return {.lr = 0.02, .beta1 = 0.75, .beta2 = 0.875, .weight_decay = 0.125};

@@ -9,6 +9,7 @@
 
 #include "fusedstep/optim/adagrad.h"
 #include "fusedstep/optim/adam.h"
+#include "fusedstep/optim/adamax.h"
 #include "fusedstep/optim/adamw.h"
 #include "fusedstep/optim/adan.h"
 #include "fusedstep/optim/lamb.h"
@@ -51,6 +52,9 @@ struct AdagradRow : RowOf<Adagrad, AdagradOptions, AdagradParamState> {
     return AdagradOptions(0.1).lr_decay(0.01).eps(1e-6).weight_decay(0.1).initial_accumulator_value(0.5);
   }
 };
+struct AdamaxRow : RowOf<Adamax, AdamaxOptions, AdamaxParamState> {
+  static Options options() { return AdamaxOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
+};
 struct LionRow : RowOf<Lion, LionOptions, LionParamState> {
   static Options options() { return LionOptions(0.02).betas({0.8, 0.95}).weight_decay(0.1); }
 };
@@ -59,7 +63,8 @@ struct SGDRow : RowOf<SGD, SGDOptions, SGDParamState> {
   static Options options() { return SGDOptions(0.02).momentum(0.8).dampening(0.3).weight_decay(0.1); }
 };
 
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, LionRow, SGDRow>;
+using Rows =
+    testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdamaxRow, LionRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>

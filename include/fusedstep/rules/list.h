@@ -3,6 +3,7 @@
 #pragma once
 #include "fusedstep/rules/adagrad.h"
 #include "fusedstep/rules/adam.h"
+#include "fusedstep/rules/adamax.h"
 #include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
 #include "fusedstep/rules/lion.h"
@@ -11,6 +12,7 @@
 #define FUSEDSTEP_RULES(X) \
   X(Adagrad)               \
   X(Adam)                  \
+  X(Adamax)                \
   X(Adan)                  \
   X(Lamb)                  \
   X(Lion)                  \

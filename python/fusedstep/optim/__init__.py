@@ -11,6 +11,7 @@ from torch.optim import swa_utils as swa_utils
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
+from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
@@ -21,6 +22,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Adamax",
     "AdamW",
     "Adan",
     "Lamb",
