@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fusedstep import optim
+from reference.adadelta import adadelta
 from reference.adagrad import adagrad
 from reference.adam import adam, adamw
 from reference.adamax import adamax
@@ -59,6 +60,11 @@ DECOUPLED = ELEMENTWISE | {
 TWO_ADDITIONS = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1, update=3, state=1),
     torch.float64: Tolerance(weight=1, update=3, state=1),
+}
+# Adadelta squares its update, which doubles the roundings of a quotient of two roots.
+SQUARED_UPDATE = ELEMENTWISE | {
+    torch.float32: Tolerance(weight=0.5, update=4, state=3),
+    torch.float64: Tolerance(weight=0.5, update=4, state=3),
 }
 # The trust ratio is one factor of the whole update: its unit comes on top of the element's own. The
 # sums of torch's norms are less exact, and the reference uses them.
@@ -157,7 +163,9 @@ class Case:
 
     @property
     def betas(self) -> tuple[float, ...]:
-        """Without any nothing is averaged."""
+        """Coefficients of the averages. Without any nothing is averaged."""
+        if self.has("rho"):
+            return self.option("rho"), self.option("rho")
         return self.option("betas") if self.has("betas") else (0.0, 0.0)
 
 
@@ -270,6 +278,19 @@ def _adan(name, modes=None, **options):
     )
 
 
+def _adadelta(name, **options):
+    options = {"lr": 1e-2} | options
+    return Case(
+        name,
+        optim.Adadelta,
+        options,
+        adadelta,
+        ("square_avg", "acc_delta"),
+        torch.optim.Adadelta,
+        tolerances=SQUARED_UPDATE,
+    )
+
+
 def _adamax(name, **options):
     options = {"lr": 1e-2} | options
     return Case(name, optim.Adamax, options, adamax, ("exp_avg", "exp_inf"), torch.optim.Adamax)
@@ -290,7 +311,7 @@ def _lion(name, **options):
 
 
 def _sgd(name, **options):
-    options = {"lr": 1e-2} | options
+    options = {"lr": 2e-3} | options
     buffered = "momentum" in options
     return Case(
         name,
@@ -345,6 +366,9 @@ CASES = (
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+    _adadelta("adadelta"),
+    _adadelta("adadelta-l2", weight_decay=0.02, rho=0.8, eps=1e-4),
+    _adadelta("adadelta-maximize", maximize=True),
     _adamax("adamax"),
     _adamax("adamax-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
     _adamax("adamax-maximize", maximize=True),

@@ -214,6 +214,8 @@ class Bounds:
             "exp_avg_diff": (1 - betas[1]) * 2 * self._largest_gradient,
             "neg_pre_grad": self._largest_gradient,
             "sum": self._largest_gradient**2,
+            "square_avg": (1 - betas[-1]) * squared**2,
+            "acc_delta": (1 - betas[-1]) * (self._largest_move / self._case.lr) ** 2,
             "exp_inf": self._largest_gradient,
             "momentum_buffer": self._largest_gradient,
         }

@@ -52,6 +52,10 @@ def convert(optimizer: torch.optim.Adagrad, **overrides: Any) -> optim.Adagrad: 
 
 
 @overload
+def convert(optimizer: torch.optim.Adadelta, **overrides: Any) -> optim.Adadelta: ...
+
+
+@overload
 def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ...
 
 

@@ -12,6 +12,10 @@ namespace {
 template <template <unsigned> class Rule>
 typename Rule<0>::Hyper hyper_of(unsigned flags) = delete;
 template <>
+rules::AdadeltaHyper hyper_of<rules::Adadelta>(unsigned) {
+  return {.lr = 0.5, .rho = 0.8, .eps = 1e-3, .weight_decay = 0.125};
+}
+template <>
 rules::AdagradHyper hyper_of<rules::Adagrad>(unsigned) {
   return {.lr = 0.05, .lr_decay = 0.25, .weight_decay = 0.125, .eps = 1e-3};
 }

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "fusedstep/optim/adadelta.h"
 #include "fusedstep/optim/adagrad.h"
 #include "fusedstep/optim/adam.h"
 #include "fusedstep/optim/adamax.h"
@@ -52,6 +53,10 @@ struct AdagradRow : RowOf<Adagrad, AdagradOptions, AdagradParamState> {
     return AdagradOptions(0.1).lr_decay(0.01).eps(1e-6).weight_decay(0.1).initial_accumulator_value(0.5);
   }
 };
+struct AdadeltaRow : RowOf<Adadelta, AdadeltaOptions, AdadeltaParamState> {
+  static constexpr double kLrForXor = 10;
+  static Options options() { return AdadeltaOptions(0.5).rho(0.8).eps(1e-4).weight_decay(0.1); }
+};
 struct AdamaxRow : RowOf<Adamax, AdamaxOptions, AdamaxParamState> {
   static Options options() { return AdamaxOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
 };
@@ -64,7 +69,7 @@ struct SGDRow : RowOf<SGD, SGDOptions, SGDParamState> {
 };
 
 using Rows =
-    testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdamaxRow, LionRow, SGDRow>;
+    testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>

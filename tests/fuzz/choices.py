@@ -32,6 +32,7 @@ BY_NAME: dict[str, tuple] = {
     "dampening": (0.0, 0.5),
     "eps": (1e-8, 1e-6, 1e-3, 1e-10),
     "weight_decay": (0.0, 0.0, 0.01, 0.3),
+    "rho": (0.9, 0.99, 0.5),
     "lr_decay": (0.0, 0.01, 0.5),
     "initial_accumulator_value": (0.0, 0.1, 2.0),
     "max_grad_norm": (0.1, 1.0, 100.0),

@@ -1,6 +1,7 @@
 // Every rule there is, one line each. Kernels for every instruction set, tests and benchmarks follow from
 // this list.
 #pragma once
+#include "fusedstep/rules/adadelta.h"
 #include "fusedstep/rules/adagrad.h"
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adamax.h"
@@ -10,6 +11,7 @@
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
+  X(Adadelta)              \
   X(Adagrad)               \
   X(Adam)                  \
   X(Adamax)                \

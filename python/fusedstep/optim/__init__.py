@@ -9,6 +9,7 @@ from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
+from fusedstep.optim.adadelta import Adadelta
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamax import Adamax
@@ -20,6 +21,7 @@ from fusedstep.optim.sgd import SGD
 
 __all__ = [
     "SGD",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "Adamax",

@@ -145,6 +145,10 @@ def check_ranges(options: dict[str, Any], betas: int) -> None:
             check_state_dtype(value)
         elif name == "max_grad_norm":
             check_max_grad_norm(value)
+        elif name == "rho":
+            check_number(name, value)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"Invalid rho value: {value}")
         elif name in _ANY_RANGE:
             check_number(name, value)
         elif name not in _NO_NUMBERS and name != "debias":

@@ -137,11 +137,11 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None
     ]
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
-    known = set().union(*map(options_of, classes)) - OWN.keys()
-    exact = [cls for cls in classes if options_of(cls) & known == saved.keys() & known]
-    missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
-    if exact and (likely or missing):
+    known = set().union(*map(options_of, our_classes())) - OWN.keys()
+    exact = [cls for cls in our_classes() if options_of(cls) & known == saved.keys() & known]
+    if exact:
         likely = exact if saved.keys() & known != own & known else []
+    missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
     if likely or missing:
         lacks = ", ".join(missing or sorted(own - options_of(likely[0])))
         raise ValueError(
