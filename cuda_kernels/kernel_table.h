@@ -124,11 +124,12 @@ struct RatioLaunch {
   Stream stream;
 };
 
-// The scalars of each tensor from its step count, which is incremented first.
+// The scalars of each tensor from its step count, which is incremented first, and from its other numbers,
+// which become those after the step.
 struct PrepareLaunch {
   const TensorTask* tensors;
   int64_t tensor_count;
-  float* const* counts;
+  float* const* numbers;  // the counts, then each of the other numbers of each tensor
   Hyper hyper;
   const float* lr;         // null: that of `hyper`
   const float* found_inf;  // as in Launch

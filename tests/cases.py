@@ -21,6 +21,9 @@ from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
 from reference.lion import lion
+from reference.nadam import nadam
+from reference.radam import radam
+from reference.rmsprop import rmsprop
 from reference.sgd import sgd
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -56,7 +59,8 @@ DECOUPLED = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1.25, update=3, state=1),
     torch.float64: Tolerance(weight=1.25, update=3, state=1),
 }
-# Adan's imperative twin adds two quotients to the weight, one after the other: one rounding more.
+# The imperative twins of Adan and NAdam add two quotients to the weight, one after the other: one
+# rounding more.
 TWO_ADDITIONS = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1, update=3, state=1),
     torch.float64: Tolerance(weight=1, update=3, state=1),
@@ -107,6 +111,8 @@ class Case:
     sparse: bool = False
     """True if of a weight with a sparse gradient the rows are updated that it has."""
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=lambda: ELEMENTWISE)
+    buffers_moves: bool = False
+    """True if `momentum_buffer` adds up gradients divided by the root of their mean square."""
     squares: float = 1.0
     """The largest number that is squared, in gradients."""
     rosenbrock_lr: float = 0.02
@@ -164,8 +170,9 @@ class Case:
     @property
     def betas(self) -> tuple[float, ...]:
         """Coefficients of the averages. Without any nothing is averaged."""
-        if self.has("rho"):
-            return self.option("rho"), self.option("rho")
+        for name in ("alpha", "rho"):
+            if self.has(name):
+                return self.option(name), self.option(name)
         return self.option("betas") if self.has("betas") else (0.0, 0.0)
 
 
@@ -326,6 +333,55 @@ def _sgd(name, **options):
     )
 
 
+def _nadam(name, **options):
+    options = {"lr": 1e-2} | options
+    decoupled = options.get("decoupled_weight_decay", False)
+    return Case(
+        name,
+        optim.NAdam,
+        options,
+        nadam,
+        MOMENTS,
+        torch.optim.NAdam,
+        numbers=("step", "mu_product"),
+        decoupled=decoupled,
+        tolerances=DECOUPLED if decoupled else TWO_ADDITIONS,
+    )
+
+
+def _radam(name, **options):
+    options = {"lr": 1e-2} | options
+    decoupled = options.get("decoupled_weight_decay", False)
+    return Case(
+        name,
+        optim.RAdam,
+        options,
+        radam,
+        MOMENTS,
+        torch.optim.RAdam,
+        decoupled=decoupled,
+        tolerances=DECOUPLED if decoupled else ELEMENTWISE,
+    )
+
+
+def _rmsprop(name, **options):
+    options = {"lr": 1e-2} | options
+    states = {
+        "square_avg": True,
+        "momentum_buffer": options.get("momentum", 0) > 0,
+        "grad_avg": options.get("centered", False),
+    }
+    return Case(
+        name,
+        optim.RMSprop,
+        options,
+        rmsprop,
+        tuple(state for state, is_there in states.items() if is_there),
+        torch.optim.RMSprop,
+        buffers_moves=True,
+    )
+
+
 CASES = (
     _lamb("lamb"),
     _lamb("lamb-decay", weight_decay=0.02),
@@ -382,6 +438,18 @@ CASES = (
     _sgd("sgd-nesterov", momentum=0.8, nesterov=True),
     _sgd("sgd-nesterov-decay", momentum=0.6, nesterov=True, weight_decay=0.02),
     _sgd("sgd-maximize", momentum=0.5, dampening=0.25, weight_decay=0.02, maximize=True),
+    _nadam("nadam"),
+    _nadam("nadam-l2-maximize", weight_decay=0.02, momentum_decay=0.1, eps=1e-6, maximize=True),
+    _nadam("nadam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.8, 0.95)),
+    _radam("radam"),
+    _radam("radam-l2-maximize", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6, maximize=True),
+    _radam("radam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.9, 0.9)),
+    _rmsprop("rmsprop"),
+    _rmsprop("rmsprop-momentum", momentum=0.5, maximize=True),
+    _rmsprop("rmsprop-centered", centered=True, alpha=0.95, eps=1e-6),
+    _rmsprop(
+        "rmsprop-centered-l2-momentum", centered=True, alpha=0.8, weight_decay=0.02, momentum=0.5
+    ),
 )
 
 
@@ -415,6 +483,13 @@ def per_optimizer(cases: Iterable[Case]) -> tuple[Case, ...]:
 # Names of the states that are one number, in any of them.
 NUMBERS = {name for case in CASES for name in case.numbers}
 WITH_NAMESAKE = tuple(case for case in CASES if case.namesake is not None)
+# With options that choose among torch's implementations. Not every class has all of them.
+NAMESAKE_CHOICES = tuple(
+    (case, options)
+    for case in WITH_NAMESAKE
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if options.keys() <= inspect.signature(case.namesake).parameters.keys()
+)
 # A row of each family: of those that the engine steps in one way.
 FAMILIES = first_of_each(lambda case: (case.elementwise, bool(case.states), case.counts), CASES)
 # A row of each kind, for what does not depend on the maths.

@@ -239,7 +239,10 @@ class Build:
     """Makes optimizers of one class in one mode."""
 
     def __init__(self, cls: type, mode: str):
-        self.cls, self.mode = cls, options_of(cls) | MODES[mode]
+        chosen = MODES[mode]
+        if not issubclass(cls, ByFormula):  # torch has no `fused` for some: its for-loop then
+            chosen = {name: value for name, value in chosen.items() if name in _options(cls)}
+        self.cls, self.mode = cls, options_of(cls) | chosen
 
     def __call__(self, params, **options):
         return self.cls(params, **(self.mode | options))

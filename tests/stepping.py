@@ -215,9 +215,13 @@ class Bounds:
             "neg_pre_grad": self._largest_gradient,
             "sum": self._largest_gradient**2,
             "square_avg": (1 - betas[-1]) * squared**2,
+            "grad_avg": (1 - betas[0]) * self._largest_gradient,
             "acc_delta": (1 - betas[-1]) * (self._largest_move / self._case.lr) ** 2,
             "exp_inf": self._largest_gradient,
-            "momentum_buffer": self._largest_gradient,
+            # Of a gradient divided by the root of its mean square, or of the gradient.
+            "momentum_buffer": torch.tensor((1 - betas[-1]) ** -0.5)
+            if self._case.buffers_moves
+            else self._largest_gradient,
         }
         for name in self._case.states:
             assert name in shares, f"Bounds.check in tests/stepping.py does not know {name!r}"

@@ -366,9 +366,10 @@ def by_closure_over_steps(optimizer):
 def by_lists(optimizer):
     found = []
     for group in optimizer.param_groups:
-        lists = [[] for _ in range(2 + len(optimizer._state[group["params"][0]]))]
+        lists = [[] for _ in range(8)]  # more than there are states
         optimizer._init_group(group, *lists)
-        found += [dict(enumerate(tensors)) for tensors in zip(*lists[2:], strict=True)]
+        of_states = filter(None, lists[2:])
+        found += [dict(enumerate(tensors)) for tensors in zip(*of_states, strict=True)]
     return found
 
 

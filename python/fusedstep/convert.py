@@ -363,7 +363,8 @@ def _give_states(
         for weight, given in zip(group["params"], members, strict=True):
             if given:
                 state[weight] = {
-                    name: _fitted(value, weight, group) for name, value in given.items()
+                    name: value if name in optimizer._numbers else _fitted(value, weight, group)
+                    for name, value in given.items()
                 }
     # What load_state_dict ends with. Its beginning copies the options, and so a tensor lr.
     optimizer.__setstate__({"state": state, "param_groups": groups})

@@ -48,18 +48,20 @@ int num_threads();
 
 // A plan with the states that it updates. The states are held, so that their memory outlives the plan.
 struct NativePlan {
-  NativePlan(Tensors states, Tensors steps, int slots, int device, bool masters)
-      : plan(steps.size(), slots, device, masters), states(std::move(states)), steps(std::move(steps)) {}
+  NativePlan(size_t tensors, Tensors states, Tensors steps, int slots, int device, bool masters)
+      : plan(tensors, slots, device, masters), states(std::move(states)), steps(std::move(steps)) {}
 
   Plan plan;
   std::unique_ptr<DevicePlan> device;  // null on the CPU
   Tensors states;                      // slot-major
-  Tensors steps;  // one float32 number a tensor, all on the host or all on the plan's device
-  Tensors parts;  // of sparse gradients, from bind to step
+  // The step counts, then each number that the rule keeps beside them, slot-major: one float32 number a
+  // tensor, all on the host or all on the plan's device.
+  Tensors steps;
+  Tensors parts;                                     // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
-  std::vector<double> counts;
-  std::vector<float*> count_places;  // where the counts are on the host, since they were bound
+  std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound
+  std::vector<float*> count_places;  // where these are, since they were bound
   Bound bound{words_before_sizes};   // what was bound last, if no gradient was sparse
   struct State {
     const void* data;

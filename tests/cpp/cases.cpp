@@ -1,5 +1,6 @@
 #include "tests/cpp/cases.h"
 
+#include <algorithm>
 #include <ostream>
 #include <utility>
 
@@ -64,6 +65,31 @@ template <>
 rules::SGDHyper hyper_of<rules::SGD>(unsigned) {
   return {.lr = 0.05, .momentum = 0.75, .dampening = 0.25, .weight_decay = 0.125};
 }
+template <>
+rules::NAdamHyper hyper_of<rules::NAdam>(unsigned flags) {
+  const double decoupled = flags & rules::kNAdamCoupledDecay ? 0 : 1;
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .momentum_decay = 0.25,
+          .decoupled_weight_decay = decoupled};
+}
+template <>
+rules::RAdamHyper hyper_of<rules::RAdam>(unsigned flags) {
+  const double decoupled = flags & rules::kRAdamCoupledDecay ? 0 : 1;
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .decoupled_weight_decay = decoupled};
+}
+template <>
+rules::RMSpropHyper hyper_of<rules::RMSprop>(unsigned) {
+  return {.lr = 0.02, .alpha = 0.8, .eps = 1e-3, .weight_decay = 0.125, .momentum = 0.5, .centered = 1};
+}
 
 // In more than double, so that the order of summation does not show.
 struct NormSums {
@@ -88,7 +114,10 @@ void for_each_element(Values& x, Work work) {
 template <template <unsigned> class Rule, unsigned kFlags>
 void oracle_step(double step, Values& x) {
   using R = Rule<kFlags>;
-  const auto scalars = R::template prepare<double>(hyper_of<Rule>(kFlags), step);
+  double numbers[kMaxNumbers] = {};
+  if constexpr (rules::kNumbersOf<R> != 0)
+    std::ranges::transform(R::kNumbers, numbers, &rules::NumberSpec::first);
+  const auto scalars = rules::prepare<R, double>(hyper_of<Rule>(kFlags), step, numbers);
   if constexpr (kHasNorms<R>) {
     NormSums norms;
     x.update.resize(x.weight.size());

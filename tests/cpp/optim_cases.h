@@ -15,6 +15,9 @@
 #include "fusedstep/optim/adan.h"
 #include "fusedstep/optim/lamb.h"
 #include "fusedstep/optim/lion.h"
+#include "fusedstep/optim/nadam.h"
+#include "fusedstep/optim/radam.h"
+#include "fusedstep/optim/rmsprop.h"
 #include "fusedstep/optim/sgd.h"
 
 namespace fusedstep::optim {
@@ -68,8 +71,24 @@ struct SGDRow : RowOf<SGD, SGDOptions, SGDParamState> {
   static Options options() { return SGDOptions(0.02).momentum(0.8).dampening(0.3).weight_decay(0.1); }
 };
 
-using Rows =
-    testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow, SGDRow>;
+struct NAdamRow : RowOf<NAdam, NAdamOptions, NAdamParamState> {
+  static Options options() {
+    return NAdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).momentum_decay(0.25);
+  }
+};
+struct RAdamRow : RowOf<RAdam, RAdamOptions, RAdamParamState> {
+  static Options options() {
+    return RAdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).decoupled_weight_decay(true);
+  }
+};
+struct RMSpropRow : RowOf<RMSprop, RMSpropOptions, RMSpropParamState> {
+  static Options options() {
+    return RMSpropOptions(0.02).alpha(0.9).eps(1e-6).weight_decay(0.1).momentum(0.5).centered(true);
+  }
+};
+
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow,
+                            NAdamRow, RAdamRow, RMSpropRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>

@@ -28,6 +28,7 @@ MOST_COUNT = 2**24 - 200
 #: What an option may be, by its name.
 BY_NAME: dict[str, tuple] = {
     "lr": (1e-3, 1e-2, 0.1, 0.0, 1.0, {"tensor": 0.02}),
+    "alpha": (0.99, 0.9, 0.5, 0.0),
     "momentum": (0.0, 0.0, 0.9, 0.3),
     "dampening": (0.0, 0.5),
     "eps": (1e-8, 1e-6, 1e-3, 1e-10),

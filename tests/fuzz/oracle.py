@@ -214,6 +214,7 @@ def _expect(
     expected.count = (state["step"].item() if "step" in state else 0.0) + 1
     expected.counts = row.counts
     formula = FORMULAS.get(row.optimizer.__name__, row.reference)
+    states |= {name: state[name].detach().clone() for name in beside - {"step", MASTER}}
     try:
         expected.weight, expected.states = formula(
             weight,
@@ -266,6 +267,10 @@ def _stored(
 ) -> Iterator[tuple[str, Tensor, Bounded]]:
     for name, number in expected.states.items():
         value = state[name]
+        if isinstance(number, Tensor):  # one that is there beside the count
+            if not torch.equal(value, number):
+                raise WrongError(f"{what}: {name} is {value.item()} instead of {number.item()}")
+            continue
         if (value.dtype, value.shape) != (expected.dtype, p.shape):
             raise WrongError(f"{what}: {name} is {value.dtype} {list(value.shape)}")
         yield name, value, number

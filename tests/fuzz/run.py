@@ -305,7 +305,7 @@ def _weight_changes(run: Run, p: Parameter, change: dict[str, Any]) -> None:
 
 def _states_of(run: Run, p: Parameter) -> dict[str, Tensor]:
     state = run.optimizer.state.get(p, {})
-    return {name: value for name, value in state.items() if name != "step"}
+    return {name: value for name, value in state.items() if name not in run.row.numbers}
 
 
 def _states_are_placed(run: Run, p: Parameter, change: dict[str, Any]) -> None:

@@ -8,6 +8,9 @@
 #include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
 #include "fusedstep/rules/lion.h"
+#include "fusedstep/rules/nadam.h"
+#include "fusedstep/rules/radam.h"
+#include "fusedstep/rules/rmsprop.h"
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
@@ -18,6 +21,9 @@
   X(Adan)                  \
   X(Lamb)                  \
   X(Lion)                  \
+  X(NAdam)                 \
+  X(RAdam)                 \
+  X(RMSprop)               \
   X(SGD)
 
 namespace fusedstep::rules {

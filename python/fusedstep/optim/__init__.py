@@ -17,6 +17,9 @@ from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
+from fusedstep.optim.nadam import NAdam
+from fusedstep.optim.radam import RAdam
+from fusedstep.optim.rmsprop import RMSprop
 from fusedstep.optim.sgd import SGD
 
 __all__ = [
@@ -24,9 +27,12 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "Adam",
-    "Adamax",
     "AdamW",
+    "Adamax",
     "Adan",
     "Lamb",
     "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
 ]

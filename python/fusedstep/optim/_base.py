@@ -67,6 +67,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
+    #: Whether torch's class has the option ``fused`` too: every group has it then.
+    _fused_is_torchs: ClassVar[bool] = True
     #: Whether dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
@@ -94,7 +96,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._forget_plans()
         self._counts: dict[Tensor, Tensor] = {}
         self._name = register(self)
-        super().__init__(params, without_unset(options))
+        super().__init__(params, without_unset(options, self._fused_is_torchs))
 
     # What a subclass says
 
@@ -249,6 +251,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             self._counts[weight] = new_number(weight, group, float(bool(self._state.get(weight))))
         return self._counts[weight]
 
+    def _numbers_of_steps(self) -> tuple[str, ...]:
+        """Names of the numbers that a native step takes: its count, and others of the rule."""
+        return tuple(self._numbers) or ("step",)
+
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
@@ -291,13 +297,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _wants_native(self, group: dict[str, Any]) -> bool:
         """Whether the options of a group ask for native kernels, or allow them."""
         foreach = self._foreach_means_unfused and group["foreach"]
-        if group["fused"]:
+        fused = own_option(group, "fused")
+        if fused:
             if group["differentiable"]:
                 raise RuntimeError("`fused` does not support `differentiable`")
             if foreach:
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
             return True
-        return group["fused"] is None and not (foreach or group["differentiable"])
+        return fused is None and not (foreach or group["differentiable"])
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
@@ -306,7 +313,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         if not self._wants_native(group):
             return False
         reason = self._why_not_native(weights, grads)
-        if reason and group["fused"]:
+        if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
         return reason is None
 
@@ -341,16 +348,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         native = self._is_native(group, weights, grads)
         self._create_states(group, weights)
         states = [self._with_count(group, p) for p in weights]
-        if not all(isinstance(state["step"], Tensor) for state in states):
+        numbers = self._numbers_of_steps()
+        if not all(isinstance(state[name], Tensor) for state in states for name in numbers):
             raise RuntimeError(
                 "API has changed, `state_steps` argument must contain a list of singleton tensors"
             )
         if not native:
             return None
-        self._count_together(weights, [state["step"] for state in states])
+        self._count_together(weights, states)
         has_masters = self._has_master(group, weights[0])
         states = [self._with_count(group, p) for p in weights]
-        plan = Plan(weights, states, names, has_masters, sparse)
+        plan = Plan(weights, states, names, numbers, has_masters, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan
@@ -360,17 +368,20 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
-    def _count_together(self, weights: list[Tensor], steps: list[Tensor]) -> None:
-        """Moves the step counts of weights on a device there if the host cannot keep all."""
+    def _count_together(self, weights: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Moves the numbers of weights on a device there if the host cannot keep all."""
+        numbers = self._numbers_of_steps()
         if weights[0].is_cpu or not (
-            self._may_be_skipped() or any(not step.is_cpu for step in steps)
+            self._may_be_skipped()
+            or any(not state[name].is_cpu for state in states for name in numbers)
         ):
             return
-        for p, step in zip(weights, steps, strict=True):
-            if "step" in self._numbers:
-                self._state[p]["step"] = step.to(p.device)
-            else:
-                self._counts[p] = step.to(p.device)
+        for p, state in zip(weights, states, strict=True):
+            for name in numbers:
+                if name in self._numbers:
+                    self._state[p][name] = state[name].to(p.device)
+                else:
+                    self._counts[p] = state[name].to(p.device)
 
     # The step
 
@@ -470,7 +481,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         not notice that it skipped a step.
         """
         return all(
-            group["fused"] and self._is_native(group, group["params"])
+            own_option(group, "fused") and self._is_native(group, group["params"])
             for group in self.param_groups
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedstep import _ops
 from fusedstep.optim._grads import with_gradients
 
 
@@ -42,8 +43,11 @@ def init_group(
     self._create_states(group, weights)
     params_with_grad.extend(weights)
     grads.extend(found)
-    *of_weights, steps = states
-    for name, of_name in zip(self._state_names(group), of_weights, strict=False):
-        of_name.extend(self.state[p][name] for p in weights)
+    *others, steps = states
+    has = self._state_names(group)
+    names = (*_ops.rule_states.get(self._rule, has), *(self._numbers.keys() - {"step"}))
+    for name, of_name in zip(names, others, strict=False):
+        if name in has or name in self._numbers:
+            of_name.extend(self.state[p][name] for p in weights)
     steps.extend(self.state[p]["step"] for p in weights if "step" in self._numbers)
     return any(p.is_complex() for p in weights)

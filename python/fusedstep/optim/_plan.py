@@ -51,6 +51,7 @@ class Plan:
         weights: list[Tensor],
         states: list[dict[str, Tensor]],
         names: tuple[str, ...],
+        numbers: tuple[str, ...],
         has_masters: bool,
         had_sparse: bool,
     ) -> None:
@@ -61,7 +62,7 @@ class Plan:
         self.is_distributed = self.spread_of_sums is not None
         self.had_sparse = had_sparse  # at the last step: a gradient
         slots = [local(state[name]) for name in names for state in states]
-        steps = [state["step"] for state in states]
+        steps = [state[name] for name in numbers for state in states]  # the count first
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
