@@ -344,6 +344,7 @@ def _nadam(name, **options):
         MOMENTS,
         torch.optim.NAdam,
         numbers=("step", "mu_product"),
+        initial={"mu_product": 1.0},
         decoupled=decoupled,
         tolerances=DECOUPLED if decoupled else TWO_ADDITIONS,
     )

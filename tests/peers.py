@@ -186,13 +186,15 @@ PEERS = {case.optimizer: _peer_of(case) for case in PLAIN}
 ALL = tuple(PEERS)
 NAMESAKES = tuple(cls for cls in ALL if not issubclass(PEERS[cls], ByFormula))
 
-#: Options of ours that torch's classes do not have.
-OWN_OPTIONS = {
-    name
-    for cls, peer in PEERS.items()
-    for name in _options(cls).keys()
-    - (_options(peer) if cls in NAMESAKES else peer.options_of_base())
-}
+#: torch has no option `fused` for these.
+WITHOUT_FUSED = tuple(cls for cls in NAMESAKES if "fused" not in _options(PEERS[cls]))
+
+
+def own_options(cls: type) -> set[str]:
+    """Options of ours that torch's class has not; `cls` is one of the two."""
+    ((ours, peer),) = (pair for pair in PEERS.items() if cls in pair)
+    theirs = _options(peer) if ours in NAMESAKES else peer.options_of_base()
+    return _options(ours).keys() - theirs
 
 
 #: For each of our classes a row with states, if there is one: an experiment would see little else.
@@ -314,9 +316,10 @@ def said(function: Callable, *arguments) -> str:
     return "no error"
 
 
-def without_own(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_own(groups: list[dict[str, Any]], cls: type) -> list[dict[str, Any]]:
     """Groups without the options that torch's class does not have."""
-    return [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
+    own = own_options(cls)
+    return [{k: v for k, v in group.items() if k not in own} for group in groups]
 
 
 def of(*classes: type) -> Callable:

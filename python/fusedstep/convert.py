@@ -185,9 +185,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
+        check_saved_options(optimizer, index, options[index])
         for place, state in enumerate(members):
             check_state(optimizer, group, group, (index, place), state)
-        check_saved_options(optimizer, index, options[index])
     _give_states(optimizer, states, new_groups)
 
 

@@ -22,8 +22,8 @@ struct NAdamHyper {
 
 template <class T>
 struct NAdamScalars {
-  T one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, neg_grad_size,
-      neg_mean_size;
+  T one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, grad_share, mean_share,
+      neg_lr;
 };
 
 // NAdam (Dozat, 2016, algorithm 2), in torch's form.
@@ -54,8 +54,9 @@ struct NAdam {
             T(h.eps),
             T(h.weight_decay),
             T(h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1),
-            T(-h.lr * (1 - mu) / (1 - numbers[0])),
-            T(-h.lr * next_mu / (1 - numbers[0] * next_mu))};
+            T((1 - mu) / (1 - numbers[0])),
+            T(next_mu / (1 - numbers[0] * next_mu)),
+            T(-h.lr)};
   }
 
   template <class V, class T>
@@ -65,12 +66,12 @@ struct NAdam {
     m = mul_add(V(s.one_minus_beta1), g - m, m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
     const V denominator = mul_add(square_root(v), V(s.inv_sqrt_bias2), V(s.eps));
-    return mul_add(V(s.neg_mean_size), m, V(s.neg_grad_size) * g) / denominator;
+    return mul_add(V(s.mean_share), m, V(s.grad_share) * g) / denominator;
   }
 
   template <class V, class T>
   FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
-    p = mul_add(V(s.keep), p, u);
+    p = mul_add(V(s.neg_lr), u, V(s.keep) * p);
   }
 };
 

@@ -67,8 +67,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _elementwise: ClassVar[bool] = True
     #: Whether ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
-    #: Whether torch's class has the option ``fused`` too: every group has it then.
-    _fused_is_torchs: ClassVar[bool] = True
+    #: Whether torch's class has the option ``fused``, if there is one. Every group has it then, and
+    #: ``foreach`` takes no tensors for numbers.
+    _torch_fuses: ClassVar[bool] = True
     #: Whether dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
@@ -96,13 +97,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._forget_plans()
         self._counts: dict[Tensor, Tensor] = {}
         self._name = register(self)
-        super().__init__(params, without_unset(options, self._fused_is_torchs))
+        super().__init__(params, without_unset(options, self._torch_fuses))
 
     # What a subclass says
 
     def _check(self, options: dict[str, Any]) -> None:
         """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
-        check_ranges(options, self._betas)
+        check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of the native rule."""

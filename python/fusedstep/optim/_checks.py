@@ -128,12 +128,13 @@ def check_count(betas: tuple[Any, ...], count: int) -> None:
 _ANY_RANGE = frozenset({"dampening", "max_ratio"})
 
 
-def check_ranges(options: dict[str, Any], betas: int) -> None:
+def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> None:
     """Raises the first option of a constructor that is out of range, with torch's texts.
 
     ``betas``: how many there have to be. They become numbers, or tensors without dimensions.
+    ``foreach``: true where no number may be a tensor, unless capturable.
     """
-    foreach, capturable = options["foreach"], options.get("capturable", True)
+    capturable = options.get("capturable", True)
     for name, value in options.items():
         if name == "lr":
             check_lr(value, foreach=foreach, capturable=capturable)

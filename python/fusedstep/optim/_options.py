@@ -20,9 +20,9 @@ def own_option(group: dict[str, Any], name: str) -> Any:
     return group.get(name, OWN[name])
 
 
-def without_unset(options: dict[str, Any], fused_is_torchs: bool) -> dict[str, Any]:
+def without_unset(options: dict[str, Any], torch_fuses: bool) -> dict[str, Any]:
     """The options that become defaults: of these only where they were set."""
-    own = OWN.keys() - ({"fused"} if fused_is_torchs else {})
+    own = OWN.keys() - ({"fused"} if torch_fuses else {})
     return {name: value for name, value in options.items() if name not in own or value != OWN[name]}
 
 

@@ -32,7 +32,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
     if sizes[0] != sizes[1] or not isinstance(states, Mapping):
         return
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_kind(optimizer, index, saved)
+        _check_kind(optimizer, index, saved, [states.get(key, {}) for key in saved["params"]])
         check_saved_options(optimizer, index, saved)
         count = saved.get("step") if optimizer._counts_in_groups else None
         if count is not None:
@@ -128,7 +128,7 @@ def _kind(value: Any) -> str:
 # Which optimizer has saved it
 
 
-def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
+def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | optimizer._later_options.keys() | OWN.keys()
     name = type(optimizer).__name__
@@ -140,10 +140,15 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
     known = set().union(*map(options_of, classes)) - OWN.keys()
-    exact = [cls for cls in classes if options_of(cls) & known == saved.keys() & known]
-    if exact:
-        likely = exact if saved.keys() & known != own & known else []
+    exact = [
+        cls
+        for cls in classes
+        if options_of(cls) & known == saved.keys() & known
+        and all(_is_state_of(cls, each) for each in states if each and isinstance(each, Mapping))
+    ]
     missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
+    if exact and (likely or missing):
+        likely = exact if saved.keys() & known != own & known else []
     if likely or missing:
         lacks = ", ".join(missing or sorted(own - options_of(likely[0])))
         raise ValueError(

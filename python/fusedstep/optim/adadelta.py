@@ -65,7 +65,7 @@ class Adadelta(FusedOptimizer):
     """
 
     _rule = "adadelta"
-    _fused_is_torchs = False
+    _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
     def __init__(

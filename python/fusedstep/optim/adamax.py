@@ -64,7 +64,7 @@ class Adamax(FusedOptimizer):
     """
 
     _rule = "adamax"
-    _fused_is_torchs = False
+    _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
     def __init__(

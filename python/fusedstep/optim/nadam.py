@@ -77,7 +77,7 @@ class NAdam(FusedOptimizer):
 
     _rule = "nadam"
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
-    _fused_is_torchs = False
+    _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "capturable": False,
         "decoupled_weight_decay": False,

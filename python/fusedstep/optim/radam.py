@@ -78,7 +78,7 @@ class RAdam(FusedOptimizer):
     """
 
     _rule = "radam"
-    _fused_is_torchs = False
+    _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "capturable": False,
         "decoupled_weight_decay": False,

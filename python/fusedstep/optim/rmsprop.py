@@ -73,7 +73,7 @@ class RMSprop(FusedOptimizer):
     """
 
     _rule = "rmsprop"
-    _fused_is_torchs = False
+    _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "momentum": 0,
         "centered": False,
