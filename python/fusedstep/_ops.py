@@ -92,17 +92,14 @@ def direct() -> ModuleType | None:
     return None if torch._C._len_torch_dispatch_stack() else bind
 
 
-def _of_rules(name: str) -> dict[str, tuple[str, ...]]:
-    if missing:
-        return {}
-    of_rule = getattr(torch.ops.fusedstep, name)
-    return {rule: tuple(of_rule(rule)) for rule in torch.ops.fusedstep.rules()}
-
-
-#: Of every rule there is, by its name: the names of its hyper-parameters, in their order, and those
-#: of the states that it may have.
-rule_options = _of_rules("rule_options")
-rule_states = _of_rules("rule_states")
+#: Names of the hyper-parameters of each rule, in their order.
+rule_options: dict[str, tuple[str, ...]] = (
+    {}
+    if missing
+    else {
+        rule: tuple(torch.ops.fusedstep.rule_options(rule)) for rule in torch.ops.fusedstep.rules()
+    }
+)
 
 
 def prepare_step(

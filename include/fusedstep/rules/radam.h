@@ -21,7 +21,7 @@ struct RAdamHyper {
 
 template <class T>
 struct RAdamScalars {
-  T one_minus_beta1, beta2, one_minus_beta2, root_factor, root_addend, weight_decay, keep, neg_step_size;
+  T one_minus_beta1, beta2, one_minus_beta2, eps, is_rectified, weight_decay, keep, neg_step_size;
 };
 
 // RAdam (Liu et al., 2020, algorithm 2), in torch's form: eps is added before the bias is corrected.
@@ -31,8 +31,6 @@ struct RAdamScalars {
 //   rho > 5:    p = p - lr / (1 - beta1^t) * r * m * sqrt(1 - beta2^t) / (sqrt(v) + eps)
 //   otherwise:  p = p - lr / (1 - beta1^t) * m
 //   r = sqrt((rho - 4) (rho - 2) rho_inf / ((rho_inf - 4) (rho_inf - 2) rho))
-//
-// Both are one formula: the denominator is root_factor sqrt(v) + root_addend.
 template <unsigned kFlags>
 struct RAdam {
   using Hyper = RAdamHyper;
@@ -56,8 +54,8 @@ struct RAdam {
     return {T(1 - h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
+            T(h.eps),
             T(rectified ? 1 : 0),
-            T(rectified ? h.eps : 1),
             T(h.weight_decay),
             T(h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1),
             T(-step_size)};
@@ -69,7 +67,7 @@ struct RAdam {
     if constexpr (kFlags & kRAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
     m = mul_add(V(s.one_minus_beta1), g - m, m);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
-    return m / mul_add(square_root(v), V(s.root_factor), V(s.root_addend));
+    return where_equal(V(s.is_rectified), V(T(1)), m / (square_root(v) + V(s.eps)), m);
   }
 
   template <class V, class T>

@@ -58,6 +58,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
+    #: Names of the states of the weight's shape, in the order of the native rule.
+    _states: ClassVar[tuple[str, ...]]
     #: How many betas there are, where there are any.
     _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
@@ -89,7 +91,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             complete(cls)
             cls.__init__ = with_advice(cls.__init__)
 
-    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
+        """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
+        no_options = ("self", "params", "__class__")
+        options = {name: value for name, value in arguments.items() if name not in no_options}
         self._check(options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
@@ -106,12 +111,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states of the weight's shape, in the order of the native rule."""
-        raise NotImplementedError
+        """Returns those of the states that the options of a group need."""
+        return self._states
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
-        raise NotImplementedError
+        return f"{type(self).__name__} does not support sparse gradients"
 
     def _initial_value(self, group: dict[str, Any]) -> float:
         """What these states start at."""

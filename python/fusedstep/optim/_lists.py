@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep import _ops
 from fusedstep.optim._grads import with_gradients
 
 
@@ -44,10 +43,10 @@ def init_group(
     params_with_grad.extend(weights)
     grads.extend(found)
     *others, steps = states
-    has = self._state_names(group)
-    names = (*_ops.rule_states.get(self._rule, has), *(self._numbers.keys() - {"step"}))
-    for name, of_name in zip(names, others, strict=False):
-        if name in has or name in self._numbers:
+    names = {*self._state_names(group), *self._numbers}
+    numbers = [name for name in self._numbers if name != "step"]
+    for name, of_name in zip((*self._states, *numbers), others, strict=False):
+        if name in names:
             of_name.extend(self.state[p][name] for p in weights)
     steps.extend(self.state[p]["step"] for p in weights if "step" in self._numbers)
     return any(p.is_complex() for p in weights)

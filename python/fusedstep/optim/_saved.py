@@ -12,7 +12,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
-from fusedstep import _ops
 from fusedstep.optim._checks import check_options, name_of
 from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import OWN
@@ -168,7 +167,7 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
     needed = {*cls._state_names(cls, cls._later_options), *cls._numbers} - {"step"}
     names = state.keys() - {"step", MASTER}
-    return bool(names) and needed <= names <= {*needed, *_ops.rule_states.get(cls._rule, ())}
+    return bool(names) and needed <= names <= {*needed, *cls._states}
 
 
 def _looks_like(classes: list[type[Optimizer]]) -> str:

@@ -8,6 +8,7 @@ from torch.optim.adadelta import adadelta
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["Adadelta"]
 
@@ -38,13 +39,6 @@ class Adadelta(FusedOptimizer):
     ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm 1 of `ADADELTA:
     An Adaptive Learning Rate Method`_, with a learning rate.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``square_avg`` and ``acc_delta`` have the weight's dtype and dimension order, ``step`` is a
-    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
-    their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -65,8 +59,10 @@ class Adadelta(FusedOptimizer):
     """
 
     _rule = "adadelta"
+    _states = ("square_avg", "acc_delta")
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _formula = by_torch(adadelta, "square_avg", "acc_delta", "step")
 
     def __init__(
         self,
@@ -85,44 +81,4 @@ class Adadelta(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "rho": rho,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "capturable": capturable,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "square_avg", "acc_delta"
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Adadelta does not support sparse gradients"
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        adadelta(
-            [weight],
-            [grad],
-            [state["square_avg"]],
-            [state["acc_delta"]],
-            [state["step"]],
-            capturable=group["capturable"],
-            foreach=False,
-            differentiable=group["differentiable"],
-            lr=group["lr"],
-            rho=group["rho"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            maximize=False,
-        )
-        return weight
+        super().__init__(params, locals())

@@ -8,6 +8,7 @@ from torch.optim.adamax import adamax
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["Adamax"]
 
@@ -36,13 +37,6 @@ class Adamax(FusedOptimizer):
     :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
     2 of `Adam: A Method for Stochastic Optimization`_, but for ``eps``.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg`` and ``exp_inf`` have the weight's dtype and dimension order, ``step`` is a
-    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
-    their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -64,8 +58,10 @@ class Adamax(FusedOptimizer):
     """
 
     _rule = "adamax"
+    _states = ("exp_avg", "exp_inf")
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _formula = by_torch(adamax, "exp_avg", "exp_inf", "step")
 
     def __init__(
         self,
@@ -84,46 +80,4 @@ class Adamax(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "eps": eps,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "capturable": capturable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_inf"
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Adamax does not support sparse gradients"
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        adamax(
-            [weight],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_inf"]],
-            [state["step"]],
-            foreach=False,
-            maximize=False,
-            differentiable=group["differentiable"],
-            capturable=group["capturable"],
-            eps=group["eps"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-        )
-        return weight
+        super().__init__(params, locals())

@@ -8,6 +8,7 @@ from torch.optim.nadam import nadam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["NAdam"]
 
@@ -44,13 +45,6 @@ class NAdam(FusedOptimizer):
     ``momentum_decay`` :math:`\psi`. This is algorithm 2 of `Incorporating Nesterov Momentum into
     Adam`_.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg`` and ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` and
-    ``mu_product`` are 0-dimensional float32 tensors. bfloat16 and float16 are computed in float32
-    natively, and in their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -76,12 +70,14 @@ class NAdam(FusedOptimizer):
     """
 
     _rule = "nadam"
+    _states = ("exp_avg", "exp_avg_sq")
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "capturable": False,
         "decoupled_weight_decay": False,
     }
+    _formula = by_torch(nadam, "exp_avg", "exp_avg_sq", "mu_product", "step")
 
     def __init__(
         self,
@@ -102,51 +98,4 @@ class NAdam(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "eps": eps,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "momentum_decay": momentum_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "NAdam does not support sparse gradients"
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        nadam(
-            [weight],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [state["mu_product"]],
-            [state["step"]],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            foreach=False,
-            differentiable=group["differentiable"],
-            capturable=group["capturable"],
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            momentum_decay=group["momentum_decay"],
-            eps=group["eps"],
-        )
-        return weight
+        super().__init__(params, locals())

@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.radam import radam
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["RAdam"]
 
@@ -48,13 +49,6 @@ class RAdam(FusedOptimizer):
     :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
     2 of `On the Variance of the Adaptive Learning Rate and Beyond`_.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg`` and ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a
-    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
-    their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -78,11 +72,13 @@ class RAdam(FusedOptimizer):
     """
 
     _rule = "radam"
+    _states = ("exp_avg", "exp_avg_sq")
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "capturable": False,
         "decoupled_weight_decay": False,
     }
+    _formula = by_torch(radam, "exp_avg", "exp_avg_sq", "step")
 
     def __init__(
         self,
@@ -102,48 +98,4 @@ class RAdam(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "eps": eps,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "RAdam does not support sparse gradients"
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        radam(
-            [weight],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [state["step"]],
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-            foreach=False,
-            differentiable=group["differentiable"],
-            capturable=group["capturable"],
-            maximize=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-        )
-        return weight
+        super().__init__(params, locals())

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import compress
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.rmsprop import rmsprop
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["RMSprop"]
 
@@ -39,14 +41,6 @@ class RMSprop(FusedOptimizer):
     :math:`\mu`; :math:`a_t` is 0 unless ``centered``. This is RMSprop of `lecture 6e`_, with the
     centered form of `Generating Sequences With Recurrent Neural Networks`_.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``square_avg``, ``momentum_buffer`` (if ``momentum`` is not 0) and ``grad_avg`` (if
-    ``centered``) have the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
-    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
-    ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -73,12 +67,14 @@ class RMSprop(FusedOptimizer):
     """
 
     _rule = "rmsprop"
+    _states = ("square_avg", "momentum_buffer", "grad_avg")
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "momentum": 0,
         "centered": False,
         "capturable": False,
     }
+    _formula = by_torch(rmsprop, "square_avg", "grad_avg", "momentum_buffer", "step")
 
     def __init__(
         self,
@@ -99,54 +95,8 @@ class RMSprop(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "eps": eps,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "alpha": alpha,
-            "centered": centered,
-            "capturable": capturable,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
+        super().__init__(params, locals())
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = {
-            "square_avg": True,
-            "momentum_buffer": group["momentum"] > 0,
-            "grad_avg": group["centered"],
-        }
-        return tuple(name for name, is_there in names.items() if is_there)
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "RMSprop does not support sparse gradients"
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        rmsprop(
-            [weight],
-            [grad],
-            [state["square_avg"]],
-            [state["grad_avg"]] if group["centered"] else [],
-            [state["momentum_buffer"]] if group["momentum"] > 0 else [],
-            [state["step"]],
-            foreach=False,
-            maximize=False,
-            differentiable=group["differentiable"],
-            capturable=group["capturable"],
-            lr=group["lr"],
-            alpha=group["alpha"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            centered=group["centered"],
-        )
-        return weight
+        are_there = (True, group["momentum"] > 0, group["centered"])
+        return tuple(compress(self._states, are_there))
