@@ -177,22 +177,6 @@ prepare_cmake() {
   step cmake "installing a newer CMake into .venv" "$python" -m pip install 'cmake>=3.25,<4'
 }
 
-# ---- oneDNN, for products of matrices -------------------------------------------------------------------
-
-onednn=$root/build/onednn
-
-install_onednn() {
-  local pip_options=(--retries 0 --timeout 10)
-  step onednn "installing oneDNN" \
-    "$python" -m pip install "${pip_options[@]}" --prefix "$onednn" onednn-devel-cpu-gomp==2023.2.0
-}
-
-find_onednn() { find "$onednn" -name dnnl-config.cmake -printf '%h' 2>/dev/null; }
-
-prepare_onednn() {
-  [[ -n $(find_onednn) ]] || once onednn install_onednn || say "no oneDNN: the library is built without it"
-}
-
 # ---- The newest torch, for some of the laws -------------------------------------------------------------
 
 newest=$root/build/newest-torch
@@ -222,5 +206,4 @@ prepare() {
   prepare_system
   prepare_python
   prepare_cmake
-  prepare_onednn
 }

@@ -157,11 +157,6 @@ def check_huge_pages() -> Finding:
     )
 
 
-def check_onednn() -> Finding:
-    version = _ops.capabilities().get("onednn")
-    return Finding("oneDNN", f"{version} in the benchmark" if version else "not in the benchmark")
-
-
 def check_cuda() -> Finding:
     if not torch.backends.cuda.is_built():
         return Finding("CUDA", "torch is built without it")
@@ -185,7 +180,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_jemalloc,
     check_openmp,
     check_huge_pages,
-    check_onednn,
     check_cuda,
 )
 

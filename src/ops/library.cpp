@@ -87,8 +87,8 @@ std::vector<std::string> isas_here() { return isas(); }
 void use_isa(std::string_view name) { force_isa(std::string(name)); }
 
 std::vector<std::string> capabilities() {
-  return {std::string("compiler=") + __VERSION__, "onednn=" FUSEDSTEP_ONEDNN_VERSION,
-          "chunk=" + std::to_string(kChunkElements), "serial_elements=" + std::to_string(kSerialElements)};
+  return {std::string("compiler=") + __VERSION__, "chunk=" + std::to_string(kChunkElements),
+          "serial_elements=" + std::to_string(kSerialElements)};
 }
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
