@@ -77,7 +77,7 @@ everything() {
   mnist --epochs "$epochs"
 }
 
-# What libraries compile their kernels for.
+# Prints the device that libraries compile their kernels for.
 peers_device() { [[ " $* " == *" --device"[\ =]"cuda "* ]] && echo cuda || echo cpu; }
 
 bench() {

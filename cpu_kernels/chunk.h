@@ -64,7 +64,7 @@ struct Work {
     kernel.run(span);
   }
 
-  // Whether there is more to do than the kernel, which should then meet the gradient in the cache.
+  // True if the gradient is scaled or cleared besides. The kernel should then meet it in the cache.
   bool treats() const { return scales() || treatment.clear; }
 
  private:

@@ -7,14 +7,15 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// What is prefetched: nothing, what is near, or what is far too.
+// Prefetches that a kernel makes: none, those at the near distance, or those at the far one too
+// (PrefetchDistance).
 enum class Reach { kNone, kNear, kFar };
 template <Reach kReach>
 using ReachIs = std::integral_constant<Reach, kReach>;
 
-// Registers that are worked on together. Of many, the divider finds work while others wait for it; but where
-// memory is waited for, their prefetches would come in bursts, and of many operands they would not fit in
-// what registers there are.
+// Registers that are worked on together. With many, the divider has work while some wait for its results.
+// With few, prefetches do not come in bursts where a kernel waits for memory, and many operands fit in the
+// registers that there are.
 template <class Rule>
 constexpr int registers_at_once(Reach reach) {
   return reach == Reach::kFar || Rule::kStates > 2 ? 2 : 4;

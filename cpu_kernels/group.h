@@ -9,8 +9,8 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// What a kernel over these operands goes by, `kRegisters` together, and whether its results are exact in the
-// caller's rounding mode. Where there are no groups it is one register.
+// Unit of a kernel's loop over these operands: a group of `kRegisters` registers, or one register where there
+// are no groups. are_exact() is true if the results are exact in the caller's rounding mode.
 template <class Weight, class State>
 struct Groups {
   template <int kRegisters>

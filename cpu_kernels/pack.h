@@ -117,7 +117,7 @@ struct Pack {
     return Pack(a.v == b.v ? x.v : y.v);
   }
 
-  // Whether all elements of both are; false for NaN.
+  // True if all elements of both lie in [least, most]; false for NaN.
   FUSEDSTEP_FN friend bool all_between(T least, const Pack& x, const Pack& y, T most) {
     const auto between = (x.v >= least) & (x.v <= most) & (y.v >= least) & (y.v <= most);
 #if defined(__AVX512F__)

@@ -36,7 +36,7 @@ FUSEDSTEP_FN void estimated_square_roots(const Pack<float>* x, Pack<float>* root
   for (int k = 0; k < kCount; ++k) root[k] = square_root(x[k]);
 }
 
-// Whether that is so in the caller's rounding mode.
+// True if estimated_square_roots() is exact in the caller's rounding mode.
 FUSEDSTEP_FN bool estimated_roots_are_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
 
 #endif

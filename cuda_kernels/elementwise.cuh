@@ -17,8 +17,8 @@ struct Elements {
   rules::States<T[N], kStates> state;
 };
 
-// What a block of threads works on: a tensor's operands under their types, the rule's scalars, and what
-// becomes of the gradient.
+// Arguments of a block of threads: a tensor's operands under their types, the rule's scalars, and the
+// treatment of the gradient.
 template <class Rule_, class Weight, class State>
 struct Operands {
   using Rule = Rule_;
@@ -163,7 +163,7 @@ struct Operands {
   }
 };
 
-// What is left of a last pass in a step that is skipped: the clearing of gradients.
+// Last pass of a step that is skipped: clears gradients, and does nothing else.
 template <class Body>
 struct Clear : Body {
   struct Nothing {};

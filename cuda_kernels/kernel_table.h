@@ -40,12 +40,12 @@ struct TensorTask {
   bool as_double;  // the maths
 };
 
-// How a pass goes over its tensors: in words of several elements, where all operands, or the rows that a
+// Access of a pass to its tensors: in words of several elements, where all operands, or the rows that a
 // sparse gradient is for, form one flat range and are aligned to kWordBytes; or element by element.
 enum Access : int { kInWords, kByElement, kAccesses };
 constexpr int kWordBytes = 16;
 
-// Of a sparse gradient: which rows its entries are for.
+// Rows that the entries of a sparse gradient are for.
 struct GradRows {
   RowIndex index;
   const int64_t* sizes;    // [index.dims]
@@ -69,7 +69,7 @@ struct NumberedChunk {
 // Sums that each chunk has a place for.
 constexpr int kPartials = 2;
 
-// What all kernels of a step get. Pointers are to the device's memory.
+// Arguments of all kernels of a step. Pointers are to the device's memory.
 struct Launch {
   const TensorTask* tensors;
   const Grad* grads;
@@ -88,8 +88,8 @@ struct Launch {
   Queue queue;
 };
 
-// How far a tensor is in a launch of both phases: chunks that have been added up, those that have been
-// updated, and whether its ratio is known. All zero between launches.
+// Progress of a tensor in a launch of both phases: chunks that have been added up, chunks that have been
+// updated, and whether its ratio is known. All are zero between launches.
 struct TensorProgress {
   unsigned accumulated, applied, ready;
 };
@@ -165,7 +165,7 @@ struct RuleKernels {
   PassKernels of[static_cast<int>(Format::kCount)][kAccesses];
 };
 
-// What there is once a rule whatever its flags and format. `ratio` is null for an elementwise rule.
+// Table of a rule, one for all its flags and formats. `ratio` is null for an elementwise rule.
 struct RuleTable {
   const RuleKernels* of_flags;
   void (*prepare)(const PrepareLaunch&);

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t magnitude(float x) {
   memcpy(&bits, &x, sizeof x);
   return bits & 0x7fffffffu;
 }
-// Whether 2^low <= |x| < 2^high.
+// True if 2^low <= |x| < 2^high.
 template <int kLow, int kHigh>
 __device__ __forceinline__ bool is_within(float x) {
   constexpr uint32_t kBias = 127, kMantissa = 23;

@@ -136,7 +136,7 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
   if (threadIdx.x < kWarp) add_lanes<kNorms>(total, partials);
 }
 
-// What a warp takes part in, or a block of threads.
+// Teams of threads that share a sum: a warp, or a block.
 struct WarpTeam {
   static constexpr int kSize = kWarp;
   static __device__ void wait() { __syncwarp(); }

@@ -1,4 +1,4 @@
-// How a block of threads goes over the rows that a sparse gradient has entries for. A chunk is some of the
+// Walks the rows that a sparse gradient has entries for, by a block of threads. A chunk is some of the
 // entries, or a part of one. Entries for one row follow one another: who meets the first of them adds the
 // others to it, in their order, and updates the row. Who meets another leaves.
 #pragma once

@@ -50,7 +50,7 @@ missing_packages() {
 
 has_jemalloc() { [[ $(/sbin/ldconfig -p) == *libjemalloc.so.2* ]]; }
 
-# Whether packages may be installed without a question; leaves the word to put before apt-get in $sudo.
+# Succeeds if packages may be installed without a question; leaves the word to put before apt-get in $sudo.
 may_install() {
   command -v apt-get >/dev/null || return
   sudo=
@@ -72,10 +72,10 @@ install_packages() {
   step apt "installing $*" apt_install "$@"
 }
 
-# Whether there is a way out of this machine at all.
+# Succeeds if there is a way out of this machine at all.
 is_online() { awk '$2 == "00000000" { found = 1 } END { exit !found }' /proc/net/route 2>/dev/null; }
 
-# once NAME COMMAND...: tries a thing that can be done without a single time in this build folder.
+# once NAME COMMAND...: tries an optional thing, and does so only once in this build folder.
 once() {
   local stamp=$root/build/.tried-$1
   shift

@@ -1,4 +1,4 @@
-// What the operators share: plans by handle, torch's tensors as views, one way to take a step.
+// Base of the operators: plans by handle, torch's tensors as views, one way to take a step.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -90,10 +90,10 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
                std::span<const std::optional<RowIndex>> rows = {});
 // Throws std::runtime_error if another thread is in a step of the plan.
 void check_idle(const NativePlan& native);
-// Whether the states are as they were when they were bound.
+// True if the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 
-// How a step takes gradients (see StepOptions). `use` is a GradUse.
+// Arguments of a step that are about gradients (see StepOptions). `use` is a GradUse.
 struct GradArguments {
   bool maximize;
   double factor = 1;

@@ -83,7 +83,7 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
   const auto torch_adagrad = [](const auto& options) { return refusal_of<torch::optim::Adagrad>(options); };
   const auto adan = [](const auto& options) { return refusal_of<Adan>(options); };
   const double nan = std::nan("");
-  // What we say, what torch or another of our optimizers says, and the text.
+  // Our error, that of torch or another of our optimizers, and the text that both must be.
   const std::array<std::string, 3> rows[] = {
       {adam(AdamOptions(-1)), torch_adam(TorchAdam(-1)), "Invalid learning rate: -1"},
       {adam(AdamOptions(nan)), torch_adam(TorchAdam(nan)), "Invalid learning rate: nan"},
@@ -568,7 +568,7 @@ TYPED_TEST(OptimTest, WithoutGroupsNothingIsDone) {
   EXPECT_EQ(optimizer.step([] { return torch::ones({}); }).template item<float>(), 1);
 }
 
-// What is missing starts anew, the rest goes on.
+// A missing part starts anew, the rest goes on.
 TYPED_TEST(OptimTest, AStateWithoutAPartGetsIt) {
   using State = typename TypeParam::State;
   const Tensors weights = {torch::randn({8}, torch::requires_grad())}, others = clones(weights);
