@@ -69,7 +69,7 @@ def missing_on(device: str) -> str | None:
 
 
 def _load_bind() -> ModuleType | None:
-    """What looks at lists of tensors fast; None if not built, or this torch has no table for it."""
+    """The module that reads lists of tensors fast; None if not built, or torch lacks its table."""
     path = library_path().parent / "_bind.abi3.so"
     if missing or not path.is_file():
         return None
@@ -99,8 +99,8 @@ def _of_rules(name: str) -> dict[str, tuple[str, ...]]:
     return {rule: tuple(of_rule(rule)) for rule in torch.ops.fusedstep.rules()}
 
 
-#: Of every rule there is, by its name: the names of its hyper-parameters, in their order, and those
-#: of the states that it may have.
+#: Names of each rule's hyper-parameters, in their order, and of the states that it may have; by the
+#: rule's name.
 rule_options = _of_rules("rule_options")
 rule_states = _of_rules("rule_states")
 
@@ -200,7 +200,7 @@ def force_isa(name: str | None) -> None:
 
 
 def capabilities() -> dict[str, str]:
-    """How the native library was built, as ``{key: value}``; empty without it."""
+    """Facts about the build of the native library, as ``{key: value}``; empty without it."""
     if missing:
         return {}
     return dict(fact.split("=", 1) for fact in torch.ops.fusedstep.capabilities())

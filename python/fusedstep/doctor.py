@@ -131,7 +131,7 @@ def check_openmp() -> Finding:
 
 
 def allocator_asks_for_huge_pages() -> bool:
-    """Whether the allocator that weights and gradients come from does."""
+    """True if the allocator of weights and gradients asks for huge pages."""
     if mapped_libraries(r"libjemalloc"):
         return "thp:always" in os.environ.get("MALLOC_CONF", "").split(",")
     return "glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "").split(":")
