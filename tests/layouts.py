@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def shares_elements(self) -> bool:
-        """Whether several elements of the view lie at one address."""
+        """True if several elements of the view lie at one address."""
         sizes_and_strides = zip(self.view.shape, self.view.stride(), strict=True)
         return any(size > 1 and stride == 0 for size, stride in sizes_and_strides)
 

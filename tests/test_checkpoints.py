@@ -44,7 +44,7 @@ def resumed(build, dictionary, params, **options):
     return optimizer
 
 
-# What is in a dictionary
+# Contents of a dictionary
 
 
 @of(*NAMESAKES)
@@ -233,7 +233,7 @@ def amsgrad_between_dictionaries(build):
 
 
 def a_loaded_dictionary_afterwards(build):
-    """Whether the steps of the second optimizer change what it was loaded from."""
+    """True if the steps of the second optimizer change the dictionary that it was loaded from."""
     optimizer, params = trained(build)
     dictionary = optimizer.state_dict()
     before = copy.deepcopy(dictionary["state"])

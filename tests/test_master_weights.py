@@ -155,7 +155,7 @@ def test_a_checkpoint_keeps_the_copy(case, dtype, fused):
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_asked_for_in_mid_run(case, state_dtype, fused):
-    """Of the group, or because an older dictionary had none: states are widened, not made anew."""
+    """A group asks for masters later, or an older dictionary had none: states are only widened."""
     params, optimizer = run(case, SHAPES, torch.bfloat16, 3, state_dtype=state_dtype, fused=fused)
     before = contents(optimizer)
     optimizer.param_groups[0]["master_weights"] = True

@@ -326,7 +326,7 @@ def without(name):
 
 
 def rows_with(what):
-    """What an edit is about, and begins with: states, the count, or an option."""
+    """Rows with the part that an edit's name begins with: states, the count, or an option."""
     plain = [case for case in PLAIN if case.states]  # their states are there with any options
     if what == "moment None":
         return plain

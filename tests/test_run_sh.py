@@ -22,7 +22,7 @@ esac
 
 @pytest.fixture
 def checkout(repository):
-    """What run.sh consists of, in a folder whose name has spaces, which anybody may enter."""
+    """A copy of run.sh and its scripts, in a folder with spaces that anybody may enter."""
     with tempfile.TemporaryDirectory(prefix="a b ") as folder:
         Path(folder).chmod(0o755)
         root = Path(folder) / "fu sed"

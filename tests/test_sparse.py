@@ -99,7 +99,7 @@ def step_both(optimizer, params, twin, twins, grads, **arguments):
 
 
 def found(optimizer):
-    """What there is on whatever device."""
+    """Contents of an optimizer on any device."""
     return {name: value.cpu() for name, value in contents(optimizer).items()}
 
 

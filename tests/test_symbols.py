@@ -118,7 +118,7 @@ def test_the_binding_fits_every_python_and_every_torch():
     assert not [name for name in needed(path) if "python" in name]
     symbols = output("nm", "--dynamic", "--undefined-only", path).split()
     assert "PyList_GetItem" in symbols
-    # What the limited API's own macros call.
+    # Functions that the limited API's own macros call.
     limited = {
         "_PyArg_ParseTuple_SizeT",
         "_Py_Dealloc",

@@ -26,7 +26,7 @@ def titan():
 
 
 class Training:
-    """Of a network with weights and biases in two groups."""
+    """Trains a network with weights and biases in two groups."""
 
     def __init__(self, titan, cls, options, implementation="fused"):
         class Optimizers(titan.OptimizersContainer):
