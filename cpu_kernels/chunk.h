@@ -25,7 +25,7 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
   if (size == 8) run(uint64_t{});
 }
 
-// Where each operand has the first of some rows, and how far on the next one.
+// Rows of a tensor: the address of the first in each operand, and the distance to the next.
 struct Rows {
   explicit Rows(const TensorTask& task) : ahead(task.ahead) {}
 

@@ -23,8 +23,8 @@ struct Groups {
 
 #if defined(__AVX512F__)
 
-// Where the elements of the registers are: one register's behind those of another, or of each two of them
-// each beside its counterpart.
+// Order of the elements of several registers: one register's behind those of another, or those of two
+// registers in turn.
 enum class Order { kBehind, kBeside };
 
 // Half of its roots avoid the divider, which would otherwise bound a loop.

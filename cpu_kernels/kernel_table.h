@@ -18,7 +18,7 @@ struct Span {
   uint32_t writes;                  // the kernel's
   const void* scalars;              // the rule's Scalars<float or double>
   PrefetchDistance ahead;
-  double grad_factor;  // what the gradient is multiplied by as it is read
+  double grad_factor;  // multiplies the gradient as it is read
   double ratio;        // second phase: the tensor's trust ratio
   double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
 };

@@ -58,8 +58,8 @@ FUSEDSTEP_FN V roots(V x) {
   return x;
 }
 #endif
-// Where there is no instruction for it, each element takes a call. One function calls for all elements, out
-// of line: every call empties the registers.
+// Each element takes a call where there is no instruction for it. One function calls for all elements, out of
+// line: every call empties the registers.
 #if defined(__FP_FAST_FMAF)
 #define FUSEDSTEP_FUSED FUSEDSTEP_FN
 #else

@@ -54,7 +54,7 @@ class LaneSums {
     }
     return in_range;
   }
-  // Onto the sums of the chunk.
+  // Adds these to the sums of the chunk.
   FUSEDSTEP_FN void add_to(double* lanes) const {
     for (int lane = 0; lane < kLanes; lane += kPart) add_part(lanes + lane, part_[lane / kPart]);
   }

@@ -140,7 +140,7 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
     }
     return;
   }
-  // By 16 columns and 64 bytes of each, what is left word by word.
+  // Copies 16 columns and 64 bytes of each at a time, then the rest word by word.
   constexpr int64_t kRows = 64 / sizeof(Word);
   constexpr bool kHalves = sizeof(Word) == 2 && kGather && kTransposesHalves;
   const bool whole = rows >= kRows && (sizeof(Word) == 4 || (kHalves && column_stride % 2 == 0));

@@ -36,8 +36,8 @@ struct Operands {
   Stored *weight, *grad;
   rules::States<State*, kStates> state;
   typename Rule::template Scalars<T> scalars;
-  T factor, scale;      // what the gradient is multiplied by as it is read; in memory, before
-  bool scales, clears;  // whether it is so multiplied; whether it is zero in the end
+  T factor, scale;      // multiply the gradient as it is read; in memory, before that
+  bool scales, clears;  // true if `scale` multiplies it; if it is zero in the end
 
   // Without the scalars if the caller takes them later.
   __device__ Operands(const Launch& launch, const Chunk& chunk, bool with_scalars = true) {
@@ -104,7 +104,7 @@ struct Operands {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
-  // Those of the rule.
+  // Stores the rule's states, not the master copy.
   template <Reuse kReuse, class Place, int N>
   __device__ __forceinline__ void store_states(const Place& at, const Elements<kStates, T, N>& read) const {
 #pragma unroll

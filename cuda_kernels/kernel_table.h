@@ -15,8 +15,8 @@ namespace fusedstep::cuda {
 
 using Stream = CUstream_st*;
 
-// Where a kernel is launched. An `early` one may begin while the one before it is still at work, and waits
-// for that before it reads what it may have written (see wait_for_kernel_before).
+// Stream of a kernel's launch. An `early` kernel may begin while the one before it is still at work, and
+// waits for that before it reads what it may have written (see wait_for_kernel_before).
 struct Queue {
   Stream stream;
   bool early = false;
@@ -78,11 +78,11 @@ struct Launch {
   const Scalars* scalars_of_tensor;  // null: `scalars` are those of all
   Scalars scalars;
   double sign;                // minus one to maximize
-  double grad_factor;         // what gradients are multiplied by
+  double grad_factor;         // multiplies gradients
   const double* more_factor;  // and by this; null: by no more
   const float* found_inf;     // null, or whether the step is skipped
   GradUse use;
-  bool stores;       // whether gradients hold the update between two phases
+  bool stores;       // true if gradients hold the update between two phases
   double* partials;  // [chunks][kPartials]: sums of squares of weight and update
   double* ratios;    // [tensors]
   Queue queue;

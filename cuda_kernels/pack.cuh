@@ -31,8 +31,8 @@ __device__ __forceinline__ bool is_within(float x) {
 __device__ __forceinline__ bool can_divide(float a, float b) {
   return (is_within<-90, 60>(a) | (a == 0)) & is_within<-60, 30>(b);
 }
-// Newton's step for the reciprocal and two for the quotient, each with an exact remainder (Markstein, 1990):
-// what the compiler makes of a division, and one step more. The root below is the compiler's.
+// Newton's step for the reciprocal and two for the quotient, each with an exact remainder (Markstein, 1990).
+// The compiler's own division has one step less. The root below is the compiler's.
 __device__ __forceinline__ float divide(float a, float b) {
   const auto fma = [](float x, float y, float z) { return rules::mul_add(x, y, z); };
   float r = approximate_reciprocal(b);

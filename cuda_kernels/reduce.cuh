@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, kTileResident<Operands<Rule, Weight,
   sum_chunk<kByElement, T, 2, T>(launch, numbered, body);
 }
 
-// Where the second phase finds the updates of the first.
+// Updates of the first phase, as the second finds them.
 enum class Updates { kHeld, kStored, kRecomputed };
 
 template <class Operands, Updates kUpdates>

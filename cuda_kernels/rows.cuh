@@ -94,7 +94,7 @@ __device__ __forceinline__ void for_rows(const BlockLayout& layout, const GradRo
   }
 }
 
-// Those of one part of a chunk are updated.
+// Updates the rows of one part of a chunk.
 template <Access kAccess, class Body>
 __device__ __forceinline__ void update_rows(const Launch& launch, const Chunk& chunk, int part) {
   const Body body(launch, chunk);

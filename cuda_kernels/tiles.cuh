@@ -100,7 +100,7 @@ class Tiles {
   __device__ __forceinline__ bool is_regular() const { return memory_.regular; }
   __device__ __forceinline__ const TileSteps<kOperands>& steps() const { return memory_.steps; }
 
-  // That of the gradient is by its own numbering.
+  // Returns an element's place in each operand. The gradient's place is by its own numbering.
   __device__ __forceinline__ At place(int element) const {
     const Position position = by_row(element);
     At at;

@@ -69,7 +69,7 @@ class Placed:
 
 @functools.lru_cache(maxsize=256)
 def _outside(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-    """Which elements of the buffer are not in the view."""
+    """Mask of the buffer's elements that are not in the view."""
     span = 0
     if 0 not in shape:
         span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

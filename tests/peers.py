@@ -210,7 +210,7 @@ def options_of(cls: type) -> dict[str, Any]:
     return {name: value for name, value in row.options.items() if name != "lr"}
 
 
-#: Those of our classes to which `foreach=True` means torch operations, as it does to torch's.
+#: Our classes to which `foreach=True` means torch operations, as it does to torch's.
 WITH_FOREACH = tuple(cls for cls in ALL if _options(cls)["foreach"] is None)
 
 
@@ -221,12 +221,12 @@ def fitted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def having(option: str) -> tuple[type, ...]:
-    """Those of our classes that have this option."""
+    """Our classes that have this option."""
     return tuple(cls for cls in ALL if option in _options(cls))
 
 
 class Difference(NamedTuple):
-    """Where ours is not as torch's."""
+    """Difference between ours and torch's."""
 
     row: str
     """The beginning of the row of docs/differences.md that tells the difference and says why."""

@@ -404,6 +404,6 @@ def test_has_its_authors_arguments():
     ids=str,
 )
 def test_options_out_of_range(options, text):
-    """But for weight_decay, which they do not check, these are its authors' texts."""
+    """Texts are its authors', except for weight_decay, which they do not check."""
     with pytest.raises(ValueError, match=f"^{text}$"):
         optim.Adan([torch.zeros(3)], **options)

@@ -223,7 +223,7 @@ def options_come_with_the_dictionary(build):
 
 @of(optim.Adam, optim.AdamW)
 def amsgrad_between_dictionaries(build):
-    """Into an optimizer with amsgrad from one without, and the other way."""
+    """Loads into an optimizer with amsgrad from one without, and the other way."""
     found = []
     for saved, loads in ((True, False), (False, True)):
         optimizer, params = trained(build, amsgrad=saved)

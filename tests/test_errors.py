@@ -269,7 +269,7 @@ def test_nothing_changes_when_the_first_step_fails(case, wrong, groups):
     check_nothing_changed_by_error(case, wrong, warm=False, groups=groups)
 
 
-UNFUSED = WRONG[1:5]  # what torch's operations would broadcast, or stop at half way
+UNFUSED = WRONG[1:5]  # torch's operations would broadcast these, or stop at half way
 
 
 @pytest.mark.parametrize("groups", [1, 2])

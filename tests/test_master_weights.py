@@ -30,7 +30,7 @@ def run_mastered(case, dtype, steps=3, **overrides):
 
 
 def run_in_float32(case, dtype, steps, **overrides):
-    """From the same weights, with the same gradients, in float32."""
+    """Runs from the same weights, with the same gradients, in float32."""
     params = as_parameters(weight.float() for weight in make_weights(SHAPES, dtype))
     optimizer = case.build(params, **overrides)
     for step in range(1, steps + 1):
@@ -191,7 +191,7 @@ def test_clipping_and_clearing(case, options):
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_an_imperative_step_that_can_be_followed(case):
-    """By autograd."""
+    """Autograd follows it."""
     _, optimizer = run_mastered(case, torch.bfloat16, fused=False)
     followed = copy.deepcopy(optimizer)
     followed.param_groups[0]["differentiable"] = True

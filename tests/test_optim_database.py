@@ -236,7 +236,7 @@ def _number(option):
 
 
 def bounds_of(cls, kwargs, state, mode, dtype):
-    """Those of the reference law, for these options and this state."""
+    """Bounds of the reference law, for these options and this state."""
     case, options = ROWS[cls], {name: _number(value) for name, value in kwargs.items()}
     states = tuple(name for name in state if name not in case.numbers)
     case = dataclasses.replace(case, options=options, states=states)

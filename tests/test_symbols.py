@@ -28,7 +28,7 @@ def output(*command) -> str:
 
 
 def objects(repository, target) -> list[Path]:
-    """Those of a target, and of kernels those of every rule."""
+    """Object files of a target; for kernels, those of every rule."""
     folder = repository / "build" / "release" / "CMakeFiles"
     rules = [f"{target}_*.dir/**/*.o"] if "kernels" in target else []
     found = sorted(

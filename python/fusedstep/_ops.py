@@ -27,7 +27,7 @@ _HOW_TO_BUILD = (
 
 
 def library_path() -> Path:
-    """Where the native library is looked for."""
+    """The path at which the native library is looked for."""
     override = os.environ.get("FUSEDSTEP_LIBRARY")
     return Path(override) if override else Path(__file__).parent / "lib" / "libfusedstep.so"
 
@@ -46,13 +46,13 @@ def _load() -> str | None:
     return None
 
 
-#: Why no native kernels can be used; None when those of the CPU can.
+#: Reason why no native kernels can be used; None when those of the CPU can.
 missing: str | None = _load()
 
 
 @functools.cache
 def missing_on(device: str) -> str | None:
-    """Why the native kernels of a kind of device cannot be used; None when they can."""
+    """The reason why native kernels of a kind of device cannot be used; None when they can."""
     if missing or device == "cpu":
         return missing
     path = library_path().with_name("libfusedstep_cuda.so")

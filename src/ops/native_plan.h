@@ -58,11 +58,11 @@ struct NativePlan {
   // tensor, all on the host or all on the plan's device.
   Tensors steps;
   Tensors parts;                                     // of sparse gradients, from bind to step
-  std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
+  std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
   std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound
   std::vector<float*> count_places;  // where these are, since they were bound
-  Bound bound{words_before_sizes};   // what was bound last, if no gradient was sparse
+  Bound bound{words_before_sizes};   // operands bound last, if no gradient was sparse
   struct State {
     const void* data;
     int32_t dtype;       // as torch counts them

@@ -38,7 +38,7 @@ std::optional<DType> dtype_of(const DLDataType& type) {
   return {};
 }
 
-// Where a tensor is; nothing if there are no kernels for such a device.
+// Returns a tensor's device; nothing if there are no kernels for such a device.
 std::optional<int> device_of(const DLDevice& device) {
   if (device.device_type == kDLCPU) return fusedstep::kHost;
   if (device.device_type == kDLCUDA) return device.device_id;

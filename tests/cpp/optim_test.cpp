@@ -191,7 +191,7 @@ TYPED_TEST(OptimTest, FollowsALearningRateScheduler) {
   const Tensors scheduled = make_weights(), by_hand = clones(scheduled);
   typename TypeParam::Optimizer optimizer(scheduled, TypeParam::options());
   typename TypeParam::Optimizer other(by_hand, TypeParam::options());
-  torch::optim::SGD sgd(by_hand, TypeParam::options().lr());  // what torch's own do
+  torch::optim::SGD sgd(by_hand, TypeParam::options().lr());  // the reference: a class of torch
   torch::optim::StepLR scheduler(optimizer, /*step_size=*/2, /*gamma=*/0.5), sgd_scheduler(sgd, 2, 0.5);
   for (uint64_t step = 0; step < 6; ++step) {
     const double lr = sgd.param_groups()[0].options().get_lr();

@@ -158,7 +158,7 @@ def continues_as_from_the_start(here, first, second, way, dtype):
 
 
 def states(training):
-    """Those of every weight, whole."""
+    """States of every weight, whole."""
     return [
         {name: value.full_tensor() if is_sharded(value) else value for name, value in state.items()}
         for state in (training.optimizer.state.get(p, {}) for p in training.model.parameters())

@@ -12,7 +12,7 @@ from pages import ROOT, run_section
 from small import assert_native, assert_same_losses, batches, loss_of, need, network
 
 FOLDER = ROOT / "build" / "torchtitan"
-"""Where `./run.sh test` puts it."""
+"""Folder in which `./run.sh test` puts torchtitan."""
 sys.path.append(str(FOLDER))
 need("torchtitan")
 

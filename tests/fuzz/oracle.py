@@ -98,13 +98,13 @@ class Expected:
     """None where nothing may change."""
     states: dict[str, Bounded] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    """That of the states."""
+    """Dtype of the states."""
     count: float = 0.0
     counts: bool = True
     """True if the state has that count."""
     has_master: bool = False
     gradient: Bounded | str = "same"
-    """Or a word: same, zero, none, any."""
+    """Expected gradient, or a word: same, zero, none, any."""
     is_decidable: bool = True
 
 
