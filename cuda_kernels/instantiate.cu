@@ -9,7 +9,7 @@
 namespace fusedstep::cuda {
 namespace {
 
-// Whether rows without a gradient may be left alone.
+// True if rows without a gradient may be left alone.
 template <class Rule>
 inline constexpr bool kTakesRows = false;
 template <class Rule>

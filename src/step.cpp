@@ -53,7 +53,8 @@ void run_kernel(Plan& plan, int64_t begin, int64_t end, const cpu::SpanKernel& k
   if (begin == 0) plan.memory().ran_on = isa;
 }
 
-// What the phases of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
+// Treatments of a gradient by the phases of a step: one phase does all, or the first multiplies and the last
+// clears.
 class Treatments {
  public:
   Treatments(const Plan& plan, const StepOptions& options) : plan_(plan), options_(options) {}
@@ -159,7 +160,7 @@ class NormedPhases {
         treatments_(plan, options),
         may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {}
 
-  // Whether the update stays in the gradient between the phases.
+  // True if the update stays in the gradient between the phases.
   bool stores(uint32_t tensor) const { return may_store_ && plan_.grad_can_store(tensor); }
 
   void accumulate(int64_t chunk) {

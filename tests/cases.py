@@ -32,7 +32,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What one step may add to the error, in units of the dtype's epsilon.
+    """The error that one step may add, in units of the dtype's epsilon.
 
     `weight`: relative to the weight.
     `update`: relative to the largest move of a weight in one step.
@@ -125,7 +125,7 @@ class Case:
 
     @property
     def counts(self) -> bool:
-        """Whether the state has a step count."""
+        """True if the state has a step count."""
         return "step" in self.numbers
 
     @property
@@ -156,7 +156,7 @@ class Case:
         return self.namesake(params, **({"foreach": False} | self.options | overrides))
 
     def stores_update_in_grad(self, dtype: torch.dtype) -> bool:
-        """Whether a fused step leaves its update in a dense gradient of this dtype."""
+        """True if a fused step leaves its update in a dense gradient of this dtype."""
         return (
             not self.elementwise
             and not self.modes.get("keep_grad", False)
@@ -270,7 +270,7 @@ def _adagrad(name, **options):
 
 
 def _adan(name, modes=None, **options):
-    """What it squares is the gradient, and 0 < beta2 < 1 of its difference from the last one."""
+    """Squares the gradient plus beta2 of its difference from the last one, with 0 < beta2 < 1."""
     options = {"lr": 1e-2} | options
     return Case(
         name,

@@ -1,4 +1,4 @@
-"""What a behaviour is compared with: torch's class of the same name.
+"""Peers of our classes, to compare behaviour with: torch's classes of the same names.
 
 An experiment is a function of an optimizer's class and mode. Its outcome is its warnings, its error
 and its value: the same with ours as with torch's, or the difference is listed.
@@ -36,7 +36,7 @@ def _options(function: Callable) -> dict[str, Any]:
 
 
 class ByFormula:
-    """What torch's class would be for an optimizer that torch has not: `ours`, by its `formula`.
+    """Stands in for torch's class where torch has none: makes `ours` by its `formula`.
 
     Constructor, checks, texts and housekeeping are those of the class that comes after this one in
     the bases of a subclass: torch's nearest in options and states. The formula gives defaults,
@@ -205,12 +205,12 @@ STATEFUL = tuple(cls for cls in ALL if ROWS[cls].states)
 
 
 def options_of(cls: type) -> dict[str, Any]:
-    """What an experiment passes to one of our classes or to its peer: options of that row."""
+    """Options that an experiment passes to one of our classes or to its peer: those of its row."""
     (row,) = (case for ours, case in ROWS.items() if cls in (ours, PEERS[ours]))
     return {name: value for name, value in row.options.items() if name != "lr"}
 
 
-#: Those of our classes to which `foreach=True` means torch operations, as it does to torch's.
+#: Our classes to which `foreach=True` means torch operations, as it does to torch's.
 WITH_FOREACH = tuple(cls for cls in ALL if _options(cls)["foreach"] is None)
 
 
@@ -221,15 +221,15 @@ def fitted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def having(option: str) -> tuple[type, ...]:
-    """Those of our classes that have this option."""
+    """Our classes that have this option."""
     return tuple(cls for cls in ALL if option in _options(cls))
 
 
 class Difference(NamedTuple):
-    """Where ours is not as torch's."""
+    """Difference between ours and torch's."""
 
     row: str
-    """How the row of docs/differences.md begins that tells it and says why."""
+    """The beginning of the row of docs/differences.md that tells the difference and says why."""
     experiment: str
     classes: tuple[type, ...]
     modes: tuple[str, ...]
@@ -269,7 +269,7 @@ def outcome_of(experiment: Callable, *arguments) -> Outcome:
             error = f"{type(raised).__name__}: {raised}"
     told = [w for w in caught if w.category in (UserWarning, FutureWarning)]
     texts = {f"{w.category.__name__}: {w.message}" for w in told}
-    # What comes once in a process only the first of two outcomes has.
+    # Drops a warning that comes once in a process: only the first of two outcomes has it.
     texts = {text for text in texts if "Sparse invariant checks" not in text}
     return Outcome(sorted(texts), error, value)
 

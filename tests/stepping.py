@@ -1,4 +1,4 @@
-"""What the laws share: subjects made from seeds, trajectories, and comparison bit for bit."""
+"""Base of the laws: subjects made from seeds, trajectories, and comparison bit for bit."""
 
 import contextlib
 import functools
@@ -172,7 +172,7 @@ def assert_contents_close(
 
 
 class Bounds:
-    """How far two trajectories of one weight may be apart, from what has gone into them so far.
+    """Bounds on the distance of two trajectories of one weight, from their inputs so far.
 
     An error once made stays: it is relative to the largest value that an element has had.
     """
@@ -218,7 +218,7 @@ class Bounds:
             "grad_avg": (1 - betas[0]) * self._largest_gradient,
             "acc_delta": (1 - betas[-1]) * (self._largest_move / self._case.lr) ** 2,
             "exp_inf": self._largest_gradient,
-            # Of a gradient divided by the root of its mean square, or of the gradient.
+            # The buffer is of gradients divided by the root of their mean square, or of gradients.
             "momentum_buffer": torch.tensor((1 - betas[-1]) ** -0.5)
             if self._case.buffers_moves
             else self._largest_gradient,
@@ -234,7 +234,7 @@ class Bounds:
 
     @property
     def jumps(self) -> dict[str, float]:
-        """What `assert_within` allows a few elements whose update jumps the other way."""
+        """Arguments of `assert_within` that allow a few elements an update the other way."""
         if self._case.continuous:
             return {}
         return {"share": FEW * self._steps, "far": 2 * self._largest_move * self._steps}
@@ -288,7 +288,7 @@ class Reference:
 
 
 def one_ulp_of_ratio(before: Tensor, after: Tensor) -> Tensor:
-    """How far a weight may be from `after` when only the trust ratio moved by one unit of fp32.
+    """Bound on a weight's distance from `after` if only the trust ratio moved by one unit of fp32.
 
     The move scales with the ratio; forming lr times ratio and rounding the stored weight each may
     go to the neighbouring value because of it.

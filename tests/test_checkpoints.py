@@ -44,7 +44,7 @@ def resumed(build, dictionary, params, **options):
     return optimizer
 
 
-# What is in a dictionary
+# Contents of a dictionary
 
 
 @of(*NAMESAKES)
@@ -223,7 +223,7 @@ def options_come_with_the_dictionary(build):
 
 @of(optim.Adam, optim.AdamW)
 def amsgrad_between_dictionaries(build):
-    """Into an optimizer with amsgrad from one without, and the other way."""
+    """Loads into an optimizer with amsgrad from one without, and the other way."""
     found = []
     for saved, loads in ((True, False), (False, True)):
         optimizer, params = trained(build, amsgrad=saved)
@@ -233,7 +233,7 @@ def amsgrad_between_dictionaries(build):
 
 
 def a_loaded_dictionary_afterwards(build):
-    """Whether the steps of the second optimizer change what it was loaded from."""
+    """True if the steps of the second optimizer change the dictionary that it was loaded from."""
     optimizer, params = trained(build)
     dictionary = optimizer.state_dict()
     before = copy.deepcopy(dictionary["state"])

@@ -434,7 +434,7 @@ def test_imports_dictionaries(case, layout, fused):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_imports_dictionaries_of_lamb(package, name, options, count, ours):
-    """Into an optimizer of the variant: all else is in the dictionary."""
+    """Imports into an optimizer of the variant: all else is in the dictionary."""
     params, source = run(ROW["lamb"], SHAPES, torch.float32, steps=3, **ours)
     dictionary = dressed(source, package, name, options, count).state_dict()
     optimizer = optim.Lamb(params, variant=ours["variant"])

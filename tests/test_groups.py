@@ -145,7 +145,7 @@ def a_tensor_lr_in_a_foreach_group(build):
     return said(lambda: build([group]).step()), param.detach()
 
 
-# What it looks like
+# Printed groups
 
 
 @of(*NAMESAKES)

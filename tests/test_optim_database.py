@@ -88,7 +88,7 @@ def entry_of_others(cls):
 
 DATABASE = [entry_of_namesake(cls) if cls in NAMESAKES else entry_of_others(cls) for cls in ALL]
 
-# What torch has no input for. Each is built, and steps twice, in each mode.
+# Options that torch has no input for. Each is built, and steps twice, in each mode.
 OPTIONS = [
     {"lr": 0},
     {"lr": 2},
@@ -216,7 +216,7 @@ def steps(cls, kwargs, dtype=torch.float32):
 
 
 def for_loop(cls, kwargs, mode, dtype):
-    """What torch's for-loop steps to; where autograd goes through it, with its float32 corrections.
+    """Steps of torch's for-loop; where autograd goes through it, with its float32 corrections.
 
     Options are numbers here: by a float32 tensor torch rounds the step size of float64 weights too.
     """
@@ -236,7 +236,7 @@ def _number(option):
 
 
 def bounds_of(cls, kwargs, state, mode, dtype):
-    """Those of the reference law, for these options and this state."""
+    """Bounds of the reference law, for these options and this state."""
     case, options = ROWS[cls], {name: _number(value) for name, value in kwargs.items()}
     states = tuple(name for name in state if name not in case.numbers)
     case = dataclasses.replace(case, options=options, states=states)
@@ -265,7 +265,7 @@ def test_inputs(cls, desc, mode, dtype):
     kwargs, flags = found.kwargs, ALL_MODES[mode]
     ours = outcome_of(steps, cls, kwargs | flags, dtype)
     theirs = outcome_of(steps, PEERS[cls], kwargs | flags, dtype)
-    # Whether they step; what the steps give is compared below.
+    # Compares whether they step. The values are compared below.
     without_values = (outcome._replace(value=None) for outcome in (ours, theirs))
     check_same_unless_listed(*without_values, (desc, cls, mode), DIFFERENCES)
     if ours.error:

@@ -11,7 +11,7 @@ import torch
 from cases import CASES, PLAIN
 from fusedstep import optim
 
-#: What scripts use of torch.optim beside its optimizers.
+#: Names in torch.optim that scripts use beside its optimizers.
 TORCHS = ("Optimizer", "lr_scheduler", "swa_utils")
 NAMES = sorted(optim.__all__)
 

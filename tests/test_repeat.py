@@ -42,7 +42,7 @@ def set_grads(params, seed, *, move=False):
 
 
 class Told:
-    """What ``repeat`` was asked and has answered."""
+    """Answers of ``repeat``, in their order."""
 
     def __init__(self, monkeypatch):
         self.answers = []
@@ -76,7 +76,7 @@ def freeze(optimizer, params):
     params[1].requires_grad_(False)
 
 
-# What a step can be repeated over.
+# Changes after which a step can be repeated.
 SMALL = [keep, move_grads, change_lr, freeze]
 
 
@@ -199,7 +199,7 @@ def double_all(optimizer, params):
             optimizer.state[p][name] = value if name in NUMBERS else value.double()
 
 
-# What a step can not be repeated over: options, gradients, weights.
+# Changes after which a step can not be repeated: options, gradients, weights.
 LARGE = [
     use_tensor_lr,
     use_whole_lr,

@@ -186,8 +186,8 @@ def test_copies_step_on_independently(case, duplicate):
     assert_same_contents(contents(copied), contents(optimizer), "copy")
 
 
-# What may happen between two steps, each given the optimizer and its parameters. The values stay
-# what they were, so a run with such an event is the same as one without.
+# Events between two steps, each given the optimizer and its parameters. The values stay what they
+# were, so a run with such an event is the same as one without.
 
 
 def move_weights(optimizer, params):

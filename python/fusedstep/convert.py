@@ -275,7 +275,7 @@ def _params(group: dict[str, Any]) -> list[Any]:
 
 
 def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
-    """What a group of another optimizer says that one of this class goes on with."""
+    """The options of another optimizer's group that a group of this class goes on with."""
     cls = next(each for each in cls.__mro__ if each in classes)
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
     of_others = set().union(*map(options_of, classes)) - options_of(cls)
@@ -366,7 +366,8 @@ def _give_states(
                     name: value if name in optimizer._numbers else _fitted(value, weight, group)
                     for name, value in given.items()
                 }
-    # What load_state_dict ends with. Its beginning copies the options, and so a tensor lr.
+    # Calls the end of load_state_dict only. Its beginning would copy the options, and so a tensor
+    # lr.
     optimizer.__setstate__({"state": state, "param_groups": groups})
 
 

@@ -78,13 +78,13 @@ Shape shape_of(const Tensor& tensor) {
   return {{sizes, dims}, {strides, dims}};
 }
 
-// Whether a tensor of this shape has the negative bit.
+// True if the tensor, which has this shape, has the negative bit.
 bool is_negated(const Tensor& tensor, const Shape& shape) {
   const std::optional<bool> known = negative_bit.of(shape.sizes, shape.strides);
   return known ? *known : call<bool>("aten::is_neg", "", tensor);
 }
 
-// Of `count` tensors.
+// Checks steps[i]. The list has the step counts of `count` tensors, then the numbers beside these.
 void check_step(const Tensors& steps, size_t i, size_t count, int device) {
   const Tensor& step = steps[i];
   const bool is_one = step.numel() == 1 && dtype_code(step) == aoti_torch_dtype_float32() &&

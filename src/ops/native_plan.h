@@ -1,4 +1,4 @@
-// What the operators share: plans by handle, torch's tensors as views, one way to take a step.
+// Base of the operators: plans by handle, torch's tensors as views, one way to take a step.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -58,11 +58,11 @@ struct NativePlan {
   // tensor, all on the host or all on the plan's device.
   Tensors steps;
   Tensors parts;                                     // of sparse gradients, from bind to step
-  std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
+  std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
   std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound
   std::vector<float*> count_places;  // where these are, since they were bound
-  Bound bound{words_before_sizes};   // what was bound last, if no gradient was sparse
+  Bound bound{words_before_sizes};   // operands bound last, if no gradient was sparse
   struct State {
     const void* data;
     int32_t dtype;       // as torch counts them
@@ -90,10 +90,10 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
                std::span<const std::optional<RowIndex>> rows = {});
 // Throws std::runtime_error if another thread is in a step of the plan.
 void check_idle(const NativePlan& native);
-// Whether the states are as they were when they were bound.
+// True if the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 
-// How a step takes gradients (see StepOptions). `use` is a GradUse.
+// Arguments of a step that are about gradients (see StepOptions). `use` is a GradUse.
 struct GradArguments {
   bool maximize;
   double factor = 1;

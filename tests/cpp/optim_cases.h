@@ -25,7 +25,7 @@ namespace fusedstep::optim {
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// What most rows have in common.
+// Base of most rows.
 template <class OptimizerOfRow, class OptionsOfRow, class StateOfRow>
 struct RowOf {
   using Optimizer = OptimizerOfRow;
@@ -138,7 +138,7 @@ inline void expect_close(const Tensors& a, const Tensors& b, double tolerance) {
   }
 }
 
-// What an error says, without where it came from.
+// Returns the text of an error, without where it came from.
 inline std::string error_of(const std::function<void()>& act) {
   try {
     act();

@@ -1,4 +1,4 @@
-// What the C++ optimizers share: states by name, the plan behind each parameter group, and the step. They are
+// Base of the C++ optimizers: states by name, the plan behind each parameter group, and the step. They are
 // used as torch::optim's:
 //
 //   #include <fusedstep/optim/adam.h>
@@ -376,7 +376,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return max_norm;
   }
 
-  // What clips the norm of all gradients, where the weights are; undefined: nothing does.
+  // Returns the factor that clips the norm of all gradients, on the weights' device; undefined if nothing
+  // clips.
   static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm, double eps) {
     if (!std::isfinite(max_norm)) return {};
     static const auto add_norm2 =

@@ -52,7 +52,7 @@ struct RMSprop {
     if constexpr (kFlags & kRMSpropCentered) {
       V& mean = state[kStates - 1];
       mean = mul_add(V(s.one_minus_alpha), g - mean, mean);
-      // What is kept has been rounded: the difference of two that are nearly equal may lie below 0.
+      // States have been rounded: the difference of two that are nearly equal may lie below 0.
       variance = maximum(mul_add(-mean, mean, square), V(T(0)));
     }
     V u = g / (square_root(variance) + V(s.eps));

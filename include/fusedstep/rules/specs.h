@@ -19,7 +19,7 @@ struct StateSpec {
   unsigned flag = 0;  // the flag that it needs; 0: it is always there
 };
 
-// How many of these states a rule with these flags has.
+// Counts those of these states that a rule with these flags has.
 template <size_t kCount>
 constexpr int states_with(const StateSpec (&states)[kCount], unsigned flags) {
   int count = 0;
@@ -33,7 +33,7 @@ struct NumberSpec {
   float first;
 };
 
-// How many of them a rule has: the length of its list `kNumbers`, if it has one.
+// Counts a rule's numbers: the length of its list `kNumbers`, if it has one.
 template <class Rule>
 constexpr size_t count_numbers() {
   if constexpr (requires { Rule::kNumbers[0].first; }) {

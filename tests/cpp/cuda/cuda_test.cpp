@@ -49,7 +49,7 @@ class CudaTest : public testing::TestWithParam<Case> {
   DevicePlan& device() { return *device_; }
   void forget_device() { device_ = new_device_plan(0); }
 
-  // What a step may leave anything in is not compared.
+  // Compares all operands, except gradients that a step may leave anything in.
   static void expect_same(Model& actual, Model& expected, GradUse grads = GradUse::kLeave) {
     for (size_t t = 0; t < expected.tensors().size(); ++t) {
       const Tensor &ours = actual.tensors()[t], &theirs = expected.tensors()[t];
