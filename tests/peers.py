@@ -190,6 +190,18 @@ NAMESAKES = tuple(cls for cls in ALL if not issubclass(PEERS[cls], ByFormula))
 WITHOUT_FUSED = tuple(cls for cls in NAMESAKES if "fused" not in _options(PEERS[cls]))
 
 
+def peer_of(cls: type) -> Callable[..., torch.optim.Optimizer]:
+    """Makes its peer from options of ours; torch's for-loop is the peer where it has no `fused`."""
+    peer = PEERS[cls]
+    if cls not in WITHOUT_FUSED:
+        return peer
+
+    def without_fused(params, fused=None, **options):
+        return peer(params, **options)
+
+    return without_fused
+
+
 def own_options(cls: type) -> set[str]:
     """Options of ours that torch's class has not; `cls` is one of the two."""
     ((ours, peer),) = (pair for pair in PEERS.items() if cls in pair)

@@ -60,6 +60,18 @@ def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ..
 
 
 @overload
+def convert(optimizer: torch.optim.NAdam, **overrides: Any) -> optim.NAdam: ...
+
+
+@overload
+def convert(optimizer: torch.optim.RAdam, **overrides: Any) -> optim.RAdam: ...
+
+
+@overload
+def convert(optimizer: torch.optim.RMSprop, **overrides: Any) -> optim.RMSprop: ...
+
+
+@overload
 def convert(optimizer: torch.optim.SGD, **overrides: Any) -> optim.SGD: ...
 
 

@@ -1,4 +1,4 @@
-"""What all optimizers share: the choice between native and imperative code, and the states."""
+"""Base of all optimizers: chooses native or imperative code, and makes the states."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _rule: ClassVar[str]
     #: Names of the states of the weight's shape, in the order of the native rule.
     _states: ClassVar[tuple[str, ...]]
-    #: How many betas there are, where there are any.
+    #: The number of betas, where there are any.
     _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
     #: has one for the native step, which no dictionary holds.
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
-    #: Whether an element's update depends on no other element: shards can then be stepped alone.
+    #: True if an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
-    #: Whether ``foreach=True`` asks for torch operations, as torch's does.
+    #: True if ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
-    #: Whether torch's class has the option ``fused``, if there is one. Every group has it then, and
+    #: False if torch has the class without the option ``fused``. If true, every group has it, and
     #: ``foreach`` takes no tensors for numbers.
     _torch_fuses: ClassVar[bool] = True
-    #: Whether dictionaries may hold a step count for a whole group.
+    #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
@@ -104,7 +104,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._name = register(self)
         super().__init__(params, without_unset(options, self._torch_fuses))
 
-    # What a subclass says
+    # A subclass overrides these
 
     def _check(self, options: dict[str, Any]) -> None:
         """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
@@ -119,7 +119,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return f"{type(self).__name__} does not support sparse gradients"
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        """What these states start at."""
+        """Returns the first value of these states."""
         return 0.0
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +134,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
-        """Whether a native step may leave anything in the gradients."""
+        """Returns whether a native step may leave anything in the gradients."""
         return False
 
     def _max_grad_norm(self) -> float:
-        """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
+        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone."""
         given = [own_option(group, "max_grad_norm") for group in self._groups]
         for norm in given:
             if norm is not None:
@@ -282,7 +282,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 yield p, name, tensor
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
+        """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
         if weight.dtype not in SIXTEEN_BITS or own_option(group, "master_weights"):
             return weight.dtype in SIXTEEN_BITS
         state = self._state.get(weight, {})
@@ -290,7 +290,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Whether what is updated is a float32 copy, which the weight is rounded from."""
+        """Returns whether the step updates a float32 copy, and rounds the weight from it."""
         return weight.dtype in SIXTEEN_BITS and own_option(group, "master_weights")
 
     def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     # The choice of code
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
-        """Whether the options of a group ask for native kernels, or allow them."""
+        """Returns whether the options of a group ask for native kernels, or allow them."""
         foreach = self._foreach_means_unfused and group["foreach"]
         fused = own_option(group, "fused")
         if fused:
@@ -315,7 +315,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
-        """Whether the native kernels update these weights; an error if they cannot but must."""
+        """Returns whether native kernels update these weights; raises if they must but cannot."""
         if not self._wants_native(group):
             return False
         reason = self._why_not_native(weights, grads)
@@ -370,7 +370,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return plan
 
     def _may_be_skipped(self) -> bool:
-        """Whether it is a number on a device that tells if a step is skipped."""
+        """Returns whether a number on a device tells if a step is skipped."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
@@ -557,7 +557,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
 
     def _bind_groups(self) -> list[Work]:
-        """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
+        """Returns the work of a step; raises any group's error before anything is changed."""
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
         work = []

@@ -230,7 +230,7 @@ def as_number(option: float | Tensor) -> float | Tensor:
 
 
 def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
-    """What native kernels refuse, where torch's operations would broadcast or stop half way."""
+    """Raises for operands at which torch's operations would broadcast or stop half way."""
     for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
         what = f"tensor {index} of the list: the gradient"
         if grad.shape != weight.shape:

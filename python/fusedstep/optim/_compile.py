@@ -111,7 +111,7 @@ def _can_be_listed(grads: list[Tensor]) -> bool:
 
 
 def _is_edited_in_graph(group: dict[str, Any]) -> bool:
-    """Whether code of the graph that is being made changes the group.
+    """Returns whether code of the graph that is being made changes the group.
 
     The group itself is changed when the graph has run: before that it has the old values.
     """

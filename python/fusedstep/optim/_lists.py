@@ -1,4 +1,4 @@
-"""What torch's optimizers put into lists before a step, for code that asks for it."""
+"""Lists that torch's optimizers fill before a step, for code that asks for them."""
 
 from __future__ import annotations
 

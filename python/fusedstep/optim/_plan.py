@@ -1,4 +1,4 @@
-"""What the native side has worked out for a group of weights, and how long that is good for."""
+"""The native plan of a group of weights, and how long it is good for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedstep.optim._support import why_not_readable
 
 
 class GradUse(IntEnum):
-    """What a native step does with the memory of gradients that share it with nothing else."""
+    """The use that a native step makes of the memory of gradients that do not alias."""
 
     LEAVE = 0
     SCALE = 1
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether steps run on an accelerator, after the call that asks for them."""
+        """Returns whether steps run on an accelerator, after the call that asks for them."""
         return self.device.type != "cpu"
 
     def set_device_inputs(self, lr: float | Tensor, factors: Factors) -> Tensor | None:
@@ -150,7 +150,7 @@ def _values(state: dict[Tensor, dict[str, Any]]) -> Iterable[Any]:
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the very same objects; in C, for it runs at every step."""
+    """Returns whether two lists hold the very same objects; in C, for it runs at every step."""
     if _ops.bind:
         return _ops.bind.same(a, b)
     return len(a) == len(b) and all(map(is_, a, b))
