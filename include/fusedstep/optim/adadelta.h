@@ -29,9 +29,7 @@ struct AdadeltaParamState : ParamState<AdadeltaParamState, rules::Adadelta> {
 //   a = rho a + (1 - rho) d^2
 //   p = p - lr d
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class Adadelta : public FusedOptimizer<Adadelta, AdadeltaOptions, AdadeltaParamState, rules::Adadelta> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -28,9 +28,7 @@ struct AdamaxParamState : ParamState<AdamaxParamState, rules::Adamax> {
 //   m = beta1 m + (1 - beta1) g,   u = max(beta2 u, |g| + eps)
 //   p = p - lr m / ((1 - beta1^t) u)
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class Adamax : public FusedOptimizer<Adamax, AdamaxOptions, AdamaxParamState, rules::Adamax> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -210,7 +210,14 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   std::array<torch::Tensor, std::size(Rule<0>::kAllStates)> slots_;
 };
 
-// Base of the C++ optimizers over the native rule `Rule`. `Derived` has
+// Base of the C++ optimizers over the native rule `Rule`.
+//
+// Parameters are float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and
+// of any layout that does not overlap itself. States have the parameter's shape and dtype; the step count is
+// one float32 number. Constructors throw c10::Error for options out of range, step() for parameters and
+// gradients that the kernels cannot update, with nothing changed by then.
+//
+// `Derived` has
 //   static constexpr const char* kRule            the rule's name,
 //   static void check(const Options&)             which throws c10::Error for options out of range,
 //   static Hyper hyper(const Options&)            the rule's hyper-parameters,

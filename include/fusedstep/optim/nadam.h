@@ -34,9 +34,7 @@ struct NAdamParamState : ParamState<NAdamParamState, rules::NAdam> {
 //   p = p - lr weight_decay p                                (if decoupled_weight_decay)
 //   p = p - lr u / (sqrt(v / (1 - beta2^t)) + eps)
 //
-// The state mu_product is q_t. Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA
-// device, of any shape and of any layout that does not overlap itself; other states have the parameter's
-// dtype. Throws c10::Error for options out of range.
+// The state mu_product is q_t. Parameters, states and errors are those of FusedOptimizer.
 class NAdam : public FusedOptimizer<NAdam, NAdamOptions, NAdamParamState, rules::NAdam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -33,9 +33,7 @@ struct RAdamParamState : ParamState<RAdamParamState, rules::RAdam> {
 // r rectifies the variance. In the first steps, which are too few to estimate that (with the default betas
 // the first five), p = p - lr m / (1 - beta1^t).
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class RAdam : public FusedOptimizer<RAdam, RAdamOptions, RAdamParamState, rules::RAdam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -33,9 +33,7 @@ struct RMSpropParamState : ParamState<RMSpropParamState, rules::RMSprop> {
 //   b = momentum b + u                         (if momentum > 0)
 //   p = p - lr b                               (otherwise p - lr u)
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class RMSprop : public FusedOptimizer<RMSprop, RMSpropOptions, RMSpropParamState, rules::RMSprop> {
  public:
   using FusedOptimizer::FusedOptimizer;
