@@ -239,7 +239,7 @@ def halve_lr(optimizer, args, kwargs):
 
 
 class TestRecompiling:
-    """Changes that a graph is made anew for."""
+    """What a graph is made anew for."""
 
     def test_gradients_that_come_and_go(self):
         twins = Twins(OPERATORS[0])
@@ -394,7 +394,7 @@ class TestTrainingLoop:
 
 
 class TestGraphBreaks:
-    """Requests that the graph has no operator for: the step runs as without a compiler."""
+    """What the graph has no operator for: the step runs as it does without a compiler."""
 
     @pytest.mark.parametrize(
         "arguments", [{"max_norm": 0.1}, {"zero_grad": True}, {"zero_grad": "none"}], ids=str

@@ -1,4 +1,4 @@
-"""Hooks and the profiler's event surround a step when somebody asks for them."""
+"""What surrounds a step is there when somebody asks for it: hooks and the profiler's event."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Settings of `./run.sh SCRIPT.py` for a program: threads, pinning, allocator, import path."""
+"""What `./run.sh SCRIPT.py` sets for a program: threads, pinning, allocator, import path."""
 
 import ctypes.util
 import importlib.util

@@ -1,4 +1,4 @@
-"""Errors of other fused optimizers, as tests of ours. Each says what the peer does."""
+"""What other fused optimizers get wrong, as tests of ours. Each says what the peer does."""
 
 import pytest
 import torch

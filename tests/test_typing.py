@@ -1,4 +1,4 @@
-"""A type checker's view of the public functions."""
+"""What a type checker makes of the public functions."""
 
 import subprocess
 import sys

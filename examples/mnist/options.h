@@ -29,7 +29,7 @@ struct UsageError : std::runtime_error {
 /// Reads `--name value` and `--name=value`; of an option given twice the last counts. Throws UsageError.
 Options parse_options(const std::vector<std::string_view>& arguments);
 
-/// Text that `--help` prints.
+/// What `--help` prints.
 std::string usage();
 
 }  // namespace mnist

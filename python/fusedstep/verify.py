@@ -86,7 +86,7 @@ def verify(
 
 @dataclass
 class Difference:
-    """The distance of one parameter's native steps from the reference."""
+    """How far the native steps of one parameter were from the reference."""
 
     name: str
     """Its name if the optimizer was given names, else its group and its place there."""
@@ -102,7 +102,7 @@ class Difference:
 
     @property
     def largest(self) -> str:
-        """The farthest from the reference, by what is allowed: ``'weight'`` or a state's name."""
+        """What is farthest from the reference, by what is allowed: ``'weight'`` or a state."""
         return max(self.ulp, key=lambda what: self.ulp[what] / self.allowed[what])
 
     @property
@@ -117,13 +117,13 @@ class Difference:
 
 @dataclass
 class Report:
-    """The findings of :func:`verify` so far."""
+    """What :func:`verify` has found so far."""
 
     optimizer: str
     wanted: int
-    """The number of steps to compare."""
+    """How many steps are to be compared."""
     steps: int = 0
-    """The number of steps compared so far."""
+    """How many have been."""
     isa: str | None = None
     """The instruction set of the last of them; None if it ran no native kernels."""
     native_ms: float = math.inf
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """True if all steps were compared, ran native kernels, and differ by rounding alone."""
+        """Whether all steps were compared, ran native kernels, and differ by rounding alone."""
         return self.steps == self.wanted and self.isa is not None and not self.differing
 
     @property
@@ -150,7 +150,7 @@ class Report:
 
     @property
     def speedup(self) -> float:
-        """The time of a reference step over that of a native step."""
+        """How many times as long as a native step the reference takes."""
         return self.reference_ms / self.native_ms
 
     def __str__(self) -> str:
@@ -185,12 +185,12 @@ class Report:
 
 
 class _Expected:
-    """The value that a step should give a weight or state, in double precision."""
+    """What a step should make of a weight or state, in double precision."""
 
     def __init__(self, before: Tensor | None, after: Tensor) -> None:
         self.value = _elements(after)
         self.sensitivity = torch.zeros_like(self.value, dtype=torch.float32)
-        """The difference that one unit of the gradient makes."""
+        """What one unit of the gradient makes of difference."""
         change = (self.value if before is None else self.value - _elements(before)).abs()
         finite = change[change.isfinite()]
         self.largest_change = finite.max().item() if finite.numel() else 0.0
@@ -363,7 +363,7 @@ def _largest_error(actual: Tensor, expected: _Expected, maths: torch.dtype) -> f
         unit = info.eps * (scale / (2 * scale.frexp().mantissa))
         unit = unit.maximum(sensitivity)
         error = (found.double() - right).abs()
-        # Allows for results that flush-to-zero makes zero.
+        # What flush-to-zero may take.
         error = torch.where(error < tiny, 0.0, error) / unit
         rounded = right.to(found.dtype)
         same = (found == rounded) | (found.isnan() & rounded.isnan())

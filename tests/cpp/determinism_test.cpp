@@ -60,7 +60,7 @@ Tensor extremes(const Case& test_case) {
   return tensor;
 }
 
-// Result of a run.
+// What a run leaves behind.
 struct Outcome {
   std::vector<std::vector<Operand>> operands;  // of each tensor
   std::vector<double> ratios;

@@ -1,4 +1,4 @@
-"""Base of all optimizers: chooses native or imperative code, and makes the states."""
+"""What all optimizers share: the choice between native and imperative code, and the states."""
 
 from __future__ import annotations
 
@@ -58,21 +58,16 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
-    #: Names of the states of the weight's shape, in the order of the native rule.
-    _states: ClassVar[tuple[str, ...]]
-    #: The number of betas, where there are any.
+    #: How many betas there are, where there are any.
     _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
     #: has one for the native step, which no dictionary holds.
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
-    #: True if an element's update depends on no other element: shards can then be stepped alone.
+    #: Whether an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
-    #: True if ``foreach=True`` asks for torch operations, as torch's does.
+    #: Whether ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
-    #: False if torch has the class without the option ``fused``. If true, every group has it, and
-    #: ``foreach`` takes no tensors for numbers.
-    _torch_fuses: ClassVar[bool] = True
-    #: True if dictionaries may hold a step count for a whole group.
+    #: Whether dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
@@ -91,10 +86,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             complete(cls)
             cls.__init__ = with_advice(cls.__init__)
 
-    def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
-        """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
-        no_options = ("self", "params", "__class__")
-        options = {name: value for name, value in arguments.items() if name not in no_options}
+    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
         self._check(options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
@@ -102,24 +94,24 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._forget_plans()
         self._counts: dict[Tensor, Tensor] = {}
         self._name = register(self)
-        super().__init__(params, without_unset(options, self._torch_fuses))
+        super().__init__(params, without_unset(options))
 
-    # A subclass overrides these
+    # What a subclass says
 
     def _check(self, options: dict[str, Any]) -> None:
         """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
-        check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
+        check_ranges(options, self._betas)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns those of the states that the options of a group need."""
-        return self._states
+        """Names of the states of the weight's shape, in the order of the native rule."""
+        raise NotImplementedError
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
-        return f"{type(self).__name__} does not support sparse gradients"
+        raise NotImplementedError
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        """Returns the first value of these states."""
+        """What these states start at."""
         return 0.0
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -134,11 +126,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
-        """Returns whether a native step may leave anything in the gradients."""
+        """Whether a native step may leave anything in the gradients."""
         return False
 
     def _max_grad_norm(self) -> float:
-        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone."""
+        """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
         given = [own_option(group, "max_grad_norm") for group in self._groups]
         for norm in given:
             if norm is not None:
@@ -257,10 +249,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             self._counts[weight] = new_number(weight, group, float(bool(self._state.get(weight))))
         return self._counts[weight]
 
-    def _numbers_of_steps(self) -> tuple[str, ...]:
-        """Names of the numbers that a native step takes: its count, and others of the rule."""
-        return tuple(self._numbers) or ("step",)
-
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
@@ -282,7 +270,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 yield p, name, tensor
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
+        """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
         if weight.dtype not in SIXTEEN_BITS or own_option(group, "master_weights"):
             return weight.dtype in SIXTEEN_BITS
         state = self._state.get(weight, {})
@@ -290,7 +278,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Returns whether the step updates a float32 copy, and rounds the weight from it."""
+        """Whether what is updated is a float32 copy, which the weight is rounded from."""
         return weight.dtype in SIXTEEN_BITS and own_option(group, "master_weights")
 
     def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
@@ -301,25 +289,24 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     # The choice of code
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
-        """Returns whether the options of a group ask for native kernels, or allow them."""
+        """Whether the options of a group ask for native kernels, or allow them."""
         foreach = self._foreach_means_unfused and group["foreach"]
-        fused = own_option(group, "fused")
-        if fused:
+        if group["fused"]:
             if group["differentiable"]:
                 raise RuntimeError("`fused` does not support `differentiable`")
             if foreach:
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
             return True
-        return fused is None and not (foreach or group["differentiable"])
+        return group["fused"] is None and not (foreach or group["differentiable"])
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
-        """Returns whether native kernels update these weights; raises if they must but cannot."""
+        """Whether the native kernels update these weights; an error if they cannot but must."""
         if not self._wants_native(group):
             return False
         reason = self._why_not_native(weights, grads)
-        if reason and own_option(group, "fused"):
+        if reason and group["fused"]:
             raise RuntimeError(reason)
         return reason is None
 
@@ -354,40 +341,36 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         native = self._is_native(group, weights, grads)
         self._create_states(group, weights)
         states = [self._with_count(group, p) for p in weights]
-        numbers = self._numbers_of_steps()
-        if not all(isinstance(state[name], Tensor) for state in states for name in numbers):
+        if not all(isinstance(state["step"], Tensor) for state in states):
             raise RuntimeError(
                 "API has changed, `state_steps` argument must contain a list of singleton tensors"
             )
         if not native:
             return None
-        self._count_together(weights, states)
+        self._count_together(weights, [state["step"] for state in states])
         has_masters = self._has_master(group, weights[0])
         states = [self._with_count(group, p) for p in weights]
-        plan = Plan(weights, states, names, numbers, has_masters, sparse)
+        plan = Plan(weights, states, names, has_masters, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan
 
     def _may_be_skipped(self) -> bool:
-        """Returns whether a number on a device tells if a step is skipped."""
+        """Whether it is a number on a device that tells if a step is skipped."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
-    def _count_together(self, weights: list[Tensor], states: list[dict[str, Tensor]]) -> None:
-        """Moves the numbers of weights on a device there if the host cannot keep all."""
-        numbers = self._numbers_of_steps()
+    def _count_together(self, weights: list[Tensor], steps: list[Tensor]) -> None:
+        """Moves the step counts of weights on a device there if the host cannot keep all."""
         if weights[0].is_cpu or not (
-            self._may_be_skipped()
-            or any(not state[name].is_cpu for state in states for name in numbers)
+            self._may_be_skipped() or any(not step.is_cpu for step in steps)
         ):
             return
-        for p, state in zip(weights, states, strict=True):
-            for name in numbers:
-                if name in self._numbers:
-                    self._state[p][name] = state[name].to(p.device)
-                else:
-                    self._counts[p] = state[name].to(p.device)
+        for p, step in zip(weights, steps, strict=True):
+            if "step" in self._numbers:
+                self._state[p]["step"] = step.to(p.device)
+            else:
+                self._counts[p] = step.to(p.device)
 
     # The step
 
@@ -487,7 +470,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         not notice that it skipped a step.
         """
         return all(
-            own_option(group, "fused") and self._is_native(group, group["params"])
+            group["fused"] and self._is_native(group, group["params"])
             for group in self.param_groups
         )
 
@@ -557,7 +540,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
 
     def _bind_groups(self) -> list[Work]:
-        """Returns the work of a step; raises any group's error before anything is changed."""
+        """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
         work = []

@@ -27,7 +27,7 @@ struct Index {
 };
 extern Index thread_index, block_index, blocks_in_grid;
 
-// Number of calls of run().
+// How often run() has been called.
 extern int launches;
 
 // Runs `body` in each thread of each block.
