@@ -291,10 +291,6 @@ def assert_same_values(ours, theirs, rtol: float, atol: float) -> None:
         for our, their in zip(ours, theirs, strict=True):
             assert_same_values(our, their, rtol, atol)
     elif isinstance(ours, torch.Tensor):
-        # A sum of large terms that cancel, as a momentum's, is as exact as the terms are.
-        if theirs.is_floating_point() and theirs.numel():
-            largest = theirs.nan_to_num(posinf=0.0, neginf=0.0).abs().max().item()
-            atol = max(atol, 4 * torch.finfo(theirs.dtype).eps * largest)
         torch.testing.assert_close(ours, theirs, rtol=rtol, atol=atol, equal_nan=True)
     elif isinstance(ours, float):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=rtol, atol=atol)

@@ -57,7 +57,12 @@ SCHEDULERS = {
     ),
     "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
     "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(
-        o, max_lr=0.1, total_steps=STEPS + 1, **cycles_momentum(o)
+        o,
+        max_lr=0.1,
+        total_steps=STEPS + 1,
+        base_momentum=0.5,  # by default 0.85 to 0.95: SGD's weights grow to sums that cancel
+        max_momentum=0.6,
+        **cycles_momentum(o),
     ),
     "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=6, power=0.9),
     "SWALR": lambda o: swa_utils.SWALR(o, swa_lr=0.05, anneal_epochs=4),
