@@ -50,7 +50,7 @@ parallelism() {
 
 configure() {
   local preset=$1 folder=$root/build/$1 args configured
-  args=("-DPython_EXECUTABLE=$python" "-Ddnnl_DIR=$(find_onednn)")
+  args=("-DPython_EXECUTABLE=$python")
   configured="${args[*]} $(nvidia-smi -L 2>/dev/null || true)"  # for the CUDA kernels are compiled for the GPUs
   [[ ! -e $folder/build.ninja || $(cat "$folder/.configured" 2>/dev/null) != "$configured" ]] || return 0
   step "configure-$preset" "configuring $preset" cmake -S "$root" --preset "$preset" "${args[@]}" || return
@@ -77,7 +77,7 @@ everything() {
   mnist --epochs "$epochs"
 }
 
-# What libraries compile their kernels for.
+# Prints the device that libraries compile their kernels for.
 peers_device() { [[ " $* " == *" --device"[\ =]"cuda "* ]] && echo cuda || echo cpu; }
 
 bench() {

@@ -55,7 +55,7 @@ class Comparison:
     ratio: float
     quartiles: tuple[float, float]
     noise: float
-    """By what factor two processes of the same tree differ; three of four by less."""
+    """Factor by which two processes of the same tree differ: three of four differ by less."""
 
     @property
     def verdict(self) -> str:

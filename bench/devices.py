@@ -153,7 +153,7 @@ class Cuda:
         return Stepper(stepper.optimizer, graph.replay)
 
     def timer(self, step: Callable[[], object], before: Callable[[], object]) -> Timer:
-        """By batches between two events. What comes before a step is timed with it."""
+        """Times batches between two events. Work before a step is timed with it."""
         estimate = math.inf
 
         def run(count: int) -> list[float]:

@@ -108,7 +108,7 @@ def said(row: Row, *names: str) -> dict[str, Any]:
 
 
 def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
-    """By a name as "timm.optim.Lamb": a library is imported where it is measured only."""
+    """Class by a name as "timm.optim.Lamb": a library is imported only where it is measured."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 

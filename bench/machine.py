@@ -45,7 +45,7 @@ class Machine:
 
     @property
     def slug(self) -> str:
-        """By what it is: "amd-zen4-2-cores"; else by all that tells it from others."""
+        """Name by the microarchitecture: "amd-zen4-2-cores"; else by all facts about the CPU."""
         for vendor, family, first, last, name in MICROARCHITECTURES:
             if (vendor, family) == (self.vendor, self.family) and first <= self.model <= last:
                 return f"{name}-{self.cores}-cores"
@@ -62,7 +62,7 @@ class Others:
         self._began = self._seconds()
 
     def share(self) -> float:
-        """Between 0 and 1. Children that were waited for count as this process."""
+        """Share between 0 and 1. Children that were waited for count as this process."""
         passed, busy, own = (
             now - before for now, before in zip(self._seconds(), self._began, strict=True)
         )
@@ -74,7 +74,7 @@ class Others:
         for line in _read("/proc/stat").splitlines():
             name, *ticks = line.split()
             if name.removeprefix("cpu") in map(str, self._cpus):
-                passed += sum(map(int, ticks[:8]))  # what follows is counted already, as user time
+                passed += sum(map(int, ticks[:8]))  # later ticks are counted already, as user time
                 idle += int(ticks[3]) + int(ticks[4])
         tick = 1 / os.sysconf("SC_CLK_TCK")
         usages = (resource.getrusage(w) for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -115,7 +115,7 @@ def _on_cpu(size: str, name: str) -> Peaks:
 
 
 def lacking(size: str, parameters: int, available: int) -> str | None:
-    """Why a size is not tried on this CPU: a process ended by the system may be any other."""
+    """Reason to skip a size: without memory the system may end any process, not just this one."""
     needed = 1.2e6 * PUBLISHED[size].adan_peak + 16 * parameters
     if needed <= available:
         return None

@@ -35,7 +35,7 @@ TITLES = {
 #: Ours, which others are compared with, and in a CUDA graph.
 OURS = ("fused", "graph")
 
-#: Why there is no figure, as said behind an implementation's name.
+#: Reasons for a missing figure, as said behind an implementation's name.
 PROBLEMS = {
     "wrong": "is wrong",
     "failed": "failed",

@@ -24,7 +24,7 @@ class Precision:
     name: str
     title: str
     weight: torch.dtype
-    """And gradient."""
+    """Dtype of weight and gradient."""
     state: torch.dtype
 
     @classmethod
@@ -48,7 +48,7 @@ PRECISIONS = {
 
 
 class Purpose(Enum):
-    """Why a row is measured: the part of the report that it belongs to."""
+    """Purpose of measuring a row: the part of the report that it belongs to."""
 
     LIST = "list"
     SIZE = "size"
@@ -65,7 +65,7 @@ class Row:
     """None: all."""
     purpose: Purpose = Purpose.LIST
     gradient: str = "dense"
-    """Or sparse, as an embedding makes it: one of subjects.SPARSE."""
+    """Dense, or sparse as an embedding makes it: one of subjects.SPARSE."""
 
     def __str__(self) -> str:
         parts = [str(self.case), str(self.shape_list)]

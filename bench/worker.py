@@ -65,7 +65,7 @@ class Request:
     all_cases: bool = False
     precision: str = "float32"
     absent: str | None = None
-    """Why the library of the implementations is not there."""
+    """Reason why the library of the implementations is not there."""
     shapes: list[str] | None = None
     """Names of the lists that are measured; None: all."""
     skip: list[str] = field(default_factory=list)

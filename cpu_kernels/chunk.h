@@ -25,7 +25,7 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
   if (size == 8) run(uint64_t{});
 }
 
-// Where each operand has the first of some rows, and how far on the next one.
+// Rows of a tensor: the address of the first in each operand, and the distance to the next.
 struct Rows {
   explicit Rows(const TensorTask& task) : ahead(task.ahead) {}
 
@@ -64,7 +64,7 @@ struct Work {
     kernel.run(span);
   }
 
-  // Whether there is more to do than the kernel, which should then meet the gradient in the cache.
+  // True if the gradient is scaled or cleared besides. The kernel should then meet it in the cache.
   bool treats() const { return scales() || treatment.clear; }
 
  private:

@@ -7,14 +7,15 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// What is prefetched: nothing, what is near, or what is far too.
+// Prefetches that a kernel makes: none, those at the near distance, or those at the far one too
+// (PrefetchDistance).
 enum class Reach { kNone, kNear, kFar };
 template <Reach kReach>
 using ReachIs = std::integral_constant<Reach, kReach>;
 
-// Registers that are worked on together. Of many, the divider finds work while others wait for it; but where
-// memory is waited for, their prefetches would come in bursts, and of many operands they would not fit in
-// what registers there are.
+// Registers that are worked on together. With many, the divider has work while some wait for its results.
+// With few, prefetches do not come in bursts where a kernel waits for memory, and many operands fit in the
+// registers that there are.
 template <class Rule>
 constexpr int registers_at_once(Reach reach) {
   return reach == Reach::kFar || Rule::kStates > 2 ? 2 : 4;
@@ -83,8 +84,8 @@ struct Arrays {
     if constexpr (kHasMaster) store(state[kStates], i, p);
   }
 
-  // By one, or minus one to maximize, or what a scaled loss and clipped norms ask for: always multiplied,
-  // which is exact for one, and hidden behind memory or division.
+  // Loads the gradient times its factor: one, or minus one to maximize, or the factor of a scaled loss and
+  // clipped norms. Multiplies always: this is exact for one, and hidden behind memory or division.
   template <class V>
   FUSEDSTEP_FN V load_grad(int64_t i) const {
     return load<V>(grad, i) * V(grad_factor);
@@ -144,8 +145,8 @@ FUSEDSTEP_FN void update_at(const Arrays<Rule, Weight, State>& a, int64_t i) {
   a.store_states(s, i);
 }
 
-// From the i-th element on, as many registers, or groups of them, as there are before `end`; returns what
-// comes after them.
+// Updates elements from the i-th on, in as many registers, or groups of them, as fit before `end`. Returns
+// the place after them.
 template <class Register, Reach kReach, class Rule, class Weight, class State>
 FUSEDSTEP_FN int64_t update_registers(const Arrays<Rule, Weight, State>& a, int64_t i, int64_t end) {
   for (; i + Register::size() <= end; i += Register::size()) {

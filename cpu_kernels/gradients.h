@@ -1,4 +1,4 @@
-// What happens to gradients whatever the rule: their norm, their multiplication in memory, their sum.
+// Kernels over gradients, the same for every rule: norm, multiplication in memory, sum.
 #pragma once
 #include <algorithm>
 

@@ -9,8 +9,8 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// What a kernel over these operands goes by, `kRegisters` together, and whether its results are exact in the
-// caller's rounding mode. Where there are no groups it is one register.
+// Unit of a kernel's loop over these operands: a group of `kRegisters` registers, or one register where there
+// are no groups. are_exact() is true if the results are exact in the caller's rounding mode.
 template <class Weight, class State>
 struct Groups {
   template <int kRegisters>
@@ -23,8 +23,8 @@ struct Groups {
 
 #if defined(__AVX512F__)
 
-// Where the elements of the registers are: one register's behind those of another, or of each two of them
-// each beside its counterpart.
+// Order of the elements of several registers: one register's behind those of another, or those of two
+// registers in turn.
 enum class Order { kBehind, kBeside };
 
 // Half of its roots avoid the divider, which would otherwise bound a loop.

@@ -18,7 +18,7 @@ struct Span {
   uint32_t writes;                  // the kernel's
   const void* scalars;              // the rule's Scalars<float or double>
   PrefetchDistance ahead;
-  double grad_factor;  // what the gradient is multiplied by as it is read
+  double grad_factor;  // multiplies the gradient as it is read
   double ratio;        // second phase: the tensor's trust ratio
   double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
 };
@@ -28,26 +28,26 @@ struct SpanKernel {
   uint32_t reads, writes;  // bit i: operand i
 };
 
-// What a rule can be asked to do. An elementwise rule has kUpdate; a two-phase rule has the others, where its
-// update is either kept in the gradient's memory between the phases or computed again in the second, which
-// then is the one that writes the states.
+// Phases of a rule. An elementwise rule has kUpdate; a two-phase rule has the others. Its update is kept in
+// the gradient's memory between the phases, or the second phase computes it again and is the one that writes
+// the states.
 enum Phase : int { kUpdate, kAccumulateStore, kAccumulate, kApplyStored, kApplyRecompute, kPhases };
 
 struct RuleKernels {
   SpanKernel phase[kPhases];
 };
 
-// What gradients are subject to whatever the rule. A norm is summed in Span::norms[0]; `add` adds the
-// gradient to what takes the weight's place.
+// Kernels over gradients, the same for every rule. `norm` sums in Span::norms[0]; `add` adds the gradient to
+// the operand in the weight's place.
 struct GradKernels {
   SpanKernel norm, scale, add;
 };
 
-// What becomes of a gradient while a kernel runs over it.
+// Treatment of a gradient while a kernel runs over it.
 struct GradTreatment {
   const SpanKernel* scale = nullptr;  // multiplies it in memory by `scale_factor` first
   double scale_factor = 1;
-  double factor = 1;   // what it is multiplied by as it is read
+  double factor = 1;   // multiplies it as it is read
   bool clear = false;  // it is zero in the end
 };
 

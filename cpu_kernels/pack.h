@@ -58,8 +58,8 @@ FUSEDSTEP_FN V roots(V x) {
   return x;
 }
 #endif
-// Where there is no instruction for it, each element takes a call. One function calls for all elements, out
-// of line: every call empties the registers.
+// Each element takes a call where there is no instruction for it. One function calls for all elements, out of
+// line: every call empties the registers.
 #if defined(__FP_FAST_FMAF)
 #define FUSEDSTEP_FUSED FUSEDSTEP_FN
 #else
@@ -117,7 +117,7 @@ struct Pack {
     return Pack(a.v == b.v ? x.v : y.v);
   }
 
-  // Whether all elements of both are; false for NaN.
+  // True if all elements of both lie in [least, most]; false for NaN.
   FUSEDSTEP_FN friend bool all_between(T least, const Pack& x, const Pack& y, T most) {
     const auto between = (x.v >= least) & (x.v <= most) & (y.v >= least) & (y.v <= most);
 #if defined(__AVX512F__)

@@ -26,7 +26,7 @@ class LaneSums {
     for (int lane = 0; lane < kLanes; lane += kPart) part_[lane / kPart] = Codec<T>::load(lanes + lane);
   }
 
-  // Of elements the first of which is in lane `lane`.
+  // Adds the squares of elements, the first of which is in lane `lane`.
   FUSEDSTEP_FN void add_squares(int lane, const Pack<T>& x) {
     part_[lane / kPart] = with_square(part_[lane / kPart], x);
   }
@@ -44,7 +44,7 @@ class LaneSums {
   }
 #endif
 
-  // Whether these and the others are.
+  // True if these sums and the others are in [kLeastSum, kMostSum].
   FUSEDSTEP_FN bool are_in_range(const LaneSums& others) const {
     bool in_range = true;
     if constexpr (std::is_same_v<T, float>) {
@@ -54,7 +54,7 @@ class LaneSums {
     }
     return in_range;
   }
-  // Onto the sums of the chunk.
+  // Adds these to the sums of the chunk.
   FUSEDSTEP_FN void add_to(double* lanes) const {
     for (int lane = 0; lane < kLanes; lane += kPart) add_part(lanes + lane, part_[lane / kPart]);
   }
@@ -93,7 +93,7 @@ struct ScalarNorms {
   }
 };
 
-// Whether a gradient can hold an update between the phases: not where it would be rounded
+// True if a gradient can hold an update between the phases: it must not be rounded there
 // (Plan::grad_can_store).
 template <class Weight>
 constexpr bool kHoldsUpdates =

@@ -6,10 +6,10 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 #if defined(__AVX512F__)
 
-// From an estimate, to IEEE's bits where numbers are rounded to nearest: g converges to the root and h to
-// 1 / (2 root) (Goldschmidt), then the exact remainder, x - g^2, corrects g (Markstein, 1990). Verified for
-// every significand and every estimate within the instruction's bound, 2^-14, so that it holds for any
-// vendor's. Below 2^-96 the remainder may not be exact.
+// Returns the root with IEEE's bits, where numbers are rounded to nearest. It starts from an estimate: g
+// converges to the root and h to 1 / (2 root) (Goldschmidt), then the exact remainder, x - g^2, corrects g
+// (Markstein, 1990). Verified for every significand and every estimate within the instruction's bound, 2^-14,
+// so that it holds for any vendor's. Below 2^-96 the remainder may not be exact.
 FUSEDSTEP_FN __m512 corrected_root(__m512 x) {
   const __m512 half = _mm512_set1_ps(0.5f), estimate = _mm512_rsqrt14_ps(x);
   __m512 g = _mm512_mul_ps(x, estimate), h = _mm512_mul_ps(half, estimate);
@@ -36,7 +36,7 @@ FUSEDSTEP_FN void estimated_square_roots(const Pack<float>* x, Pack<float>* root
   for (int k = 0; k < kCount; ++k) root[k] = square_root(x[k]);
 }
 
-// Whether that is so in the caller's rounding mode.
+// True if estimated_square_roots() is exact in the caller's rounding mode.
 FUSEDSTEP_FN bool estimated_roots_are_exact() { return (_mm_getcsr() & _MM_ROUND_MASK) == _MM_ROUND_NEAREST; }
 
 #endif

@@ -11,10 +11,10 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 using Tile = char[kTileElements * sizeof(double)];
 
-// How many blocks ahead what lies in columns is asked for, for the second-level cache.
+// Prefetch distance, in blocks, of operands that lie in columns: into the second-level cache.
 constexpr int64_t kBlocksAhead = 2;
 
-// How many words ahead of those that are gathered, of which each second is wanted.
+// Prefetch distance, in words, of a copy that takes every second word.
 constexpr int64_t kWordsAhead = 1024;
 
 // Transposes 16 by 16 words: ATen's shuffles, which move bits and compute nothing. Flattened, so that its
@@ -76,8 +76,7 @@ FUSEDSTEP_FN int64_t copy_every_second([[maybe_unused]] uint32_t* array, [[maybe
                                        [[maybe_unused]] int64_t count) {
   int64_t i = 0;
 #if defined(__AVX512F__)
-  // Of 16 words the first eight are even ones of one register, the others odd ones of a register from word 15
-  // on.
+  // Takes 16 words: eight even ones of a register, then eight odd ones of a register that starts at word 15.
   if constexpr (kGather) {
     const __m512i words = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 17, 19, 21, 23, 25, 27, 29, 31);
     for (; i + 16 <= count; i += 16) {
@@ -141,7 +140,7 @@ void copy_block(Word* array, Word* tile, int64_t rows, int64_t columns, int64_t 
     }
     return;
   }
-  // By 16 columns and 64 bytes of each, what is left word by word.
+  // Copies 16 columns and 64 bytes of each at a time, then the rest word by word.
   constexpr int64_t kRows = 64 / sizeof(Word);
   constexpr bool kHalves = sizeof(Word) == 2 && kGather && kTransposesHalves;
   const bool whole = rows >= kRows && (sizeof(Word) == 4 || (kHalves && column_stride % 2 == 0));

@@ -57,8 +57,8 @@ struct Word<16> {
   using Type = uint4;
 };
 
-// Whether a step needs memory again. What it doesn't goes first when the cache needs room: a few percent for
-// passes that touch all operands, and none, or a loss, for the others.
+// Reuse of memory by a step. Memory that is used once is the first to leave the cache when room is needed.
+// This gains a few percent for passes that touch all operands, and nothing, or a loss, for the others.
 enum Reuse : bool { kOnce, kAgain };
 
 // N elements that lie side by side, aligned to the accesses made for them.

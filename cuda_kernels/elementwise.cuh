@@ -17,8 +17,8 @@ struct Elements {
   rules::States<T[N], kStates> state;
 };
 
-// What a block of threads works on: a tensor's operands under their types, the rule's scalars, and what
-// becomes of the gradient.
+// Arguments of a block of threads: a tensor's operands under their types, the rule's scalars, and the
+// treatment of the gradient.
 template <class Rule_, class Weight, class State>
 struct Operands {
   using Rule = Rule_;
@@ -36,8 +36,8 @@ struct Operands {
   Stored *weight, *grad;
   rules::States<State*, kStates> state;
   typename Rule::template Scalars<T> scalars;
-  T factor, scale;      // what the gradient is multiplied by as it is read; in memory, before
-  bool scales, clears;  // whether it is so multiplied; whether it is zero in the end
+  T factor, scale;      // multiply the gradient as it is read; in memory, before that
+  bool scales, clears;  // true if `scale` multiplies it; if it is zero in the end
 
   // Without the scalars if the caller takes them later.
   __device__ Operands(const Launch& launch, const Chunk& chunk, bool with_scalars = true) {
@@ -104,7 +104,7 @@ struct Operands {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) load<kReuse>(state[k] + at.offset[kFirstState + k], read.state[k]);
   }
-  // Those of the rule.
+  // Stores the rule's states, not the master copy.
   template <Reuse kReuse, class Place, int N>
   __device__ __forceinline__ void store_states(const Place& at, const Elements<kStates, T, N>& read) const {
 #pragma unroll
@@ -163,7 +163,7 @@ struct Operands {
   }
 };
 
-// What is left of a last pass in a step that is skipped: the clearing of gradients.
+// Last pass of a step that is skipped: clears gradients, and does nothing else.
 template <class Body>
 struct Clear : Body {
   struct Nothing {};

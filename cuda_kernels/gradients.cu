@@ -1,4 +1,4 @@
-// What is done with gradients whatever the rule: sums of squares; a look at the indices of sparse ones.
+// Kernels over gradients, the same for every rule: sums of squares; a look at the indices of sparse ones.
 #include "cuda_kernels/reduce.cuh"
 #include "cuda_kernels/rows.cuh"
 
@@ -50,8 +50,8 @@ struct Square {
   }
 };
 
-// Of a sparse gradient, each row once. Thread by thread, then in a tree: how many rows there are is not known
-// to the host, so that chunks are not the CPU's, and sums cannot have its order.
+// Sums over a sparse gradient, each row once: thread by thread, then in a tree. The host does not know the
+// number of rows; so chunks are not the CPU's, and sums cannot have its order.
 template <Access kAccess, class Stored>
 __device__ __forceinline__ void sum_rows(const Launch& launch, const NumberedChunk& numbered,
                                          const Grad& grad) {

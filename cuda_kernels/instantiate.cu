@@ -9,7 +9,7 @@
 namespace fusedstep::cuda {
 namespace {
 
-// Whether rows without a gradient may be left alone.
+// True if rows without a gradient may be left alone.
 template <class Rule>
 inline constexpr bool kTakesRows = false;
 template <class Rule>
@@ -53,14 +53,19 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   typename R::Hyper hyper;
   memcpy(static_cast<void*>(&hyper), &launch.hyper, sizeof hyper);
   if (launch.lr != nullptr) hyper.lr = static_cast<double>(*launch.lr);
-  const float count = *launch.counts[i] + 1;
-  *launch.counts[i] = count;
+  constexpr int kNumbers = 1 + static_cast<int>(rules::kNumbersOf<R>);
+  double numbers[kMaxNumbers];
+  for (int k = 0; k < kNumbers; ++k) numbers[k] = *launch.numbers[k * launch.tensor_count + i];
+  numbers[0] = static_cast<float>(numbers[0]) + 1;  // in float32, which stands still at 2^24
   if (launch.tensors[i].as_double) {
-    const auto scalars = R::template prepare<double>(hyper, static_cast<double>(count));
+    const auto scalars = rules::prepare<R, double>(hyper, numbers[0], numbers + 1);
     memcpy(&launch.scalars[i], &scalars, sizeof scalars);
   } else {
-    const auto scalars = R::template prepare<float>(hyper, static_cast<double>(count));
+    const auto scalars = rules::prepare<R, float>(hyper, numbers[0], numbers + 1);
     memcpy(&launch.scalars[i], &scalars, sizeof scalars);
+  }
+  for (int k = 0; k < kNumbers; ++k) {
+    *launch.numbers[k * launch.tensor_count + i] = static_cast<float>(numbers[k]);
   }
 }
 

@@ -15,8 +15,8 @@ namespace fusedstep::cuda {
 
 using Stream = CUstream_st*;
 
-// Where a kernel is launched. An `early` one may begin while the one before it is still at work, and waits
-// for that before it reads what it may have written (see wait_for_kernel_before).
+// Stream of a kernel's launch. An `early` kernel may begin while the one before it is still at work, and
+// waits for that before it reads what it may have written (see wait_for_kernel_before).
 struct Queue {
   Stream stream;
   bool early = false;
@@ -40,12 +40,12 @@ struct TensorTask {
   bool as_double;  // the maths
 };
 
-// How a pass goes over its tensors: in words of several elements, where all operands, or the rows that a
+// Access of a pass to its tensors: in words of several elements, where all operands, or the rows that a
 // sparse gradient is for, form one flat range and are aligned to kWordBytes; or element by element.
 enum Access : int { kInWords, kByElement, kAccesses };
 constexpr int kWordBytes = 16;
 
-// Of a sparse gradient: which rows its entries are for.
+// Rows that the entries of a sparse gradient are for.
 struct GradRows {
   RowIndex index;
   const int64_t* sizes;    // [index.dims]
@@ -69,7 +69,7 @@ struct NumberedChunk {
 // Sums that each chunk has a place for.
 constexpr int kPartials = 2;
 
-// What all kernels of a step get. Pointers are to the device's memory.
+// Arguments of all kernels of a step. Pointers are to the device's memory.
 struct Launch {
   const TensorTask* tensors;
   const Grad* grads;
@@ -78,18 +78,18 @@ struct Launch {
   const Scalars* scalars_of_tensor;  // null: `scalars` are those of all
   Scalars scalars;
   double sign;                // minus one to maximize
-  double grad_factor;         // what gradients are multiplied by
+  double grad_factor;         // multiplies gradients
   const double* more_factor;  // and by this; null: by no more
   const float* found_inf;     // null, or whether the step is skipped
   GradUse use;
-  bool stores;       // whether gradients hold the update between two phases
+  bool stores;       // true if gradients hold the update between two phases
   double* partials;  // [chunks][kPartials]: sums of squares of weight and update
   double* ratios;    // [tensors]
   Queue queue;
 };
 
-// How far a tensor is in a launch of both phases: chunks that have been added up, those that have been
-// updated, and whether its ratio is known. All zero between launches.
+// Progress of a tensor in a launch of both phases: chunks that have been added up, chunks that have been
+// updated, and whether its ratio is known. All are zero between launches.
 struct TensorProgress {
   unsigned accumulated, applied, ready;
 };
@@ -124,11 +124,12 @@ struct RatioLaunch {
   Stream stream;
 };
 
-// The scalars of each tensor from its step count, which is incremented first.
+// The scalars of each tensor from its step count, which is incremented first, and from its other numbers,
+// which become those after the step.
 struct PrepareLaunch {
   const TensorTask* tensors;
   int64_t tensor_count;
-  float* const* counts;
+  float* const* numbers;  // the counts, then each of the other numbers of each tensor
   Hyper hyper;
   const float* lr;         // null: that of `hyper`
   const float* found_inf;  // as in Launch
@@ -164,7 +165,7 @@ struct RuleKernels {
   PassKernels of[static_cast<int>(Format::kCount)][kAccesses];
 };
 
-// What there is once a rule whatever its flags and format. `ratio` is null for an elementwise rule.
+// Table of a rule, one for all its flags and formats. `ratio` is null for an elementwise rule.
 struct RuleTable {
   const RuleKernels* of_flags;
   void (*prepare)(const PrepareLaunch&);

@@ -1,4 +1,4 @@
-// How kernels are launched: blocks of kThreads threads, on a stream.
+// Launches of kernels: blocks of kThreads threads, on a stream.
 #pragma once
 #include <algorithm>
 #include <cstddef>
@@ -12,7 +12,7 @@ namespace fusedstep::cuda {
 
 constexpr int kThreads = 256, kWarp = 32;
 
-// How much of a device a kernel may fill whose blocks keep `slots` of something in shared memory.
+// Blocks of a kernel that are resident on a device at once, and slots that each keeps in shared memory.
 struct Residents {
   int64_t blocks;
   int slots;

@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t magnitude(float x) {
   memcpy(&bits, &x, sizeof x);
   return bits & 0x7fffffffu;
 }
-// Whether 2^low <= |x| < 2^high.
+// True if 2^low <= |x| < 2^high.
 template <int kLow, int kHigh>
 __device__ __forceinline__ bool is_within(float x) {
   constexpr uint32_t kBias = 127, kMantissa = 23;
@@ -31,8 +31,8 @@ __device__ __forceinline__ bool is_within(float x) {
 __device__ __forceinline__ bool can_divide(float a, float b) {
   return (is_within<-90, 60>(a) | (a == 0)) & is_within<-60, 30>(b);
 }
-// Newton's step for the reciprocal and two for the quotient, each with an exact remainder (Markstein, 1990):
-// what the compiler makes of a division, and one step more. The root below is the compiler's.
+// Newton's step for the reciprocal and two for the quotient, each with an exact remainder (Markstein, 1990).
+// The compiler's own division has one step less. The root below is the compiler's.
 __device__ __forceinline__ float divide(float a, float b) {
   const auto fma = [](float x, float y, float z) { return rules::mul_add(x, y, z); };
   float r = approximate_reciprocal(b);

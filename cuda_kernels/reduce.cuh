@@ -136,7 +136,7 @@ __device__ __forceinline__ void sum_tiles(const Launch& launch, const Chunk& chu
   if (threadIdx.x < kWarp) add_lanes<kNorms>(total, partials);
 }
 
-// What a warp takes part in, or a block of threads.
+// Teams of threads that share a sum: a warp, or a block.
 struct WarpTeam {
   static constexpr int kSize = kWarp;
   static __device__ void wait() { __syncwarp(); }
@@ -294,7 +294,7 @@ __global__ void __launch_bounds__(kThreads, kTileResident<Operands<Rule, Weight,
   sum_chunk<kByElement, T, 2, T>(launch, numbered, body);
 }
 
-// Where the second phase finds the updates of the first.
+// Updates of the first phase, as the second finds them.
 enum class Updates { kHeld, kStored, kRecomputed };
 
 template <class Operands, Updates kUpdates>

@@ -1,4 +1,4 @@
-// How a block of threads goes over the rows that a sparse gradient has entries for. A chunk is some of the
+// Walks the rows that a sparse gradient has entries for, by a block of threads. A chunk is some of the
 // entries, or a part of one. Entries for one row follow one another: who meets the first of them adds the
 // others to it, in their order, and updates the row. Who meets another leaves.
 #pragma once
@@ -94,7 +94,7 @@ __device__ __forceinline__ void for_rows(const BlockLayout& layout, const GradRo
   }
 }
 
-// Those of one part of a chunk are updated.
+// Updates the rows of one part of a chunk.
 template <Access kAccess, class Body>
 __device__ __forceinline__ void update_rows(const Launch& launch, const Chunk& chunk, int part) {
   const Body body(launch, chunk);

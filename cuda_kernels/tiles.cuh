@@ -1,4 +1,4 @@
-// How a block of threads goes over a chunk element by element, in any layout: a tile at a time.
+// Walks a chunk element by element, in any layout: a block of threads takes a tile at a time.
 //
 // The elements of a tile are numbered block by block and row by row, as the weight lies, and threads side by
 // side take elements side by side. A gradient that lies the other way is numbered column by column. It is
@@ -52,7 +52,7 @@ struct TileSteps {
   int own_grad, grad;
 };
 
-// What the threads of a block share about a tile.
+// Tile as the threads of a block share it.
 template <int kOperands, class T>
 struct TileMemory {
   void* data[kOperands];                          // its first element
@@ -96,11 +96,11 @@ class Tiles {
   // Where the tile starts in each operand: places are from there.
   __device__ __forceinline__ void* const* data() const { return memory_.data; }
 
-  // Whether it is whole, and of one block whose rows and columns threads go along in step.
+  // True if the tile is whole and of one block, so that threads go along its rows and columns in step.
   __device__ __forceinline__ bool is_regular() const { return memory_.regular; }
   __device__ __forceinline__ const TileSteps<kOperands>& steps() const { return memory_.steps; }
 
-  // That of the gradient is by its own numbering.
+  // Returns an element's place in each operand. The gradient's place is by its own numbering.
   __device__ __forceinline__ At place(int element) const {
     const Position position = by_row(element);
     At at;
@@ -110,8 +110,8 @@ class Tiles {
     return at;
   }
 
-  // Whether the gradient has a numbering of its own, and its elements in shared memory: by that numbering,
-  // and by the others'.
+  // True if the gradient has a numbering of its own. Its elements are then in shared memory: own_grad() finds
+  // them by that numbering, grad() by the others'.
   __device__ __forceinline__ bool grad_crosses() const { return memory_.grad_crosses; }
   __device__ __forceinline__ T& own_grad(int element) const { return staged(by_column(element)); }
   __device__ __forceinline__ T& grad(int element) const { return staged(by_row(element)); }

@@ -35,7 +35,7 @@ class Control {
   __device__ explicit Control(const TwoPhaseLaunch& launch)
       : launch_(launch), free_((1u << launch.slots) - 1) {}
 
-  // What comes after `now`, which others are at.
+  // Decides the turn after `now`, while the other warps are at `now`.
   __device__ __forceinline__ void decide(const Turn& now, Turn& next) {
     if (!leads()) return;
     if (oldest_ != kNoChunk && is_ready(oldest_)) return apply_oldest(next);
@@ -54,7 +54,7 @@ class Control {
     }
   }
 
-  // What is left to do for a turn that is over.
+  // Completes a turn that is over.
   __device__ __forceinline__ void conclude(const Turn& over, const Sums2& sums) {
     if (over.kind != Turn::kAccumulate && over.kind != Turn::kApply) return;
     const uint32_t tensor = over.numbered.chunk.tensor;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void apply_chunk(const Launch& launch, const Turn& tu
   }
 }
 
-// What is left of a step that is skipped: the clearing of gradients.
+// Clears gradients: all that is left to do of a step that is skipped.
 template <class Operands>
 __device__ __forceinline__ void clear_chunks(const Launch& launch) {
   for (int64_t c = blockIdx.x; c < launch.chunk_count; c += gridDim.x) {

@@ -1,5 +1,5 @@
-// How a block of threads goes over a chunk: whole words where all operands form one flat range that is
-// aligned for them, otherwise element by element.
+// Walks a chunk by a block of threads: in whole words where all operands form one flat range that is aligned
+// for them, otherwise element by element.
 #pragma once
 #include <type_traits>
 

@@ -12,7 +12,7 @@ die() {
   exit 1
 }
 
-# What is built goes into the checkout.
+# Builds go into the checkout.
 need_writable_checkout() {
   local folder
   for folder in "$root" "$root/build" "$root/python/fusedstep"; do

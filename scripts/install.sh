@@ -50,7 +50,7 @@ missing_packages() {
 
 has_jemalloc() { [[ $(/sbin/ldconfig -p) == *libjemalloc.so.2* ]]; }
 
-# Whether packages may be installed without a question; leaves the word to put before apt-get in $sudo.
+# Succeeds if packages may be installed without a question; leaves the word to put before apt-get in $sudo.
 may_install() {
   command -v apt-get >/dev/null || return
   sudo=
@@ -72,10 +72,10 @@ install_packages() {
   step apt "installing $*" apt_install "$@"
 }
 
-# Whether there is a way out of this machine at all.
+# Succeeds if there is a way out of this machine at all.
 is_online() { awk '$2 == "00000000" { found = 1 } END { exit !found }' /proc/net/route 2>/dev/null; }
 
-# once NAME COMMAND...: tries a thing that can be done without a single time in this build folder.
+# once NAME COMMAND...: tries an optional thing, and does so only once in this build folder.
 once() {
   local stamp=$root/build/.tried-$1
   shift
@@ -177,22 +177,6 @@ prepare_cmake() {
   step cmake "installing a newer CMake into .venv" "$python" -m pip install 'cmake>=3.25,<4'
 }
 
-# ---- oneDNN, for products of matrices -------------------------------------------------------------------
-
-onednn=$root/build/onednn
-
-install_onednn() {
-  local pip_options=(--retries 0 --timeout 10)
-  step onednn "installing oneDNN" \
-    "$python" -m pip install "${pip_options[@]}" --prefix "$onednn" onednn-devel-cpu-gomp==2023.2.0
-}
-
-find_onednn() { find "$onednn" -name dnnl-config.cmake -printf '%h' 2>/dev/null; }
-
-prepare_onednn() {
-  [[ -n $(find_onednn) ]] || once onednn install_onednn || say "no oneDNN: the library is built without it"
-}
-
 # ---- The newest torch, for some of the laws -------------------------------------------------------------
 
 newest=$root/build/newest-torch
@@ -222,5 +206,4 @@ prepare() {
   prepare_system
   prepare_python
   prepare_cmake
-  prepare_onednn
 }

@@ -31,7 +31,7 @@ cpp_tests() {
   return "$status"
 }
 
-# Of a log of several programs at a time: what failed or never came to an end, by name, and how many passed.
+# Reads a log of several programs at a time. Prints the tests that failed or never ended, and how many passed.
 count_cpp_tests() {
   awk '$3 == "RUN" { left[$5] }
        $3 == "OK" { ++passed }
@@ -50,10 +50,10 @@ newest_torch_tests() {
     tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile,out_of_memory}.py)
 }
 
-# What has no LibTorch in it, which is not built for sanitizers.
+# Targets without LibTorch, which is not built for sanitizers.
 sanitized=(sanitize --target fusedstep_core_tests mnist_test)
 
-# Of every kind of kernel one that is small: under these tools one takes a hundred times as long.
+# Tests of one small kernel of every kind: under these tools one takes a hundred times as long.
 kernels_once="another_dtype or clipping_scaling or a_scalers_step or is_replayed"
 kernels_once+=" or (every_layout and (lamb or adagrad) and (column or transposed))"
 kernels_once+=" or (cuda and (sparse_dimensions or rows_that or and_sparse or clips or a_scalers_gradients))"

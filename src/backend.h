@@ -22,14 +22,13 @@ class DevicePlan {
  public:
   virtual ~DevicePlan() = default;
 
-  // Prepares a step as prepare_step() does, with step counts on the host, this step included. The plan and
-  // the inputs must outlive the step; all else is queued.
-  virtual std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule,
-                                                std::span<const double> counts, const StepOptions& options,
-                                                const DeviceInputs& inputs) = 0;
-  // The same with step counts on the device, which the step increments there first.
+  // Prepares a step as prepare_step() does, with numbers on the host. The plan and the inputs must outlive
+  // the step; all else is queued.
+  virtual std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule, std::span<double> numbers,
+                                                const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // The same with numbers on the device, of which the step makes the next there first.
   virtual std::unique_ptr<PreparedStep> prepare_counted(Plan& plan, const BoundRule& rule,
-                                                        std::span<float* const> counts,
+                                                        std::span<float* const> numbers,
                                                         const StepOptions& options,
                                                         const DeviceInputs& inputs) = 0;
   // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cstddef>
 #include <cstring>
 #include <map>
@@ -52,7 +53,8 @@ void run_kernel(Plan& plan, int64_t begin, int64_t end, const cpu::SpanKernel& k
   if (begin == 0) plan.memory().ran_on = isa;
 }
 
-// What the phases of a step do with a gradient: all of it in the one, or first multiplied, last cleared.
+// Treatments of a gradient by the phases of a step: one phase does all, or the first multiplies and the last
+// clears.
 class Treatments {
  public:
   Treatments(const Plan& plan, const StepOptions& options) : plan_(plan), options_(options) {}
@@ -158,7 +160,7 @@ class NormedPhases {
         treatments_(plan, options),
         may_store_(options.grads == GradUse::kScratch || options.grads == GradUse::kClear) {}
 
-  // Whether the update stays in the gradient between the phases.
+  // True if the update stays in the gradient between the phases.
   bool stores(uint32_t tensor) const { return may_store_ && plan_.grad_can_store(tensor); }
 
   void accumulate(int64_t chunk) {
@@ -302,8 +304,11 @@ void refresh(Plan& plan, const StepOptions& options) {
 NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                           const StepOptions& options) {
   if (rule.trust_ratio == nullptr) throw std::invalid_argument("the phases of a rule without norms are one");
+  if (!rule.numbers.empty())
+    throw std::invalid_argument("the phases would each take the rule's numbers forward");
   refresh(plan, options);
-  NormedPhases phases(plan, rule, prepare_scalars(plan, rule, steps), options);
+  std::vector<double> counts(steps.begin(), steps.end());
+  NormedPhases phases(plan, rule, prepare_scalars(plan, rule, counts), options);
   for (uint32_t i = 0; i < plan.tensors(); ++i) {
     if (!phases.stores(i))
       throw std::invalid_argument("gradient " + std::to_string(i) + " cannot hold an update");
@@ -313,37 +318,54 @@ NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const dou
 
 }  // namespace
 
-Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps) {
-  using Key = std::pair<double, bool>;
-  const auto key_of = [&](size_t i) { return Key{steps[i], plan.format(i) == Format::kDouble}; };
+Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers) {
+  // A tensor's precision and the bits of its numbers, of which one may be NaN.
+  using Key = std::array<uint64_t, 1 + kMaxNumbers>;
+  const size_t tensors = plan.tensors();
+  const auto key_of = [&](size_t i) {
+    Key key{plan.format(i) == Format::kDouble};
+    for (size_t k = 0; k <= rule.numbers.size(); ++k) {
+      key[1 + k] = std::bit_cast<uint64_t>(numbers[k * tensors + i]);
+    }
+    return key;
+  };
   Scalars scalars;
-  const auto add = [&](const Key& key) {
-    rule.prepare(rule, key.first, key.second, scalars.blocks.emplace_back().bytes);
+  std::vector<std::array<double, kMaxNumbers>> after;  // the numbers of each block
+  const auto add = [&](size_t i) {
+    std::array<double, kMaxNumbers>& its = after.emplace_back();
+    for (size_t k = 0; k <= rule.numbers.size(); ++k) its[k] = numbers[k * tensors + i];
+    rule.prepare(rule, its[0], &its[1], plan.format(i) == Format::kDouble,
+                 scalars.blocks.emplace_back().bytes);
   };
   size_t same = 1;
-  while (same < plan.tensors() && key_of(same) == key_of(0)) ++same;
-  if (same >= plan.tensors()) {  // nearly always: no list is made
-    if (plan.tensors() > 0) add(key_of(0));
-    return scalars;
-  }
-  std::map<Key, uint32_t> index;
-  scalars.of_tensor.resize(plan.tensors());
-  for (size_t i = 0; i < plan.tensors(); ++i) {
-    if (i > 0 && key_of(i) == key_of(i - 1)) {
-      scalars.of_tensor[i] = scalars.of_tensor[i - 1];
-      continue;
+  while (same < tensors && key_of(same) == key_of(0)) ++same;
+  if (same >= tensors) {  // nearly always: no list is made
+    if (tensors > 0) add(0);
+  } else {
+    std::map<Key, uint32_t> index;
+    scalars.of_tensor.resize(tensors);
+    for (size_t i = 0; i < tensors; ++i) {
+      if (i > 0 && key_of(i) == key_of(i - 1)) {
+        scalars.of_tensor[i] = scalars.of_tensor[i - 1];
+        continue;
+      }
+      const auto [found, is_new] = index.try_emplace(key_of(i), static_cast<uint32_t>(index.size()));
+      if (is_new) add(i);
+      scalars.of_tensor[i] = found->second;
     }
-    const auto [found, is_new] = index.try_emplace(key_of(i), static_cast<uint32_t>(index.size()));
-    if (is_new) add(found->first);
-    scalars.of_tensor[i] = found->second;
+  }
+  for (size_t k = 1; k <= rule.numbers.size(); ++k) {
+    for (size_t i = 0; i < tensors; ++i) {
+      numbers[k * tensors + i] = after[scalars.of_tensor.empty() ? 0 : scalars.of_tensor[i]][k];
+    }
   }
   return scalars;
 }
 
-std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<double> numbers,
                                            const StepOptions& options) {
   refresh(plan, options);
-  Scalars scalars = prepare_scalars(plan, rule, steps);
+  Scalars scalars = prepare_scalars(plan, rule, numbers);
   if (rule.trust_ratio != nullptr) {
     return std::make_unique<TwoPhaseStep>(plan, rule, std::move(scalars), options);
   }

@@ -22,10 +22,12 @@ struct BoundRule {
 
   rules::RuleId id;
   unsigned flags;
-  int states;                      // that each tensor has
-  std::byte hyper[kHyperBytes]{};  // the rule's Hyper, for a device that prepares scalars itself
+  int states;                                  // that each tensor has
+  std::span<const rules::NumberSpec> numbers;  // that it has beside the step count
+  std::byte hyper[kHyperBytes]{};              // the rule's Hyper, for a device that prepares scalars itself
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
-  void (*prepare)(const BoundRule& rule, double step, bool as_double, void* out);
+  // The numbers become those after the step.
+  void (*prepare)(const BoundRule& rule, double step, double* numbers, bool as_double, void* out);
   // Null for an elementwise rule.
   double (*trust_ratio)(const BoundRule& rule, double weight_norm2, double update_norm2);
 
@@ -47,17 +49,23 @@ template <template <unsigned> class Rule>
 BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
   const int states = states_of<Rule>(flags, std::make_integer_sequence<unsigned, R::kFlagCombinations>{});
-  BoundRule bound{
-      .id = rules::kIdOf<Rule>, .flags = flags, .states = states, .prepare = nullptr, .trust_ratio = nullptr};
+  BoundRule bound{.id = rules::kIdOf<Rule>,
+                  .flags = flags,
+                  .states = states,
+                  .numbers = {},
+                  .prepare = nullptr,
+                  .trust_ratio = nullptr};
   static_assert(std::is_trivially_copyable_v<typename R::Hyper> && sizeof hyper <= BoundRule::kHyperBytes);
+  static_assert(1 + rules::kNumbersOf<R> <= kMaxNumbers);
+  if constexpr (rules::kNumbersOf<R> != 0) bound.numbers = R::kNumbers;
   std::memcpy(bound.hyper, &hyper, sizeof hyper);
-  bound.prepare = [](const BoundRule& rule, double step, bool as_double, void* out) {
+  bound.prepare = [](const BoundRule& rule, double step, double* numbers, bool as_double, void* out) {
     const auto hyper = rule.hyper_as<typename R::Hyper>();
     static_assert(sizeof(typename R::template Scalars<double>) <= BoundRule::kScalarsBytes);
     if (as_double) {
-      new (out) typename R::template Scalars<double>(R::template prepare<double>(hyper, step));
+      new (out) typename R::template Scalars<double>(rules::prepare<R, double>(hyper, step, numbers));
     } else {
-      new (out) typename R::template Scalars<float>(R::template prepare<float>(hyper, step));
+      new (out) typename R::template Scalars<float>(rules::prepare<R, float>(hyper, step, numbers));
     }
   };
   if constexpr (kHasNorms<R>) {
@@ -80,14 +88,16 @@ struct alignas(64) ScalarsBlock {
   std::byte bytes[BoundRule::kScalarsBytes];
 };
 
-// The scalars for each distinct step count and precision among a plan's tensors, prepared once.
+// The scalars for each distinct step count, precision and numbers among a plan's tensors, prepared once.
 struct Scalars {
   std::vector<ScalarsBlock> blocks;
   std::vector<uint32_t> of_tensor;  // the block of each; empty if there is one block
 
   const void* of(size_t tensor) const { return blocks[of_tensor.empty() ? 0 : of_tensor[tensor]].bytes; }
 };
-FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<const double> steps);
+// `numbers` has the step count of each tensor, this step included, then each of the rule's numbers of each
+// tensor, which become those after the step.
+FUSEDSTEP_API Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers);
 
 // A step that has all it needs.
 class PreparedStep {
@@ -102,15 +112,23 @@ class PreparedStep {
   virtual void run(const Aside& aside) = 0;
 };
 
-// Does what may fail in a step, and changes no operand. `steps[i]` is tensor i's step count with this step
-// included. The plan is bound.
-std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
+// Does what may fail in a step, and changes no operand. `numbers` as for prepare_scalars(). The plan is
+// bound.
+std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<double> numbers,
                                            const StepOptions& options);
 
-// Both at once.
+// The numbers of tensors with these step counts, where the others have their first values.
+inline std::vector<double> with_first_numbers(const BoundRule& rule, std::span<const double> steps) {
+  std::vector<double> numbers(steps.begin(), steps.end());
+  for (const auto& number : rule.numbers) numbers.insert(numbers.end(), steps.size(), number.first);
+  return numbers;
+}
+
+// Both at once, with the rule's numbers at their first values.
 inline void run_step(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                      const StepOptions& options) {
-  prepare_step(plan, rule, steps, options)->run({});
+  std::vector<double> numbers = with_first_numbers(rule, steps);
+  prepare_step(plan, rule, numbers, options)->run({});
 }
 
 // The squares of a tensor's norms.

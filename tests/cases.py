@@ -13,12 +13,17 @@ from typing import Any
 import torch
 
 from fusedstep import optim
+from reference.adadelta import adadelta
 from reference.adagrad import adagrad
 from reference.adam import adam, adamw
+from reference.adamax import adamax
 from reference.adan import adan
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
 from reference.lion import lion
+from reference.nadam import nadam
+from reference.radam import radam
+from reference.rmsprop import rmsprop
 from reference.sgd import sgd
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -27,7 +32,7 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What one step may add to the error, in units of the dtype's epsilon.
+    """The error that one step may add, in units of the dtype's epsilon.
 
     `weight`: relative to the weight.
     `update`: relative to the largest move of a weight in one step.
@@ -54,10 +59,16 @@ DECOUPLED = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1.25, update=3, state=1),
     torch.float64: Tolerance(weight=1.25, update=3, state=1),
 }
-# Adan's imperative twin adds two quotients to the weight, one after the other: one rounding more.
+# The imperative twins of Adan and NAdam add two quotients to the weight, one after the other: one
+# rounding more.
 TWO_ADDITIONS = ELEMENTWISE | {
     torch.float32: Tolerance(weight=1, update=3, state=1),
     torch.float64: Tolerance(weight=1, update=3, state=1),
+}
+# Adadelta squares its update, which doubles the roundings of a quotient of two roots.
+SQUARED_UPDATE = ELEMENTWISE | {
+    torch.float32: Tolerance(weight=0.5, update=4, state=3),
+    torch.float64: Tolerance(weight=0.5, update=4, state=3),
 }
 # The trust ratio is one factor of the whole update: its unit comes on top of the element's own. The
 # sums of torch's norms are less exact, and the reference uses them.
@@ -100,6 +111,8 @@ class Case:
     sparse: bool = False
     """True if of a weight with a sparse gradient the rows are updated that it has."""
     tolerances: dict[torch.dtype, Tolerance] = field(default_factory=lambda: ELEMENTWISE)
+    buffers_moves: bool = False
+    """True if `momentum_buffer` adds up gradients divided by the root of their mean square."""
     squares: float = 1.0
     """The largest number that is squared, in gradients."""
     rosenbrock_lr: float = 0.02
@@ -112,7 +125,7 @@ class Case:
 
     @property
     def counts(self) -> bool:
-        """Whether the state has a step count."""
+        """True if the state has a step count."""
         return "step" in self.numbers
 
     @property
@@ -143,7 +156,7 @@ class Case:
         return self.namesake(params, **({"foreach": False} | self.options | overrides))
 
     def stores_update_in_grad(self, dtype: torch.dtype) -> bool:
-        """Whether a fused step leaves its update in a dense gradient of this dtype."""
+        """True if a fused step leaves its update in a dense gradient of this dtype."""
         return (
             not self.elementwise
             and not self.modes.get("keep_grad", False)
@@ -156,7 +169,10 @@ class Case:
 
     @property
     def betas(self) -> tuple[float, ...]:
-        """Without any nothing is averaged."""
+        """Coefficients of the averages. Without any nothing is averaged."""
+        for name in ("alpha", "rho"):
+            if self.has(name):
+                return self.option(name), self.option(name)
         return self.option("betas") if self.has("betas") else (0.0, 0.0)
 
 
@@ -254,7 +270,7 @@ def _adagrad(name, **options):
 
 
 def _adan(name, modes=None, **options):
-    """What it squares is the gradient, and 0 < beta2 < 1 of its difference from the last one."""
+    """Squares the gradient plus beta2 of its difference from the last one, with 0 < beta2 < 1."""
     options = {"lr": 1e-2} | options
     return Case(
         name,
@@ -267,6 +283,24 @@ def _adan(name, modes=None, **options):
         tolerances=DECOUPLED if options.get("weight_decay") else TWO_ADDITIONS,
         squares=3.0,
     )
+
+
+def _adadelta(name, **options):
+    options = {"lr": 1e-2} | options
+    return Case(
+        name,
+        optim.Adadelta,
+        options,
+        adadelta,
+        ("square_avg", "acc_delta"),
+        torch.optim.Adadelta,
+        tolerances=SQUARED_UPDATE,
+    )
+
+
+def _adamax(name, **options):
+    options = {"lr": 1e-2} | options
+    return Case(name, optim.Adamax, options, adamax, ("exp_avg", "exp_inf"), torch.optim.Adamax)
 
 
 def _lion(name, **options):
@@ -284,7 +318,7 @@ def _lion(name, **options):
 
 
 def _sgd(name, **options):
-    options = {"lr": 1e-2} | options
+    options = {"lr": 2e-3} | options
     buffered = "momentum" in options
     return Case(
         name,
@@ -296,6 +330,56 @@ def _sgd(name, **options):
         numbers=(),
         rosenbrock_lr=1e-3,
         sparse=not (buffered or options.get("weight_decay")),
+    )
+
+
+def _nadam(name, **options):
+    options = {"lr": 1e-2} | options
+    decoupled = options.get("decoupled_weight_decay", False)
+    return Case(
+        name,
+        optim.NAdam,
+        options,
+        nadam,
+        MOMENTS,
+        torch.optim.NAdam,
+        numbers=("step", "mu_product"),
+        initial={"mu_product": 1.0},
+        decoupled=decoupled,
+        tolerances=DECOUPLED if decoupled else TWO_ADDITIONS,
+    )
+
+
+def _radam(name, **options):
+    options = {"lr": 1e-2} | options
+    decoupled = options.get("decoupled_weight_decay", False)
+    return Case(
+        name,
+        optim.RAdam,
+        options,
+        radam,
+        MOMENTS,
+        torch.optim.RAdam,
+        decoupled=decoupled,
+        tolerances=DECOUPLED if decoupled else ELEMENTWISE,
+    )
+
+
+def _rmsprop(name, **options):
+    options = {"lr": 1e-2} | options
+    states = {
+        "square_avg": True,
+        "momentum_buffer": options.get("momentum", 0) > 0,
+        "grad_avg": options.get("centered", False),
+    }
+    return Case(
+        name,
+        optim.RMSprop,
+        options,
+        rmsprop,
+        tuple(state for state, is_there in states.items() if is_there),
+        torch.optim.RMSprop,
+        buffers_moves=True,
     )
 
 
@@ -339,6 +423,12 @@ CASES = (
     _adagrad("adagrad-decays", lr_decay=0.1, weight_decay=0.02, eps=1e-6),
     _adagrad("adagrad-accumulator", initial_accumulator_value=0.5),
     _adagrad("adagrad-maximize", maximize=True, lr_decay=0.01),
+    _adadelta("adadelta"),
+    _adadelta("adadelta-l2", weight_decay=0.02, rho=0.8, eps=1e-4),
+    _adadelta("adadelta-maximize", maximize=True),
+    _adamax("adamax"),
+    _adamax("adamax-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
+    _adamax("adamax-maximize", maximize=True),
     _lion("lion"),
     _lion("lion-decay", weight_decay=0.02, betas=(0.8, 0.95)),
     _lion("lion-maximize", maximize=True, weight_decay=0.1),
@@ -349,6 +439,18 @@ CASES = (
     _sgd("sgd-nesterov", momentum=0.8, nesterov=True),
     _sgd("sgd-nesterov-decay", momentum=0.6, nesterov=True, weight_decay=0.02),
     _sgd("sgd-maximize", momentum=0.5, dampening=0.25, weight_decay=0.02, maximize=True),
+    _nadam("nadam"),
+    _nadam("nadam-l2-maximize", weight_decay=0.02, momentum_decay=0.1, eps=1e-6, maximize=True),
+    _nadam("nadam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.8, 0.95)),
+    _radam("radam"),
+    _radam("radam-l2-maximize", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6, maximize=True),
+    _radam("radam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.9, 0.9)),
+    _rmsprop("rmsprop"),
+    _rmsprop("rmsprop-momentum", momentum=0.5, maximize=True),
+    _rmsprop("rmsprop-centered", centered=True, alpha=0.95, eps=1e-6),
+    _rmsprop(
+        "rmsprop-centered-l2-momentum", centered=True, alpha=0.8, weight_decay=0.02, momentum=0.5
+    ),
 )
 
 
@@ -382,6 +484,13 @@ def per_optimizer(cases: Iterable[Case]) -> tuple[Case, ...]:
 # Names of the states that are one number, in any of them.
 NUMBERS = {name for case in CASES for name in case.numbers}
 WITH_NAMESAKE = tuple(case for case in CASES if case.namesake is not None)
+# With options that choose among torch's implementations. Not every class has all of them.
+NAMESAKE_CHOICES = tuple(
+    (case, options)
+    for case in WITH_NAMESAKE
+    for options in ({"foreach": False}, {"foreach": True}, {"fused": True})
+    if options.keys() <= inspect.signature(case.namesake).parameters.keys()
+)
 # A row of each family: of those that the engine steps in one way.
 FAMILIES = first_of_each(lambda case: (case.elementwise, bool(case.states), case.counts), CASES)
 # A row of each kind, for what does not depend on the maths.

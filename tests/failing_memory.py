@@ -150,7 +150,7 @@ SCENARIOS = {
         kinds=(NEW, TENSORS),
     ),
 }
-# What the optimizers besides are put through: one of each family has them all.
+# Scenarios of every optimizer. One optimizer of each family runs all scenarios.
 OTHERS = ("repeated", "two groups clipped")
 THOROUGH = first_of_each(lambda case: case.elementwise, PLAIN)
 
@@ -173,7 +173,7 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
 
 
 def tried(library: ctypes.CDLL, case: Case, scenario: Scenario, kind: int) -> dict[str, Any]:
-    """How many allocations were made to fail, and what was wrong after that."""
+    """Counts the allocations that were made to fail, and lists the faults found after them."""
     subject = scenario.make(case)
     before = subject.contents()
     scenario.act(subject)

@@ -1,4 +1,4 @@
-"""What the scripts test_fused_*.py share: fused against unfused, as assertions and as a timing.
+"""Base of the scripts test_fused_*.py: fused against unfused, as assertions and as a timing.
 
 Needs torch alone, so that the scripts run where no test runner is installed.
 """

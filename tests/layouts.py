@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def shares_elements(self) -> bool:
-        """Whether several elements of the view lie at one address."""
+        """True if several elements of the view lie at one address."""
         sizes_and_strides = zip(self.view.shape, self.view.stride(), strict=True)
         return any(size > 1 and stride == 0 for size, stride in sizes_and_strides)
 
@@ -69,7 +69,7 @@ class Placed:
 
 @functools.lru_cache(maxsize=256)
 def _outside(shape: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-    """Which elements of the buffer are not in the view."""
+    """Mask of the buffer's elements that are not in the view."""
     span = 0
     if 0 not in shape:
         span = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))

@@ -1,4 +1,4 @@
-"""What a behaviour is compared with: torch's class of the same name.
+"""Peers of our classes, to compare behaviour with: torch's classes of the same names.
 
 An experiment is a function of an optimizer's class and mode. Its outcome is its warnings, its error
 and its value: the same with ours as with torch's, or the difference is listed.
@@ -36,7 +36,7 @@ def _options(function: Callable) -> dict[str, Any]:
 
 
 class ByFormula:
-    """What torch's class would be for an optimizer that torch has not: `ours`, by its `formula`.
+    """Stands in for torch's class where torch has none: makes `ours` by its `formula`.
 
     Constructor, checks, texts and housekeeping are those of the class that comes after this one in
     the bases of a subclass: torch's nearest in options and states. The formula gives defaults,
@@ -186,13 +186,27 @@ PEERS = {case.optimizer: _peer_of(case) for case in PLAIN}
 ALL = tuple(PEERS)
 NAMESAKES = tuple(cls for cls in ALL if not issubclass(PEERS[cls], ByFormula))
 
-#: Options of ours that torch's classes do not have.
-OWN_OPTIONS = {
-    name
-    for cls, peer in PEERS.items()
-    for name in _options(cls).keys()
-    - (_options(peer) if cls in NAMESAKES else peer.options_of_base())
-}
+#: torch has no option `fused` for these.
+WITHOUT_FUSED = tuple(cls for cls in NAMESAKES if "fused" not in _options(PEERS[cls]))
+
+
+def peer_of(cls: type) -> Callable[..., torch.optim.Optimizer]:
+    """Makes its peer from options of ours; torch's for-loop is the peer where it has no `fused`."""
+    peer = PEERS[cls]
+    if cls not in WITHOUT_FUSED:
+        return peer
+
+    def without_fused(params, fused=None, **options):
+        return peer(params, **options)
+
+    return without_fused
+
+
+def own_options(cls: type) -> set[str]:
+    """Options of ours that torch's class has not; `cls` is one of the two."""
+    ((ours, peer),) = (pair for pair in PEERS.items() if cls in pair)
+    theirs = _options(peer) if ours in NAMESAKES else peer.options_of_base()
+    return _options(ours).keys() - theirs
 
 
 #: For each of our classes a row with states, if there is one: an experiment would see little else.
@@ -203,12 +217,12 @@ STATEFUL = tuple(cls for cls in ALL if ROWS[cls].states)
 
 
 def options_of(cls: type) -> dict[str, Any]:
-    """What an experiment passes to one of our classes or to its peer: options of that row."""
+    """Options that an experiment passes to one of our classes or to its peer: those of its row."""
     (row,) = (case for ours, case in ROWS.items() if cls in (ours, PEERS[ours]))
     return {name: value for name, value in row.options.items() if name != "lr"}
 
 
-#: Those of our classes to which `foreach=True` means torch operations, as it does to torch's.
+#: Our classes to which `foreach=True` means torch operations, as it does to torch's.
 WITH_FOREACH = tuple(cls for cls in ALL if _options(cls)["foreach"] is None)
 
 
@@ -219,15 +233,15 @@ def fitted(cls: type, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def having(option: str) -> tuple[type, ...]:
-    """Those of our classes that have this option."""
+    """Our classes that have this option."""
     return tuple(cls for cls in ALL if option in _options(cls))
 
 
 class Difference(NamedTuple):
-    """Where ours is not as torch's."""
+    """Difference between ours and torch's."""
 
     row: str
-    """How the row of docs/differences.md begins that tells it and says why."""
+    """The beginning of the row of docs/differences.md that tells the difference and says why."""
     experiment: str
     classes: tuple[type, ...]
     modes: tuple[str, ...]
@@ -239,7 +253,10 @@ class Build:
     """Makes optimizers of one class in one mode."""
 
     def __init__(self, cls: type, mode: str):
-        self.cls, self.mode = cls, options_of(cls) | MODES[mode]
+        chosen = MODES[mode]
+        if not issubclass(cls, ByFormula):  # torch has no `fused` for some: its for-loop then
+            chosen = {name: value for name, value in chosen.items() if name in _options(cls)}
+        self.cls, self.mode = cls, options_of(cls) | chosen
 
     def __call__(self, params, **options):
         return self.cls(params, **(self.mode | options))
@@ -264,7 +281,7 @@ def outcome_of(experiment: Callable, *arguments) -> Outcome:
             error = f"{type(raised).__name__}: {raised}"
     told = [w for w in caught if w.category in (UserWarning, FutureWarning)]
     texts = {f"{w.category.__name__}: {w.message}" for w in told}
-    # What comes once in a process only the first of two outcomes has.
+    # Drops a warning that comes once in a process: only the first of two outcomes has it.
     texts = {text for text in texts if "Sparse invariant checks" not in text}
     return Outcome(sorted(texts), error, value)
 
@@ -307,9 +324,10 @@ def said(function: Callable, *arguments) -> str:
     return "no error"
 
 
-def without_own(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_own(groups: list[dict[str, Any]], cls: type) -> list[dict[str, Any]]:
     """Groups without the options that torch's class does not have."""
-    return [{k: v for k, v in group.items() if k not in OWN_OPTIONS} for group in groups]
+    own = own_options(cls)
+    return [{k: v for k, v in group.items() if k not in own} for group in groups]
 
 
 def of(*classes: type) -> Callable:

@@ -1,4 +1,4 @@
-"""What the framework tests share: a small network, its data, and what the losses must be.
+"""Base of the framework tests: a small network, its data, and the losses that are expected.
 
 Importing a framework takes seconds. So a test file is about one of them, and has a fixture that
 imports it; `./run.sh test` gives a file to one process.

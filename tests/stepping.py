@@ -1,4 +1,4 @@
-"""What the laws share: subjects made from seeds, trajectories, and comparison bit for bit."""
+"""Base of the laws: subjects made from seeds, trajectories, and comparison bit for bit."""
 
 import contextlib
 import functools
@@ -172,7 +172,7 @@ def assert_contents_close(
 
 
 class Bounds:
-    """How far two trajectories of one weight may be apart, from what has gone into them so far.
+    """Bounds on the distance of two trajectories of one weight, from their inputs so far.
 
     An error once made stays: it is relative to the largest value that an element has had.
     """
@@ -214,7 +214,14 @@ class Bounds:
             "exp_avg_diff": (1 - betas[1]) * 2 * self._largest_gradient,
             "neg_pre_grad": self._largest_gradient,
             "sum": self._largest_gradient**2,
-            "momentum_buffer": self._largest_gradient,
+            "square_avg": (1 - betas[-1]) * squared**2,
+            "grad_avg": (1 - betas[0]) * self._largest_gradient,
+            "acc_delta": (1 - betas[-1]) * (self._largest_move / self._case.lr) ** 2,
+            "exp_inf": self._largest_gradient,
+            # The buffer is of gradients divided by the root of their mean square, or of gradients.
+            "momentum_buffer": torch.tensor((1 - betas[-1]) ** -0.5)
+            if self._case.buffers_moves
+            else self._largest_gradient,
         }
         for name in self._case.states:
             assert name in shares, f"Bounds.check in tests/stepping.py does not know {name!r}"
@@ -227,7 +234,7 @@ class Bounds:
 
     @property
     def jumps(self) -> dict[str, float]:
-        """What `assert_within` allows a few elements whose update jumps the other way."""
+        """Arguments of `assert_within` that allow a few elements an update the other way."""
         if self._case.continuous:
             return {}
         return {"share": FEW * self._steps, "far": 2 * self._largest_move * self._steps}
@@ -281,7 +288,7 @@ class Reference:
 
 
 def one_ulp_of_ratio(before: Tensor, after: Tensor) -> Tensor:
-    """How far a weight may be from `after` when only the trust ratio moved by one unit of fp32.
+    """Bound on a weight's distance from `after` if only the trust ratio moved by one unit of fp32.
 
     The move scales with the ratio; forming lr times ratio and rounding the stored weight each may
     go to the neighbouring value because of it.

@@ -42,7 +42,7 @@ by_way = pytest.mark.parametrize("way", WAYS)
 
 
 def build(params, way, **options):
-    """In two groups, which are clipped together."""
+    """Makes an optimizer with two groups, which are clipped together."""
     groups = [{"params": params[:3]}, {"params": params[3:]}]
     return optim.Adan(groups, **({"lr": 0.01} | WAYS[way] | options))
 
@@ -58,7 +58,7 @@ def after_steps(way, steps=5, dtype=torch.float64, **options):
 
 
 def single_tensor_kernel(weight, grad, state, step, *, lr, betas=(0.98, 0.92, 0.99), eps=1e-8):
-    """What its authors' fused kernel for single float32 tensors does.
+    """The formula of its authors' fused kernel for single float32 tensors.
 
     It takes a variance about the mean difference for the square, corrects no bias of it, and
     updates elements by fours only.
@@ -74,7 +74,7 @@ def single_tensor_kernel(weight, grad, state, step, *, lr, betas=(0.98, 0.92, 0.
 
 
 def largest_error(formula, way, steps=10):
-    """Of ours, as a share of how far the weights have gone."""
+    """Our largest error, as a share of the largest distance that a weight has gone."""
     shapes = ((7,), (33, 31))
     expected = make_weights(shapes, torch.float64)
     params, states = as_parameters(make_weights(shapes, torch.float32)), [{} for _ in shapes]
@@ -404,6 +404,6 @@ def test_has_its_authors_arguments():
     ids=str,
 )
 def test_options_out_of_range(options, text):
-    """But for weight_decay, which they do not check, these are its authors' texts."""
+    """Texts are its authors', except for weight_decay, which they do not check."""
     with pytest.raises(ValueError, match=f"^{text}$"):
         optim.Adan([torch.zeros(3)], **options)

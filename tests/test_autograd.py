@@ -94,7 +94,7 @@ def test_step_records_no_graph(case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_that_autograd_follows_is_the_imperative_one(case):
-    """But for corrections of the bias in float32, as in torch."""
+    """Except for corrections of the bias in float32, as in torch."""
     results = []
     for differentiable in (False, True):
         # No leaf that autograd looks at can change.

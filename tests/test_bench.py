@@ -97,7 +97,7 @@ def test_rows_have_names_of_their_own_and_the_largest_come_last(device):
 @pytest.mark.parametrize("suite", ["steps", "peers"])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_optimizer_is_stepped_on_every_model(suite, device):
-    """By its row in the case table alone."""
+    """An optimizer needs no more than its row in the case table."""
     arguments = (device, 16) if suite == "peers" else (device,)
     found = {str(row) for row in SUITES[suite, device].rows(*arguments)}
     for case in PLAIN:
@@ -235,7 +235,7 @@ def test_check_accepts_a_right_step_and_no_other(case, shape_list):
 
 
 def test_where_an_update_jumps_a_few_elements_may_go_the_other_way():
-    """By the step of a sign, in which one or many elements are turned."""
+    """Takes steps along the sign of the gradient, and turns one or many elements."""
 
     def sign(weight, grad, state, step, lr):
         return weight - lr * grad.sign(), state
@@ -367,7 +367,7 @@ def test_clipped_steps_are_checked_by_the_norm_of_all_gradients(name, implementa
 
 
 def test_a_step_that_clips_to_another_norm_is_wrong():
-    """By a step that depends on the scale of gradients, as Adam's and LAMB's hardly do."""
+    """Takes a step that depends on the scale of gradients; Adam's and LAMB's hardly do."""
     row = Row(CASES_BY_NAME["lamb"], shapes.ShapeList("some", "some", SEVERAL))
     one_call = next(i for i in implementations.CLIPPING if i.name == "fused")
     scaled = dataclasses.replace(row.case, reference=lambda w, g, s, step, **_: (w - g, s))

@@ -25,7 +25,7 @@ needs_binding = pytest.mark.skipif(_ops.bind is None, reason="built without Pyth
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the direct way has answered, whether it was asked to bind or to repeat a step."""
+    """Answers of the binding, asked to bind or to repeat a step."""
     answers = []
 
     def noting(function):
@@ -87,7 +87,7 @@ def test_errors_are_the_same(gradient, monkeypatch):
         except (RuntimeError, NotImplementedError) as error:
             texts.append(str(error))
     torch.ops.fusedstep.plan_delete(plan)
-    # What only the operator has words for is left to it.
+    # The binding answers False where only the operator has a text for the error.
     assert texts[0] is False or texts[0] == texts[1]
     assert isinstance(texts[1], str)
 

@@ -44,7 +44,7 @@ def resumed(build, dictionary, params, **options):
     return optimizer
 
 
-# What is in a dictionary
+# Contents of a dictionary
 
 
 @of(*NAMESAKES)
@@ -58,7 +58,7 @@ def a_state_dict(build):
     params[1].grad = torch.ones_like(params[1])  # the others have had no gradient
     optimizer.step()
     dictionary = through_a_file(optimizer.state_dict())
-    return dictionary | {"param_groups": without_own(dictionary["param_groups"])}
+    return dictionary | {"param_groups": without_own(dictionary["param_groups"], build.cls)}
 
 
 def a_state_dict_is_no_copy(build):
@@ -150,7 +150,8 @@ def dictionaries_without_newer_options(build):
             for name in missing:
                 group.pop(name, None)
         other = resumed(build, dictionary, params)
-        found.append((contents(other), without_own(other.state_dict()["param_groups"])))
+        groups = without_own(other.state_dict()["param_groups"], build.cls)
+        found.append((contents(other), groups))
     return found
 
 
@@ -215,13 +216,14 @@ def options_come_with_the_dictionary(build):
     optimizer, params = trained(build, lr=0.3, weight_decay=0.2, maximize=True)
     other = build(params)
     other.load_state_dict(optimizer.state_dict())
-    group = other.param_groups[0]
-    return [group[name] for name in ("lr", "weight_decay", "maximize", "fused", "foreach")]
+    (group,) = without_own(other.param_groups, build.cls)
+    names = ("lr", "weight_decay", "maximize", "fused", "foreach")
+    return [group[name] for name in names if name in group]
 
 
 @of(optim.Adam, optim.AdamW)
 def amsgrad_between_dictionaries(build):
-    """Into an optimizer with amsgrad from one without, and the other way."""
+    """Loads into an optimizer with amsgrad from one without, and the other way."""
     found = []
     for saved, loads in ((True, False), (False, True)):
         optimizer, params = trained(build, amsgrad=saved)
@@ -231,7 +233,7 @@ def amsgrad_between_dictionaries(build):
 
 
 def a_loaded_dictionary_afterwards(build):
-    """Whether the steps of the second optimizer change what it was loaded from."""
+    """True if the steps of the second optimizer change the dictionary that it was loaded from."""
     optimizer, params = trained(build)
     dictionary = optimizer.state_dict()
     before = copy.deepcopy(dictionary["state"])

@@ -239,7 +239,7 @@ def halve_lr(optimizer, args, kwargs):
 
 
 class TestRecompiling:
-    """What a graph is made anew for."""
+    """Changes that a graph is made anew for."""
 
     def test_gradients_that_come_and_go(self):
         twins = Twins(OPERATORS[0])
@@ -394,7 +394,7 @@ class TestTrainingLoop:
 
 
 class TestGraphBreaks:
-    """What the graph has no operator for: the step runs as it does without a compiler."""
+    """Requests that the graph has no operator for: the step runs as without a compiler."""
 
     @pytest.mark.parametrize(
         "arguments", [{"max_norm": 0.1}, {"zero_grad": True}, {"zero_grad": "none"}], ids=str

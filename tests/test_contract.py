@@ -13,7 +13,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep import optim
-from peers import ALL, MODES, NAMESAKES, Difference, laws, of, said
+from peers import ALL, MODES, NAMESAKES, WITHOUT_FUSED, Difference, laws, of, said
 from stepping import as_parameters, contents, make_gradients, make_weights, train
 
 ADAMS = (optim.Adam, optim.AdamW)
@@ -374,7 +374,12 @@ def gradients_made_in_inference_mode(build):
 
 
 DIFFERENCES = [
-    Difference("`foreach=True`", "a_weight_twice_in_a_group", (optim.Adagrad,), ("foreach",)),
+    Difference(
+        "`foreach=True`",
+        "a_weight_twice_in_a_group",
+        (optim.Adagrad, optim.NAdam, optim.RMSprop),
+        ("foreach",),
+    ),
     Difference("`fused=True` for a weight without kernels", "complex_weights", ALL, ("fused",)),
     Difference("`Adagrad(fused=True)`", "sparse_gradients", (optim.Adagrad,), ("fused",)),
     Difference("`fused=True` with a subclass", "weights_of_a_tensor_subclass", ALL, ("fused",)),
@@ -395,6 +400,9 @@ DIFFERENCES = [
     Difference("weights that share memory", "weights_that_share_memory", ALL, ("default", "fused")),
     Difference("tensors made in inference mode", "inference_tensors_elsewhere", ALL, ("default",)),
     Difference(
+        "tensors made in inference mode", "inference_tensors_elsewhere", WITHOUT_FUSED, ("fused",)
+    ),
+    Difference(
         "tensors made in inference mode",
         "states_made_in_inference_mode",
         tuple(cls for cls in ALL if cls not in (optim.Adagrad, optim.SGD)),
@@ -412,11 +420,16 @@ DIFFERENCES = [
         (optim.Adagrad,),
         ("unfused", "foreach"),
     ),
-    Difference("a weight cast to another", "weights_cast_between_steps", ADAMS, tuple(MODES)),
     Difference(
         "a weight cast to another",
         "weights_cast_between_steps",
-        (optim.Adagrad, optim.SGD),
+        (*ADAMS, optim.NAdam, optim.RAdam),
+        tuple(MODES),
+    ),
+    Difference(
+        "a weight cast to another",
+        "weights_cast_between_steps",
+        (optim.Adagrad, optim.RMSprop, optim.SGD),
         ("default", "fused"),
     ),
 ]

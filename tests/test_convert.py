@@ -8,7 +8,14 @@ import torch
 from torch.optim import lr_scheduler
 
 import fusedstep
-from cases import CASES, DTYPES, LOW_PRECISION, WITH_NAMESAKE, per_optimizer
+from cases import (
+    CASES,
+    DTYPES,
+    LOW_PRECISION,
+    NAMESAKE_CHOICES,
+    WITH_NAMESAKE,
+    per_optimizer,
+)
 from foreign import (
     count_as_integers,
     count_in_the_group,
@@ -56,8 +63,7 @@ def assert_is_whole_run(case, found):
     assert_contents_close(found, contents(whole), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+@pytest.mark.parametrize(("case", "options"), NAMESAKE_CHOICES, ids=str)
 def test_goes_on_where_the_namesake_stopped(case, options):
     params, namesake = namesake_after_three_steps(case, **options)
     converted = fusedstep.convert(namesake)
@@ -87,7 +93,7 @@ def test_ours_go_on_in_the_native_kernels(case, dtype):
     before = contents(optimizer)
     converted = fusedstep.convert(optimizer)
     assert type(converted) is type(optimizer)
-    assert converted.param_groups[0]["fused"] is None
+    assert converted.param_groups[0].get("fused") is None
     assert_same_contents(contents(converted), before)
     steps_on(converted, params)
 
@@ -428,7 +434,7 @@ def test_imports_dictionaries(case, layout, fused):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_imports_dictionaries_of_lamb(package, name, options, count, ours):
-    """Into an optimizer of the variant: all else is in the dictionary."""
+    """Imports into an optimizer of the variant: all else is in the dictionary."""
     params, source = run(ROW["lamb"], SHAPES, torch.float32, steps=3, **ours)
     dictionary = dressed(source, package, name, options, count).state_dict()
     optimizer = optim.Lamb(params, variant=ours["variant"])

@@ -25,7 +25,7 @@ def next_to_the_middle(below):
 
 
 def pairs():
-    """Of such integers, as tensors: over many divisors, and over the last ones below 2^24."""
+    """Pairs of such integers, as tensors: over many divisors, and over the last below 2^24."""
     drawn = random.Random(0)
     divisors = {drawn.randrange(LAST // 2 + 1, LAST, 2) for _ in range(4000)}
     divisors |= set(range(LAST - 4001, LAST, 2))

@@ -112,8 +112,8 @@ def test_adding_such_weights_leaves_the_groups_as_they_were(case):
     assert len(optimizer.param_groups) == 1
 
 
-# What is wrong at a step. Each row spoils the third of five weights: in the middle of the only
-# group, or the first of a second group where nothing is wrong with the first.
+# Errors at a step. Each row spoils the third of five weights: in the middle of the only group, or
+# the first of a second group where nothing is wrong with the first group.
 
 
 def sparse_gradient(optimizer, param):
@@ -202,7 +202,7 @@ WRONG = [
 
 
 def has_it(case, wrong):
-    """Whether the row has what is spoilt. Weights updated one at a time may share memory."""
+    """True if the row has what is spoilt. Weights updated one at a time may share memory."""
     one_by_one = case.modes.get("foreach") is False
     has = {"operands": True, "states": bool(case.states), "counts": case.counts}
     return has[wrong.is_in] and not (wrong.spoil is weights_that_share_memory and one_by_one)
@@ -269,7 +269,7 @@ def test_nothing_changes_when_the_first_step_fails(case, wrong, groups):
     check_nothing_changed_by_error(case, wrong, warm=False, groups=groups)
 
 
-UNFUSED = WRONG[1:5]  # what torch's operations would broadcast, or stop at half way
+UNFUSED = WRONG[1:5]  # torch's operations would broadcast these, or stop at half way
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -85,7 +85,7 @@ def test_results_that_are_right_are_taken(what):
     run.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())
 
 
-# What is planted
+# Planted errors
 
 
 def small_case(row: str, dtype: str = "float32") -> run.Case:
@@ -222,7 +222,7 @@ def test_an_error_of_the_library_is_seen():
 
 
 def test_shrinking_leaves_what_fails():
-    """What is planted needs one weight and three steps; all else goes."""
+    """The planted error needs one weight and three steps; all else goes."""
 
     def fails(case):
         try:

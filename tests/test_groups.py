@@ -9,14 +9,15 @@ from peers import (
     COUNTING,
     MODES,
     NAMESAKES,
-    OWN_OPTIONS,
     ROWS,
     STATEFUL,
     WITH_FOREACH,
+    WITHOUT_FUSED,
     Difference,
     having,
     laws,
     of,
+    own_options,
     said,
 )
 from stepping import as_parameters, contents, make_weights, train
@@ -144,14 +145,15 @@ def a_tensor_lr_in_a_foreach_group(build):
     return said(lambda: build([group]).step()), param.detach()
 
 
-# What it looks like
+# Printed groups
 
 
 @of(*NAMESAKES)
 def printed(build):
     optimizer = build([{"params": weights(), "lr": 0.5}, {"params": weights()}])
     lines = repr(optimizer).splitlines()
-    return [line for line in lines if line.strip().partition(":")[0] not in OWN_OPTIONS]
+    own = own_options(build.cls)
+    return [line for line in lines if line.strip().partition(":")[0] not in own]
 
 
 def kinds_of_things(build):
@@ -268,7 +270,7 @@ DIFFERENCES = [
     Difference(
         "a tensor `lr` with `foreach=True`",
         "a_tensor_lr_in_a_foreach_group",
-        tuple(cls for cls in having("capturable") if cls in WITH_FOREACH),
+        tuple(cls for cls in having("capturable") if cls in {*WITH_FOREACH} - {*WITHOUT_FUSED}),
         ("default", "unfused", "foreach"),
     ),
     Difference(
@@ -277,6 +279,7 @@ DIFFERENCES = [
         COUNTING,
         ("default", "unfused", "foreach"),
     ),
+    Difference("`step`", "types_where_doubles_are_the_default", WITHOUT_FUSED, ("fused",)),
     Difference("`step`", "a_double_for_a_step", COUNTING, ("default", "fused")),
     Difference("`amsgrad` switched on", "amsgrad_switched_on", ADAMS, tuple(MODES)),
     Difference("a state, or a part of it", "states_taken_away", SEVERAL, tuple(MODES)),

@@ -1,4 +1,4 @@
-"""What surrounds a step is there when somebody asks for it: hooks and the profiler's event."""
+"""Hooks and the profiler's event surround a step when somebody asks for them."""
 
 import pytest
 import torch

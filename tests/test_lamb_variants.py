@@ -32,9 +32,9 @@ OPTIONS = tuple(VARIANTS["paper"])
 CLIPPING = ("apex", "nvlamb", "timm")
 SHAPES = ((33, 31), (7,), (), (5, 4), (CHUNK + 77,), (6,), (3,), (0,))
 SCALES = (1.0, 1e-4, 1.0, 1e3, 1.0, 0.0, 1.0, 1.0)
-"""Of the weights: bounds of the ratio and of norms are reached, and one weight is zero."""
+"""Scales of the weights: bounds of the ratio and of norms are reached, and one weight is zero."""
 ZERO_GRADIENT = 6
-"""Of which weight the gradient is zero."""
+"""Index of the weight whose gradient is zero."""
 
 MODES = {
     "fused": ({}, {}),

@@ -1,4 +1,4 @@
-"""What `./run.sh SCRIPT.py` sets for a program: threads, pinning, allocator, import path."""
+"""Settings of `./run.sh SCRIPT.py` for a program: threads, pinning, allocator, import path."""
 
 import ctypes.util
 import importlib.util

@@ -92,7 +92,7 @@ def test_any_layout_on_any_isa(case, dtype, isa):
 
 
 def same_order(tensor, other) -> bool:
-    """Whether both are laid out in the same order of dimensions."""
+    """True if both are laid out in the same order of dimensions."""
 
     def order(strides):
         long = [dim for dim, size in enumerate(tensor.shape) if size > 1]

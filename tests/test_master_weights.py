@@ -30,7 +30,7 @@ def run_mastered(case, dtype, steps=3, **overrides):
 
 
 def run_in_float32(case, dtype, steps, **overrides):
-    """From the same weights, with the same gradients, in float32."""
+    """Runs from the same weights, with the same gradients, in float32."""
     params = as_parameters(weight.float() for weight in make_weights(SHAPES, dtype))
     optimizer = case.build(params, **overrides)
     for step in range(1, steps + 1):
@@ -155,7 +155,7 @@ def test_a_checkpoint_keeps_the_copy(case, dtype, fused):
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=str)
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_asked_for_in_mid_run(case, state_dtype, fused):
-    """Of the group, or because an older dictionary had none: states are widened, not made anew."""
+    """A group asks for masters later, or an older dictionary had none: states are only widened."""
     params, optimizer = run(case, SHAPES, torch.bfloat16, 3, state_dtype=state_dtype, fused=fused)
     before = contents(optimizer)
     optimizer.param_groups[0]["master_weights"] = True
@@ -191,7 +191,7 @@ def test_clipping_and_clearing(case, options):
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_an_imperative_step_that_can_be_followed(case):
-    """By autograd."""
+    """Autograd follows it."""
     _, optimizer = run_mastered(case, torch.bfloat16, fused=False)
     followed = copy.deepcopy(optimizer)
     followed.param_groups[0]["differentiable"] = True

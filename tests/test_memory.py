@@ -17,7 +17,7 @@ SMALL = 16_384
 
 
 def allocated_bytes(optimizer, file) -> int:
-    """What torch's allocator hands out during a step, in all."""
+    """Sum of the bytes that torch's allocator hands out during a step."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
@@ -120,7 +120,7 @@ print(json.dumps({"weight": 4 * SHAPE[0] * SHAPE[1], "growth": found}))
 
 @pytest.fixture(scope="module")
 def growths(subprocess_environment):
-    """How much the peak memory of a process grows by fused and by imperative steps, in weights."""
+    """Growth of a process's peak memory by fused and by imperative steps, in weights."""
     result = subprocess.run(
         [sys.executable, "-c", PEAK_PROGRAM],
         env=subprocess_environment,

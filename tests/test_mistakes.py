@@ -298,7 +298,7 @@ def test_a_model_that_has_become_double(case, named):
 @EACH
 def test_errors_name_the_parameter_of_a_gradient(case, fused):
     params, optimizer = trained(case, names=("body.weight", "body.bias"), fused=fused)
-    params[0].grad = None  # what the native side calls the first of its list is the second
+    params[0].grad = None  # the first of the native side's list is now the second
     params[1].data = torch.zeros(9)
     params[1].grad = torch.zeros(9)
     params[1].data = torch.zeros(7)
@@ -326,7 +326,7 @@ def without(name):
 
 
 def rows_with(what):
-    """What an edit is about, and begins with: states, the count, or an option."""
+    """Rows with the part that an edit's name begins with: states, the count, or an option."""
     plain = [case for case in PLAIN if case.states]  # their states are there with any options
     if what == "moment None":
         return plain

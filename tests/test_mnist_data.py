@@ -271,7 +271,7 @@ def test_download_refuses_a_wrong_checksum(tmp_path, mirror):
     damaged.write_bytes(damaged.read_bytes() + b"x")
     with pytest.raises(data.DownloadError, match=f"{damaged.name}: md5 sum .*, expected "):
         data.download(tmp_path / "new")
-    # What came before it is whole, and nothing else is there.
+    # The files before it are whole, and nothing else is there.
     names = sorted(path.name for path in (tmp_path / "new").iterdir())
     assert names == sorted(f"{name}.gz" for name in NAMES[:2])
 

@@ -15,7 +15,7 @@ SUBJECTS = [f"{case.name}: {name}" for case, name in failing_memory.subjects()]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory, repository, subprocess_environment):
-    """What has been found, by optimizer and scenario."""
+    """Results of failing_memory.py, by optimizer and scenario."""
     library = repository / "build" / "release" / "tests" / "cpp" / "libfusedstep_preloaded.so"
     assert library.is_file(), "cmake --build --preset release --target fusedstep_preloaded"
     file = tmp_path_factory.mktemp("memory") / "results"

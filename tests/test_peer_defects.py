@@ -1,4 +1,4 @@
-"""What other fused optimizers get wrong, as tests of ours. Each says what the peer does."""
+"""Errors of other fused optimizers, as tests of ours. Each says what the peer does."""
 
 import pytest
 import torch

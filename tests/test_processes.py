@@ -127,7 +127,7 @@ def test_children_of_fork_step_whatever_other_threads_did(subprocess_environment
     assert result.stdout == "none hangs\n", result.stderr
 
 
-# Of what torch shares among its threads, which a child does not have.
+# Steps in a child, which does not have the threads that torch shares work among.
 IN_A_CHILD_PROGRAM = """
 import os, signal
 import torch
@@ -328,7 +328,7 @@ def test_a_load_during_a_step_is_an_error(case):
 @pytest.mark.parametrize("repeated", [False, True])
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch):
-    """Of their own accord they would have to wait for an hour."""
+    """A step has to let them run: by Python's switch interval they would wait for an hour."""
     if not repeated:
         monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
     param = torch.nn.Parameter(torch.ones(1 << 23))

@@ -11,7 +11,7 @@ import torch
 from cases import CASES, PLAIN
 from fusedstep import optim
 
-#: What scripts use of torch.optim beside its optimizers.
+#: Names in torch.optim that scripts use beside its optimizers.
 TORCHS = ("Optimizer", "lr_scheduler", "swa_utils")
 NAMES = sorted(optim.__all__)
 
@@ -109,7 +109,8 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    own = {"state_dtype": None, "master_weights": False, "max_grad_norm": None}
+    own = {"fused": None, "state_dtype": None, "master_weights": False, "max_grad_norm": None}
+    own = {name: unset for name, unset in own.items() if name not in parameters[1]}
     keyword = inspect.Parameter.KEYWORD_ONLY
     assert described[0] == [*described[1], *((name, keyword, own[name]) for name in own)]
     assert all(case.namesake is theirs for case in rows_of(name))

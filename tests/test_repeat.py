@@ -42,7 +42,7 @@ def set_grads(params, seed, *, move=False):
 
 
 class Told:
-    """What ``repeat`` was asked and has answered."""
+    """Answers of ``repeat``, in their order."""
 
     def __init__(self, monkeypatch):
         self.answers = []
@@ -76,7 +76,7 @@ def freeze(optimizer, params):
     params[1].requires_grad_(False)
 
 
-# What a step can be repeated over.
+# Changes after which a step can be repeated.
 SMALL = [keep, move_grads, change_lr, freeze]
 
 
@@ -199,7 +199,7 @@ def double_all(optimizer, params):
             optimizer.state[p][name] = value if name in NUMBERS else value.double()
 
 
-# What a step can not be repeated over: options, gradients, weights.
+# Changes after which a step can not be repeated: options, gradients, weights.
 LARGE = [
     use_tensor_lr,
     use_whole_lr,
@@ -366,9 +366,10 @@ def by_closure_over_steps(optimizer):
 def by_lists(optimizer):
     found = []
     for group in optimizer.param_groups:
-        lists = [[] for _ in range(2 + len(optimizer._state[group["params"][0]]))]
+        lists = [[] for _ in range(8)]  # more than there are states
         optimizer._init_group(group, *lists)
-        found += [dict(enumerate(tensors)) for tensors in zip(*lists[2:], strict=True)]
+        of_states = filter(None, lists[2:])
+        found += [dict(enumerate(tensors)) for tensors in zip(*of_states, strict=True)]
     return found
 
 

@@ -33,6 +33,7 @@ def test_defaults_are_those_of_the_rule(case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_states_are_those_of_the_rule_in_its_order(case):
     states = torch.ops.fusedstep.rule_states(case.optimizer._rule)
+    assert case.optimizer._states == tuple(states)
     assert [name for name in states if name in case.states] == list(case.states)
 
 

@@ -22,7 +22,7 @@ esac
 
 @pytest.fixture
 def checkout(repository):
-    """What run.sh consists of, in a folder whose name has spaces, which anybody may enter."""
+    """A copy of run.sh and its scripts, in a folder with spaces that anybody may enter."""
     with tempfile.TemporaryDirectory(prefix="a b ") as folder:
         Path(folder).chmod(0o755)
         root = Path(folder) / "fu sed"
@@ -51,15 +51,12 @@ def run(*command, **options):
 
 
 def test_builds_in_a_folder_whose_name_has_spaces(checkout, programs):
-    onednn = checkout / "build" / "onednn" / "dnnl-config.cmake"
-    onednn.parent.mkdir(parents=True)
-    onednn.touch()
+    (checkout / "build").mkdir()
     for name in ("jemalloc", "python-headers"):  # these are not to be installed
         (checkout / "build" / f".tried-{name}").touch()
     done = run(checkout / "run.sh", "build", env=programs)
     assert done.returncode == 0, done.stderr
     asked = (checkout / "asked").read_text().splitlines()
-    assert f"-Ddnnl_DIR={onednn.parent}" in asked
     assert asked[:4] == ["-S", str(checkout), "--preset", "release"]
     (python,) = (word for word in asked if word.startswith("-DPython_EXECUTABLE="))
     assert Path(python.partition("=")[2]).is_file()

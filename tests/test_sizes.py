@@ -65,7 +65,7 @@ def test_every_size_matches_the_reference_within_its_bytes(case, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", [case for case in CASES if case.elementwise], ids=str)
 def test_a_tail_has_the_bits_of_a_body(case, dtype, isa):
-    """What an elementwise rule does to an element does not depend on how many come after it."""
+    """An elementwise rule's update of an element does not depend on how many come after it."""
     longest = max(SIZES)
     params = as_parameters(make_weights([(longest,)], dtype) * len(SIZES))
     for index, size in enumerate(SIZES):

@@ -51,7 +51,7 @@ TABLES = (
     Layout("empty", (0, 6), (6, 1)),
 )
 
-# Which rows of a table with n of them the entries of a gradient are for.
+# Rows that the entries of a gradient are for, in a table of n rows.
 INDICES = {
     "none": lambda n: [],
     "one": lambda n: [n // 2][: min(n, 1)],
@@ -99,7 +99,7 @@ def step_both(optimizer, params, twin, twins, grads, **arguments):
 
 
 def found(optimizer):
-    """What there is on whatever device."""
+    """Contents of an optimizer on any device."""
     return {name: value.cpu() for name, value in contents(optimizer).items()}
 
 

@@ -15,6 +15,7 @@ from cases import (
     DTYPES,
     KINDS,
     LOW_PRECISION,
+    NAMESAKE_CHOICES,
     NUMBERS,
     PLAIN,
     WITH_NAMESAKE,
@@ -87,11 +88,8 @@ def test_state_dict_between_fused_and_imperative_sees_a_lost_state():
 
 
 @pytest.mark.parametrize("to_torch", [True, False], ids=["to torch", "from torch"])
-@pytest.mark.parametrize(
-    "options", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str
-)
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "unfused"])
-@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+@pytest.mark.parametrize(("case", "options"), NAMESAKE_CHOICES, ids=str)
 def test_state_dict_from_and_to_the_namesake(case, fused, options, to_torch):
     """Through a file, with the options of the loading optimizer put back."""
     params = as_parameters(make_weights(SHAPES, torch.float32))
@@ -99,7 +97,7 @@ def test_state_dict_from_and_to_the_namesake(case, fused, options, to_torch):
     optimizer = case.build(params, fused=fused)
     first, second = (optimizer, namesake) if to_torch else (namesake, optimizer)
     train(first, params, range(1, 4))
-    flags = {name: second.param_groups[0][name] for name in ("foreach", "fused")}
+    flags = {name: second.param_groups[0].get(name) for name in ("foreach", "fused")}
     second.load_state_dict(through_a_file(first.state_dict()))
     second.param_groups[0].update(flags)
     train(second, params, range(4, 7))
@@ -128,7 +126,7 @@ def test_older_dictionaries(case):
         return dictionary
 
     _, whole = run(case, SHAPES, torch.float32, steps=6)
-    params, optimizer = run(case, SHAPES, torch.float32, steps=3)
+    params, optimizer = run(case, SHAPES, torch.float32, steps=3, fused=None)
     resumed_params = as_parameters(params)
     resumed = case.build(resumed_params, fused=None)
     resumed.load_state_dict(age(optimizer.state_dict()))
@@ -148,7 +146,7 @@ def test_state_dict_has_the_keys_of_the_namesake(case):
         }
 
     params, others = (as_parameters(make_weights(SHAPES, torch.float32)) for _ in range(2))
-    states, options = keys(case.build(params), params)
+    states, options = keys(case.build(params, fused=None), params)
     assert (states, options) == keys(case.build_namesake(others), others)
 
 
@@ -188,8 +186,8 @@ def test_copies_step_on_independently(case, duplicate):
     assert_same_contents(contents(copied), contents(optimizer), "copy")
 
 
-# What may happen between two steps, each given the optimizer and its parameters. The values stay
-# what they were, so a run with such an event is the same as one without.
+# Events between two steps, each given the optimizer and its parameters. The values stay what they
+# were, so a run with such an event is the same as one without.
 
 
 def move_weights(optimizer, params):

@@ -28,7 +28,7 @@ def output(*command) -> str:
 
 
 def objects(repository, target) -> list[Path]:
-    """Those of a target, and of kernels those of every rule."""
+    """Object files of a target; for kernels, those of every rule."""
     folder = repository / "build" / "release" / "CMakeFiles"
     rules = [f"{target}_*.dir/**/*.o"] if "kernels" in target else []
     found = sorted(
@@ -118,7 +118,7 @@ def test_the_binding_fits_every_python_and_every_torch():
     assert not [name for name in needed(path) if "python" in name]
     symbols = output("nm", "--dynamic", "--undefined-only", path).split()
     assert "PyList_GetItem" in symbols
-    # What the limited API's own macros call.
+    # Functions that the limited API's own macros call.
     limited = {
         "_PyArg_ParseTuple_SizeT",
         "_Py_Dealloc",

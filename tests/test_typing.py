@@ -1,4 +1,4 @@
-"""What a type checker makes of the public functions."""
+"""A type checker's view of the public functions."""
 
 import subprocess
 import sys

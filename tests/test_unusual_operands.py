@@ -30,7 +30,7 @@ ONE_BY_ONE = tuple(case for case in WITH_STATES if case.optimizer in WITH_FOREAC
 
 
 def negated(values):
-    """Of the values given, by memory that holds them negated."""
+    """A view of the given values over memory that holds them negated."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
@@ -52,7 +52,7 @@ def values_of(gradient):
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 class TestGradientsThatHoldOtherValues:
     def test_the_step_is_that_of_their_values(self, case, kind):
-        """Of the first step, of those after others alike, and after plain gradients."""
+        """True of the first step, of steps after others alike and after plain gradients."""
         values = [torch.arange(1.0, SIZE + 1) * step for step in range(1, 6)]
         gradients = [KINDS[kind](value) for value in values]
         plain = values_of(gradients[0])
@@ -118,7 +118,7 @@ WAYS = {
 
 
 def negated_at_once(values):
-    """Of the values given, by memory without gaps."""
+    """A view of the given values over memory without gaps that holds them negated."""
     return torch._neg_view(-values)
 
 
@@ -152,7 +152,7 @@ AFTER = pytest.mark.parametrize(("case", "kind", "way"), thinned(PLAIN, LATE, WA
 
 
 class TestAfterOrdinarySteps:
-    """What the first step looks for is looked for in every step, whichever way it takes."""
+    """Every step looks for what the first step looks for, whichever way it takes."""
 
     @AFTER
     def test_a_gradient_is_taken_by_its_values(self, case, kind, way):
@@ -294,7 +294,7 @@ def test_a_gradient_in_the_memory_of_a_weight_is_an_error(case, way):
             assert_same_bits(param.detach(), values, "weight")
 
 
-# Of what clears gradients the weight is zero.
+# Leaves out the steps that clear gradients: they would clear the weight too.
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "clearing"])
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_a_gradient_that_is_its_own_weight(case, way):

@@ -394,7 +394,7 @@ def test_copies_are_freed():
     assert alive() == before
 
 
-# What is reported
+# Reports
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

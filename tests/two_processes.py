@@ -1,4 +1,4 @@
-"""What two processes do together: shards of DTensor weights, gradients in the buckets of DDP."""
+"""Works of two processes together: shards of DTensor weights, gradients in DDP's buckets."""
 
 import copy
 import os
@@ -399,7 +399,7 @@ def _process(rank: int, backend: str, folder: str, works: list[Work]) -> None:
 
 
 def failures_by_name(backend: str, works: Iterable[Work] = WORKS) -> dict[str, str]:
-    """What went wrong in each of the works, which two processes do one after another.
+    """Runs the works one after another in two processes. Returns the failures, by the work's name.
 
     Processes take seconds to start. After a failure there are new ones for what is left.
     """

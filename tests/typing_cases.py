@@ -25,6 +25,11 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     adamw: optim.AdamW = fusedstep.convert(torch.optim.AdamW(parameters))
     adam: optim.Adam = fusedstep.convert(torch.optim.Adam(parameters))
     adagrad: optim.Adagrad = fusedstep.convert(torch.optim.Adagrad(parameters), lr=0.1)
+    adadelta: optim.Adadelta = fusedstep.convert(torch.optim.Adadelta(parameters))
+    adamax: optim.Adamax = fusedstep.convert(torch.optim.Adamax(parameters))
+    nadam: optim.NAdam = fusedstep.convert(torch.optim.NAdam(parameters))
+    radam: optim.RAdam = fusedstep.convert(torch.optim.RAdam(parameters))
+    rmsprop: optim.RMSprop = fusedstep.convert(torch.optim.RMSprop(parameters))
     sgd: optim.SGD = fusedstep.convert(torch.optim.SGD(parameters))
     adan: optim.Adan = fusedstep.convert(optim.Adan(parameters))
     fused: optim.FusedOptimizer = fusedstep.convert(other)
@@ -32,7 +37,7 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     fusedstep.verify(fusedstep.convert(base)).worst  # noqa: B018
     wrong: optim.Lamb = fusedstep.convert(other)  # type: ignore[assignment]
     fusedstep.import_state_dict(wrong, other.state_dict())
-    del adamw, adam, adagrad, sgd, adan
+    del adamw, adam, adagrad, adadelta, adamax, nadam, radam, rmsprop, sgd, adan
 
 
 def mistakes() -> None:

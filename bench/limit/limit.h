@@ -35,7 +35,7 @@ enum fusedstep_limit_way {
 struct fusedstep_limit_walk {
   int32_t threads;
   int32_t prefetch;       // elements ahead; 0: none
-  int32_t take;           // whether a thread that is done takes of what others have left
+  int32_t take;           // true if a thread that is done steals from the others
   int32_t alternate;      // every other walk goes from the end to the beginning
   int32_t way;            // two-phase: enum fusedstep_limit_way
   int32_t backward;       // two-phase: each thread takes its part of a wave the other way in the second pass

@@ -39,8 +39,8 @@ constexpr Streams streams_of(PassId pass, int states) {
   }
 }
 
-// How far a stream gets while the gradient's gets on by one byte: one or two. Two are states of a wider type
-// than the gradient's, and a weight of which every second element is updated: its lines are moved whole.
+// Bytes of a stream for each byte of the gradient's: one or two. Two are for states of a wider type than the
+// gradient's, and for a weight of which every second element is updated: its lines are moved whole.
 struct Strides {
   int weight, state;
 };

@@ -23,7 +23,7 @@ std::filesystem::path find_data(const std::string& named, const std::vector<std:
   const std::string from_environment = variable ? variable : "";
   const std::string& chosen = named.empty() ? from_environment : named;
 
-  // What a user names is never passed over for something else.
+  // Searches no other place if the user has named one.
   std::vector<std::filesystem::path> places;
   if (!chosen.empty()) {
     places.emplace_back(chosen);

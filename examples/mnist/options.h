@@ -29,7 +29,7 @@ struct UsageError : std::runtime_error {
 /// Reads `--name value` and `--name=value`; of an option given twice the last counts. Throws UsageError.
 Options parse_options(const std::vector<std::string_view>& arguments);
 
-/// What `--help` prints.
+/// Text that `--help` prints.
 std::string usage();
 
 }  // namespace mnist

@@ -3,7 +3,7 @@
 
 namespace fusedstep {
 
-// What a step does with the memory of gradients that share it with nothing else. Others are only read.
+// Use of a gradient's memory by a step. Gradients that share memory with anything else are only read.
 enum class GradUse : int64_t {
   kLeave,    // nothing
   kScale,    // multiplies them by the factor that the step takes them with

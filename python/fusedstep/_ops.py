@@ -27,7 +27,7 @@ _HOW_TO_BUILD = (
 
 
 def library_path() -> Path:
-    """Where the native library is looked for."""
+    """The path at which the native library is looked for."""
     override = os.environ.get("FUSEDSTEP_LIBRARY")
     return Path(override) if override else Path(__file__).parent / "lib" / "libfusedstep.so"
 
@@ -46,13 +46,13 @@ def _load() -> str | None:
     return None
 
 
-#: Why no native kernels can be used; None when those of the CPU can.
+#: Reason why no native kernels can be used; None when those of the CPU can.
 missing: str | None = _load()
 
 
 @functools.cache
 def missing_on(device: str) -> str | None:
-    """Why the native kernels of a kind of device cannot be used; None when they can."""
+    """The reason why native kernels of a kind of device cannot be used; None when they can."""
     if missing or device == "cpu":
         return missing
     path = library_path().with_name("libfusedstep_cuda.so")
@@ -69,7 +69,7 @@ def missing_on(device: str) -> str | None:
 
 
 def _load_bind() -> ModuleType | None:
-    """What looks at lists of tensors fast; None if not built, or this torch has no table for it."""
+    """The module that reads lists of tensors fast; None if not built, or torch lacks its table."""
     path = library_path().parent / "_bind.abi3.so"
     if missing or not path.is_file():
         return None
@@ -92,17 +92,14 @@ def direct() -> ModuleType | None:
     return None if torch._C._len_torch_dispatch_stack() else bind
 
 
-def _of_rules(name: str) -> dict[str, tuple[str, ...]]:
-    if missing:
-        return {}
-    of_rule = getattr(torch.ops.fusedstep, name)
-    return {rule: tuple(of_rule(rule)) for rule in torch.ops.fusedstep.rules()}
-
-
-#: Of every rule there is, by its name: the names of its hyper-parameters, in their order, and those
-#: of the states that it may have.
-rule_options = _of_rules("rule_options")
-rule_states = _of_rules("rule_states")
+#: Names of the hyper-parameters of each rule, in their order.
+rule_options: dict[str, tuple[str, ...]] = (
+    {}
+    if missing
+    else {
+        rule: tuple(torch.ops.fusedstep.rule_options(rule)) for rule in torch.ops.fusedstep.rules()
+    }
+)
 
 
 def prepare_step(
@@ -200,7 +197,7 @@ def force_isa(name: str | None) -> None:
 
 
 def capabilities() -> dict[str, str]:
-    """How the native library was built, as ``{key: value}``; empty without it."""
+    """Facts about the build of the native library, as ``{key: value}``; empty without it."""
     if missing:
         return {}
     return dict(fact.split("=", 1) for fact in torch.ops.fusedstep.capabilities())

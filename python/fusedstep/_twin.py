@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 #: Options that make a step the plain formula, where a class has them.
 _IMPERATIVE = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
 
-#: What a GradScaler tells an optimizer for one step.
+#: Attributes by which a GradScaler tells an optimizer about one step.
 _SCALER = ("grad_scale", "found_inf")
 
 

@@ -52,6 +52,26 @@ def convert(optimizer: torch.optim.Adagrad, **overrides: Any) -> optim.Adagrad: 
 
 
 @overload
+def convert(optimizer: torch.optim.Adadelta, **overrides: Any) -> optim.Adadelta: ...
+
+
+@overload
+def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ...
+
+
+@overload
+def convert(optimizer: torch.optim.NAdam, **overrides: Any) -> optim.NAdam: ...
+
+
+@overload
+def convert(optimizer: torch.optim.RAdam, **overrides: Any) -> optim.RAdam: ...
+
+
+@overload
+def convert(optimizer: torch.optim.RMSprop, **overrides: Any) -> optim.RMSprop: ...
+
+
+@overload
 def convert(optimizer: torch.optim.SGD, **overrides: Any) -> optim.SGD: ...
 
 
@@ -177,9 +197,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
+        check_saved_options(optimizer, index, options[index])
         for place, state in enumerate(members):
             check_state(optimizer, group, group, (index, place), state)
-        check_saved_options(optimizer, index, options[index])
     _give_states(optimizer, states, new_groups)
 
 
@@ -267,7 +287,7 @@ def _params(group: dict[str, Any]) -> list[Any]:
 
 
 def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
-    """What a group of another optimizer says that one of this class goes on with."""
+    """The options of another optimizer's group that a group of this class goes on with."""
     cls = next(each for each in cls.__mro__ if each in classes)
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
     of_others = set().union(*map(options_of, classes)) - options_of(cls)
@@ -355,9 +375,11 @@ def _give_states(
         for weight, given in zip(group["params"], members, strict=True):
             if given:
                 state[weight] = {
-                    name: _fitted(value, weight, group) for name, value in given.items()
+                    name: value if name in optimizer._numbers else _fitted(value, weight, group)
+                    for name, value in given.items()
                 }
-    # What load_state_dict ends with. Its beginning copies the options, and so a tensor lr.
+    # Calls the end of load_state_dict only. Its beginning would copy the options, and so a tensor
+    # lr.
     optimizer.__setstate__({"state": state, "param_groups": groups})
 
 

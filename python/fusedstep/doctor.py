@@ -131,7 +131,7 @@ def check_openmp() -> Finding:
 
 
 def allocator_asks_for_huge_pages() -> bool:
-    """Whether the allocator that weights and gradients come from does."""
+    """True if the allocator of weights and gradients asks for huge pages."""
     if mapped_libraries(r"libjemalloc"):
         return "thp:always" in os.environ.get("MALLOC_CONF", "").split(",")
     return "glibc.malloc.hugetlb=1" in os.environ.get("GLIBC_TUNABLES", "").split(":")
@@ -157,11 +157,6 @@ def check_huge_pages() -> Finding:
     )
 
 
-def check_onednn() -> Finding:
-    version = _ops.capabilities().get("onednn")
-    return Finding("oneDNN", f"{version} in the benchmark" if version else "not in the benchmark")
-
-
 def check_cuda() -> Finding:
     if not torch.backends.cuda.is_built():
         return Finding("CUDA", "torch is built without it")
@@ -185,7 +180,6 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_jemalloc,
     check_openmp,
     check_huge_pages,
-    check_onednn,
     check_cuda,
 )
 

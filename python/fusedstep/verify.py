@@ -86,7 +86,7 @@ def verify(
 
 @dataclass
 class Difference:
-    """How far the native steps of one parameter were from the reference."""
+    """The distance of one parameter's native steps from the reference."""
 
     name: str
     """Its name if the optimizer was given names, else its group and its place there."""
@@ -102,7 +102,7 @@ class Difference:
 
     @property
     def largest(self) -> str:
-        """What is farthest from the reference, by what is allowed: ``'weight'`` or a state."""
+        """The farthest from the reference, by what is allowed: ``'weight'`` or a state's name."""
         return max(self.ulp, key=lambda what: self.ulp[what] / self.allowed[what])
 
     @property
@@ -117,13 +117,13 @@ class Difference:
 
 @dataclass
 class Report:
-    """What :func:`verify` has found so far."""
+    """The findings of :func:`verify` so far."""
 
     optimizer: str
     wanted: int
-    """How many steps are to be compared."""
+    """The number of steps to compare."""
     steps: int = 0
-    """How many have been."""
+    """The number of steps compared so far."""
     isa: str | None = None
     """The instruction set of the last of them; None if it ran no native kernels."""
     native_ms: float = math.inf
@@ -135,7 +135,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether all steps were compared, ran native kernels, and differ by rounding alone."""
+        """True if all steps were compared, ran native kernels, and differ by rounding alone."""
         return self.steps == self.wanted and self.isa is not None and not self.differing
 
     @property
@@ -150,7 +150,7 @@ class Report:
 
     @property
     def speedup(self) -> float:
-        """How many times as long as a native step the reference takes."""
+        """The time of a reference step over that of a native step."""
         return self.reference_ms / self.native_ms
 
     def __str__(self) -> str:
@@ -185,12 +185,12 @@ class Report:
 
 
 class _Expected:
-    """What a step should make of a weight or state, in double precision."""
+    """The value that a step should give a weight or state, in double precision."""
 
     def __init__(self, before: Tensor | None, after: Tensor) -> None:
         self.value = _elements(after)
         self.sensitivity = torch.zeros_like(self.value, dtype=torch.float32)
-        """What one unit of the gradient makes of difference."""
+        """The difference that one unit of the gradient makes."""
         change = (self.value if before is None else self.value - _elements(before)).abs()
         finite = change[change.isfinite()]
         self.largest_change = finite.max().item() if finite.numel() else 0.0
@@ -363,7 +363,7 @@ def _largest_error(actual: Tensor, expected: _Expected, maths: torch.dtype) -> f
         unit = info.eps * (scale / (2 * scale.frexp().mantissa))
         unit = unit.maximum(sensitivity)
         error = (found.double() - right).abs()
-        # What flush-to-zero may take.
+        # Allows for results that flush-to-zero makes zero.
         error = torch.where(error < tiny, 0.0, error) / unit
         rounded = right.to(found.dtype)
         same = (found == rounded) | (found.isnan() & rounded.isnan())

@@ -4,6 +4,9 @@
 
 namespace fusedstep {
 
+// Numbers of a tensor: its step count, and those that a rule keeps beside it.
+inline constexpr int kMaxNumbers = 2;
+
 // Operands of an update in this order: weight, gradient, states. The last state may be a master copy.
 enum Operand : int { kWeight, kGrad, kFirstState };
 constexpr int kMaxStates = 5;

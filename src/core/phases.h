@@ -1,5 +1,5 @@
-// How the phases of a rule make a step. `direction` takes the states forward and returns the update; `apply`
-// moves the weight along it. Between the two of a rule with norms lies a number for each tensor.
+// Phases of a rule make a step. `direction` takes the states forward and returns the update; `apply` moves
+// the weight along it. A rule with norms has a number for each tensor between the two.
 #pragma once
 #include "fusedstep/vocabulary.h"
 

@@ -7,8 +7,9 @@
 
 namespace fusedstep {
 
-// How many bytes ahead of its loads a kernel prefetches: into the first-level cache, and into the second.
-// Zero: not at all. A kernel that does not prefetch into the first does not prefetch into the second either.
+// Prefetch distances of a kernel, in bytes ahead of its loads: into the first-level cache, and into the
+// second. Zero: not at all. A kernel that does not prefetch into the first does not prefetch into the second
+// either.
 struct PrefetchDistance {
   int64_t first = 0, second = 0;
 };

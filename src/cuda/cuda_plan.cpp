@@ -128,7 +128,7 @@ struct Tables {
   unsigned long long* found_indices;
   double *partials, *ratios;
   Scalars* scalars;
-  float** counts;
+  float** numbers;
   TensorProgress* progress;
   WaitingChunk* waiting;
   ChunkQueue* queue;
@@ -138,7 +138,7 @@ class CudaPlan final : public DevicePlan {
  public:
   explicit CudaPlan(int device) : device_(device), starts_early_(can_start_early(device)) {}
 
-  std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule, std::span<const double> counts,
+  std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule, std::span<double> numbers,
                                         const StepOptions& options, const DeviceInputs& inputs) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
@@ -149,7 +149,7 @@ class CudaPlan final : public DevicePlan {
     if (inputs.lr != nullptr) throw std::runtime_error("lr on the device needs the step count there");
     refresh(plan, options, stream);
     Launch launch = launch_of(options, inputs, stream);
-    const fusedstep::Scalars scalars = prepare_scalars(plan, rule, counts);
+    const fusedstep::Scalars scalars = prepare_scalars(plan, rule, numbers);
     if (scalars.blocks.size() == 1) {
       launch.scalars = scalars_of(scalars.blocks[0]);
     } else {
@@ -163,23 +163,23 @@ class CudaPlan final : public DevicePlan {
   }
 
   std::unique_ptr<PreparedStep> prepare_counted(Plan& plan, const BoundRule& rule,
-                                                std::span<float* const> counts, const StepOptions& options,
+                                                std::span<float* const> numbers, const StepOptions& options,
                                                 const DeviceInputs& inputs) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
     refresh(plan, options, stream);
-    if (!std::ranges::equal(counts, counts_)) {
+    if (!std::ranges::equal(numbers, numbers_)) {
       refuse_if_capturing(stream);
-      std::vector<float*> places(counts.begin(), counts.end());
-      upload(tables_.counts, places);
-      counts_.clear();  // until the device has the new ones
+      std::vector<float*> places(numbers.begin(), numbers.end());
+      upload(tables_.numbers, places);
+      numbers_.clear();  // until the device has the new ones
       uploads_.send(stream);
-      counts_ = std::move(places);
+      numbers_ = std::move(places);
     }
     PrepareLaunch count{};
     count.tensors = tables_.tensors;
     count.tensor_count = static_cast<int64_t>(plan.tensors());
-    count.counts = tables_.counts;
+    count.numbers = tables_.numbers;
     count.hyper = hyper_of(rule);
     count.lr = inputs.lr;
     count.found_inf = inputs.found_inf;
@@ -367,7 +367,7 @@ class CudaPlan final : public DevicePlan {
     upload(tables_.tensors, tasks);
     upload(tables_.progress, std::vector<TensorProgress>(tensors));
     upload(tables_.queue, std::vector<ChunkQueue>(1));
-    counts_.clear();
+    numbers_.clear();
   }
 
   void describe_grads(const Plan& plan, Grads& known, bool with_chunks) {
@@ -442,7 +442,7 @@ class CudaPlan final : public DevicePlan {
                  at_found_indices = offsets.place<unsigned long long>(tensors),
                  at_partials = offsets.place<double>(kPartials * chunks),
                  at_ratios = offsets.place<double>(tensors), at_scalars = offsets.place<Scalars>(tensors),
-                 at_counts = offsets.place<float*>(tensors),
+                 at_numbers = offsets.place<float*>(kMaxNumbers * tensors),
                  at_progress = offsets.place<TensorProgress>(tensors),
                  at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1);
     const PlacedGradTables at_eager_grads(offsets, tensors, chunks, row_dims);
@@ -464,7 +464,7 @@ class CudaPlan final : public DevicePlan {
     tables_.partials = reinterpret_cast<double*>(base + at_partials);
     tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
     tables_.scalars = reinterpret_cast<Scalars*>(base + at_scalars);
-    tables_.counts = reinterpret_cast<float**>(base + at_counts);
+    tables_.numbers = reinterpret_cast<float**>(base + at_numbers);
     tables_.progress = reinterpret_cast<TensorProgress*>(base + at_progress);
     tables_.waiting = reinterpret_cast<WaitingChunk*>(base + at_waiting);
     tables_.queue = reinterpret_cast<ChunkQueue*>(base + at_queue);
@@ -580,7 +580,7 @@ class CudaPlan final : public DevicePlan {
   Tables tables_{};
   Grads eager_grads_{}, captured_grads_{};
   const Grads* grads_ = &eager_grads_;  // those of the step under way
-  std::vector<float*> counts_;
+  std::vector<float*> numbers_;
   Uploads uploads_;
   bool captured_ = false;
   std::vector<DeviceBytes> kept_;  // for graphs captured with them

@@ -1,4 +1,4 @@
-// What fusedstep._bind calls directly, past the dispatcher.
+// Functions that fusedstep._bind calls directly, past the dispatcher.
 #pragma once
 #include <cstdint>
 #include <memory>
@@ -36,8 +36,8 @@ class Rebinding {
   explicit Rebinding(NativePlan& native);
 
   size_t tensors() const { return bound_->tensors(); }
-  // What tensor i's operands are now; false if bind_plan() has to look at them. `grad_held_by` is what the
-  // caller gets to the gradient by.
+  // Compares tensor i's operands with those bound; false if bind_plan() has to look at them. `grad_held_by`
+  // is the object by which the caller gets to the gradient.
   bool compare(size_t i, const TensorView& weight, const TensorView& grad,
                const void* grad_held_by = nullptr) {
     if (i >= bound_->tensors()) return false;

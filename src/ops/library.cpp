@@ -21,7 +21,7 @@ bool plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
   return bind_plan(*find_plan(plan), views(weights, "weight"), views(grads, "gradient"));
 }
 
-// What the next step over a plan finds on its device, instead of being told.
+// Sets the numbers that the next step over a plan reads on its device, in place of arguments.
 void plan_device_inputs(int64_t plan, std::optional<Tensor> lr, std::optional<Tensor> grad_factor,
                         std::optional<Tensor> found_inf) {
   const std::shared_ptr<NativePlan> native = find_plan(plan);
@@ -87,8 +87,8 @@ std::vector<std::string> isas_here() { return isas(); }
 void use_isa(std::string_view name) { force_isa(std::string(name)); }
 
 std::vector<std::string> capabilities() {
-  return {std::string("compiler=") + __VERSION__, "onednn=" FUSEDSTEP_ONEDNN_VERSION,
-          "chunk=" + std::to_string(kChunkElements), "serial_elements=" + std::to_string(kSerialElements)};
+  return {std::string("compiler=") + __VERSION__, "chunk=" + std::to_string(kChunkElements),
+          "serial_elements=" + std::to_string(kSerialElements)};
 }
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
@@ -117,7 +117,8 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("plan_bind", TORCH_BOX(&plan_bind));
 }
 
-// What the dispatcher would make temporaries of otherwise, while a plan keeps addresses: view() refuses it.
+// Takes tensors with the negative bit, and zero tensors, for view() to refuse. The dispatcher would otherwise
+// make temporaries of them, and a plan keeps addresses.
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, Negative, m) {
   m.impl("plan_new", TORCH_BOX(&plan_new));
   m.impl("plan_bind", TORCH_BOX(&plan_bind));

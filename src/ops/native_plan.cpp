@@ -78,19 +78,21 @@ Shape shape_of(const Tensor& tensor) {
   return {{sizes, dims}, {strides, dims}};
 }
 
-// Whether a tensor of this shape has the negative bit.
+// True if the tensor, which has this shape, has the negative bit.
 bool is_negated(const Tensor& tensor, const Shape& shape) {
   const std::optional<bool> known = negative_bit.of(shape.sizes, shape.strides);
   return known ? *known : call<bool>("aten::is_neg", "", tensor);
 }
 
-void check_step(const Tensors& steps, size_t i, int device) {
+// Checks steps[i]. The list has the step counts of `count` tensors, then the numbers beside these.
+void check_step(const Tensors& steps, size_t i, size_t count, int device) {
   const Tensor& step = steps[i];
   const bool is_one = step.numel() == 1 && dtype_code(step) == aoti_torch_dtype_float32() &&
                       !is_negated(step, shape_of(step));
   const bool is_there = steps[0].is_cpu() ? step.is_cpu() : view(step, "step").device == device;
   if (is_one && is_there) return;
-  throw std::runtime_error(of_list(i) + "the step count must be one float32 number on the CPU" +
+  throw std::runtime_error(of_list(i % count) + (i < count ? "the step count" : "a number beside it") +
+                           " must be one float32 number on the CPU" +
                            (device == kHost ? "" : ", or all of them on the weights' device"));
 }
 
@@ -108,11 +110,12 @@ void* data_of(const Tensor& tensor) {
 void note_counts(NativePlan& native) {
   native.count_places.resize(native.steps.size());
   const bool on_host = native.steps[0].is_cpu();
+  const size_t tensors = native.plan.tensors();
   for (size_t i = 0; i < native.steps.size(); ++i) {
     auto* const count = static_cast<float*>(data_of(native.steps[i]));
     check(count != nullptr, "a step count has no memory");
-    check_step(native.steps, i, native.plan.device());
-    if (on_host && !(*count >= 0)) {
+    check_step(native.steps, i, tensors, native.plan.device());
+    if (on_host && i < tensors && !(*count >= 0)) {
       throw std::runtime_error(of_list(i) + "the step count must be at least 0, not " +
                                std::to_string(*count));
     }
@@ -230,9 +233,10 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
   if (count == 0) throw std::runtime_error("weights must not be empty");
   check(states.size() % count == 0 && states.size() / count <= kMaxStates,
         "states must be slot-major, the same number for each weight");
-  check(steps.size() == count, "steps must have one tensor for each weight");
+  check(!steps.empty() && steps.size() % count == 0 && steps.size() / count <= kMaxNumbers,
+        "steps must have one tensor for each weight, and one for each of its other numbers");
   const int device = view(weights[0], "weight").device;
-  for (size_t i = 0; i < count; ++i) check_step(steps, i, device);
+  for (size_t i = 0; i < steps.size(); ++i) check_step(steps, i, count, device);
   for (size_t i = 0; i < count; ++i) {
     const TensorView weight = view(weights[i], "weight");
     check(!overlaps_itself(weight.sizes, weight.strides),
@@ -240,7 +244,7 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
               " of the list: the weight overlaps itself in memory (an expanded tensor?); clone() it first");
   }
   const int slots = static_cast<int>(states.size() / count);
-  auto native = std::make_unique<NativePlan>(states, steps, slots, device, masters);
+  auto native = std::make_unique<NativePlan>(count, states, steps, slots, device, masters);
   if (device != kHost) native->device = new_device_plan(device);
   return native;
 }
@@ -280,10 +284,10 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
     } else {
       sum_entries(plan, num_threads());
     }
-    native.counts.resize(count);
+    native.counts.resize(native.steps.size());
     return true;
   }
-  native.counts.resize(count);
+  native.counts.resize(native.steps.size());
   native.bound_states.clear();
   native.state_shapes.clear();
   for (size_t i = 0; i < states.size(); ++i) {
@@ -349,13 +353,19 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
                              " states for each weight, the rule needs " + std::to_string(states));
   }
   check(!native.counts.empty(), "the plan has not been bound");
+  const size_t tensors = native.plan.tensors();
+  if (native.counts.size() != (1 + rule.numbers.size()) * tensors) {
+    throw std::runtime_error("the plan has " + std::to_string(native.counts.size() / tensors) +
+                             " numbers for each weight, the rule needs " +
+                             std::to_string(1 + rule.numbers.size()));
+  }
   if (grads.use < 0 || grads.use > static_cast<int64_t>(GradUse::kClear)) {
     throw std::runtime_error("grads must be from 0 to 3, not " + std::to_string(grads.use));
   }
   const bool host_counts = native.steps[0].is_cpu();
   check(!(host_counts && native.found_inf), "the count of a step that may be skipped must be on its device");
   for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
-    native.counts[i] = *native.count_places[i] + 1.0;
+    native.counts[i] = *native.count_places[i] + (i < tensors ? 1.0 : 0.0);
   }
   const StepOptions options{.threads = num_threads(),
                             .grad_factor = grads.factor,

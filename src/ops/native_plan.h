@@ -1,4 +1,4 @@
-// What the operators share: plans by handle, torch's tensors as views, one way to take a step.
+// Base of the operators: plans by handle, torch's tensors as views, one way to take a step.
 #pragma once
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -48,19 +48,21 @@ int num_threads();
 
 // A plan with the states that it updates. The states are held, so that their memory outlives the plan.
 struct NativePlan {
-  NativePlan(Tensors states, Tensors steps, int slots, int device, bool masters)
-      : plan(steps.size(), slots, device, masters), states(std::move(states)), steps(std::move(steps)) {}
+  NativePlan(size_t tensors, Tensors states, Tensors steps, int slots, int device, bool masters)
+      : plan(tensors, slots, device, masters), states(std::move(states)), steps(std::move(steps)) {}
 
   Plan plan;
   std::unique_ptr<DevicePlan> device;  // null on the CPU
   Tensors states;                      // slot-major
-  Tensors steps;  // one float32 number a tensor, all on the host or all on the plan's device
-  Tensors parts;  // of sparse gradients, from bind to step
-  std::optional<Tensor> lr, grad_factor, found_inf;  // what the next step finds on its device
+  // The step counts, then each number that the rule keeps beside them, slot-major: one float32 number a
+  // tensor, all on the host or all on the plan's device.
+  Tensors steps;
+  Tensors parts;                                     // of sparse gradients, from bind to step
+  std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
-  std::vector<double> counts;
-  std::vector<float*> count_places;  // where the counts are on the host, since they were bound
-  Bound bound{words_before_sizes};   // what was bound last, if no gradient was sparse
+  std::vector<double> counts;        // the values of `steps` after the next step; empty: nothing is bound
+  std::vector<float*> count_places;  // where these are, since they were bound
+  Bound bound{words_before_sizes};   // operands bound last, if no gradient was sparse
   struct State {
     const void* data;
     int32_t dtype;       // as torch counts them
@@ -88,10 +90,10 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
                std::span<const std::optional<RowIndex>> rows = {});
 // Throws std::runtime_error if another thread is in a step of the plan.
 void check_idle(const NativePlan& native);
-// Whether the states are as they were when they were bound.
+// True if the states are as they were when they were bound.
 bool states_are_in_place(const NativePlan& native);
 
-// How a step takes gradients (see StepOptions). `use` is a GradUse.
+// Arguments of a step that are about gradients (see StepOptions). `use` is a GradUse.
 struct GradArguments {
   bool maximize;
   double factor = 1;

@@ -17,9 +17,8 @@ class NegativeBit {
  public:
   static NegativeBit find();
 
-  // Whether the tensor has the bit that these are sizes and strides of, where it keeps them. Nothing if they
-  // lie outside of the tensor, as those of more than five dimensions do, or if the trial has failed: torch
-  // has to be asked.
+  // Returns the bit of the tensor that keeps these sizes and strides. Returns nothing if they lie outside of
+  // the tensor, as those of more than five dimensions do, or if the trial has failed: torch has to be asked.
   std::optional<bool> of(Dims sizes, Dims strides) const {
     if (mask_ == 0 || !lie_in_tensor(sizes, strides)) return {};
     uint64_t word = 0;

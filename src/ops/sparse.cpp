@@ -61,7 +61,7 @@ class SparseGrad {
             .entry_stride = indices_.stride(1),
             .order = order_ ? static_cast<const int64_t*>(order_->data_ptr()) : nullptr};
   }
-  // What these point into.
+  // Adds to `parts` the tensors that the views point into.
   void hold(Tensors& parts) const {
     parts.insert(parts.end(), {indices_, entries_});
     if (order_) parts.push_back(*order_);

@@ -12,7 +12,7 @@
 namespace fusedstep::ops {
 namespace {
 
-// What Python makes a MemoryError of.
+// Exception with a text that Python makes a MemoryError of.
 class NoMemory : public std::bad_alloc {
  public:
   explicit NoMemory(std::string text) : text_(std::move(text)) {}

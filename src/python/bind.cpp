@@ -38,7 +38,7 @@ std::optional<DType> dtype_of(const DLDataType& type) {
   return {};
 }
 
-// Where a tensor is; nothing if there are no kernels for such a device.
+// Returns a tensor's device; nothing if there are no kernels for such a device.
 std::optional<int> device_of(const DLDevice& device) {
   if (device.device_type == kDLCPU) return fusedstep::kHost;
   if (device.device_type == kDLCUDA) return device.device_id;
@@ -73,8 +73,9 @@ Names names{};
 // The classes of nearly all tensors: held for good.
 PyTypeObject *tensor_type = nullptr, *parameter_type = nullptr;
 
-// Whether a tensor's values are what its memory holds, by what _base.py and _grads.py ask before a plan is
-// made: a wrapper's lie elsewhere, and a tensor with the negative bit holds them negated.
+// True if a tensor's values are what its memory holds. Makes the checks that _base.py and _grads.py make
+// before there is a plan: a wrapper's values lie elsewhere, and a tensor with the negative bit holds them
+// negated.
 bool holds_its_values(PyObject* object, const TensorView& tensor) {
   PyTypeObject* const type = Py_TYPE(object);
   const bool is_plain = type == tensor_type || type == parameter_type;
@@ -85,8 +86,8 @@ bool holds_its_values(PyObject* object, const TensorView& tensor) {
   return Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
 }
 
-// What a tensor is; nothing if it is no dense tensor of a dtype and on a device that there are kernels for,
-// which the operator has the words for.
+// Returns a view of a tensor; nothing if it is not dense, or if its dtype or device has no kernels. The
+// operator then raises the error.
 std::optional<TensorView> view(PyObject* object) {
   DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
   if (exchange_api->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
@@ -115,7 +116,7 @@ std::optional<std::vector<TensorView>> views(PyObject* list) {
   return found;
 }
 
-// How far ahead of the tensor that is looked at others are asked for.
+// Prefetch distance, in tensors.
 constexpr size_t kAhead = 8;
 
 // Asks for what will be looked at: an object of a list of `count`, and what is bound as tensor i.
@@ -299,7 +300,7 @@ PyObject* same(PyObject* /*module*/, PyObject* arguments) {
   return PyBool_FromLong(all);
 }
 
-// Whether the dictionaries that are the values of `state` have just these values, in this order.
+// True if the dictionaries that are the values of `state` have just these values, in this order.
 bool has_values(PyObject* state, PyObject* values) {
   const Py_ssize_t count = PyList_Size(values);
   Py_ssize_t known = 0, at_tensor = 0;
@@ -331,13 +332,13 @@ enum InPart : Py_ssize_t { kItems, kWeights, kStates, kPlan, kOptions, kUse, kPa
 constexpr std::array kPartNames = {"items", "weights", "states", "plan", "options", "use"};
 static_assert(kPartNames.size() == kPartFields);
 
-// Whether an object has no attribute of its own by this name, or None.
+// True if an object has no attribute of its own by this name, or if it is None.
 bool is_unset(PyObject* attributes, PyObject* name) {
   PyObject* value = PyDict_GetItemWithError(attributes, name);
   return value == nullptr ? PyErr_Occurred() == nullptr : value == Py_None;
 }
 
-// Whether hooks and the like, which the last step had not, are still not there.
+// True if there are still no hooks and the like. The last step had none.
 bool is_undisturbed(PyObject* empty, PyObject* silent) {
   for (Py_ssize_t i = 0; i < PyTuple_Size(empty); ++i) {
     if (PyDict_Size(PyTuple_GetItem(empty, i)) != 0) return false;
@@ -354,7 +355,7 @@ class PartOfStep {
  public:
   PartOfStep(PyObject* part, PyObject* group) : part_(part), group_(group) {}
 
-  // Whether the options are the last step's, but for the learning rate: that is the first of the numbers.
+  // True if the options are the last step's. The learning rate may differ: it is the first of the numbers.
   bool same_options() {
     PyObject* items = PyTuple_GetItem(part_, kItems);
     const Py_ssize_t count = PyList_Size(items);
@@ -372,8 +373,8 @@ class PartOfStep {
     return known == count && params_ != nullptr;
   }
 
-  // Whether the same parameters have a gradient, and these and the states can be bound as the last step's.
-  // States need no look if nobody has ever had them.
+  // Binds gradients and states; false if other parameters have a gradient now, or if the operands cannot be
+  // bound as the last step's. States need no look if nobody has ever had them.
   bool bind(bool look_at_states) {
     PyObject* weights = PyTuple_GetItem(part_, kWeights);
     const Py_ssize_t count = PyList_Size(params_), with_grads = PyList_Size(weights);
@@ -416,8 +417,8 @@ class PartOfStep {
     return true;
   }
 
-  // Whether the states, which autograd may know of, are missing: nobody had had them yet when the last step
-  // was taken down.
+  // True if the record of the last step has no states, since nobody had had them then. Autograd may know of
+  // them now.
   bool lacks_states() const { return PyTuple_GetItem(part_, kStates) == Py_None; }
   // Tells autograd what the step overwrites.
   bool bump_versions(PyObject* raise, bool of_states) const {

@@ -1,4 +1,4 @@
-// What a plan has bound, compared with the operands of the next step.
+// Operands that a plan has bound, compared with those of the next step.
 #include "src/bound.h"
 
 #include <gtest/gtest.h>

@@ -1,5 +1,6 @@
 #include "tests/cpp/cases.h"
 
+#include <algorithm>
 #include <ostream>
 #include <utility>
 
@@ -11,6 +12,10 @@ namespace {
 // The hyper-parameters that a rule is tested with: one line a rule. No value may be without effect.
 template <template <unsigned> class Rule>
 typename Rule<0>::Hyper hyper_of(unsigned flags) = delete;
+template <>
+rules::AdadeltaHyper hyper_of<rules::Adadelta>(unsigned) {
+  return {.lr = 0.5, .rho = 0.8, .eps = 1e-3, .weight_decay = 0.125};
+}
 template <>
 rules::AdagradHyper hyper_of<rules::Adagrad>(unsigned) {
   return {.lr = 0.05, .lr_decay = 0.25, .weight_decay = 0.125, .eps = 1e-3};
@@ -48,6 +53,10 @@ rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   return hyper;
 }
 template <>
+rules::AdamaxHyper hyper_of<rules::Adamax>(unsigned) {
+  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
+}
+template <>
 rules::LionHyper hyper_of<rules::Lion>(unsigned) {
   // Binary fractions: with others a rounding decides on the sign of what cancels.
   return {.lr = 0.02, .beta1 = 0.75, .beta2 = 0.875, .weight_decay = 0.125};
@@ -55,6 +64,31 @@ rules::LionHyper hyper_of<rules::Lion>(unsigned) {
 template <>
 rules::SGDHyper hyper_of<rules::SGD>(unsigned) {
   return {.lr = 0.05, .momentum = 0.75, .dampening = 0.25, .weight_decay = 0.125};
+}
+template <>
+rules::NAdamHyper hyper_of<rules::NAdam>(unsigned flags) {
+  const double decoupled = flags & rules::kNAdamCoupledDecay ? 0 : 1;
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .momentum_decay = 0.25,
+          .decoupled_weight_decay = decoupled};
+}
+template <>
+rules::RAdamHyper hyper_of<rules::RAdam>(unsigned flags) {
+  const double decoupled = flags & rules::kRAdamCoupledDecay ? 0 : 1;
+  return {.lr = 0.02,
+          .beta1 = 0.8,
+          .beta2 = 0.95,
+          .eps = 1e-3,
+          .weight_decay = 0.125,
+          .decoupled_weight_decay = decoupled};
+}
+template <>
+rules::RMSpropHyper hyper_of<rules::RMSprop>(unsigned) {
+  return {.lr = 0.02, .alpha = 0.8, .eps = 1e-3, .weight_decay = 0.125, .momentum = 0.5, .centered = 1};
 }
 
 // In more than double, so that the order of summation does not show.
@@ -80,7 +114,10 @@ void for_each_element(Values& x, Work work) {
 template <template <unsigned> class Rule, unsigned kFlags>
 void oracle_step(double step, Values& x) {
   using R = Rule<kFlags>;
-  const auto scalars = R::template prepare<double>(hyper_of<Rule>(kFlags), step);
+  double numbers[kMaxNumbers] = {};
+  if constexpr (rules::kNumbersOf<R> != 0)
+    std::ranges::transform(R::kNumbers, numbers, &rules::NumberSpec::first);
+  const auto scalars = rules::prepare<R, double>(hyper_of<Rule>(kFlags), step, numbers);
   if constexpr (kHasNorms<R>) {
     NormSums norms;
     x.update.resize(x.weight.size());

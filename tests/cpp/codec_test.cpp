@@ -38,7 +38,7 @@ struct F16Format {
   static uint16_t encode(float x) { return ScalarF16::encode(x).bits; }
 };
 
-// What a finite pattern stands for, by IEEE 754, section 3.4.
+// Returns the value of a finite pattern, by IEEE 754, section 3.4.
 template <class Format>
 double meaning(uint16_t bits) {
   const int exponent = (bits & 0x7fff) >> Format::kMantissaBits;

@@ -60,7 +60,7 @@ Tensor extremes(const Case& test_case) {
   return tensor;
 }
 
-// What a run leaves behind.
+// Result of a run.
 struct Outcome {
   std::vector<std::vector<Operand>> operands;  // of each tensor
   std::vector<double> ratios;

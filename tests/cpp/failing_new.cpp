@@ -81,7 +81,7 @@ long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tenso
 
 #define FUSEDSTEP_CALLER __builtin_extract_return_addr(__builtin_return_address(0))
 
-// What these return is freed by the library's own operator delete, which calls free().
+// The library's own operator delete, which calls free(), frees the memory that these return.
 [[gnu::visibility("default")]] void* operator new(size_t bytes) {
   return fusedstep::test::allocate_or_throw(bytes, 0, FUSEDSTEP_CALLER);
 }

@@ -4,8 +4,9 @@
 
 namespace fusedstep::test {
 
-// What is counted: calls of operator new from the code under test (that is, from this project's libraries,
-// the module of Python and the program itself), or calls of posix_memalign, by which torch makes tensors.
+// Allocations that are counted: calls of operator new from the code under test (that is, from this project's
+// libraries, the module of Python and the program itself), or calls of posix_memalign, by which torch makes
+// tensors.
 enum class Allocations : int { kNew, kTensors };
 
 extern "C" {

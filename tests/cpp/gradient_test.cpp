@@ -1,5 +1,5 @@
-// What a step does with gradients: it takes them times a factor, up or down, and leaves, scales or clears
-// them. The steps are compared bit for bit with those of gradients that were multiplied beforehand.
+// Gradients in a step: it takes them times a factor, up or down, and leaves, scales or clears them. The steps
+// are compared bit for bit with those of gradients that were multiplied beforehand.
 #include <gtest/gtest.h>
 
 #include "fusedstep/isa.h"

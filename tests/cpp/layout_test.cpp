@@ -1,4 +1,4 @@
-// How a walk over a tensor is laid out, and that it visits every element once.
+// Layouts of a walk over a tensor. It visits every element once.
 #include "src/layout.h"
 #include "src/overlap.h"
 

@@ -9,7 +9,7 @@
 
 namespace fusedstep::test {
 
-// How each operand of a tensor lies in memory.
+// Forms in memory of a tensor's operands.
 struct Forms {
   Form weight, grad;
   std::vector<Form> states;  // state k has states[k % states.size()]
@@ -47,7 +47,7 @@ class Model {
   const RuleCase& rule() const { return rule_; }
   std::vector<Tensor>& tensors() { return tensors_; }
   Plan& plan() { return plan_; }
-  // What a two-phase step made of tensor i's norms.
+  // Returns the ratio that a two-phase step made of tensor i's norms.
   double ratio(size_t i) { return plan_.memory().ratios[i]; }
 
  private:

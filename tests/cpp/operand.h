@@ -51,7 +51,7 @@ class Operand {
   // Gives the elements the values of another operand's.
   void copy_elements(const Operand& other);
 
-  // Whether every byte that belongs to no element is as it was at first.
+  // True if every byte that belongs to no element is as it was at first.
   bool fill_untouched() const;
 
   // The whole buffer, fill included.

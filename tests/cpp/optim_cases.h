@@ -7,12 +7,17 @@
 #include <string>
 #include <vector>
 
+#include "fusedstep/optim/adadelta.h"
 #include "fusedstep/optim/adagrad.h"
 #include "fusedstep/optim/adam.h"
+#include "fusedstep/optim/adamax.h"
 #include "fusedstep/optim/adamw.h"
 #include "fusedstep/optim/adan.h"
 #include "fusedstep/optim/lamb.h"
 #include "fusedstep/optim/lion.h"
+#include "fusedstep/optim/nadam.h"
+#include "fusedstep/optim/radam.h"
+#include "fusedstep/optim/rmsprop.h"
 #include "fusedstep/optim/sgd.h"
 
 namespace fusedstep::optim {
@@ -20,7 +25,7 @@ namespace fusedstep::optim {
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// What most rows have in common.
+// Base of most rows.
 template <class OptimizerOfRow, class OptionsOfRow, class StateOfRow>
 struct RowOf {
   using Optimizer = OptimizerOfRow;
@@ -51,6 +56,13 @@ struct AdagradRow : RowOf<Adagrad, AdagradOptions, AdagradParamState> {
     return AdagradOptions(0.1).lr_decay(0.01).eps(1e-6).weight_decay(0.1).initial_accumulator_value(0.5);
   }
 };
+struct AdadeltaRow : RowOf<Adadelta, AdadeltaOptions, AdadeltaParamState> {
+  static constexpr double kLrForXor = 10;
+  static Options options() { return AdadeltaOptions(0.5).rho(0.8).eps(1e-4).weight_decay(0.1); }
+};
+struct AdamaxRow : RowOf<Adamax, AdamaxOptions, AdamaxParamState> {
+  static Options options() { return AdamaxOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
+};
 struct LionRow : RowOf<Lion, LionOptions, LionParamState> {
   static Options options() { return LionOptions(0.02).betas({0.8, 0.95}).weight_decay(0.1); }
 };
@@ -59,7 +71,24 @@ struct SGDRow : RowOf<SGD, SGDOptions, SGDParamState> {
   static Options options() { return SGDOptions(0.02).momentum(0.8).dampening(0.3).weight_decay(0.1); }
 };
 
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, LionRow, SGDRow>;
+struct NAdamRow : RowOf<NAdam, NAdamOptions, NAdamParamState> {
+  static Options options() {
+    return NAdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).momentum_decay(0.25);
+  }
+};
+struct RAdamRow : RowOf<RAdam, RAdamOptions, RAdamParamState> {
+  static Options options() {
+    return RAdamOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1).decoupled_weight_decay(true);
+  }
+};
+struct RMSpropRow : RowOf<RMSprop, RMSpropOptions, RMSpropParamState> {
+  static Options options() {
+    return RMSpropOptions(0.02).alpha(0.9).eps(1e-6).weight_decay(0.1).momentum(0.5).centered(true);
+  }
+};
+
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow,
+                            NAdamRow, RAdamRow, RMSpropRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>
@@ -109,7 +138,7 @@ inline void expect_close(const Tensors& a, const Tensors& b, double tolerance) {
   }
 }
 
-// What an error says, without where it came from.
+// Returns the text of an error, without where it came from.
 inline std::string error_of(const std::function<void()>& act) {
   try {
     act();

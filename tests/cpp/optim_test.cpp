@@ -83,7 +83,7 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
   const auto torch_adagrad = [](const auto& options) { return refusal_of<torch::optim::Adagrad>(options); };
   const auto adan = [](const auto& options) { return refusal_of<Adan>(options); };
   const double nan = std::nan("");
-  // What we say, what torch or another of our optimizers says, and the text.
+  // Our error, that of torch or another of our optimizers, and the text that both must be.
   const std::array<std::string, 3> rows[] = {
       {adam(AdamOptions(-1)), torch_adam(TorchAdam(-1)), "Invalid learning rate: -1"},
       {adam(AdamOptions(nan)), torch_adam(TorchAdam(nan)), "Invalid learning rate: nan"},
@@ -191,7 +191,7 @@ TYPED_TEST(OptimTest, FollowsALearningRateScheduler) {
   const Tensors scheduled = make_weights(), by_hand = clones(scheduled);
   typename TypeParam::Optimizer optimizer(scheduled, TypeParam::options());
   typename TypeParam::Optimizer other(by_hand, TypeParam::options());
-  torch::optim::SGD sgd(by_hand, TypeParam::options().lr());  // what torch's own do
+  torch::optim::SGD sgd(by_hand, TypeParam::options().lr());  // the reference: a class of torch
   torch::optim::StepLR scheduler(optimizer, /*step_size=*/2, /*gamma=*/0.5), sgd_scheduler(sgd, 2, 0.5);
   for (uint64_t step = 0; step < 6; ++step) {
     const double lr = sgd.param_groups()[0].options().get_lr();
@@ -568,7 +568,7 @@ TYPED_TEST(OptimTest, WithoutGroupsNothingIsDone) {
   EXPECT_EQ(optimizer.step([] { return torch::ones({}); }).template item<float>(), 1);
 }
 
-// What is missing starts anew, the rest goes on.
+// A missing part starts anew, the rest goes on.
 TYPED_TEST(OptimTest, AStateWithoutAPartGetsIt) {
   using State = typename TypeParam::State;
   const Tensors weights = {torch::randn({8}, torch::requires_grad())}, others = clones(weights);

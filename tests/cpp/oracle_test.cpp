@@ -131,7 +131,7 @@ TEST_P(OracleTest, ZeroGradientsAndZeroWeights) {
   step_and_compare(model, 2, GradUse::kLeave);
 }
 
-// By somebody else than the step: a master copy is no older value.
+// Somebody else than the step changes a weight: a master copy does not bring back the older value.
 TEST_P(OracleTest, AWeightThatHasBeenChangedIsTakenAsItIs) {
   Model model(GetParam(), dense_tensors(GetParam(), {1000}));
   model.fill_grads(1);

@@ -291,7 +291,7 @@ struct Place {
   int64_t offset, size, stride;
 };
 
-// What is wrong with floats at these places of one buffer as the weights of one list.
+// Returns the error for floats at these places of one buffer as the weights of one list.
 std::string refused(const std::vector<Place>& places) {
   std::vector<float> memory(1000), grad(100), state(100);
   const int64_t one = 1;
@@ -324,7 +324,7 @@ TEST(WeightsApartTest, SharedElementsAreRefusedByName) {
   EXPECT_EQ(refused({{7, 10, 1}, {7, 10, 1}}), "tensor 1 " + text);
 }
 
-// What is wrong with gradients at these places, of weights at [0, 100), [100, 200) and [200, 300).
+// Returns the error for gradients at these places, of weights at [0, 100), [100, 200) and [200, 300).
 std::string refused_grads(const std::vector<Place>& grads) {
   std::vector<float> memory(1000), state(100);
   const int64_t size = 10, stride = 10;

@@ -29,7 +29,7 @@ class Roots {
     model_.plan().task(0).ahead = ahead;  // the plan stays as it is, since its operands do
   }
 
-  // Of number(i) in place i, seen by grad(number(i)).
+  // Expects the root of number(i) in place i, as the update of the gradient grad(number(i)) shows it.
   template <class Number, class Grad>
   void expect(Number number, Grad grad) {
     Tensor& tensor = model_.tensors()[0];

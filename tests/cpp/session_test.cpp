@@ -333,7 +333,7 @@ TEST(SessionTest, RunsOnSeveralCallingThreads) {
 #if defined(__x86_64__)
 
 constexpr int kThreads = 4;
-constexpr unsigned kExceptionFlags = 0x3f;  // what has happened, not how to compute
+constexpr unsigned kExceptionFlags = 0x3f;  // flags raised by arithmetic; the others set its mode
 
 TEST(SessionTest, WorkersTakeOverTheFloatingPointEnvironmentAndRestoreTheirs) {
   const auto cost = equal_costs(100, kSerialElements);

@@ -13,10 +13,10 @@ class SparseGrad {
 
   // On the plan's device.
   void bind(Plan& plan, size_t i, TensorOperands operands);
-  // What the gradient is as a dense one: entries for the same row are added in their order.
+  // Writes the gradient as a dense one: entries for the same row are added in their order.
   void copy_to(Operand& grad) const;
 
-  // Whether there is an entry for each row of the tensor.
+  // Tells for each row of the tensor whether it has an entry.
   std::vector<bool> has_row() const;
   int64_t row_elements() const;
   std::vector<int64_t>& index() { return index_; }

@@ -29,7 +29,7 @@ SIZE = 4
 
 
 def expected_losses(case, dtype):
-    """Of one process, which has the samples of both."""
+    """Losses of one process that has the samples of both."""
     cls, options = reference(case)
     model, losses = network(), []
     optimizer = cls(model.parameters(), **options)

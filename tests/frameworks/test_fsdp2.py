@@ -48,7 +48,7 @@ def shard(model, here, **options):
 
 
 class Training:
-    """Of a network that is sharded, or whole in one process."""
+    """Trains a network that is sharded, or whole in one process."""
 
     def __init__(self, here, kind, sharded=True, dtype=torch.float32, **options):
         self.part = slice(here.rank * SIZE, (here.rank + 1) * SIZE) if sharded else slice(None)
@@ -158,7 +158,7 @@ def continues_as_from_the_start(here, first, second, way, dtype):
 
 
 def states(training):
-    """Those of every weight, whole."""
+    """States of every weight, whole."""
     return [
         {name: value.full_tensor() if is_sharded(value) else value for name, value in state.items()}
         for state in (training.optimizer.state.get(p, {}) for p in training.model.parameters())
@@ -172,7 +172,7 @@ def is_sharded(tensor):
 
 
 WAYS = ((True, True, False), (True, True, True), (True, False, False), (False, True, False))
-"""Whether two processes save, whether they load, or else one, and whether states are flattened."""
+"""(two processes save, two processes load, states are flattened); if False, one process does."""
 
 
 def checkpoints_of_torchs_and_ours_are_exchanged(here):

@@ -23,7 +23,7 @@ need("lightning")
 
 NAMESAKES = [case for case in PLAIN if case in WITH_NAMESAKE]
 PRECISIONS = {"32-true": 1e-5, "bf16-mixed": 2e-3, "16-mixed": 2e-3}
-"""And how far apart losses may be: autocast amplifies the last bits of a weight."""
+"""Precisions, and how far apart losses may be: autocast amplifies the last bits of a weight."""
 BUILDERS = {"ours": ours, "reference": reference}
 
 

@@ -12,7 +12,7 @@ from pages import ROOT, run_section
 from small import assert_native, assert_same_losses, batches, loss_of, need, network
 
 FOLDER = ROOT / "build" / "torchtitan"
-"""Where `./run.sh test` puts it."""
+"""Folder in which `./run.sh test` puts torchtitan."""
 sys.path.append(str(FOLDER))
 need("torchtitan")
 
@@ -26,7 +26,7 @@ def titan():
 
 
 class Training:
-    """Of a network with weights and biases in two groups."""
+    """Trains a network with weights and biases in two groups."""
 
     def __init__(self, titan, cls, options, implementation="fused"):
         class Optimizers(titan.OptimizersContainer):

@@ -26,7 +26,7 @@ class Arithmetic(NamedTuple):
 
     @staticmethod
     def of(dtype: torch.dtype) -> Arithmetic:
-        """That of a step whose weights have this dtype."""
+        """Arithmetic of a step whose weights have this dtype."""
         if dtype != torch.float64:
             info = torch.finfo(torch.float32)
             return Arithmetic(info.eps, info.smallest_normal * info.eps, 8 * info.eps)
@@ -111,7 +111,7 @@ class Bounded:
         return Bounded(self.value.abs(), self.error, self.arithmetic)
 
     def sign(self) -> Bounded:
-        """Where the error may turn it round it is 0, and 1 off."""
+        """Sign of the value; 0 with an error of 1 where the error may turn it round."""
         turns = (self.value.abs() <= self.error) & (self.error > 0)
         value = torch.where(turns, 0.0, self.value.sign())
         return Bounded(value, turns.double(), self.arithmetic)

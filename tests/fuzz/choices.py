@@ -25,13 +25,15 @@ ROWS = {row.name: row for row in PLAIN}
 MOST_COUNT = 2**24 - 200
 """Step counts are float32, and stand still at 2^24."""
 
-#: What an option may be, by its name.
+#: Values that an option may have, by its name.
 BY_NAME: dict[str, tuple] = {
     "lr": (1e-3, 1e-2, 0.1, 0.0, 1.0, {"tensor": 0.02}),
+    "alpha": (0.99, 0.9, 0.5, 0.0),
     "momentum": (0.0, 0.0, 0.9, 0.3),
     "dampening": (0.0, 0.5),
     "eps": (1e-8, 1e-6, 1e-3, 1e-10),
     "weight_decay": (0.0, 0.0, 0.01, 0.3),
+    "rho": (0.9, 0.99, 0.5),
     "lr_decay": (0.0, 0.01, 0.5),
     "initial_accumulator_value": (0.0, 0.1, 2.0),
     "max_grad_norm": (0.1, 1.0, 100.0),
@@ -49,7 +51,7 @@ BETAS = (0.9, 0.99, 0.999, 0.5, 0.0)
 #: Options without a value that is the same for all groups, or that the states depend on.
 ONLY_AT_FIRST = {"variant", "max_grad_norm", "state_dtype", "master_weights", "differentiable"}
 
-#: What else a constructor has to be given with an option that is set.
+#: Arguments that a constructor needs beside an option that is set.
 NEEDS = {"nesterov": {"momentum": 0.9, "dampening": 0.0}}
 
 #: Options that are None unless given, and then True or False.
@@ -57,7 +59,7 @@ FLAGS = {"decoupled_decay", "always_adapt"}
 
 
 def values_of(name: str, default: Any) -> tuple:
-    """What an option may be: by its name, else by the kind of its default."""
+    """Values that an option may have: by its name, else by the kind of its default."""
     if name in BY_NAME:
         return BY_NAME[name]
     if name == "foreach":  # true asks for torch operations, but where it is the default
@@ -276,7 +278,7 @@ class _Chooser:
         return change
 
 
-#: What may happen between steps; `run.py` has a function for each.
+#: Changes that may happen between steps; `run.py` has a function for each.
 CHANGES = (
     "option", "option", "option", "layout", "data", "weight", "place_state", "scale_state",
     "drop_state", "drop_states", "count", "load", "copy", "pickle", "group", "freeze", "zero_grad",

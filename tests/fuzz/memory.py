@@ -40,7 +40,7 @@ class Area:
         self._numbers[self._inside] = numbers(kind, seed, count, self._numbers.dtype)
 
     def touched_outside(self) -> int:
-        """How many elements outside of the view have changed."""
+        """Number of elements outside of the view that have changed."""
         return int(((self._buffer != self._pattern) & ~self._inside).sum())
 
 
@@ -69,7 +69,7 @@ def numbers(kind: str, seed: int, count: int, dtype: torch.dtype) -> Tensor:
 
 
 def overlaps(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether two elements share memory, by looking at each."""
+    """True if two elements share memory; looks at each."""
     if 0 in shape:
         return False
     offsets = torch.zeros((), dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What a step has to give, in float64 from the operands as they are stored before it.
+"""Expected results of a step, in float64 from the operands as they are stored before it.
 
 Nothing here calls the library: formulas are the references of the case table, or stand below.
 """
@@ -25,13 +25,13 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 ANY = "any"
 """A gradient that may hold anything after a step: the update is kept in its memory."""
 
-#: What is in a group and no part of the formula. Clipping is done before it.
+#: Entries of a group that are no part of the formula. Clipping is done before it.
 NOT_IN_FORMULAS = {
     "params", "foreach", "capturable", "differentiable", "fused", "state_dtype", "master_weights",
     "keep_grad", "max_grad_norm",
 }  # fmt: skip
 
-#: What torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by.
+#: The epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by.
 CLIP_EPSILON = 1e-6
 
 #: The same where an optimizer that clips by its own option adds something else.
@@ -92,25 +92,25 @@ class _States(dict):
 
 @dataclass
 class Expected:
-    """Of one weight: what it, its states and its gradient have to be after a step."""
+    """Expected values of a weight, its states and its gradient after a step."""
 
     weight: Bounded | None = None
     """None where nothing may change."""
     states: dict[str, Bounded] = field(default_factory=dict)
     dtype: torch.dtype = torch.float32
-    """That of the states."""
+    """Dtype of the states."""
     count: float = 0.0
     counts: bool = True
-    """Whether the state has that count."""
+    """True if the state has that count."""
     has_master: bool = False
     gradient: Bounded | str = "same"
-    """Or a word: same, zero, none, any."""
+    """Expected gradient, or a word: same, zero, none, any."""
     is_decidable: bool = True
 
 
 @dataclass
 class Step:
-    """What the optimizer is asked for."""
+    """Requests that the caller makes of a step."""
 
     max_norm: float | None = None
     zero_grad: bool | str = False
@@ -127,7 +127,7 @@ def number(option: Any) -> Any:
 def expected_step(
     row: Row, optimizer: torch.optim.Optimizer, step: Step
 ) -> tuple[dict[Tensor, Expected], float]:
-    """What every weight has to become, and the norm of the gradients that the step returns."""
+    """Expected values of every weight, and the norm of the gradients that the step returns."""
     groups = optimizer.param_groups
     pairs = [(group, p) for group in groups for p in group["params"]]
     expected = {p: Expected() for _, p in pairs}
@@ -172,7 +172,7 @@ def expected_step(
 
 
 def own_max_norm(groups: list[dict[str, Any]]) -> float:
-    """What the optimizer clips all gradients to by its own option, where that is not None or 0."""
+    """Norm to which the optimizer's own option clips all gradients. None and 0 clip nothing."""
     return number(groups[-1].get("max_grad_norm")) or math.inf
 
 
@@ -214,6 +214,7 @@ def _expect(
     expected.count = (state["step"].item() if "step" in state else 0.0) + 1
     expected.counts = row.counts
     formula = FORMULAS.get(row.optimizer.__name__, row.reference)
+    states |= {name: state[name].detach().clone() for name in beside - {"step", MASTER}}
     try:
         expected.weight, expected.states = formula(
             weight,
@@ -266,6 +267,10 @@ def _stored(
 ) -> Iterator[tuple[str, Tensor, Bounded]]:
     for name, number in expected.states.items():
         value = state[name]
+        if isinstance(number, Tensor):  # one that is there beside the count
+            if not torch.equal(value, number):
+                raise WrongError(f"{what}: {name} is {value.item()} instead of {number.item()}")
+            continue
         if (value.dtype, value.shape) != (expected.dtype, p.shape):
             raise WrongError(f"{what}: {name} is {value.dtype} {list(value.shape)}")
         yield name, value, number

@@ -23,7 +23,7 @@ Digests = list[dict[str, int]]
 
 
 class CaseError(Exception):
-    """What is wrong with a step: `kind` is value, outside, bits or the name of an exception."""
+    """A wrong step: `kind` is value, outside, bits or the name of an exception."""
 
     def __init__(self, kind: str, n: int, text: str):
         super().__init__(f"step {n}: {text}")
@@ -217,7 +217,7 @@ class Run:
         return {"weight": _crc(p.detach())} | {name: _crc(state[name]) for name in state}
 
     def _digests(self, expected: dict[Tensor, oracle.Expected]) -> dict[str, int]:
-        """Of weights and states, and of gradients where they are told to hold something."""
+        """Checksums of weights and states, and of gradients with an expected value."""
         found = {}
         for identity, p in self.params.items():
             found |= {f"{name} of {identity}": crc for name, crc in self._bits(identity).items()}
@@ -228,7 +228,7 @@ class Run:
 
 
 def _crc(tensor: Tensor) -> int:
-    """Of the elements in the order of their indices, of which NaN is one number."""
+    """Checksum of the elements in the order of their indices. All NaN count as one number."""
     tensor = torch.where(tensor.isnan(), torch.nan, tensor).contiguous()
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())
 
@@ -245,7 +245,7 @@ def _option(name: str, value: Any) -> Any:
     return DTYPES[value] if name == "state_dtype" and value else value
 
 
-# What happens between steps. A weight or group that a smaller case lacks is passed over.
+# Changes between steps. A weight or group that a smaller case lacks is passed over.
 
 
 def _option_changes(run: Run, change: dict[str, Any]) -> None:
@@ -305,7 +305,7 @@ def _weight_changes(run: Run, p: Parameter, change: dict[str, Any]) -> None:
 
 def _states_of(run: Run, p: Parameter) -> dict[str, Tensor]:
     state = run.optimizer.state.get(p, {})
-    return {name: value for name, value in state.items() if name != "step"}
+    return {name: value for name, value in state.items() if name not in run.row.numbers}
 
 
 def _states_are_placed(run: Run, p: Parameter, change: dict[str, Any]) -> None:

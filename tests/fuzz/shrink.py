@@ -57,7 +57,7 @@ def _smaller(case: Case) -> Iterator[Case]:
 
 
 def _has_strides(case: Case) -> bool:
-    """Whether anything but a weight is at strides, which go with the shape."""
+    """True if a gradient or a change has strides. These go with the shape."""
     gradients = (g for step in case["steps"] for g in step["grads"].values())
     changes = (change for step in case["steps"] for change in step["changes"])
     return any("strides" in each for each in (*gradients, *changes))

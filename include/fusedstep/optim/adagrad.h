@@ -29,9 +29,8 @@ struct AdagradParamState : ParamState<AdagradParamState, rules::Adagrad> {
 //   p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
 //
 // s starts at initial_accumulator_value. Of a parameter with a sparse gradient (torch::nn::Embedding has
-// such) only the rows that it is for are read and written; weight_decay must then be 0. Parameters: float32,
-// float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of any layout that does
-// not overlap itself; states have the parameter's dtype. Throws c10::Error for options out of range.
+// such) only the rows that it is for are read and written; weight_decay must then be 0. Parameters, states
+// and errors are those of FusedOptimizer.
 class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState, rules::Adagrad> {
  public:
   using FusedOptimizer::FusedOptimizer;

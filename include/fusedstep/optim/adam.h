@@ -34,9 +34,7 @@ struct AdamParamState : ParamState<AdamParamState, rules::Adam> {
 //
 // With amsgrad (Reddi et al., 2018) the largest v so far stands in for v in the last line.
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Adam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -34,9 +34,7 @@ struct AdanParamState : ParamState<AdanParamState, rules::Adan> {
 //   u = (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
 //   p = (p - lr u) / (1 + lr weight_decay),   with no_prox   p = (1 - lr weight_decay) p - lr u
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Adan> {
  public:
   using FusedOptimizer::FusedOptimizer;

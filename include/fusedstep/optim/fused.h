@@ -1,4 +1,4 @@
-// What the C++ optimizers share: states by name, the plan behind each parameter group, and the step. They are
+// Base of the C++ optimizers: states by name, the plan behind each parameter group, and the step. They are
 // used as torch::optim's:
 //
 //   #include <fusedstep/optim/adam.h>
@@ -152,14 +152,25 @@ using TwoBetas = std::tuple<double, double>;
 using ThreeBetas = std::tuple<double, double, double>;
 inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
-// The state of one parameter: a step count (one float32 number) and the rule's states, by name.
+// The numbers that a rule keeps for each parameter. The first is the step count.
+template <class Rule>
+constexpr auto numbers_of() {
+  std::array<rules::NumberSpec, 1 + rules::kNumbersOf<Rule>> numbers{{{"step", 0}}};
+  if constexpr (rules::kNumbersOf<Rule> != 0) std::ranges::copy(Rule::kNumbers, numbers.begin() + 1);
+  return numbers;
+}
+
+// The state of one parameter: numbers (each a float32 tensor) and the rule's states, by name.
 template <class Derived, template <unsigned> class Rule>
 class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
  public:
   static constexpr auto& kStates = Rule<0>::kAllStates;
+  static constexpr auto kNumbers = numbers_of<Rule<0>>();
 
-  const torch::Tensor& step() const { return step_; }
-  void step(torch::Tensor step) { step_ = std::move(step); }
+  const torch::Tensor& step() const { return number(0); }
+  void step(torch::Tensor step) { number(0, std::move(step)); }
+  const torch::Tensor& number(size_t i) const { return numbers_[i]; }
+  void number(size_t i, torch::Tensor tensor) { numbers_[i] = std::move(tensor); }
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }
   void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
 
@@ -171,31 +182,42 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   // As before a first step.
   void zero() {
     torch::NoGradGuard no_grad;
-    step_.zero_();
+    for (size_t i = 0; i < numbers_.size(); ++i) numbers_[i].fill_(kNumbers[i].first);
     for (torch::Tensor& slot : slots_) {
       if (slot.defined()) slot.zero_();
     }
   }
 
   void serialize(torch::serialize::OutputArchive& archive) const override {
-    archive.write("step", step_, /*is_buffer=*/true);
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      archive.write(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+    }
     for (size_t i = 0; i < slots_.size(); ++i) {
       if (slots_[i].defined()) archive.write(kStates[i].name, slots_[i], /*is_buffer=*/true);
     }
   }
   void serialize(torch::serialize::InputArchive& archive) override {
-    archive.read("step", step_, /*is_buffer=*/true);
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      archive.read(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+    }
     for (size_t i = 0; i < slots_.size(); ++i) {
       archive.try_read(kStates[i].name, slots_[i], /*is_buffer=*/true);
     }
   }
 
  private:
-  torch::Tensor step_;
+  std::array<torch::Tensor, kNumbers.size()> numbers_;
   std::array<torch::Tensor, std::size(Rule<0>::kAllStates)> slots_;
 };
 
-// Base of the C++ optimizers over the native rule `Rule`. `Derived` has
+// Base of the C++ optimizers over the native rule `Rule`.
+//
+// Parameters are float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and
+// of any layout that does not overlap itself. States have the parameter's shape and dtype; the step count is
+// one float32 number. Constructors throw c10::Error for options out of range, step() for parameters and
+// gradients that the kernels cannot update, with nothing changed by then.
+//
+// `Derived` has
 //   static constexpr const char* kRule            the rule's name,
 //   static void check(const Options&)             which throws c10::Error for options out of range,
 //   static Hyper hyper(const Options&)            the rule's hyper-parameters,
@@ -313,7 +335,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     for (const size_t k : slots(options)) {
       for (const torch::Tensor& weight : weights) states.push_back(state_of(weight).slot(k));
     }
-    for (const torch::Tensor& weight : weights) steps.push_back(state_of(weight).step());
+    for (size_t k = 0; k < State::kNumbers.size(); ++k) {
+      for (const torch::Tensor& weight : weights) steps.push_back(state_of(weight).number(k));
+    }
     if (plan == nullptr || !plan->is_of(weights, states, steps)) {
       plan = std::make_unique<detail::Plan>(weights, states, steps);
     }
@@ -359,7 +383,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return max_norm;
   }
 
-  // What clips the norm of all gradients, where the weights are; undefined: nothing does.
+  // Returns the factor that clips the norm of all gradients, on the weights' device; undefined if nothing
+  // clips.
   static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm, double eps) {
     if (!std::isfinite(max_norm)) return {};
     static const auto add_norm2 =
@@ -405,7 +430,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const std::vector<size_t> all = slots(options);
     Tensors fresh;
     const auto is_whole = [&all](const State& state) {
-      bool whole = state.step().defined();
+      bool whole = true;
+      for (size_t k = 0; k < State::kNumbers.size(); ++k) whole = whole && state.number(k).defined();
       for (const size_t k : all) whole = whole && state.slot(k).defined();
       return whole;
     };
@@ -428,7 +454,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
       if (found == state_.end()) state = std::make_unique<State>();
       State& to = static_cast<State&>(state ? *state : *found->second);
       // Steps before there was any state to keep do not count: SGD's momentum may come later.
-      if (!to.step().defined() || !to.has_slots()) to.step(torch::zeros({}, torch::kFloat32));
+      const bool is_first = !to.has_slots();
+      for (size_t k = 0; k < State::kNumbers.size(); ++k) {
+        if (is_first || !to.number(k).defined()) {
+          to.number(k, torch::full({}, State::kNumbers[k].first, torch::kFloat32));
+        }
+      }
       for (size_t s = 0; s < all.size(); ++s) {
         // One that is there is kept: an option such as amsgrad came later.
         if (!to.slot(all[s]).defined()) to.slot(all[s], made[s * fresh.size() + i]);

@@ -58,9 +58,7 @@ struct LambParamState : ParamState<LambParamState, rules::Lamb> {
 //   u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
 //   p = p - lr |p| / |u| u         (the ratio is 1 where either norm is 0)
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; states have the parameter's dtype. Throws c10::Error for options
-// out of range.
+// Parameters, states and errors are those of FusedOptimizer.
 //
 //   const auto options = fusedstep::optim::LambOptions(1e-2).weight_decay(0.01);
 //   fusedstep::optim::Lamb optimizer(model->parameters(), options);

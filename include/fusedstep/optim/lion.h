@@ -25,9 +25,7 @@ struct LionParamState : ParamState<LionParamState, rules::Lion> {
 //   p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
 //   m = beta2 m + (1 - beta2) g
 //
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; m has the parameter's dtype. Throws c10::Error for options out of
-// range.
+// Parameters, states and errors are those of FusedOptimizer.
 class Lion : public FusedOptimizer<Lion, LionOptions, LionParamState, rules::Lion> {
  public:
   using FusedOptimizer::FusedOptimizer;

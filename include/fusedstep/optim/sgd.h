@@ -30,9 +30,7 @@ struct SGDParamState : ParamState<SGDParamState, rules::SGD> {
 //
 // Without momentum there is no b: p = p - lr g. Of a parameter with a sparse gradient (torch::nn::Embedding
 // has such) only the rows that it is for are read and written; momentum and weight_decay must then be 0.
-// Parameters: float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and of
-// any layout that does not overlap itself; b has the parameter's dtype. Throws c10::Error for options out of
-// range.
+// Parameters, states and errors are those of FusedOptimizer.
 class SGD : public FusedOptimizer<SGD, SGDOptions, SGDParamState, rules::SGD> {
  public:
   using FusedOptimizer::FusedOptimizer;

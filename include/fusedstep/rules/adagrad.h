@@ -29,7 +29,7 @@ struct Adagrad {
   static constexpr unsigned kFlagCombinations = 2;
   static constexpr StateSpec kAllStates[] = {{"sum", Sign::kNotNegative}};
   static constexpr int kStates = states_with(kAllStates, kFlags);
-  // Whether a sparse gradient's step is that of its rows alone.
+  // True if a sparse gradient's step is that of its rows alone.
   static constexpr bool kZeroGradChangesNothing = !(kFlags & kAdagradDecay);
 
   template <class T>

@@ -28,7 +28,7 @@ struct AdanScalars {
 //   u = (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
 //   p = (p - lr u) / (1 + lr wd)       with no_prox   p = (1 - lr wd) p - lr u
 //
-// What `direction` returns is -lr u, since the two terms of u have step sizes of their own.
+// `direction` returns -lr u, since the two terms of u have step sizes of their own.
 //
 // Both ways of decay are factors of one formula, and so is the first step's missing difference: a factor of
 // one changes no bit.

@@ -1,19 +1,29 @@
 // Every rule there is, one line each. Kernels for every instruction set, tests and benchmarks follow from
 // this list.
 #pragma once
+#include "fusedstep/rules/adadelta.h"
 #include "fusedstep/rules/adagrad.h"
 #include "fusedstep/rules/adam.h"
+#include "fusedstep/rules/adamax.h"
 #include "fusedstep/rules/adan.h"
 #include "fusedstep/rules/lamb.h"
 #include "fusedstep/rules/lion.h"
+#include "fusedstep/rules/nadam.h"
+#include "fusedstep/rules/radam.h"
+#include "fusedstep/rules/rmsprop.h"
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
+  X(Adadelta)              \
   X(Adagrad)               \
   X(Adam)                  \
+  X(Adamax)                \
   X(Adan)                  \
   X(Lamb)                  \
   X(Lion)                  \
+  X(NAdam)                 \
+  X(RAdam)                 \
+  X(RMSprop)               \
   X(SGD)
 
 namespace fusedstep::rules {

@@ -35,7 +35,7 @@ struct SGD {
   static constexpr unsigned kFlagCombinations = 6;
   static constexpr StateSpec kAllStates[] = {{"momentum_buffer", Sign::kAny, kSGDMomentum | kSGDNesterov}};
   static constexpr int kStates = states_with(kAllStates, kFlags);
-  // Whether a sparse gradient's step is that of its rows alone.
+  // True if a sparse gradient's step is that of its rows alone.
   static constexpr bool kZeroGradChangesNothing = kFlags == 0;
 
   template <class T>

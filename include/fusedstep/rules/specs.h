@@ -6,6 +6,8 @@
 #pragma once
 #include <cstddef>
 
+#include "fusedstep/vocabulary.h"
+
 namespace fusedstep::rules {
 
 enum class Sign { kAny, kNotNegative };
@@ -17,12 +19,41 @@ struct StateSpec {
   unsigned flag = 0;  // the flag that it needs; 0: it is always there
 };
 
-// How many of these states a rule with these flags has.
+// Counts those of these states that a rule with these flags has.
 template <size_t kCount>
 constexpr int states_with(const StateSpec (&states)[kCount], unsigned flags) {
   int count = 0;
   for (const StateSpec& state : states) count += state.flag == 0 || (flags & state.flag) != 0;
   return count;
+}
+
+// A float32 number that a rule keeps for each weight beside the step count.
+struct NumberSpec {
+  const char* name;
+  float first;
+};
+
+// Counts a rule's numbers: the length of its list `kNumbers`, if it has one.
+template <class Rule>
+constexpr size_t count_numbers() {
+  if constexpr (requires { Rule::kNumbers[0].first; }) {
+    return sizeof(Rule::kNumbers) / sizeof(Rule::kNumbers[0]);
+  } else {
+    return 0;
+  }
+}
+template <class Rule>
+inline constexpr size_t kNumbersOf = count_numbers<Rule>();
+
+// The scalars of step number `step` of a rule. Its numbers, before the step, become those after it.
+template <class Rule, class T>
+FUSEDSTEP_FN typename Rule::template Scalars<T> prepare(const typename Rule::Hyper& hyper, double step,
+                                                        double* numbers) {
+  if constexpr (kNumbersOf<Rule> == 0) {
+    return Rule::template prepare<T>(hyper, step);
+  } else {
+    return Rule::template prepare<T>(hyper, step, numbers);
+  }
 }
 
 }  // namespace fusedstep::rules

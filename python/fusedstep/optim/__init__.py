@@ -9,20 +9,30 @@ from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
+from fusedstep.optim.adadelta import Adadelta
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
+from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
+from fusedstep.optim.nadam import NAdam
+from fusedstep.optim.radam import RAdam
+from fusedstep.optim.rmsprop import RMSprop
 from fusedstep.optim.sgd import SGD
 
 __all__ = [
     "SGD",
+    "Adadelta",
     "Adagrad",
     "Adam",
     "AdamW",
+    "Adamax",
     "Adan",
     "Lamb",
     "Lion",
+    "NAdam",
+    "RAdam",
+    "RMSprop",
 ]

@@ -1,4 +1,4 @@
-"""What all optimizers share: the choice between native and imperative code, and the states."""
+"""Base of all optimizers: chooses native or imperative code, and makes the states."""
 
 from __future__ import annotations
 
@@ -58,16 +58,21 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
-    #: How many betas there are, where there are any.
+    #: Names of the states of the weight's shape, in the order of the native rule.
+    _states: ClassVar[tuple[str, ...]]
+    #: The number of betas, where there are any.
     _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
     #: has one for the native step, which no dictionary holds.
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
-    #: Whether an element's update depends on no other element: shards can then be stepped alone.
+    #: True if an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
-    #: Whether ``foreach=True`` asks for torch operations, as torch's does.
+    #: True if ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
-    #: Whether dictionaries may hold a step count for a whole group.
+    #: False if torch has the class without the option ``fused``. If true, every group has it, and
+    #: ``foreach`` takes no tensors for numbers.
+    _torch_fuses: ClassVar[bool] = True
+    #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
     #: Options that older dictionaries lack, with the values that mean what was done then.
@@ -86,7 +91,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             complete(cls)
             cls.__init__ = with_advice(cls.__init__)
 
-    def __init__(self, params: ParamsT, options: dict[str, Any]) -> None:
+    def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
+        """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
+        no_options = ("self", "params", "__class__")
+        options = {name: value for name, value in arguments.items() if name not in no_options}
         self._check(options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
@@ -94,24 +102,24 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._forget_plans()
         self._counts: dict[Tensor, Tensor] = {}
         self._name = register(self)
-        super().__init__(params, without_unset(options))
+        super().__init__(params, without_unset(options, self._torch_fuses))
 
-    # What a subclass says
+    # A subclass overrides these
 
     def _check(self, options: dict[str, Any]) -> None:
         """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
-        check_ranges(options, self._betas)
+        check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Names of the states of the weight's shape, in the order of the native rule."""
-        raise NotImplementedError
+        """Returns those of the states that the options of a group need."""
+        return self._states
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
-        raise NotImplementedError
+        return f"{type(self).__name__} does not support sparse gradients"
 
     def _initial_value(self, group: dict[str, Any]) -> float:
-        """What these states start at."""
+        """Returns the first value of these states."""
         return 0.0
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
@@ -126,11 +134,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
 
     def _uses_grads(self, group: dict[str, Any]) -> bool:
-        """Whether a native step may leave anything in the gradients."""
+        """Returns whether a native step may leave anything in the gradients."""
         return False
 
     def _max_grad_norm(self) -> float:
-        """What a step clips the 2-norm of all its gradients to; it leaves ``.grad`` alone."""
+        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone."""
         given = [own_option(group, "max_grad_norm") for group in self._groups]
         for norm in given:
             if norm is not None:
@@ -249,6 +257,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             self._counts[weight] = new_number(weight, group, float(bool(self._state.get(weight))))
         return self._counts[weight]
 
+    def _numbers_of_steps(self) -> tuple[str, ...]:
+        """Names of the numbers that a native step takes: its count, and others of the rule."""
+        return tuple(self._numbers) or ("step",)
+
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
@@ -270,7 +282,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 yield p, name, tensor
 
     def _has_wide_states(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Whether the states of a 16-bit weight are float32: as those are that it has, or asked."""
+        """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
         if weight.dtype not in SIXTEEN_BITS or own_option(group, "master_weights"):
             return weight.dtype in SIXTEEN_BITS
         state = self._state.get(weight, {})
@@ -278,7 +290,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def _has_master(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Whether what is updated is a float32 copy, which the weight is rounded from."""
+        """Returns whether the step updates a float32 copy, and rounds the weight from it."""
         return weight.dtype in SIXTEEN_BITS and own_option(group, "master_weights")
 
     def _names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
@@ -289,24 +301,25 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     # The choice of code
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
-        """Whether the options of a group ask for native kernels, or allow them."""
+        """Returns whether the options of a group ask for native kernels, or allow them."""
         foreach = self._foreach_means_unfused and group["foreach"]
-        if group["fused"]:
+        fused = own_option(group, "fused")
+        if fused:
             if group["differentiable"]:
                 raise RuntimeError("`fused` does not support `differentiable`")
             if foreach:
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
             return True
-        return group["fused"] is None and not (foreach or group["differentiable"])
+        return fused is None and not (foreach or group["differentiable"])
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
-        """Whether the native kernels update these weights; an error if they cannot but must."""
+        """Returns whether native kernels update these weights; raises if they must but cannot."""
         if not self._wants_native(group):
             return False
         reason = self._why_not_native(weights, grads)
-        if reason and group["fused"]:
+        if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
         return reason is None
 
@@ -341,36 +354,40 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         native = self._is_native(group, weights, grads)
         self._create_states(group, weights)
         states = [self._with_count(group, p) for p in weights]
-        if not all(isinstance(state["step"], Tensor) for state in states):
+        numbers = self._numbers_of_steps()
+        if not all(isinstance(state[name], Tensor) for state in states for name in numbers):
             raise RuntimeError(
                 "API has changed, `state_steps` argument must contain a list of singleton tensors"
             )
         if not native:
             return None
-        self._count_together(weights, [state["step"] for state in states])
+        self._count_together(weights, states)
         has_masters = self._has_master(group, weights[0])
         states = [self._with_count(group, p) for p in weights]
-        plan = Plan(weights, states, names, has_masters, sparse)
+        plan = Plan(weights, states, names, numbers, has_masters, sparse)
         self._plans[place] = plan
         self._seen = None
         return plan
 
     def _may_be_skipped(self) -> bool:
-        """Whether it is a number on a device that tells if a step is skipped."""
+        """Returns whether a number on a device tells if a step is skipped."""
         found_inf = getattr(self, "found_inf", None)
         return found_inf is not None and not found_inf.is_cpu
 
-    def _count_together(self, weights: list[Tensor], steps: list[Tensor]) -> None:
-        """Moves the step counts of weights on a device there if the host cannot keep all."""
+    def _count_together(self, weights: list[Tensor], states: list[dict[str, Tensor]]) -> None:
+        """Moves the numbers of weights on a device there if the host cannot keep all."""
+        numbers = self._numbers_of_steps()
         if weights[0].is_cpu or not (
-            self._may_be_skipped() or any(not step.is_cpu for step in steps)
+            self._may_be_skipped()
+            or any(not state[name].is_cpu for state in states for name in numbers)
         ):
             return
-        for p, step in zip(weights, steps, strict=True):
-            if "step" in self._numbers:
-                self._state[p]["step"] = step.to(p.device)
-            else:
-                self._counts[p] = step.to(p.device)
+        for p, state in zip(weights, states, strict=True):
+            for name in numbers:
+                if name in self._numbers:
+                    self._state[p][name] = state[name].to(p.device)
+                else:
+                    self._counts[p] = state[name].to(p.device)
 
     # The step
 
@@ -470,7 +487,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         not notice that it skipped a step.
         """
         return all(
-            group["fused"] and self._is_native(group, group["params"])
+            own_option(group, "fused") and self._is_native(group, group["params"])
             for group in self.param_groups
         )
 
@@ -540,7 +557,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
 
     def _bind_groups(self) -> list[Work]:
-        """What there is to do; raises what can be wrong in any group, with nothing changed yet."""
+        """Returns the work of a step; raises any group's error before anything is changed."""
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
         work = []

@@ -128,12 +128,13 @@ def check_count(betas: tuple[Any, ...], count: int) -> None:
 _ANY_RANGE = frozenset({"dampening", "max_ratio"})
 
 
-def check_ranges(options: dict[str, Any], betas: int) -> None:
+def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> None:
     """Raises the first option of a constructor that is out of range, with torch's texts.
 
     ``betas``: how many there have to be. They become numbers, or tensors without dimensions.
+    ``foreach``: true where no number may be a tensor, unless capturable.
     """
-    foreach, capturable = options["foreach"], options.get("capturable", True)
+    capturable = options.get("capturable", True)
     for name, value in options.items():
         if name == "lr":
             check_lr(value, foreach=foreach, capturable=capturable)
@@ -145,6 +146,10 @@ def check_ranges(options: dict[str, Any], betas: int) -> None:
             check_state_dtype(value)
         elif name == "max_grad_norm":
             check_max_grad_norm(value)
+        elif name == "rho":
+            check_number(name, value)
+            if not 0.0 <= value <= 1.0:
+                raise ValueError(f"Invalid rho value: {value}")
         elif name in _ANY_RANGE:
             check_number(name, value)
         elif name not in _NO_NUMBERS and name != "debias":
@@ -225,7 +230,7 @@ def as_number(option: float | Tensor) -> float | Tensor:
 
 
 def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
-    """What native kernels refuse, where torch's operations would broadcast or stop half way."""
+    """Raises for operands at which torch's operations would broadcast or stop half way."""
     for index, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
         what = f"tensor {index} of the list: the gradient"
         if grad.shape != weight.shape:

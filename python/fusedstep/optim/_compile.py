@@ -42,7 +42,7 @@ def trace_update(optimizer: Optimizer) -> bool:
         states = [optimizer._with_count(group, p) for p in weights]
         names = optimizer._names_of(group, weights[0])
         slots = [state[name] for name in names for state in states]
-        steps = [state["step"] for state in states]
+        steps = [state[name] for name in optimizer._numbers_of_steps() for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)
         torch.ops.fusedstep.step(weights, grads, slots, steps, options, optimizer._rule)
@@ -94,7 +94,8 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
     owner._create_states(group, weights)
     if why_not_readable(owner._accessed_states(weights), "states"):
         return False
-    return all(torch.is_tensor(owner._with_count(group, p)["step"]) for p in weights)
+    states = [owner._with_count(group, p) for p in weights]
+    return all(torch.is_tensor(s[name]) for s in states for name in owner._numbers_of_steps())
 
 
 @torch.compiler.assume_constant_result
@@ -110,7 +111,7 @@ def _can_be_listed(grads: list[Tensor]) -> bool:
 
 
 def _is_edited_in_graph(group: dict[str, Any]) -> bool:
-    """Whether code of the graph that is being made changes the group.
+    """Returns whether code of the graph that is being made changes the group.
 
     The group itself is changed when the graph has run: before that it has the old values.
     """

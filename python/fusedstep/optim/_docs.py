@@ -1,11 +1,11 @@
-"""The paragraphs that the docstrings of all optimizers have in common, written once."""
+"""Paragraphs that the docstrings of all optimizers share."""
 
 from __future__ import annotations
 
 import inspect
 import textwrap
 
-#: Of options, by name.
+#: A paragraph for each option, by name.
 _ARGS = {
     "foreach": """\
 foreach (bool, optional): True asks for plain torch operations, weight by
@@ -39,6 +39,14 @@ max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all
     ``step(max_norm=...)`` clips before it (default: None)""",
 }
 
+_WEIGHTS = """\
+Weights may have any shape and strides (transposed, channels-last, sliced), as may their
+gradients; of a gradient only the shape, dtype and device must be the weight's. The native
+kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device.
+bfloat16 and float16 are computed in float32 natively, and in their own precision with
+``fused=False``. The states {states} have the weight's dtype and dimension order{numbers}.
+"""
+
 _RAISES = """\
 Raises:
     ValueError: if a hyper-parameter is out of range, or ``params`` is empty.
@@ -50,7 +58,7 @@ Raises:
 
 
 def complete(cls: type) -> None:
-    """Adds to the docstring of a class the options that it shares, and what it raises.
+    """Adds to the docstring of a class the weights and options that it shares, and what it raises.
 
     Its own are under ``Args:`` there; the others follow in the order of the signature.
     """
@@ -64,7 +72,16 @@ def complete(cls: type) -> None:
         for name in inspect.signature(cls).parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
     ]
+    weights = _WEIGHTS.format(
+        states=_listed(cls._states),
+        numbers="".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers),
+    )
     args = "\n".join([own, *(textwrap.indent(text, "    ") for text in shared)])
     if not after.startswith("Raises:"):
         after = f"{_RAISES}\n{after}"
-    cls.__doc__ = f"{before}{header}{args}{gap}{after}"
+    cls.__doc__ = f"{before}\n{weights}{header}{args}{gap}{after}"
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    *others, last = [f"``{name}``" for name in names]
+    return f"{', '.join(others)} and {last}" if others else last

@@ -16,7 +16,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process has of a tensor, when it has arrived."""
+    """Returns this process's part of a tensor, when it has arrived."""
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")
@@ -26,7 +26,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:
-    """What this process has of a gradient, which has to be spread as its weight is."""
+    """Returns this process's part of a gradient, which has to be spread as its weight is."""
     if is_dtensor(weight) and not (is_dtensor(grad) and _spread(grad) == _spread(weight)):
         raise RuntimeError(
             "the gradient of a DTensor weight must be a DTensor of the same mesh and placements"
@@ -48,7 +48,7 @@ def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
 
 
 def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-    """How sums over the elements that the processes have are spread; None where each has all."""
+    """Returns how sums over the processes' elements are spread; None where each has all."""
     if not is_dtensor(weight):
         return None
     from torch.distributed.tensor import Partial, Replicate

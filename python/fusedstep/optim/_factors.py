@@ -1,4 +1,4 @@
-"""What a step multiplies its gradients by: a GradScaler's scale, and what clips their norm."""
+"""Factors of a step's gradients: a GradScaler's scale, and the one that clips their norm."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class Factors(NamedTuple):
     """Numbers where the host knows them, otherwise 0-dimensional float64 tensors on a device."""
 
     grad: float | Tensor = 1.0
-    """What ``.grad`` is multiplied by."""
+    """The factor of ``.grad``."""
     clip: float | Tensor = 1.0
-    """What the gradients of the step are multiplied by besides."""
+    """Another factor, of the gradients of the step alone."""
     norm: float | Tensor = math.inf
     """That of ``.grad`` times the scale, if it was asked for."""
     found_inf: Tensor | None = None
@@ -34,7 +34,7 @@ class Factors(NamedTuple):
 
     @property
     def of_others(self) -> float | Tensor:
-        """What those gradients are to be multiplied by that the step does not multiply."""
+        """Returns the factor of those gradients that the step does not multiply."""
         if self.found_inf is None:
             return self.grad
         return torch.where(self.found_inf != 0, 1.0, self.grad)
@@ -45,5 +45,5 @@ PLAIN = Factors()
 
 
 def is_one(factor: float | Tensor) -> bool:
-    """Whether a factor is known to be one."""
+    """Returns whether a factor is known to be one."""
     return not isinstance(factor, Tensor) and factor == 1

@@ -1,4 +1,4 @@
-"""What surrounds a step: hooks, the profiler, and torch.compile."""
+"""Surroundings of a step: hooks, the profiler, and torch.compile."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from torch.optim.optimizer import (
 
 from fusedstep import _ops
 
-#: What torch.compile has Python call for each frame, or None. A torch that does not tell may have.
+#: The function that torch.compile has Python call for each frame, or None. A torch that does not
+#: tell it is taken to have one.
 frame_callback = getattr(eval_frame, "get_eval_frame_callback", lambda: True)
 
 
 def is_compiling() -> bool:
-    """Whether torch.compile makes a graph of this code, or looks for code to make graphs of."""
+    """Returns whether torch.compile makes a graph of this code, or looks for such code."""
     return torch.compiler.is_compiling() or frame_callback() is not None
 
 
@@ -33,7 +34,7 @@ def _asks_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What torch makes of an optimizer's ``step``: it calls hooks, and tells the profiler.
+    """Wraps ``step`` as torch does: it calls hooks, and tells the profiler.
 
     That costs more than a small step, and so is left to those steps that need it. A ``step`` with
     the attribute ``repeats`` is not even called where the last one can be repeated.

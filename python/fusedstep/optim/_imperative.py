@@ -16,12 +16,12 @@ MASTER = "master_param"
 
 
 def value_of(weight: Tensor, master: Tensor) -> Tensor:
-    """What a weight was rounded from; itself where it has been changed since."""
+    """Returns the value that a weight was rounded from; itself where it has been changed since."""
     return torch.where(master.to(weight.dtype) == weight, master, weight.float())
 
 
 class ImperativeTwin:
-    """What steps weights where no native kernel does."""
+    """Steps weights in torch operations where no native kernel does."""
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
         """Steps groups by their gradients times a factor."""
@@ -74,7 +74,7 @@ class ImperativeTwin:
         self._write_back(group, weight, new, state)
 
     def _widened(self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-        """What is updated in the place of a weight: itself or, in float32, its value."""
+        """Returns the tensor that is updated for a weight: itself or, in float32, its value."""
         if not self._has_wide_states(group, weight):
             return weight
         if not self._has_master(group, weight):

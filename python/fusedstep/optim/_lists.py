@@ -1,4 +1,4 @@
-"""What torch's optimizers put into lists before a step, for code that asks for it."""
+"""Lists that torch's optimizers fill before a step, for code that asks for them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def init_group(
     self._create_states(group, weights)
     params_with_grad.extend(weights)
     grads.extend(found)
-    *of_weights, steps = states
-    for name, of_name in zip(self._state_names(group), of_weights, strict=False):
-        of_name.extend(self.state[p][name] for p in weights)
+    *others, steps = states
+    names = {*self._state_names(group), *self._numbers}
+    numbers = [name for name in self._numbers if name != "step"]
+    for name, of_name in zip((*self._states, *numbers), others, strict=False):
+        if name in names:
+            of_name.extend(self.state[p][name] for p in weights)
     steps.extend(self.state[p]["step"] for p in weights if "step" in self._numbers)
     return any(p.is_complex() for p in weights)

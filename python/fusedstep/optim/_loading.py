@@ -51,7 +51,7 @@ class LoadsStates:
             self._state_was_accessed = False
 
     def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
-        """Takes from a dictionary what has been cast to a 16-bit weight's dtype."""
+        """Takes from a dictionary what has been cast to a 16-bit weight's dtype, and numbers."""
         keys = chain.from_iterable(group["params"] for group in dictionary["param_groups"])
         for group in self.param_groups:
             for p, key in zip(group["params"], keys, strict=False):
@@ -60,6 +60,10 @@ class LoadsStates:
                     value = saved.get(name)
                     if isinstance(value, Tensor) and value.itemsize > 2:
                         self._state[p][name] = value.to(p.device, torch.float32)
+                for name in self._numbers.keys() - {"step"}:  # which torch casts to any dtype
+                    if isinstance(saved.get(name), Tensor):
+                        number = saved[name].detach().reshape(())
+                        self._state[p][name] = new_number(p, group).copy_(number)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = {name: vars(self)[name] for name in ("_state", "_groups") if name in vars(self)}

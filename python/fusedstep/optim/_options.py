@@ -7,7 +7,12 @@ from typing import Any
 #: Each with its value where a group has no such key. torch's distributed checkpoints, and the flat
 #: ones of torchtitan, ask a checkpoint for every key that a group has: those of torch's optimizers
 #: could not be loaded if these keys were always there.
-OWN: dict[str, Any] = {"state_dtype": None, "master_weights": False, "max_grad_norm": None}
+OWN: dict[str, Any] = {
+    "fused": None,
+    "state_dtype": None,
+    "master_weights": False,
+    "max_grad_norm": None,
+}
 
 
 def own_option(group: dict[str, Any], name: str) -> Any:
@@ -15,9 +20,10 @@ def own_option(group: dict[str, Any], name: str) -> Any:
     return group.get(name, OWN[name])
 
 
-def without_unset(options: dict[str, Any]) -> dict[str, Any]:
+def without_unset(options: dict[str, Any], torch_fuses: bool) -> dict[str, Any]:
     """The options that become defaults: of these only where they were set."""
-    return {name: value for name, value in options.items() if name not in OWN or value != OWN[name]}
+    own = OWN.keys() - ({"fused"} if torch_fuses else {})
+    return {name: value for name, value in options.items() if name not in own or value != OWN[name]}
 
 
 def fill_own(group: dict[str, Any], defaults: dict[str, Any]) -> None:
@@ -25,5 +31,7 @@ def fill_own(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     for name, unset in OWN.items():
         if name in defaults:
             group.setdefault(name, defaults[name])
-        elif name in group and group[name] == unset:  # in a dictionary of fusedstep 0.1.0
+        elif (
+            name in group and group[name] == unset
+        ):  # in a dictionary of fusedstep 0.1.0, or a newer option
             del group[name]

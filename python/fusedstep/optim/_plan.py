@@ -1,4 +1,4 @@
-"""What the native side has worked out for a group of weights, and how long that is good for."""
+"""The native plan of a group of weights, and how long it is good for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fusedstep.optim._support import why_not_readable
 
 
 class GradUse(IntEnum):
-    """What a native step does with the memory of gradients that share it with nothing else."""
+    """The use that a native step makes of the memory of gradients that do not alias."""
 
     LEAVE = 0
     SCALE = 1
@@ -51,6 +51,7 @@ class Plan:
         weights: list[Tensor],
         states: list[dict[str, Tensor]],
         names: tuple[str, ...],
+        numbers: tuple[str, ...],
         has_masters: bool,
         had_sparse: bool,
     ) -> None:
@@ -61,7 +62,7 @@ class Plan:
         self.is_distributed = self.spread_of_sums is not None
         self.had_sparse = had_sparse  # at the last step: a gradient
         slots = [local(state[name]) for name in names for state in states]
-        steps = [state["step"] for state in states]
+        steps = [state[name] for name in numbers for state in states]  # the count first
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
@@ -69,7 +70,7 @@ class Plan:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether steps run on an accelerator, after the call that asks for them."""
+        """Returns whether steps run on an accelerator, after the call that asks for them."""
         return self.device.type != "cpu"
 
     def set_device_inputs(self, lr: float | Tensor, factors: Factors) -> Tensor | None:
@@ -149,7 +150,7 @@ def _values(state: dict[Tensor, dict[str, Any]]) -> Iterable[Any]:
 
 
 def same(a: list[Any], b: list[Any]) -> bool:
-    """Whether two lists hold the very same objects; in C, for it runs at every step."""
+    """Returns whether two lists hold the very same objects; in C, for it runs at every step."""
     if _ops.bind:
         return _ops.bind.same(a, b)
     return len(a) == len(b) and all(map(is_, a, b))

@@ -98,7 +98,7 @@ def last_step(
 
 
 def _is_fixed(group: dict[str, Any]) -> bool:
-    """Whether no option of a group can change in place."""
+    """Returns whether no option of a group can change in place."""
     return isinstance(group["params"], list) and all(
         name == "params"
         or isinstance(value, _IMMUTABLE)

@@ -12,14 +12,15 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
-from fusedstep import _ops
 from fusedstep.optim._checks import check_options, name_of
 from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import OWN
 from fusedstep.optim._registry import classes
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
-_ALWAYS_SAVED = frozenset({"betas", "eps", "lr", "lr_decay", "weight_decay"})
+_ALWAYS_SAVED = frozenset(
+    {"alpha", "betas", "eps", "lr", "lr_decay", "momentum_decay", "weight_decay"}
+)
 
 
 def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> None:
@@ -30,7 +31,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
     if sizes[0] != sizes[1] or not isinstance(states, Mapping):
         return
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_kind(optimizer, index, saved)
+        _check_kind(optimizer, index, saved, [states.get(key, {}) for key in saved["params"]])
         check_saved_options(optimizer, index, saved)
         count = saved.get("step") if optimizer._counts_in_groups else None
         if count is not None:
@@ -48,7 +49,8 @@ def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any])
         check_options(saved, optimizer.defaults)
     except (TypeError, ValueError) as error:
         raise type(error)(f"group {index} of the dictionary: {error}") from None
-    optimizer._wants_native(optimizer.defaults | saved)  # raises options that exclude each other
+    options = optimizer.defaults | optimizer._later_options | saved
+    optimizer._wants_native(options)  # raises options that exclude each other
 
 
 def check_state(
@@ -75,8 +77,8 @@ def check_state(
             f"{type(optimizer).__name__}{_looks_like(likely)}. "
             "fusedstep.import_state_dict loads dictionaries of other optimizers"
         )
-    if not weight.is_meta and "step" in optimizer._numbers:
-        check_count_of_steps(name, state["step"])
+    for number in () if weight.is_meta else optimizer._numbers:
+        check_count_of_steps(name, state[number], number)
     names = (*needed, *optimizer._state_names(options), MASTER)
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
@@ -88,18 +90,17 @@ def check_is_state(name: str, state: Any) -> None:
         raise ValueError(f"the state of {name} must be a dict, not {_kind(state)}")
 
 
-def check_count_of_steps(name: str, count: Any) -> None:
-    """Raises if it does not say how many steps there were."""
+def check_count_of_steps(name: str, count: Any, what: str = "step") -> None:
+    """Raises if it does not say how many steps there were, or is no other number of a state."""
     is_tensor = isinstance(count, Tensor) and count.layout is torch.strided and not count.is_meta
     if not (isinstance(count, (int, float)) or (is_tensor and count.numel() == 1)):
-        raise ValueError(
-            f"step of {name} must be an int, a float or a tensor of one element, not {_kind(count)}"
-        )
+        kinds = "an int, a float or a tensor of one element"
+        raise ValueError(f"{what} of {name} must be {kinds}, not {_kind(count)}")
     if isinstance(count, FakeTensor):
         return
     steps = float(count)
     if not (math.isfinite(steps) and steps >= 0):
-        raise ValueError(f"step of {name} must be finite and at least 0, not {steps}")
+        raise ValueError(f"{what} of {name} must be finite and at least 0, not {steps}")
 
 
 def check_tensor(name: str, value: Any, weight: Tensor) -> None:
@@ -126,7 +127,7 @@ def _kind(value: Any) -> str:
 # Which optimizer has saved it
 
 
-def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
+def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | optimizer._later_options.keys() | OWN.keys()
     name = type(optimizer).__name__
@@ -138,7 +139,12 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
     known = set().union(*map(options_of, classes)) - OWN.keys()
-    exact = [cls for cls in classes if options_of(cls) & known == saved.keys() & known]
+    exact = [
+        cls
+        for cls in classes
+        if options_of(cls) & known == saved.keys() & known
+        and all(_is_state_of(cls, each) for each in states if each and isinstance(each, Mapping))
+    ]
     missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
     if exact and (likely or missing):
         likely = exact if saved.keys() & known != own & known else []
@@ -159,9 +165,9 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
-    needed = set(cls._state_names(cls, cls._later_options))
-    names = state.keys() - {"step", MASTER, *cls._numbers}
-    return bool(names) and needed <= names <= {*needed, *_ops.rule_states.get(cls._rule, ())}
+    needed = {*cls._state_names(cls, cls._later_options), *cls._numbers} - {"step"}
+    names = state.keys() - {"step", MASTER}
+    return bool(names) and needed <= names <= {*needed, *cls._states}
 
 
 def _looks_like(classes: list[type[Optimizer]]) -> str:

@@ -114,7 +114,7 @@ def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
     """
     weight, optimizer = torch.zeros(1), SimpleNamespace()
     optimizer.state = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
-    plan = Plan([weight], list(optimizer.state.values()), ("sum",), False, False)
+    plan = Plan([weight], list(optimizer.state.values()), ("sum",), ("step",), False, False)
     snapshot = Snapshot(optimizer.state)
     found = _first_holders(optimizer.state)
     del plan, snapshot

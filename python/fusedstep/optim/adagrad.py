@@ -8,6 +8,7 @@ from torch.optim.adagrad import adagrad
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["Adagrad"]
 
@@ -35,13 +36,6 @@ class Adagrad(FusedOptimizer):
     :math:`\eta`, ``weight_decay`` :math:`\lambda`, ``initial_accumulator_value`` :math:`\tau` and
     ``eps`` :math:`\epsilon`. This is the diagonal form in section 1.1 of `Adaptive Subgradient
     Methods for Online Learning and Stochastic Optimization`_.
-
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device; the
-    state ``sum`` has the weight's dtype and dimension order, ``step`` is a 0-dimensional float32
-    tensor. bfloat16 and float16 are computed in float32 natively, and in their own precision with
-    ``fused=False``.
 
     Of a weight with a sparse gradient only the rows that it has are read and written; what it has
     for the same row is added first, in its order. ``weight_decay`` must then be 0.
@@ -75,6 +69,8 @@ class Adagrad(FusedOptimizer):
     """
 
     _rule = "adagrad"
+    _states = ("sum",)
+    _formula = by_torch(adagrad, "sum", "step")
 
     def __init__(
         self,
@@ -93,21 +89,7 @@ class Adagrad(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "lr_decay": lr_decay,
-            "weight_decay": weight_decay,
-            "initial_accumulator_value": initial_accumulator_value,
-            "eps": eps,
-            "foreach": foreach,
-            "maximize": maximize,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
+        super().__init__(params, locals())
 
     def share_memory(self) -> None:
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
@@ -121,9 +103,6 @@ class Adagrad(FusedOptimizer):
         has_complex = super()._init_group(group, *lists)
         _, grads, *_ = lists
         return any(grad.is_sparse for grad in grads), has_complex
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("sum",)
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         if group["weight_decay"] != 0:
@@ -151,22 +130,3 @@ class Adagrad(FusedOptimizer):
         else:
             std = state["sum"].addcmul_(grad, grad).sqrt().add_(group["eps"])
             weight.addcdiv_(grad, std, value=-clr)
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        adagrad(
-            [weight],
-            [grad],
-            [state["sum"]],
-            [state["step"]],
-            has_sparse_grad=grad.is_sparse,
-            foreach=False,
-            differentiable=group["differentiable"],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            lr_decay=group["lr_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        return weight

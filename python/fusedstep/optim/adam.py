@@ -8,6 +8,7 @@ from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
 
 __all__ = ["Adam"]
 
@@ -38,13 +39,6 @@ class Adam(FusedOptimizer):
     :math:`\max(v_1, \dots, v_t)` takes the place of :math:`v_t` in the last line. This is algorithm
     1 of `Adam: A Method for Stochastic Optimization`_.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq`` have the weight's dtype and dimension order,
-    ``step`` is a 0-dimensional float32 tensor. bfloat16 and float16 are computed in float32
-    natively, and in their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -72,11 +66,13 @@ class Adam(FusedOptimizer):
     """
 
     _rule = "adam"
+    _states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
         "decoupled_weight_decay": False,
     }
+    _formula = by_torch(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
     def __init__(
         self,
@@ -97,27 +93,10 @@ class Adam(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "eps": eps,
-            "state_dtype": state_dtype,
-            "max_grad_norm": max_grad_norm,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, options)
+        super().__init__(params, locals())
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        names = ("exp_avg", "exp_avg_sq")
-        return (*names, "max_exp_avg_sq") if group["amsgrad"] else names
+        return self._states if group["amsgrad"] else self._states[:2]
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"
@@ -142,28 +121,3 @@ class Adam(FusedOptimizer):
             exp_avg_sq = torch.maximum(largest, exp_avg_sq, out=largest)
         denom = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
         weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
-
-    def _formula(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> Tensor:
-        beta1, beta2 = group["betas"]
-        adam(
-            [weight],
-            [grad],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
-            [state["max_exp_avg_sq"]] if group["amsgrad"] else [],
-            [state["step"]],
-            foreach=False,
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            amsgrad=group["amsgrad"],
-            beta1=beta1,
-            beta2=beta2,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-            decoupled_weight_decay=group["decoupled_weight_decay"],
-        )
-        return weight

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim.adam import Adam
 
 __all__ = ["AdamW"]
@@ -35,13 +36,6 @@ class AdamW(Adam):
     :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``amsgrad``,
     :math:`\max(v_1, \dots, v_t)` takes the place of :math:`v_t` in the last line. This is algorithm
     2 of `Decoupled Weight Decay Regularization`_.
-
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg``, ``exp_avg_sq`` and ``max_exp_avg_sq`` have the weight's dtype and dimension order,
-    ``step`` is a 0-dimensional float32 tensor. bfloat16 and float16 are computed in float32
-    natively, and in their own precision with ``fused=False``.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -85,23 +79,7 @@ class AdamW(Adam):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            foreach=foreach,
-            maximize=maximize,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=True,
-            state_dtype=state_dtype,
-            master_weights=master_weights,
-            max_grad_norm=max_grad_norm,
-        )
+        FusedOptimizer.__init__(self, params, locals() | {"decoupled_weight_decay": True})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

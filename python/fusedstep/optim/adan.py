@@ -49,14 +49,6 @@ class Adan(FusedOptimizer):
     algorithm 1 of `Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models`_,
     whose :math:`\beta` are :math:`1 - \beta` here, with the bias corrections of its authors' code.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg``, ``exp_avg_sq``, ``exp_avg_diff`` and ``neg_pre_grad`` (:math:`m`, :math:`n`,
-    :math:`v` and :math:`-g`) have the weight's dtype and dimension order, ``step`` is a
-    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
-    their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -98,6 +90,7 @@ class Adan(FusedOptimizer):
     """
 
     _rule = "adan"
+    _states = ("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad")
     _betas = 3
     _counts_in_groups = True
     _foreach_means_unfused = False
@@ -126,22 +119,7 @@ class Adan(FusedOptimizer):
         state_dtype: torch.dtype | None = None,
         master_weights: bool = False,
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "max_grad_norm": max_grad_norm,
-            "no_prox": no_prox,
-            "foreach": foreach,
-            "fused": fused,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-        }
-        super().__init__(params, options)
+        super().__init__(params, locals())
 
     def _check(self, options: dict[str, Any]) -> None:
         check_number("max_grad_norm", options["max_grad_norm"])
@@ -169,12 +147,6 @@ class Adan(FusedOptimizer):
                 state = self._state.get(p, {})
                 for name in {"step", *self._state_names(group)} & state.keys():
                     state[name].zero_()
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad"
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Adan does not support sparse gradients"
 
     def _max_grad_norm(self) -> float:
         return super()._max_grad_norm() or math.inf

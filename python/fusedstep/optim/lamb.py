@@ -82,13 +82,6 @@ class Lamb(FusedOptimizer):
     of the libraries so called. An option given beside it is taken in its place; the groups hold
     the options, not the name.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg`` and ``exp_avg_sq`` have the weight's dtype and dimension order, ``step`` is a
-    0-dimensional float32 tensor. bfloat16 and float16 are computed in float32 natively, and in
-    their own precision with ``fused=False``.
-
     .. note::
         The native step keeps :math:`u_t` in the gradient's memory, and so leaves it in ``.grad``.
         ``keep_grad=True`` leaves ``.grad`` as it was, and computes :math:`u_t` twice. Gradients
@@ -139,6 +132,7 @@ class Lamb(FusedOptimizer):
     """
 
     _rule = "lamb"
+    _states = ("exp_avg", "exp_avg_sq")
     _elementwise = False
     _later_options = (
         FusedOptimizer._later_options
@@ -224,12 +218,6 @@ class Lamb(FusedOptimizer):
 
     def _grad_norm_eps(self) -> float:
         return 0.0
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return "exp_avg", "exp_avg_sq"
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Lamb does not support sparse gradients"
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]

@@ -34,12 +34,6 @@ class Lion(FusedOptimizer):
     of Optimization Algorithms`_. Every element moves by ``lr``, so that learning rates are three to
     ten times smaller, and weight decays as much larger, than with :class:`AdamW`.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``exp_avg``, the only state, has the weight's dtype and dimension order. bfloat16 and float16
-    are computed in float32 natively, and in their own precision with ``fused=False``.
-
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -60,6 +54,7 @@ class Lion(FusedOptimizer):
     """
 
     _rule = "lion"
+    _states = ("exp_avg",)
     _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 
@@ -79,26 +74,7 @@ class Lion(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "weight_decay": weight_decay,
-            "foreach": foreach,
-            "maximize": maximize,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("exp_avg",)
-
-    def _sparse_error(self, group: dict[str, Any]) -> str | None:
-        return "Lion does not support sparse gradients"
+        super().__init__(params, locals())
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

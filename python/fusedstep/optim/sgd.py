@@ -37,12 +37,6 @@ class SGD(FusedOptimizer):
     no state, and :math:`b_t` is :math:`g_t`. The momentum is that of `On the importance of
     initialization and momentum in deep learning`_.
 
-    Weights may have any shape and strides (transposed, channels-last, sliced), as may their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. The native
-    kernels update float32, float64, bfloat16 and float16 weights on the CPU or a CUDA device;
-    ``momentum_buffer`` has the weight's dtype and dimension order. bfloat16 and float16 are
-    computed in float32 natively, and in their own precision with ``fused=False``.
-
     Of a weight with a sparse gradient only the rows that it has are read and written; what it has
     for the same row is added first, in its order. ``momentum`` and ``weight_decay`` must then be 0.
 
@@ -68,6 +62,7 @@ class SGD(FusedOptimizer):
     """
 
     _rule = "sgd"
+    _states = ("momentum_buffer",)
     _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"nesterov": False}
 
@@ -88,21 +83,7 @@ class SGD(FusedOptimizer):
         master_weights: bool = False,
         max_grad_norm: float | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-            "state_dtype": state_dtype,
-            "master_weights": master_weights,
-            "max_grad_norm": max_grad_norm,
-        }
-        super().__init__(params, options)
+        super().__init__(params, locals())
 
     def _check(self, options: dict[str, Any]) -> None:
         super()._check(options)
@@ -110,7 +91,7 @@ class SGD(FusedOptimizer):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ("momentum_buffer",) if group.get("momentum", 0) != 0 else ()
+        return self._states if group.get("momentum", 0) != 0 else ()
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         for name in ("momentum", "weight_decay"):

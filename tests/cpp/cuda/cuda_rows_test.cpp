@@ -62,7 +62,8 @@ TEST_P(CudaRowsTest, SameBitsAsOnTheCpu) {
       SparseGrad gradient = grad(table, rows, static_cast<uint64_t>(step));
       gradient.bind(there, 0, actual.operands());
       device_->check_rows(there);
-      device_->prepare(there, rule(), std::vector<double>{step}, options, {})->run({});
+      std::vector<double> counts{step};
+      device_->prepare(there, rule(), counts, options, {})->run({});
       gradient.bind(here, 0, expected.operands());
       sum_entries(here, options.threads);
       run_step(here, rule(), std::vector<double>{step}, options);
@@ -84,7 +85,8 @@ TEST_P(CudaRowsTest, EntriesThatAreEachForARowNeedNoOrder) {
   gradient.leave_order_out();
   gradient.bind(there, 0, actual.operands());
   device_->check_rows(there);
-  device_->prepare(there, rule(), std::vector<double>{1}, {}, {})->run({});
+  std::vector<double> counts{1};
+  device_->prepare(there, rule(), counts, {}, {})->run({});
   expect_same(actual, expected);
 }
 
@@ -104,7 +106,7 @@ TEST_P(CudaRowsTest, OneLaunchForDenseAndSparseGradients) {
       bind_dense(*plan, 1, (*tensors)[1]);
       grads[1].bind(*plan, 2, (*tensors)[2].operands());
     }
-    const std::vector<double> counts(3, static_cast<double>(step));
+    std::vector<double> counts(3, static_cast<double>(step));
     const StepOptions options{.grads = GradUse::kClear};
     const int before = emulator::launches;
     device_->prepare(there, rule(), counts, options, {})->run({});

@@ -19,12 +19,29 @@ void step_cpu(Model& model, const std::vector<double>& counts, const StepOptions
   run_step(model.plan(), model.rule().bound, counts, options);
 }
 
+// The numbers of tensors where a device keeps them. Those beside the step counts have their first values.
+struct NumbersThere {
+  NumbersThere(const BoundRule& rule, std::vector<float> counts)
+      : tensors(counts.size()), values(std::move(counts)) {
+    for (const auto& number : rule.numbers) values.insert(values.end(), tensors, number.first);
+    for (float& value : values) places.push_back(&value);
+  }
+  std::vector<float> counts() const {
+    return {values.begin(), values.begin() + static_cast<int64_t>(tensors)};
+  }
+
+  size_t tensors;
+  std::vector<float> values;
+  std::vector<float*> places;
+};
+
 class CudaTest : public testing::TestWithParam<Case> {
  protected:
   void step_cuda(Model& model, const std::vector<double>& counts, const StepOptions& options,
                  const DeviceInputs& inputs = {}) {
     bind(model);
-    device_->prepare(model.plan(), model.rule().bound, counts, options, inputs)->run({});
+    std::vector<double> numbers = with_first_numbers(model.rule().bound, counts);
+    device_->prepare(model.plan(), model.rule().bound, numbers, options, inputs)->run({});
   }
   void bind(Model& model) {
     for (size_t i = 0; i < model.tensors().size(); ++i) model.plan().bind(i, model.tensors()[i].operands());
@@ -32,7 +49,7 @@ class CudaTest : public testing::TestWithParam<Case> {
   DevicePlan& device() { return *device_; }
   void forget_device() { device_ = new_device_plan(0); }
 
-  // What a step may leave anything in is not compared.
+  // Compares all operands, except gradients that a step may leave anything in.
   static void expect_same(Model& actual, Model& expected, GradUse grads = GradUse::kLeave) {
     for (size_t t = 0; t < expected.tensors().size(); ++t) {
       const Tensor &ours = actual.tensors()[t], &theirs = expected.tensors()[t];
@@ -103,12 +120,12 @@ TEST_P(CudaTest, CountsOnTheDeviceAreRaisedThere) {
   const std::vector<Tensor> start = dense_tensors(GetParam(), {50, 5000, 50});
   Model actual(GetParam(), start), expected(GetParam(), start);
   std::vector<float> counts = {2, 0, 2};
-  std::vector<float*> places;
-  for (float& count : counts) places.push_back(&count);
   for (const double raised : {0.0, 1.0}) {
     for (Model* model : {&actual, &expected}) model->fill_grads(static_cast<uint64_t>(raised));
     bind(actual);
-    device().prepare_counted(actual.plan(), actual.rule().bound, places, {}, {})->run({});
+    NumbersThere numbers(actual.rule().bound, counts);
+    device().prepare_counted(actual.plan(), actual.rule().bound, numbers.places, {}, {})->run({});
+    counts = numbers.counts();
     step_cpu(expected, {3 + raised, 1 + raised, 3 + raised}, {});
     expect_same(actual, expected);
   }
@@ -121,17 +138,16 @@ TEST_P(CudaTest, CountsOnTheDeviceOfMoreTensorsThanAWarpHasThreads) {
   for (Model* model : {&actual, &expected}) model->fill_grads(1);
   std::vector<float> counts;
   std::vector<double> raised;
-  std::vector<float*> places;
   for (size_t i = 0; i < tensors.size(); ++i) {
     counts.push_back(static_cast<float>(i % 5));
     raised.push_back(counts.back() + 1);
   }
-  for (float& count : counts) places.push_back(&count);
   bind(actual);
-  device().prepare_counted(actual.plan(), actual.rule().bound, places, {}, {})->run({});
+  NumbersThere numbers(actual.rule().bound, counts);
+  device().prepare_counted(actual.plan(), actual.rule().bound, numbers.places, {}, {})->run({});
   step_cpu(expected, raised, {});
   expect_same(actual, expected);
-  EXPECT_EQ(counts, std::vector<float>(raised.begin(), raised.end()));
+  EXPECT_EQ(numbers.counts(), std::vector<float>(raised.begin(), raised.end()));
 }
 
 // Nothing changes, but for gradients that are to be zero.
@@ -139,14 +155,13 @@ TEST_P(CudaTest, AStepCanBeLeftOut) {
   for (const GradUse grads : {GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
     Model actual(GetParam(), few_tensors()), expected(GetParam(), few_tensors());
     for (Model* model : {&actual, &expected}) model->fill_grads(1);
-    std::vector<float> counts(actual.tensors().size(), 5);
-    std::vector<float*> places;
-    for (float& count : counts) places.push_back(&count);
+    NumbersThere numbers(actual.rule().bound, std::vector<float>(actual.tensors().size(), 5));
+    const std::vector<float> before = numbers.values;
     const float found_inf = 1;
     bind(actual);
     device()
-        .prepare_counted(actual.plan(), actual.rule().bound, places, {.grad_factor = 0.5, .grads = grads},
-                         {.found_inf = &found_inf})
+        .prepare_counted(actual.plan(), actual.rule().bound, numbers.places,
+                         {.grad_factor = 0.5, .grads = grads}, {.found_inf = &found_inf})
         ->run({});
     for (size_t t = 0; grads == GradUse::kClear && t < expected.tensors().size(); ++t) {
       if (!actual.plan().grad_is_writable(t)) continue;
@@ -154,7 +169,7 @@ TEST_P(CudaTest, AStepCanBeLeftOut) {
       for (int64_t i = 0; i < grad.elements(); ++i) grad.set(i, 0);
     }
     expect_same(actual, expected);
-    EXPECT_EQ(counts, std::vector<float>(counts.size(), 5));
+    EXPECT_EQ(numbers.values, before);
     forget_device();
   }
 }
@@ -226,12 +241,10 @@ TEST_P(CudaTwoPhaseTest, TensorsOfOneChunk) {
       expect_same(actual, expected, grads);
       if (HasFatalFailure()) return;
     }
-    std::vector<float> steps(tensors.size(), 2);
-    std::vector<float*> places;
-    for (float& step : steps) places.push_back(&step);
+    NumbersThere numbers(actual.rule().bound, std::vector<float>(tensors.size(), 2));
     const float found_inf = 1;
     device()
-        .prepare_counted(actual.plan(), actual.rule().bound, places, {.grads = grads},
+        .prepare_counted(actual.plan(), actual.rule().bound, numbers.places, {.grads = grads},
                          {.found_inf = &found_inf})
         ->run({});
     expect_same(actual, expected, grads);

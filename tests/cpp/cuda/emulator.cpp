@@ -146,8 +146,8 @@ void run(int64_t blocks, int threads, const std::function<void()>& body) {
 
 }  // namespace fusedstep::emulator
 
-// What of CUDA's runtime, and of torch, a plan calls: the host's memory is the device's, and work is done
-// when it is asked for.
+// Functions of CUDA's runtime, and of torch, that a plan calls. The host's memory is the device's, and work
+// is done when it is asked for.
 
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
   *value = 9;  // of whatever is asked for: its capability

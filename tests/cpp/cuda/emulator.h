@@ -27,7 +27,7 @@ struct Index {
 };
 extern Index thread_index, block_index, blocks_in_grid;
 
-// How often run() has been called.
+// Number of calls of run().
 extern int launches;
 
 // Runs `body` in each thread of each block.

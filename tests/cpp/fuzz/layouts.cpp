@@ -63,7 +63,7 @@ int64_t product(const Numbers& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
-// Of every element, in the order of indices.
+// Returns the offset of every element, in the order of indices.
 Numbers offsets_of(const Numbers& sizes, const Numbers& strides) {
   Numbers offsets{0};
   for (size_t d = 0; d < sizes.size(); ++d) {

@@ -1,0 +1,51 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_ADADELTA_OPTIONS(X) \
+  X(double, lr, 1)                    \
+  X(double, rho, 0.9)                 \
+  X(double, eps, 1e-6)                \
+  X(double, weight_decay, 0)          \
+  X(bool, maximize, false)            \
+  X(double, max_grad_norm, kNoLimit)
+
+struct AdadeltaOptions : torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
+  FUSEDSTEP_OPTIONS(AdadeltaOptions, FUSEDSTEP_ADADELTA_OPTIONS)
+};
+
+struct AdadeltaParamState : ParamState<AdadeltaParamState, rules::Adadelta> {
+  const torch::Tensor& square_avg() const { return slot(0); }
+  const torch::Tensor& acc_delta() const { return slot(1); }
+};
+
+// Adadelta (Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, algorithm 1), with the options of
+// torch's Python class. For each tensor p with gradient g:
+//
+//   g = g + weight_decay p
+//   v = rho v + (1 - rho) g^2,   d = sqrt(a + eps) / sqrt(v + eps) g
+//   a = rho a + (1 - rho) d^2
+//   p = p - lr d
+//
+// Parameters, states and errors are those of FusedOptimizer.
+class Adadelta : public FusedOptimizer<Adadelta, AdadeltaOptions, AdadeltaParamState, rules::Adadelta> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "adadelta";
+
+  static void check(const AdadeltaOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    TORCH_CHECK(0 <= options.rho() && options.rho() <= 1, "Invalid rho value: ", options.rho());
+    detail::check_at_least_zero(options.eps(), "epsilon value");
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::AdadeltaHyper hyper(const AdadeltaOptions& o) {
+    return {.lr = o.lr(), .rho = o.rho(), .eps = o.eps(), .weight_decay = o.weight_decay()};
+  }
+};
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,51 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_ADAMAX_OPTIONS(X)               \
+  X(double, lr, 2e-3)                             \
+  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
+  X(double, eps, 1e-8)                            \
+  X(double, weight_decay, 0)                      \
+  X(bool, maximize, false)                        \
+  X(double, max_grad_norm, kNoLimit)
+
+struct AdamaxOptions : torch::optim::OptimizerCloneableOptions<AdamaxOptions> {
+  FUSEDSTEP_OPTIONS(AdamaxOptions, FUSEDSTEP_ADAMAX_OPTIONS)
+};
+
+struct AdamaxParamState : ParamState<AdamaxParamState, rules::Adamax> {
+  const torch::Tensor& exp_avg() const { return slot(0); }
+  const torch::Tensor& exp_inf() const { return slot(1); }
+};
+
+// Adamax (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 2), with the options
+// of torch's Python class. For each tensor p with gradient g, at step t:
+//
+//   g = g + weight_decay p
+//   m = beta1 m + (1 - beta1) g,   u = max(beta2 u, |g| + eps)
+//   p = p - lr m / ((1 - beta1^t) u)
+//
+// Parameters, states and errors are those of FusedOptimizer.
+class Adamax : public FusedOptimizer<Adamax, AdamaxOptions, AdamaxParamState, rules::Adamax> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "adamax";
+
+  static void check(const AdamaxOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_at_least_zero(options.eps(), "epsilon value");
+    detail::check_betas(options.betas());
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::AdamaxHyper hyper(const AdamaxOptions& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {.lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .eps = o.eps(), .weight_decay = o.weight_decay()};
+  }
+};
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,64 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_NADAM_OPTIONS(X)                \
+  X(double, lr, 2e-3)                             \
+  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
+  X(double, eps, 1e-8)                            \
+  X(double, weight_decay, 0)                      \
+  X(double, momentum_decay, 4e-3)                 \
+  X(bool, decoupled_weight_decay, false)          \
+  X(bool, maximize, false)                        \
+  X(double, max_grad_norm, kNoLimit)
+
+struct NAdamOptions : torch::optim::OptimizerCloneableOptions<NAdamOptions> {
+  FUSEDSTEP_OPTIONS(NAdamOptions, FUSEDSTEP_NADAM_OPTIONS)
+};
+
+struct NAdamParamState : ParamState<NAdamParamState, rules::NAdam> {
+  const torch::Tensor& mu_product() const { return number(1); }
+  const torch::Tensor& exp_avg() const { return slot(0); }
+  const torch::Tensor& exp_avg_sq() const { return slot(1); }
+};
+
+// NAdam (Dozat, "Incorporating Nesterov Momentum into Adam", 2016, algorithm 2), with torch's options. For
+// each tensor p with gradient g, at step t:
+//
+//   g = g + weight_decay p                                   (unless decoupled_weight_decay)
+//   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+//   mu_t = beta1 (1 - 0.96^(t momentum_decay) / 2),   q_t = mu_1 mu_2 ... mu_t
+//   u = mu_(t+1) m / (1 - q_(t+1)) + (1 - mu_t) g / (1 - q_t)
+//   p = p - lr weight_decay p                                (if decoupled_weight_decay)
+//   p = p - lr u / (sqrt(v / (1 - beta2^t)) + eps)
+//
+// The state mu_product is q_t. Parameters, states and errors are those of FusedOptimizer.
+class NAdam : public FusedOptimizer<NAdam, NAdamOptions, NAdamParamState, rules::NAdam> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "nadam";
+
+  static void check(const NAdamOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_at_least_zero(options.eps(), "epsilon value");
+    detail::check_betas(options.betas());
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_at_least_zero(options.momentum_decay(), "momentum_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::NAdamHyper hyper(const NAdamOptions& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {.lr = o.lr(),
+            .beta1 = beta1,
+            .beta2 = beta2,
+            .eps = o.eps(),
+            .weight_decay = o.weight_decay(),
+            .momentum_decay = o.momentum_decay(),
+            .decoupled_weight_decay = double(o.decoupled_weight_decay())};
+  }
+};
+
+}  // namespace fusedstep::optim

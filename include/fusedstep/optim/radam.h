@@ -1,0 +1,61 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_RADAM_OPTIONS(X)                \
+  X(double, lr, 1e-3)                             \
+  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
+  X(double, eps, 1e-8)                            \
+  X(double, weight_decay, 0)                      \
+  X(bool, decoupled_weight_decay, false)          \
+  X(bool, maximize, false)                        \
+  X(double, max_grad_norm, kNoLimit)
+
+struct RAdamOptions : torch::optim::OptimizerCloneableOptions<RAdamOptions> {
+  FUSEDSTEP_OPTIONS(RAdamOptions, FUSEDSTEP_RADAM_OPTIONS)
+};
+
+struct RAdamParamState : ParamState<RAdamParamState, rules::RAdam> {
+  const torch::Tensor& exp_avg() const { return slot(0); }
+  const torch::Tensor& exp_avg_sq() const { return slot(1); }
+};
+
+// RAdam (Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond", 2020, algorithm 2), with
+// torch's options. For each tensor p with gradient g, at step t:
+//
+//   g = g + weight_decay p                                   (unless decoupled_weight_decay)
+//   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
+//   p = p - lr weight_decay p                                (if decoupled_weight_decay)
+//   p = p - lr m / (1 - beta1^t) r sqrt(1 - beta2^t) / (sqrt(v) + eps)
+//
+// r rectifies the variance. In the first steps, which are too few to estimate that (with the default betas
+// the first five), p = p - lr m / (1 - beta1^t).
+//
+// Parameters, states and errors are those of FusedOptimizer.
+class RAdam : public FusedOptimizer<RAdam, RAdamOptions, RAdamParamState, rules::RAdam> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "radam";
+
+  static void check(const RAdamOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_at_least_zero(options.eps(), "epsilon value");
+    detail::check_betas(options.betas());
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::RAdamHyper hyper(const RAdamOptions& o) {
+    const auto [beta1, beta2] = o.betas();
+    return {.lr = o.lr(),
+            .beta1 = beta1,
+            .beta2 = beta2,
+            .eps = o.eps(),
+            .weight_decay = o.weight_decay(),
+            .decoupled_weight_decay = double(o.decoupled_weight_decay())};
+  }
+};
+
+}  // namespace fusedstep::optim

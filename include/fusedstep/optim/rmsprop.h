@@ -1,0 +1,61 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_RMSPROP_OPTIONS(X) \
+  X(double, lr, 1e-2)                \
+  X(double, alpha, 0.99)             \
+  X(double, eps, 1e-8)               \
+  X(double, weight_decay, 0)         \
+  X(double, momentum, 0)             \
+  X(bool, centered, false)           \
+  X(bool, maximize, false)           \
+  X(double, max_grad_norm, kNoLimit)
+
+struct RMSpropOptions : torch::optim::OptimizerCloneableOptions<RMSpropOptions> {
+  FUSEDSTEP_OPTIONS(RMSpropOptions, FUSEDSTEP_RMSPROP_OPTIONS)
+};
+
+struct RMSpropParamState : ParamState<RMSpropParamState, rules::RMSprop> {
+  const torch::Tensor& square_avg() const { return slot(0); }
+  const torch::Tensor& momentum_buffer() const { return slot(1); }
+  const torch::Tensor& grad_avg() const { return slot(2); }
+};
+
+// RMSprop (Tieleman and Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012), with torch's
+// options. For each tensor p with gradient g:
+//
+//   g = g + weight_decay p
+//   v = alpha v + (1 - alpha) g^2,   a = alpha a + (1 - alpha) g
+//   u = g / (sqrt(v) + eps)                    centered: g / (sqrt(v - a^2) + eps)
+//   b = momentum b + u                         (if momentum > 0)
+//   p = p - lr b                               (otherwise p - lr u)
+//
+// Parameters, states and errors are those of FusedOptimizer.
+class RMSprop : public FusedOptimizer<RMSprop, RMSpropOptions, RMSpropParamState, rules::RMSprop> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "rmsprop";
+
+  static void check(const RMSpropOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_at_least_zero(options.eps(), "epsilon value");
+    detail::check_at_least_zero(options.momentum(), "momentum value");
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_at_least_zero(options.alpha(), "alpha value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::RMSpropHyper hyper(const RMSpropOptions& o) {
+    return {.lr = o.lr(),
+            .alpha = o.alpha(),
+            .eps = o.eps(),
+            .weight_decay = o.weight_decay(),
+            .momentum = o.momentum(),
+            .centered = double(o.centered())};
+  }
+};
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,57 @@
+#pragma once
+#include <cmath>
+
+#include "fusedstep/rules/specs.h"
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+enum AdamaxFlag : unsigned { kAdamaxDecay = 1 };
+
+struct AdamaxHyper {
+  double lr = 2e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0;
+  static constexpr const char* kNames[] = {"lr", "beta1", "beta2", "eps", "weight_decay"};
+
+  constexpr unsigned flags() const { return (weight_decay != 0) * kAdamaxDecay; }
+};
+
+template <class T>
+struct AdamaxScalars {
+  T one_minus_beta1, beta2, eps, weight_decay, neg_step_size;
+};
+
+// Adamax (Kingma and Ba, 2015, algorithm 2), in torch's form: eps is added to |g|.
+//
+//   m = m + (1 - beta1) (g - m)        u = max(beta2 u, |g| + eps)
+//   p = p - lr / (1 - beta1^t) * m / u
+template <unsigned kFlags>
+struct Adamax {
+  using Hyper = AdamaxHyper;
+  template <class T>
+  using Scalars = AdamaxScalars<T>;
+  static constexpr unsigned kFlagCombinations = 2;
+  static constexpr StateSpec kAllStates[] = {{"exp_avg"}, {"exp_inf", Sign::kNotNegative}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
+
+  template <class T>
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
+    return {T(1 - h.beta1), T(h.beta2), T(h.eps), T(h.weight_decay),
+            T(-h.lr / (1 - std::pow(h.beta1, step)))};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
+    V &m = state[0], &largest = state[1];
+    if constexpr (kFlags & kAdamaxDecay) g = mul_add(V(s.weight_decay), p, g);
+    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    largest = maximum(V(s.beta2) * largest, absolute(g) + V(s.eps));
+    return m / largest;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_step_size), u, p);
+  }
+};
+
+}  // namespace fusedstep::rules

@@ -1,0 +1,72 @@
+#pragma once
+#include "fusedstep/rules/specs.h"
+#include "fusedstep/vocabulary.h"
+
+namespace fusedstep::rules {
+
+enum RMSpropFlag : unsigned { kRMSpropDecay = 1, kRMSpropMomentum = 2, kRMSpropCentered = 4 };
+
+struct RMSpropHyper {
+  double lr = 1e-2, alpha = 0.99, eps = 1e-8, weight_decay = 0, momentum = 0, centered = 0;
+  static constexpr const char* kNames[] = {"lr", "alpha", "eps", "weight_decay", "momentum", "centered"};
+
+  constexpr unsigned flags() const {
+    return (weight_decay != 0) * kRMSpropDecay | (momentum > 0) * kRMSpropMomentum |
+           (centered != 0) * kRMSpropCentered;
+  }
+};
+
+template <class T>
+struct RMSpropScalars {
+  T alpha, one_minus_alpha, eps, weight_decay, momentum, neg_lr;
+};
+
+// RMSprop (Tieleman and Hinton, 2012, lecture 6e), with momentum and, centered, with the variance in place of
+// the mean square (Graves, 2013, equations 38 to 41), in torch's form.
+//
+//   v = alpha v + (1 - alpha) g^2        a = a + (1 - alpha) (g - a)
+//   b = momentum b + g / (sqrt(v) + eps)            centered: sqrt(v - a^2)
+//   p = p - lr b
+template <unsigned kFlags>
+struct RMSprop {
+  using Hyper = RMSpropHyper;
+  template <class T>
+  using Scalars = RMSpropScalars<T>;
+  static constexpr unsigned kFlagCombinations = 8;
+  static constexpr StateSpec kAllStates[] = {{"square_avg", Sign::kNotNegative},
+                                             {"momentum_buffer", Sign::kAny, kRMSpropMomentum},
+                                             {"grad_avg", Sign::kAny, kRMSpropCentered}};
+  static constexpr int kStates = states_with(kAllStates, kFlags);
+
+  template <class T>
+  FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double /*step*/) {
+    return {T(h.alpha), T(1 - h.alpha), T(h.eps), T(h.weight_decay), T(h.momentum), T(-h.lr)};
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
+    V& square = state[0];
+    if constexpr (kFlags & kRMSpropDecay) g = mul_add(V(s.weight_decay), p, g);
+    square = mul_add(V(s.one_minus_alpha) * g, g, V(s.alpha) * square);
+    V variance = square;
+    if constexpr (kFlags & kRMSpropCentered) {
+      V& mean = state[kStates - 1];
+      mean = mul_add(V(s.one_minus_alpha), g - mean, mean);
+      // States have been rounded: the difference of two that are nearly equal may lie below 0.
+      variance = maximum(mul_add(-mean, mean, square), V(T(0)));
+    }
+    V u = g / (square_root(variance) + V(s.eps));
+    if constexpr (kFlags & kRMSpropMomentum) {
+      V& buffer = state[1];
+      u = buffer = mul_add(V(s.momentum), buffer, u);
+    }
+    return u;
+  }
+
+  template <class V, class T>
+  FUSEDSTEP_FN static void apply(const Scalars<T>& s, V& p, V u) {
+    p = mul_add(V(s.neg_lr), u, p);
+  }
+};
+
+}  // namespace fusedstep::rules

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adadelta import adadelta
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["Adadelta"]
+
+
+class Adadelta(FusedOptimizer):
+    r"""Implements the Adadelta algorithm, in signature and states :class:`torch.optim.Adadelta`.
+
+    For a weight ``w`` with gradient ``g``::
+
+        g = g + weight_decay * w
+        v = rho * v + (1 - rho) * g**2
+        d = sqrt(a + eps) / sqrt(v + eps) * g
+        a = rho * a + (1 - rho) * d**2
+        w = w - lr * d
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            v_t      &= \rho v_{t-1} + (1 - \rho) g_t^2                                       \\
+            \Delta_t &= \frac{\sqrt{a_{t-1} + \epsilon}}{\sqrt{v_t + \epsilon}} g_t           \\
+            a_t      &= \rho a_{t-1} + (1 - \rho) \Delta_t^2                                  \\
+            \theta_t &= \theta_{t-1} - \gamma \Delta_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``rho`` :math:`\rho`,
+    ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm 1 of `ADADELTA:
+    An Adaptive Learning Rate Method`_, with a learning rate.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): factor of the update (default: 1.0)
+        rho (float, optional): coefficient of both running averages (default: 0.9)
+        eps (float, optional): term added to both averages under the roots (default: 1e-6)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+
+    Example::
+
+        >>> optimizer = optim.Adadelta(model.parameters())
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _ADADELTA\: An Adaptive Learning Rate Method:
+        https://arxiv.org/abs/1212.5701
+    """
+
+    _rule = "adadelta"
+    _states = ("square_avg", "acc_delta")
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _formula = by_torch(adadelta, "square_avg", "acc_delta", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        capturable: bool = False,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamax import adamax
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["Adamax"]
+
+
+class Adamax(FusedOptimizer):
+    r"""Implements the Adamax algorithm, in signature and states :class:`torch.optim.Adamax`.
+
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        m = beta1 * m + (1 - beta1) * g
+        u = max(beta2 * u, abs(g) + eps)
+        w = w - lr / (1 - beta1**t) * m / u
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            u_t      &= \max(\beta_2 u_{t-1}, |g_t| + \epsilon)                               \\
+            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \, \frac{m_t}{u_t}
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
+    2 of `Adam: A Method for Stochastic Optimization`_, but for ``eps``.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 2e-3)
+        betas (tuple[float, float], optional): coefficients of the running average of the
+            gradient and of its running maximum (default: (0.9, 0.999))
+        eps (float, optional): term added to the gradient's absolute value (default: 1e-8)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+
+    Example::
+
+        >>> optimizer = optim.Adamax(model.parameters(), lr=2e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Adam\: A Method for Stochastic Optimization:
+        https://arxiv.org/abs/1412.6980
+    """
+
+    _rule = "adamax"
+    _states = ("exp_avg", "exp_inf")
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _formula = by_torch(adamax, "exp_avg", "exp_inf", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        *,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.nadam import nadam
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["NAdam"]
+
+
+class NAdam(FusedOptimizer):
+    r"""Implements the NAdam algorithm, in signature and states :class:`torch.optim.NAdam`.
+
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        mu, mu_next = (beta1 * (1 - 0.96**(i * momentum_decay) / 2) for i in (t, t + 1))
+        mu_product = mu_product * mu            # starts at 1
+        u = mu_next * m / (1 - mu_product * mu_next) + (1 - mu) * g / (1 - mu_product)
+        w = w - lr * u / (sqrt(v / (1 - beta2**t)) + eps)
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
+            \mu_t    &= \beta_1 \left(1 - \tfrac{1}{2} \, 0.96^{t \psi}\right)                \\
+            u_t      &= \frac{\mu_{t+1} m_t}{1 - \prod_{i=1}^{t+1} \mu_i} +
+                        \frac{(1 - \mu_t) g_t}{1 - \prod_{i=1}^{t} \mu_i}                     \\
+            \theta_t &= \theta_{t-1} - \gamma \,
+                        \frac{u_t}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and
+    ``momentum_decay`` :math:`\psi`. This is algorithm 2 of `Incorporating Nesterov Momentum into
+    Adam`_.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 2e-3)
+        betas (tuple[float, float], optional): coefficients of the running averages of the
+            gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        momentum_decay (float, optional): how fast the momentum approaches ``beta1``
+            (default: 4e-3)
+        decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
+            does, instead of adding to the gradient (default: False)
+
+    Example::
+
+        >>> optimizer = optim.NAdam(model.parameters(), lr=2e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Incorporating Nesterov Momentum into Adam:
+        https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ
+    """
+
+    _rule = "nadam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {
+        "capturable": False,
+        "decoupled_weight_decay": False,
+    }
+    _formula = by_torch(nadam, "exp_avg", "exp_avg_sq", "mu_product", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())

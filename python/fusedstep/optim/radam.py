@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.radam import radam
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["RAdam"]
+
+
+class RAdam(FusedOptimizer):
+    r"""Implements the RAdam algorithm, in signature and states :class:`torch.optim.RAdam`.
+
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        rho = rho_inf - 2 * t * beta2**t / (1 - beta2**t)      # rho_inf = 2 / (1 - beta2) - 1
+        if rho > 5:
+            r = sqrt((rho - 4) * (rho - 2) * rho_inf / ((rho_inf - 4) * (rho_inf - 2) * rho))
+            u = r * sqrt(1 - beta2**t) / (sqrt(v) + eps)
+        else:
+            u = 1
+        w = w - lr / (1 - beta1**t) * m * u
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
+            \rho_t   &= \rho_\infty - \frac{2 t \beta_2^t}{1 - \beta_2^t}, \quad
+                        \rho_\infty = \frac{2}{1 - \beta_2} - 1                               \\
+            u_t      &= \sqrt{\frac{(\rho_t - 4)(\rho_t - 2) \rho_\infty}
+                                   {(\rho_\infty - 4)(\rho_\infty - 2) \rho_t}} \,
+                        \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v_t} + \epsilon}
+                        \text{ if } \rho_t > 5, \text{ else } 1                               \\
+            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \, m_t u_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
+    2 of `On the Variance of the Adaptive Learning Rate and Beyond`_.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float, float], optional): coefficients of the running averages of the
+            gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
+            does, instead of adding to the gradient (default: False)
+
+    Example::
+
+        >>> optimizer = optim.RAdam(model.parameters(), lr=1e-3)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _On the Variance of the Adaptive Learning Rate and Beyond:
+        https://arxiv.org/abs/1908.03265
+    """
+
+    _rule = "radam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {
+        "capturable": False,
+        "decoupled_weight_decay": False,
+    }
+    _formula = by_torch(radam, "exp_avg", "exp_avg_sq", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        decoupled_weight_decay: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())

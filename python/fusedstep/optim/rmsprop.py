@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.rmsprop import rmsprop
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["RMSprop"]
+
+
+class RMSprop(FusedOptimizer):
+    r"""Implements the RMSprop algorithm, in signature and states :class:`torch.optim.RMSprop`.
+
+    For a weight ``w`` with gradient ``g``::
+
+        g = g + weight_decay * w
+        v = alpha * v + (1 - alpha) * g**2
+        a = alpha * a + (1 - alpha) * g         # if centered; else 0
+        b = momentum * b + g / (sqrt(v - a**2) + eps)
+        w = w - lr * b
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
+            v_t      &= \alpha v_{t-1} + (1 - \alpha) g_t^2                                   \\
+            a_t      &= \alpha a_{t-1} + (1 - \alpha) g_t                                     \\
+            b_t      &= \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - a_t^2} + \epsilon}               \\
+            \theta_t &= \theta_{t-1} - \gamma b_t
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``alpha``
+    :math:`\alpha`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and ``momentum``
+    :math:`\mu`; :math:`a_t` is 0 unless ``centered``. This is RMSprop of `lecture 6e`_, with the
+    centered form of `Generating Sequences With Recurrent Neural Networks`_.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-2)
+        alpha (float, optional): coefficient of the running averages of the gradient and
+            its square (default: 0.99)
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+        momentum (float, optional): momentum factor (default: 0)
+        centered (bool, optional): divide by an estimate of the gradient's standard
+            deviation instead of its root mean square (default: False)
+
+    Example::
+
+        >>> optimizer = optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _lecture 6e:
+        https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf
+    .. _Generating Sequences With Recurrent Neural Networks:
+        https://arxiv.org/abs/1308.0850
+    """
+
+    _rule = "rmsprop"
+    _states = ("square_avg", "momentum_buffer", "grad_avg")
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {
+        "momentum": 0,
+        "centered": False,
+        "capturable": False,
+    }
+    _formula = by_torch(rmsprop, "square_avg", "grad_avg", "momentum_buffer", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: float = 0,
+        momentum: float = 0,
+        centered: bool = False,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        *,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+        master_weights: bool = False,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+        are_there = (True, group["momentum"] > 0, group["centered"])
+        return tuple(compress(self._states, are_there))
