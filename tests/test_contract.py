@@ -377,7 +377,7 @@ DIFFERENCES = [
     Difference(
         "`foreach=True`",
         "a_weight_twice_in_a_group",
-        (optim.Adagrad, optim.NAdam, optim.RMSprop),
+        (optim.Adadelta, optim.Adagrad, optim.NAdam, optim.RMSprop),
         ("foreach",),
     ),
     Difference("`fused=True` for a weight without kernels", "complex_weights", ALL, ("fused",)),
@@ -423,13 +423,13 @@ DIFFERENCES = [
     Difference(
         "a weight cast to another",
         "weights_cast_between_steps",
-        (*ADAMS, optim.NAdam, optim.RAdam),
+        (*ADAMS, optim.Adamax, optim.NAdam, optim.RAdam),
         tuple(MODES),
     ),
     Difference(
         "a weight cast to another",
         "weights_cast_between_steps",
-        (optim.Adagrad, optim.RMSprop, optim.SGD),
+        (optim.Adadelta, optim.Adagrad, optim.RMSprop, optim.SGD),
         ("default", "fused"),
     ),
 ]

@@ -94,9 +94,10 @@ def check_betas(
     check_count(betas, count)
     beta1, beta2, *others = betas
     others = map(as_number, others)
-    if isinstance(beta1, float) and isinstance(beta2, float):
+    tensors = sum(isinstance(beta, Tensor) for beta in (beta1, beta2))
+    if tensors == 0:
         return beta1, beta2, *others
-    if not (isinstance(beta1, Tensor) and isinstance(beta2, Tensor)):
+    if tensors == 1:
         raise ValueError("betas must be either both floats or both Tensors")
     if foreach and not capturable:
         raise ValueError(
