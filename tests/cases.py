@@ -295,12 +295,21 @@ def _adadelta(name, **options):
         ("square_avg", "acc_delta"),
         torch.optim.Adadelta,
         tolerances=SQUARED_UPDATE,
+        rosenbrock_lr=1.0,
     )
 
 
-def _adamax(name, **options):
+def _adamax(name, long_run=None, **options):
     options = {"lr": 1e-2} | options
-    return Case(name, optim.Adamax, options, adamax, ("exp_avg", "exp_inf"), torch.optim.Adamax)
+    return Case(
+        name,
+        optim.Adamax,
+        options,
+        adamax,
+        ("exp_avg", "exp_inf"),
+        torch.optim.Adamax,
+        long_run=long_run or {},
+    )
 
 
 def _lion(name, **options):
@@ -333,7 +342,7 @@ def _sgd(name, **options):
     )
 
 
-def _nadam(name, **options):
+def _nadam(name, long_run=None, **options):
     options = {"lr": 1e-2} | options
     decoupled = options.get("decoupled_weight_decay", False)
     return Case(
@@ -347,10 +356,11 @@ def _nadam(name, **options):
         initial={"mu_product": 1.0},
         decoupled=decoupled,
         tolerances=DECOUPLED if decoupled else TWO_ADDITIONS,
+        long_run=long_run or {},
     )
 
 
-def _radam(name, **options):
+def _radam(name, long_run=None, **options):
     options = {"lr": 1e-2} | options
     decoupled = options.get("decoupled_weight_decay", False)
     return Case(
@@ -362,10 +372,12 @@ def _radam(name, **options):
         torch.optim.RAdam,
         decoupled=decoupled,
         tolerances=DECOUPLED if decoupled else ELEMENTWISE,
+        rosenbrock_lr=0.01,
+        long_run=long_run or {},
     )
 
 
-def _rmsprop(name, **options):
+def _rmsprop(name, long_run=None, **options):
     options = {"lr": 1e-2} | options
     states = {
         "square_avg": True,
@@ -380,8 +392,13 @@ def _rmsprop(name, **options):
         tuple(state for state, is_there in states.items() if is_there),
         torch.optim.RMSprop,
         buffers_moves=True,
+        long_run=long_run or {},
     )
 
+
+#: For a thousand steps with weight decay: where it cancels the gradient, rounding decides the sign of
+#: an update, and short averages carry that on.
+LONG_AVERAGES = {"betas": (0.9, 0.999)}
 
 CASES = (
     _lamb("lamb"),
@@ -406,7 +423,7 @@ CASES = (
         weight_decay=0.02,
         betas=(0.8, 0.95),
         eps=1e-6,
-        long_run={"betas": (0.9, 0.999)},  # where gradient and decay cancel, short averages diverge
+        long_run=LONG_AVERAGES,
     ),
     _adam("adam-amsgrad", amsgrad=True),
     _adam("adam-amsgrad-l2-maximize", amsgrad=True, weight_decay=0.02, maximize=True),
@@ -427,7 +444,7 @@ CASES = (
     _adadelta("adadelta-l2", weight_decay=0.02, rho=0.8, eps=1e-4),
     _adadelta("adadelta-maximize", maximize=True),
     _adamax("adamax"),
-    _adamax("adamax-l2", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
+    _adamax("adamax-l2", LONG_AVERAGES, weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
     _adamax("adamax-maximize", maximize=True),
     _lion("lion"),
     _lion("lion-decay", weight_decay=0.02, betas=(0.8, 0.95)),
@@ -440,16 +457,35 @@ CASES = (
     _sgd("sgd-nesterov-decay", momentum=0.6, nesterov=True, weight_decay=0.02),
     _sgd("sgd-maximize", momentum=0.5, dampening=0.25, weight_decay=0.02, maximize=True),
     _nadam("nadam"),
-    _nadam("nadam-l2-maximize", weight_decay=0.02, momentum_decay=0.1, eps=1e-6, maximize=True),
+    _nadam(
+        "nadam-l2-maximize",
+        {"weight_decay": 0.2},
+        weight_decay=0.02,
+        momentum_decay=0.1,
+        eps=1e-6,
+        maximize=True,
+    ),
     _nadam("nadam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.8, 0.95)),
     _radam("radam"),
-    _radam("radam-l2-maximize", weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6, maximize=True),
+    _radam(
+        "radam-l2-maximize",
+        LONG_AVERAGES,
+        weight_decay=0.02,
+        betas=(0.8, 0.95),
+        eps=1e-6,
+        maximize=True,
+    ),
     _radam("radam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.9, 0.9)),
     _rmsprop("rmsprop"),
     _rmsprop("rmsprop-momentum", momentum=0.5, maximize=True),
     _rmsprop("rmsprop-centered", centered=True, alpha=0.95, eps=1e-6),
     _rmsprop(
-        "rmsprop-centered-l2-momentum", centered=True, alpha=0.8, weight_decay=0.02, momentum=0.5
+        "rmsprop-centered-l2-momentum",
+        {"alpha": 0.99, "eps": 0.01},
+        centered=True,
+        alpha=0.8,
+        weight_decay=0.02,
+        momentum=0.5,
     ),
 )
 

@@ -368,8 +368,7 @@ def by_lists(optimizer):
     for group in optimizer.param_groups:
         lists = [[] for _ in range(8)]  # more than there are states
         optimizer._init_group(group, *lists)
-        of_states = filter(None, lists[2:])
-        found += [dict(enumerate(tensors)) for tensors in zip(*of_states, strict=True)]
+        found += [{index: state} for index, state in enumerate(chain(*lists[2:]))]
     return found
 
 

@@ -67,7 +67,8 @@ class TestGradientsThatHoldOtherValues:
             other.grad = grad if isinstance(grad, TwoTensor) else grad + 0
             optimizer.step()
             expected.step()
-            torch.testing.assert_close(ours, other, rtol=2e-6, atol=0, msg=f"step {step}")
+            # An error stays that was made when the weight was still about one.
+            torch.testing.assert_close(ours, other, rtol=2e-6, atol=2e-6, msg=f"step {step}")
 
     def test_fused_refuses_them_with_nothing_changed(self, case, kind):
         gradient = KINDS[kind](torch.arange(1.0, SIZE + 1))

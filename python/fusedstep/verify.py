@@ -332,7 +332,7 @@ def _copy_of(
             twin.grad *= 1 + units * torch.finfo(p.dtype).eps
         units = -units
         states[twin] = {
-            name: copied(value) if _is_inexact(value) else copy.deepcopy(value)
+            name: copied(value) if _is_rounded(optimizer, name, value) else copy.deepcopy(value)
             for name, value in state.items()
         }
     groups = [[copies[p] for p in params] for params in groups]
@@ -382,6 +382,11 @@ def _elements(tensor: Tensor) -> Tensor:
     """The numbers that this process has of a tensor: parts of complex ones, a DTensor's shard."""
     shard = _dtensor.local(tensor.detach())
     return torch.view_as_real(shard) if shard.is_complex() else shard
+
+
+def _is_rounded(optimizer: Optimizer, name: str, value: Any) -> bool:
+    """A number beside the states, such as a step count, has a dtype of its own."""
+    return name not in optimizer._numbers and _is_inexact(value)
 
 
 def _is_inexact(value: Any) -> bool:

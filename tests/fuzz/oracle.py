@@ -214,7 +214,8 @@ def _expect(
     expected.count = (state["step"].item() if "step" in state else 0.0) + 1
     expected.counts = row.counts
     formula = FORMULAS.get(row.optimizer.__name__, row.reference)
-    states |= {name: state[name].detach().clone() for name in beside - {"step", MASTER}}
+    numbers = state.keys() & set(row.numbers) - {"step"}
+    states |= {name: state[name].detach().clone() for name in numbers}
     try:
         expected.weight, expected.states = formula(
             weight,

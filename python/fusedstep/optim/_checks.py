@@ -121,7 +121,7 @@ def _as_tuple(betas: Any, count: int) -> tuple[Any, ...]:
 
 def check_count(betas: tuple[Any, ...], count: int) -> None:
     if len(betas) != count:
-        others = "Adan has three" if count == 2 else "Adam, AdamW and Lamb have two"
+        others = "Adan has three" if count == 2 else "other optimizers have two"
         raise ValueError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}; {others}")
 
 

@@ -138,12 +138,13 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
     ]
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
-    known = set().union(*map(options_of, classes)) - OWN.keys()
+    known = set().union(*map(options_of, classes)) - OWN.keys() - {"fused"}
+    stepped = [each for each in states if isinstance(each, Mapping) and each]
     exact = [
         cls
         for cls in classes
         if options_of(cls) & known == saved.keys() & known
-        and all(_is_state_of(cls, each) for each in states if each and isinstance(each, Mapping))
+        and all(_is_state_of(cls, each) for each in stepped)
     ]
     missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
     if exact and (likely or missing):

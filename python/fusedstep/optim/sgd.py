@@ -101,7 +101,7 @@ class SGD(FusedOptimizer):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         """As torch's: None for a buffer that is missing, and whether there is a sparse gradient."""
-        weights, grads, buffers = lists
+        weights, grads, buffers, *_ = lists
         weights.extend(p for p in group["params"] if p.grad is not None)
         grads.extend(p.grad for p in weights)
         if group["momentum"] != 0:
