@@ -396,8 +396,8 @@ def _rmsprop(name, long_run=None, **options):
     )
 
 
-#: For a thousand steps with weight decay: where it cancels the gradient, rounding decides the sign of
-#: an update, and short averages carry that on.
+#: For a thousand steps with weight decay: where it cancels the gradient, rounding decides the sign
+#: of an update, and short averages carry that on.
 LONG_AVERAGES = {"betas": (0.9, 0.999)}
 
 CASES = (

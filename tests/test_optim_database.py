@@ -174,9 +174,7 @@ DIFFERENCES = [
         tuple(cls for cls in having("betas") if cls in WITH_FUSED),
         tuple(ALL_MODES),
     ),
-    Difference(
-        "`betas` as tensors", ONE_DIMENSION, (optim.NAdam, optim.RAdam), tuple(ALL_MODES)
-    ),
+    Difference("`betas` as tensors", ONE_DIMENSION, (optim.NAdam, optim.RAdam), tuple(ALL_MODES)),
     Difference("`betas` as tensors", ONE_DIMENSION, (optim.Adamax,), ("foreach",)),
     Difference(
         "`fused=True` with a weight twice",
