@@ -26,8 +26,8 @@ void copy_operand(const TensorTask& task, int operand, const Block& block, char*
 }
 
 // Rows of a tensor: the address of the first in each operand, and the distance to the next.
-struct Rows {
-  explicit Rows(const TensorTask& task) : ahead(task.ahead) {}
+struct RowAddresses {
+  explicit RowAddresses(const TensorTask& task) : ahead(task.ahead) {}
 
   void* operand[kMaxOperands] = {};
   int64_t bytes[kMaxOperands] = {};
@@ -38,8 +38,8 @@ struct Rows {
   }
 };
 
-// A kernel with what becomes of the gradient on the way.
-struct Work {
+// A kernel, and the treatment of the gradient before and after it.
+struct TreatedKernel {
   const SpanKernel& kernel;
   const GradTreatment& treatment;
   const TensorTask& task;
@@ -51,7 +51,7 @@ struct Work {
   }
 
   // Over rows of `count` elements that lie side by side in every operand.
-  void run(Rows where, int64_t rows, int64_t count) const {
+  void run(RowAddresses where, int64_t rows, int64_t count) const {
     if (treats()) {  // row by row, so that each meets its gradient in the cache
       for (; rows > 1; --rows) {
         run_treated(where, count);
@@ -70,7 +70,7 @@ struct Work {
  private:
   bool scales() const { return treatment.scale != nullptr; }
 
-  Span span_of(const Rows& where, int64_t rows, int64_t count) const {
+  Span span_of(const RowAddresses& where, int64_t rows, int64_t count) const {
     Span span;
     span.writes = kernel.writes;
     std::copy_n(where.operand, kMaxOperands, span.operand);
@@ -83,7 +83,7 @@ struct Work {
     span.norms = norms;
     return span;
   }
-  void run_treated(const Rows& row, int64_t count) const {
+  void run_treated(const RowAddresses& row, int64_t count) const {
     Span span = span_of(row, 1, count);
     if (scales()) {
       span.grad_factor = treatment.scale_factor;
@@ -95,24 +95,24 @@ struct Work {
   }
 };
 
-inline void run_dense(const Work& work, int64_t begin, int64_t end) {
-  const int64_t step = work.treats() ? kTileElements : end - begin;
-  Rows row(work.task);
+inline void run_dense(const TreatedKernel& kernel, int64_t begin, int64_t end) {
+  const int64_t step = kernel.treats() ? kTileElements : end - begin;
+  RowAddresses row(kernel.task);
   for (; begin < end; begin += step) {
-    for (int k = 0; k < work.task.operands; ++k) {
-      row.operand[k] = static_cast<char*>(work.task.data[k]) + begin * work.task.element_size[k];
+    for (int k = 0; k < kernel.task.operands; ++k) {
+      row.operand[k] = static_cast<char*>(kernel.task.data[k]) + begin * kernel.task.element_size[k];
     }
-    work.run(row, 1, std::min(step, end - begin));
+    kernel.run(row, 1, std::min(step, end - begin));
   }
 }
 
 // Blocks of rows, in place in those operands in which a row is contiguous. The others go through a tile
 // of the whole block.
-inline void run_rows(const Work& work, int64_t begin, int64_t end) {
-  const TensorTask& task = work.task;
+inline void run_rows(const TreatedKernel& kernel, int64_t begin, int64_t end) {
+  const TensorTask& task = kernel.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
-  Rows rows(task);
+  RowAddresses rows(task);
   if (layout.extent[0] > 1) {
     // The next block has each row's next elements, and the block after it those after them; what lies further
     // on would wait for too long.
@@ -129,22 +129,22 @@ inline void run_rows(const Work& work, int64_t begin, int64_t end) {
       const bool in_place = strides[1] == 1;
       rows.operand[k] = in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * size : tiles[k];
       rows.bytes[k] = (in_place ? strides[0] : block.columns) * size;
-      if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
+      if (!in_place && kernel.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    work.run(rows, block.rows, block.columns);
+    kernel.run(rows, block.rows, block.columns);
     for (int k = 0; k < task.operands; ++k) {
-      if (rows.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
+      if (rows.operand[k] == tiles[k] && kernel.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
     if (++begin < end) walk.go_to(begin);
   }
 }
 
 // Blocks of short rows that fill a tile: in place in those operands in which a block is one run.
-inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
-  const TensorTask& task = work.task;
+inline void run_blocks(const TreatedKernel& kernel, int64_t begin, int64_t end) {
+  const TensorTask& task = kernel.task;
   const BlockLayout& layout = *task.layout;
   alignas(64) Tile tiles[kMaxOperands];
-  Rows row(task);
+  RowAddresses row(task);
   BlockWalk walk(layout, task.operands, begin);
   while (begin < end) {
     const Block& block = walk.block();
@@ -153,23 +153,23 @@ inline void run_blocks(const Work& work, int64_t begin, int64_t end) {
       const bool in_place = strides[1] == 1 && (strides[0] == block.columns || block.rows == 1);
       row.operand[k] =
           in_place ? static_cast<char*>(task.data[k]) + block.offset[k] * task.element_size[k] : tiles[k];
-      if (!in_place && work.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
+      if (!in_place && kernel.reads(k)) copy_operand<true>(task, k, block, tiles[k]);
     }
-    work.run(row, 1, block.rows * block.columns);
+    kernel.run(row, 1, block.rows * block.columns);
     for (int k = 0; k < task.operands; ++k) {
-      if (row.operand[k] == tiles[k] && work.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
+      if (row.operand[k] == tiles[k] && kernel.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
     if (++begin < end) walk.go_to(begin);
   }
 }
 
 // Small blocks: as many as fill a tile of every operand are worked on together.
-inline void run_packed(const Work& work, int64_t begin, int64_t end) {
-  const TensorTask& task = work.task;
+inline void run_packed(const TreatedKernel& kernel, int64_t begin, int64_t end) {
+  const TensorTask& task = kernel.task;
   const int64_t blocks = task.layout->blocks_per_tile;
-  if (blocks == 1) return run_blocks(work, begin, end);
+  if (blocks == 1) return run_blocks(kernel, begin, end);
   alignas(64) Tile tiles[kMaxOperands];
-  Rows row(task);
+  RowAddresses row(task);
   for (int k = 0; k < task.operands; ++k) row.operand[k] = tiles[k];
   while (begin < end) {
     const int64_t last = std::min(begin + blocks, end);
@@ -177,16 +177,16 @@ inline void run_packed(const Work& work, int64_t begin, int64_t end) {
     for (int64_t index = begin; index < last; ++index) {
       const Block block = locate(*task.layout, task.operands, index);
       for (int k = 0; k < task.operands; ++k) {
-        if (work.reads(k)) copy_operand<true>(task, k, block, tiles[k] + packed * task.element_size[k]);
+        if (kernel.reads(k)) copy_operand<true>(task, k, block, tiles[k] + packed * task.element_size[k]);
       }
       packed += block.rows * block.columns;
     }
-    work.run(row, 1, packed);
+    kernel.run(row, 1, packed);
     int64_t done = 0;
     for (; begin < last; ++begin) {
       const Block block = locate(*task.layout, task.operands, begin);
       for (int k = 0; k < task.operands; ++k) {
-        if (work.writes(k)) copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
+        if (kernel.writes(k)) copy_operand<false>(task, k, block, tiles[k] + done * task.element_size[k]);
       }
       done += block.rows * block.columns;
     }

@@ -378,7 +378,7 @@ def _radam(name, long_run=None, **options):
 
 
 def _rmsprop(name, long_run=None, **options):
-    options = {"lr": 1e-2} | options
+    options = {"lr": 1e-3} | options  # its first step is ten times as long
     states = {
         "square_avg": True,
         "momentum_buffer": options.get("momentum", 0) > 0,

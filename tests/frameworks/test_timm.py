@@ -15,8 +15,12 @@ from small import assert_native, assert_same_losses, need
 need("timm")
 
 CLASSES = {case.optimizer.__name__.lower(): case.optimizer for case in PLAIN}
-VARIANT = {"lamb": {"variant": "timm"}, "sgd": {"nesterov": True}}
-"""Options for ours to be timm's of that name. Its Adam, AdamW and Adagrad are torch's."""
+VARIANT = {
+    "lamb": {"variant": "timm"},
+    "rmsprop": {"alpha": 0.9},
+    "sgd": {"nesterov": True},
+}
+"""Options for ours to be timm's of that name. Most of its other classes are torch's."""
 
 
 @pytest.fixture(scope="module")

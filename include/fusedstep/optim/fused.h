@@ -261,19 +261,19 @@ class FusedOptimizer : public torch::optim::Optimizer {
     if (param_groups_.empty()) return loss;
     const double max_norm = max_norm_of_groups();
     plans_.resize(param_groups_.size());
-    std::vector<Work> work;
-    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], work);
-    find_aliasing_grads(work);
+    std::vector<BoundGroup> bound;
+    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], bound);
+    find_aliasing_grads(bound);
     const auto& last = static_cast<const Options&>(param_groups_.back().options());
-    const torch::Tensor factor = grad_factor(work, max_norm, Derived::grad_norm_eps(last));
+    const torch::Tensor factor = grad_factor(bound, max_norm, Derived::grad_norm_eps(last));
     std::vector<int64_t> plans;
-    for (const Work& group : work) {
+    for (const BoundGroup& group : bound) {
       prepare(*group.options, group.plan, take_factor(group, factor));
       plans.push_back(group.plan);
     }
     static const auto take_steps = detail::find_op<void(at::IntArrayRef)>("fusedstep::plans_step");
     take_steps.call(plans);
-    for (const Work& group : work) {
+    for (const BoundGroup& group : bound) {
       bump_versions(group.weights);
       bump_versions(group.states);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) bump_versions(group.grads);
@@ -311,14 +311,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // A group that has gradients, bound.
-  struct Work {
+  struct BoundGroup {
     const Options* options;
     int64_t plan;
     Tensors weights, grads, states;
   };
 
   void bind_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan,
-                  std::vector<Work>& work) {
+                  std::vector<BoundGroup>& bound) {
     const auto& options = static_cast<const Options&>(group.options());
     const char* const sparse_error = Derived::sparse_error(options);
     Tensors weights, grads;
@@ -349,7 +349,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
                   "the weights of a group must be on one device");
     }
     states.insert(states.end(), steps.begin(), steps.end());
-    work.push_back({&options, plan->handle(), std::move(weights), std::move(grads), std::move(states)});
+    bound.push_back({&options, plan->handle(), std::move(weights), std::move(grads), std::move(states)});
   }
 
   // A gradient as kernels read it: one of which the memory holds other values is copied, and lives as long as
@@ -360,10 +360,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // Over all groups: a gradient that one of them wrote would be another's.
-  static void find_aliasing_grads(const std::vector<Work>& work) {
+  static void find_aliasing_grads(const std::vector<BoundGroup>& bound) {
     std::vector<int64_t> plans;
     bool writes = false;
-    for (const Work& group : work) {
+    for (const BoundGroup& group : bound) {
       plans.push_back(group.plan);
       writes = writes || Derived::grad_use(*group.options) != GradUse::kLeave;
     }
@@ -385,14 +385,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   // Returns the factor that clips the norm of all gradients, on the weights' device; undefined if nothing
   // clips.
-  static torch::Tensor grad_factor(const std::vector<Work>& work, double max_norm, double eps) {
+  static torch::Tensor grad_factor(const std::vector<BoundGroup>& bound, double max_norm, double eps) {
     if (!std::isfinite(max_norm)) return {};
     static const auto add_norm2 =
         detail::find_op<void(int64_t, at::Tensor)>("fusedstep::plan_add_grad_norm2");
     static const auto norm_of = detail::find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
     std::vector<int64_t> on_cpu;
     torch::Tensor norm2;
-    for (const Work& group : work) {
+    for (const BoundGroup& group : bound) {
       const torch::Tensor& weight = group.weights[0];
       if (weight.is_cpu()) {
         on_cpu.push_back(group.plan);
@@ -411,7 +411,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // The factor as a number for a step on the CPU; another finds it on its device.
-  static double take_factor(const Work& group, const torch::Tensor& factor) {
+  static double take_factor(const BoundGroup& group, const torch::Tensor& factor) {
     if (!factor.defined()) return 1;
     const torch::Device device = group.weights[0].device();
     if (device.is_cpu()) return factor.item<double>();
