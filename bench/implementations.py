@@ -12,6 +12,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -72,10 +73,10 @@ Build = Callable[[Row, list[Parameter]], Stepper]
 class Implementation:
     name: str
     title: str
-    exists: Callable[[Row], bool]
-    """Tells if there is such an implementation of the row's step anywhere, worth its time."""
     build: Build
     """Raises UnavailableError."""
+    exists: Callable[[Row], bool] = lambda row: True
+    """Tells if there is such an implementation of the row's step anywhere, worth its time."""
     formula: str | None = None
     """The row of the case table whose formula it has, where that is not the timed row's own."""
     slack: float = 0.0
@@ -174,39 +175,34 @@ def _can_keep_grad(row: Row) -> bool:
 
 SLOW = (Purpose.LIST, Purpose.SIZE)
 UNFUSED = Implementation(
-    "unfused", "ours unfused", lambda row: row.purpose in SLOW, _ours(fused=False)
+    "unfused", "ours unfused", _ours(fused=False), lambda row: row.purpose in SLOW
 )
-FOR_LOOP = Implementation("for_loop", "torch for-loop", _has(purposes=SLOW), _namesake())
+FOR_LOOP = Implementation("for_loop", "torch for-loop", _namesake(), _has(purposes=SLOW))
 FOREACH = Implementation(
-    "foreach", "torch foreach", _has("foreach", purposes=SLOW), _namesake(foreach=True)
+    "foreach", "torch foreach", _namesake(foreach=True), _has("foreach", purposes=SLOW)
 )
 COMPILED = Implementation(
-    "compiled", "torch compiled", _can_be_compiled, _compiled, slack=FLOAT_CORRECTION,
+    "compiled", "torch compiled", _compiled, _can_be_compiled, slack=FLOAT_CORRECTION,
     process="compiled",
 )  # fmt: skip
-TORCH_FUSED = Implementation("torch_fused", "torch fused", _has("fused"), _namesake(fused=True))
+TORCH_FUSED = Implementation("torch_fused", "torch fused", _namesake(fused=True), _has("fused"))
 KEEP_GRAD = Implementation(
-    "fused_keep_grad", "ours, keep_grad", _can_keep_grad, _ours(keep_grad=True)
+    "fused_keep_grad", "ours, keep_grad", _ours(keep_grad=True), _can_keep_grad
 )
-FUSED = Implementation("fused", "ours fused", lambda row: True, _ours())
+FUSED = Implementation("fused", "ours fused", _ours())
 CUDA_FUSED = replace(TORCH_FUSED, slack=FLOAT_CORRECTION)
+_IN_GRAPH = {"slack": FLOAT_CORRECTION, "in_graph": True}
 TORCH_GRAPH = Implementation(
-    "torch_graph", "torch fused, graph", _has("fused", "capturable"),
-    _namesake(fused=True, capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+    "torch_graph", "torch fused, graph", _namesake(fused=True, capturable=True),
+    _has("fused", "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 GRAPH = Implementation(
-    "graph", "ours, graph", lambda row: accepts(row.case.optimizer, "capturable"),
-    _ours(capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+    "graph", "ours, graph", _ours(capturable=True),
+    lambda row: accepts(row.case.optimizer, "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 
 
 # ---- Other libraries' ----------------------------------------------------------------------------
-
-
-def _named(*names: str, precisions: tuple = (FLOAT32,), purposes: tuple = (Purpose.LIST,)) -> Any:
-    return lambda row: (
-        row.case.name in names and row.precision in precisions and row.purpose in purposes
-    )
 
 
 def _library(name: str, *options: str, **more: Any) -> Build:
@@ -216,14 +212,12 @@ def _library(name: str, *options: str, **more: Any) -> Build:
     )
 
 
-def _deepspeed(row: Row, params: list[Parameter]) -> Stepper:
-    states = {"fp32_optimizer_states": row.precision != BFLOAT16}
-    if row.case.name == "adagrad":
-        name = "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"
-        return _library(name, "lr", "eps", **states)(row, params)
-    mode = row.case.name == "adamw"
-    name = "deepspeed.ops.adam.DeepSpeedCPUAdam"
-    return _library(name, adamw_mode=mode, **states)(row, params)
+def _deepspeed(name: str, *options: str, **more: Any) -> Build:
+    def build(row: Row, params: list[Parameter]) -> Stepper:
+        states = {"fp32_optimizer_states": row.precision != BFLOAT16}
+        return _library(f"deepspeed.ops.{name}", *options, **more, **states)(row, params)
+
+    return build
 
 
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
@@ -233,72 +227,74 @@ def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
     return Stepper(lamb(params, adam_debias=True, **options))
 
 
+def _of_library(
+    name: str,
+    title: str,
+    builds: dict[str, Build],
+    precisions: tuple = (FLOAT32,),
+    purposes: tuple = (Purpose.LIST,),
+    **more: Any,
+) -> Implementation:
+    """The optimizers of a library, by the names of the rows' own."""
+
+    def exists(row: Row) -> bool:
+        return row.case.name in builds and row.precision in precisions and row.purpose in purposes
+
+    return Implementation(
+        name, title, lambda row, params: builds[row.case.name](row, params), exists,
+        process=name.removesuffix("_8bit").removesuffix("_lamb"), **more,
+    )  # fmt: skip
+
+
 def _apex_has(row: Row) -> bool:
     """Its Adam alone knows bf16, and keeps states in fp32 then."""
-    precision = MIXED if row.case.name == "adamw" else FLOAT32
-    return row.case.name in ("adam", "adamw", "adagrad", "lamb") and row.precision == precision
+    return row.case.name in _APEX and row.precision == (
+        MIXED if row.case.name == "adamw" else FLOAT32
+    )
 
 
-def _apex(row: Row, params: list[Parameter]) -> Stepper:
-    """LAMB as in the paper: adapted without decay too, and gradients are not clipped."""
-    match row.case.name:
-        case "lamb":
-            more = {"use_nvlamb": True, "max_grad_norm": math.inf}
-            return _library("apex.optimizers.FusedLAMB", **more)(row, params)
-        case "adagrad":
-            return _library("apex.optimizers.FusedAdagrad", "lr", "eps")(row, params)
-        case name:
-            more = {"adam_w_mode": name == "adamw"}
-            return _library("apex.optimizers.FusedAdam", **more)(row, params)
+_DEEPSPEED = {
+    "adam": _deepspeed("adam.DeepSpeedCPUAdam", adamw_mode=False),
+    "adamw": _deepspeed("adam.DeepSpeedCPUAdam", adamw_mode=True),
+    "adagrad": _deepspeed("adagrad.DeepSpeedCPUAdagrad", "lr", "eps"),
+}
+_DEEPSPEED_CUDA = {
+    "adam": _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=False),
+    "adamw": _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=True),
+}
+# LAMB as in the paper, here and below: adapted without decay too, and gradients are not clipped.
+_APEX = {
+    "adam": _library("apex.optimizers.FusedAdam", adam_w_mode=False),
+    "adamw": _library("apex.optimizers.FusedAdam", adam_w_mode=True),
+    "adagrad": _library("apex.optimizers.FusedAdagrad", "lr", "eps"),
+    "lamb": _library("apex.optimizers.FusedLAMB", use_nvlamb=True, max_grad_norm=math.inf),
+}
+_TIMM = {"lamb": _library("timm.optim.Lamb", always_adapt=True, max_grad_norm=None)}
+# Corrects the rate for bias, not the moments, and clamps the ratio.
+_DEEPSPEED_LAMB = {"lamb": _library("deepspeed.ops.lamb.FusedLamb", max_coeff=10.0, min_coeff=0.01)}
 
-
-def _deepspeed_cuda(row: Row, params: list[Parameter]) -> Stepper:
-    mode = row.case.name == "adamw"
-    return _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=mode)(row, params)
-
-
-def _of_library(
-    name: str, title: str, exists: Callable[[Row], bool], build: Build, **more: Any
-) -> Implementation:
-    process = name.removesuffix("_8bit").removesuffix("_lamb")
-    return Implementation(name, title, exists, build, process=process, **more)
-
-
-_DEEPSPEED = _named(
-    "adam", "adamw", "adagrad", precisions=(FLOAT32, BFLOAT16, MIXED),
-    purposes=(Purpose.LIST, Purpose.THREADS),
-)  # fmt: skip
-
-# As in the paper: adapted without decay too, and gradients are not clipped.
-TIMM = _of_library(
-    "timm", "timm", _named("lamb"),
-    _library("timm.optim.Lamb", *ADAM, always_adapt=True, max_grad_norm=None),
-)  # fmt: skip
-
+TIMM = _of_library("timm", "timm", _TIMM)
 CPU_LIBRARIES = (
-    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED, _deepspeed, slack=FLOAT_CORRECTION),
+    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED, (FLOAT32, BFLOAT16, MIXED),
+                (Purpose.LIST, Purpose.THREADS), slack=FLOAT_CORRECTION),
     TIMM,
-    _of_library("pytorch_optimizer", "pytorch_optimizer", _named("lamb"), _pytorch_optimizer,
+    _of_library("pytorch_optimizer", "pytorch_optimizer", {"lamb": _pytorch_optimizer},
                 formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM),
-    _of_library("torchao_8bit", "torchao 8-bit", _named("adamw"),
-                _library("torchao.optim.AdamW8bit"), slack=EIGHT_BITS),
-    _of_library("torchao", "torchao", _named("adamw"), _library("torchao.optim._AdamW"),
+    _of_library("torchao_8bit", "torchao 8-bit", {"adamw": _library("torchao.optim.AdamW8bit")},
+                slack=EIGHT_BITS),
+    _of_library("torchao", "torchao", {"adamw": _library("torchao.optim._AdamW")},
                 slack=FLOAT_CORRECTION),
-    _of_library("bitsandbytes_8bit", "bitsandbytes 8-bit", _named("adamw"),
-                _library("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS),
-    _of_library("bitsandbytes", "bitsandbytes", _named("adamw", precisions=(FLOAT32, MIXED)),
-                _library("bitsandbytes.optim.AdamW32bit")),
+    _of_library("bitsandbytes_8bit", "bitsandbytes 8-bit",
+                {"adamw": _library("bitsandbytes.optim.AdamW8bit")}, slack=EIGHT_BITS),
+    _of_library("bitsandbytes", "bitsandbytes",
+                {"adamw": _library("bitsandbytes.optim.AdamW32bit")}, (FLOAT32, MIXED)),
 )  # fmt: skip
-
 CUDA_LIBRARIES = (
-    _of_library("apex", "apex", _apex_has, _apex, slack=FLOAT_CORRECTION),
+    replace(_of_library("apex", "apex", _APEX, slack=FLOAT_CORRECTION), exists=_apex_has),
     # Its states have the weight's precision.
-    _of_library("deepspeed", "DeepSpeed",
-                _named("adam", "adamw", precisions=(FLOAT32, BFLOAT16)), _deepspeed_cuda,
+    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED_CUDA, (FLOAT32, BFLOAT16),
                 slack=FLOAT_CORRECTION),
-    # Corrects the rate for bias, not the moments, and clamps the ratio.
-    _of_library("deepspeed_lamb", "DeepSpeed, its formula", _named("lamb"),
-                _library("deepspeed.ops.lamb.FusedLamb", *ADAM, max_coeff=10.0, min_coeff=0.01),
+    _of_library("deepspeed_lamb", "DeepSpeed, its formula", _DEEPSPEED_LAMB,
                 formula="lamb-deepspeed", slack=FLOAT_CORRECTION),
     TIMM,
 )  # fmt: skip
@@ -310,34 +306,29 @@ CUDA_LIBRARIES = (
 def _separate_calls(build: Build) -> Build:
     def built(row: Row, params: list[Parameter]) -> Stepper:
         stepper = build(row, params)
-        optimizer, step = stepper.optimizer, stepper.step
 
         def separate() -> None:
             torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-            step()
-            optimizer.zero_grad(set_to_none=False)
+            stepper.step()
+            stepper.optimizer.zero_grad(set_to_none=False)
 
-        stepper.step = separate
-        return stepper
+        return Stepper(stepper.optimizer, separate)
 
     return built
 
 
 def _one_call(row: Row, params: list[Parameter]) -> Stepper:
-    stepper = _ours()(row, params)
-    step = stepper.step
-    stepper.step = lambda: step(max_norm=MAX_NORM, zero_grad=True)
-    return stepper
+    optimizer = FUSED.build(row, params).optimizer
+    return Stepper(optimizer, partial(optimizer.step, max_norm=MAX_NORM, zero_grad=True))
 
 
 _CLIPS = {"max_norm": MAX_NORM, "uses_up_grads": True}
 CLIPPING = (
     replace(FUSED, name="bare", title="bare step", uses_up_grads=True),
-    Implementation("separate", "separate calls", lambda row: True, _separate_calls(_ours()),
-                   **_CLIPS),
-    Implementation("torch_separate", "torch fused, separate calls", TORCH_FUSED.exists,
-                   _separate_calls(TORCH_FUSED.build), **_CLIPS),
-    Implementation("fused", "one call", lambda row: True, _one_call, **_CLIPS),
+    Implementation("separate", "separate calls", _separate_calls(FUSED.build), **_CLIPS),
+    Implementation("torch_separate", "torch fused, separate calls",
+                   _separate_calls(TORCH_FUSED.build), TORCH_FUSED.exists, **_CLIPS),
+    Implementation("fused", "one call", _one_call, **_CLIPS),
 )  # fmt: skip
 
 
@@ -349,7 +340,7 @@ def _dense(row: Row, params: list[Parameter]) -> Stepper:
 EMBEDDING = (
     UNFUSED,
     replace(FOR_LOOP, name="torch", title="torch"),
-    Implementation("dense", "ours, dense gradient", lambda row: True, _dense),
+    Implementation("dense", "ours, dense gradient", _dense),
     replace(FUSED, title="ours"),
 )
 
@@ -369,7 +360,7 @@ def _authors(**options: bool) -> Build:
 
 
 def _of_adan(name: str, title: str, build: Build, formula: str | None = None) -> Implementation:
-    return Implementation(name, title, lambda row: True, build, formula, slack=FLOAT_CORRECTION)
+    return Implementation(name, title, build, formula=formula, slack=FLOAT_CORRECTION)
 
 
 ADAN = (

@@ -105,7 +105,7 @@ def test_only_right_steps_are_timed_and_what_is_amiss_is_told(monkeypatch):
     builds = {"absent": unavailable, "failed": failing, "full": full, "wrong": wrong}
     bench = worker.Bench(worker.Request(until=math.inf))
     bench.implementations = [
-        *(Implementation(name, name, lambda _: True, build) for name, build in builds.items()),
+        *(Implementation(name, name, build) for name, build in builds.items()),
         FUSED,
     ]
     found = worker.Measurement(bench, Row(CASES["adam"], SOME), seconds=0.0).run()["results"]
