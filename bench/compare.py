@@ -67,8 +67,7 @@ class Comparison:
 
 def compare(rounds: list[Round]) -> list[Comparison]:
     """Compares the rows that both trees have."""
-    first = rounds[0]
-    return [_compare(row, rounds) for row in first.now if row in first.ref]
+    return [_compare(row, rounds) for row in rounds[0].now if row in rounds[0].ref]
 
 
 def _compare(row: str, rounds: list[Round]) -> Comparison:
@@ -167,15 +166,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ref", metavar="REF", help="a commit: v1.0, main, HEAD~3")
-    parser.add_argument(
-        "filter", nargs="?", default="", metavar="FILTER",
-        help="rows of all lists, as 'adam/gpt2$'; default: those of --quick",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
-    parser.add_argument(
-        "--seconds", type=float, default=6, help="for each of the four processes of a round"
-    )
+    add = parser.add_argument
+    add("ref", metavar="REF", help="a commit: v1.0, main, HEAD~3")
+    add("filter", nargs="?", default="", metavar="FILTER",
+        help="rows of all lists, as 'adam/gpt2$'; default: those of --quick")  # fmt: skip
+    add("--rounds", type=int, default=5, metavar="N", help="default: 5")
+    add("--seconds", type=float, default=6, help="for each of the four processes of a round")
     return parser.parse_args()
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from environment import Env
+from processes import Tell
 from rows import PLAIN
 
 NAME = "fusedstep_bench_kernels"
@@ -23,7 +24,7 @@ MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}
 class Kernels:
     """The program, in an environment that says how many threads there are."""
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, env: Env) -> None:
         self._command, self._env = str(folder / NAME), env
         self._names = set(self._run("--benchmark_list_tests").split())
 
@@ -53,11 +54,11 @@ class Kernels:
 
 def add_kernels(
     folder: Path,
-    env: dict[str, str],
+    env: Env,
     facts: dict[str, Any],
     rows: list[dict[str, Any]],
-    note: Callable[[str], None],
-    tell: Callable[[str], None],
+    note: Tell,
+    tell: Tell,
 ) -> None:
     """Adds the kernels alone to the results of each row that there is such a benchmark for.
 
