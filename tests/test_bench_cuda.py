@@ -149,7 +149,7 @@ def test_limits_are_restored_in_another_process():
     limit = Limit(0.5, None, (devices.Way(2, 264), devices.Way(4, 132)))
     known = json.loads(json.dumps(devices.described(limit)))
     assert known["ms"] == 500
-    restored = devices.Cuda.restored(None, known)
+    restored = devices.Cuda.restored(known)
     assert (restored.seconds, restored.walks) == (math.inf, limit.walks)
 
 
