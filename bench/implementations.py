@@ -18,10 +18,9 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-import cases
 from cases import Case
 from fusedstep import _ops
-from rows import BFLOAT16, FLOAT32, MIXED, PLAIN, Purpose, Row
+from rows import BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
 from subjects import MAX_NORM
 
 
@@ -91,11 +90,7 @@ class Implementation:
     """The process that it is measured in, with ours: a library's has the name of its package."""
 
     def formula_of(self, row: Row) -> Case:
-        return row.case if self.formula is None else case_named(self.formula)
-
-
-def case_named(name: str) -> Case:
-    return next(case for case in cases.CASES if case.name == name)
+        return row.case if self.formula is None else NAMED[self.formula]
 
 
 def accepts(optimizer: type, option: str) -> bool:
@@ -221,7 +216,7 @@ def _deepspeed(name: str, *options: str, **more: Any) -> Build:
 
 
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
-    options = dict(case_named(WITHOUT_BIAS_CORRECTION).options)
+    options = dict(NAMED[WITHOUT_BIAS_CORRECTION].options)
     del options["variant"]
     lamb = optimizer_class("pytorch_optimizer.Lamb")
     return Stepper(lamb(params, adam_debias=True, **options))
@@ -346,7 +341,7 @@ EMBEDDING = (
 
 
 def _adam(**options: bool) -> Build:
-    return lambda row, params: Stepper(case_named("adam").build_namesake(params, **options))
+    return lambda row, params: Stepper(NAMED["adam"].build_namesake(params, **options))
 
 
 def _authors(**options: bool) -> Build:

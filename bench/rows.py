@@ -33,18 +33,11 @@ class Precision:
 
 
 FLOAT32 = Precision.of("float32", "fp32")
+FLOAT64 = Precision.of("float64", "fp64")
 BFLOAT16 = Precision.of("bfloat16", "all bf16")
+FLOAT16 = Precision.of("float16", "all fp16")
 MIXED = Precision("mixed", "bf16, fp32 states", torch.bfloat16, torch.float32)
-PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        FLOAT32,
-        Precision.of("float64", "fp64"),
-        BFLOAT16,
-        Precision.of("float16", "all fp16"),
-        MIXED,
-    )
-}
+PRECISIONS = {each.name: each for each in (FLOAT32, FLOAT64, BFLOAT16, FLOAT16, MIXED)}
 
 
 class Purpose(Enum):
@@ -68,23 +61,19 @@ class Row:
     """Dense, or sparse as an embedding makes it: one of subjects.SPARSE."""
 
     def __str__(self) -> str:
-        parts = [str(self.case), str(self.shape_list)]
-        if self.precision != FLOAT32:
-            parts.append(self.precision.name)
-        if self.threads is not None:
-            parts.append(f"{self.threads}-threads")
-        if self.gradient != "dense":
-            parts.append(self.gradient)
-        return "/".join(parts)
+        precision = "" if self.precision == FLOAT32 else self.precision.name
+        threads = self.threads and f"{self.threads}-threads"
+        gradient = "" if self.gradient == "dense" else self.gradient
+        parts = (str(self.case), str(self.shape_list), precision, threads, gradient)
+        return "/".join(filter(None, parts))
 
     @property
     def title(self) -> str:
-        parts = [self.shape_list.title]
-        if self.precision != FLOAT32:
-            parts.append(self.precision.title)
-        if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' * (self.threads != 1)}")
-        return ", ".join(parts) if self.gradient == "dense" else self.gradient.replace("-", " ")
+        if self.gradient != "dense":
+            return self.gradient.replace("-", " ")
+        precision = "" if self.precision == FLOAT32 else self.precision.title
+        threads = self.threads and f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return ", ".join(filter(None, (self.shape_list.title, precision, threads)))
 
     @property
     def contiguous(self) -> Row | None:
@@ -147,7 +136,7 @@ class Row:
 
 #: An optimizer each, but for AdamW, which is Adam with one more product.
 PLAIN = tuple(case for case in cases.PLAIN if case.name != "adamw")
-NAMED = {case.name: case for case in cases.PLAIN}
+NAMED = {case.name: case for case in cases.CASES}
 LISTS = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
 
 

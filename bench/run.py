@@ -40,6 +40,7 @@ from environment import ALLOCATORS, ROOT, Env, environments
 from kernels import add_kernels
 from machine import Others, this_machine
 from processes import LateError, Tell, WorkerError, check_allocator, events, progress_over, show
+from report import Row
 from rows import PRECISIONS
 from suites import SUITES, Process
 
@@ -101,9 +102,6 @@ def parse_arguments() -> argparse.Namespace:
     if (arguments.suite, arguments.device) not in SUITES:
         parser.error(f"{arguments.suite} is not measured on {arguments.device}")
     return arguments
-
-
-Row = dict[str, Any]
 
 
 class Run:

@@ -82,15 +82,15 @@ class Request:
 Samples = dict[Any, list[float]]
 
 
-class Events:
-    """Writes to the original stdout. What libraries print goes to stderr."""
+def emitter() -> Callable[..., None]:
+    """Writes events to the original stdout. What libraries print goes to stderr."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
 
-    def __init__(self) -> None:
-        self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event} | fields), file=stream, flush=True)
 
-    def emit(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event} | fields), file=self._stream, flush=True)
+    return emit
 
 
 def mapped_jemalloc() -> str | None:
@@ -358,20 +358,20 @@ class Bench:
 
 
 def main() -> None:
-    events = Events()
+    emit = emitter()
     bench = Bench(Request(**json.loads(sys.argv[1])))
     chosen = bench.rows()
     planned = {str(row): row.described() | {"names": bench.names(row)} for row in chosen}
-    events.emit("plan", rows=list(planned.values()), facts=bench.facts())
+    emit("plan", rows=list(planned.values()), facts=bench.facts())
     for number, row in enumerate(chosen):
-        events.emit("row", name=str(row))
+        emit("row", name=str(row))
         left = sum(later.weight for later in chosen[number:])
         seconds = (bench.request.until - time.monotonic()) * row.weight / left
         try:
             found = bench.measured(row, seconds)
         except torch.AcceleratorError as error:
             sys.exit(told(error))
-        events.emit("result", row=planned[str(row)] | found)
+        emit("result", row=planned[str(row)] | found)
         bench.device.release()
 
 

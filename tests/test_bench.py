@@ -327,7 +327,7 @@ def test_ours_is_right_in_every_precision_and_layout(case, precision, layout):
 def test_check_knows_the_formula_of_a_peer():
     """LAMB without correction for bias is right by its own formula, and wrong by the row's."""
     row = Row(CASES_BY_NAME["lamb"], shapes.ShapeList("some", "some", SEVERAL))
-    formula = implementations.case_named("lamb-cybertron")
+    formula = rows.NAMED["lamb-cybertron"]
 
     def build(row, params):
         return Stepper(formula.build(params, fused=False))

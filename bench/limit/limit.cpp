@@ -9,6 +9,7 @@
 #include <memory>
 #include <new>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bench/limit/passes.h"
@@ -81,10 +82,7 @@ void fill_with_noise(unsigned char* stream, int64_t begin, int64_t end, int64_t 
   }
 }
 
-struct TwoPasses {
-  PassId first, second;
-};
-constexpr TwoPasses kWays[] = {
+constexpr std::pair<PassId, PassId> kWays[] = {
     {kAccumulateStore, kApplyStored}, {kAccumulate, kApplyRecompute}, {kRead, kUpdate}};
 
 // The arrays of a step over a list of tensors, and the walks over them. Places are counted in bytes of the
