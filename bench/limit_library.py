@@ -1,4 +1,4 @@
-"""The limit: a step's reads and writes without its maths, through limit/limit.h.
+"""The limit: a step's reads and writes without its maths, through limit/limit.cpp.
 
 A step cannot be faster than the best of these loops. The best is looked for over how memory is laid
 out (huge pages, where in a page the arrays start) and how it is gone over (threads, prefetch,
@@ -27,12 +27,12 @@ LINE = 64
 """Each tensor starts at a multiple of this many bytes in each stream."""
 
 STORE, RECOMPUTE, TWICE = range(3)
-"""Ways of a two-phase step to bring the update from one pass to the next, as in limit.h."""
+"""Ways of a two-phase step to bring the update from one pass to the next, as in limit.cpp."""
 
 
 @functools.cache
 def _struct(value: Streams | Memory | Walk) -> Any:
-    """As limit.h has it: members of 32 bits, but for numbers of elements."""
+    """As limit.cpp has it: members of 32 bits, but for numbers of elements."""
     members = asdict(value)
     sizes = {name: ctypes.c_int64 if "elements" in name else ctypes.c_int32 for name in members}
     kind = type("Struct", (ctypes.Structure,), {"_fields_": list(sizes.items())})

@@ -1,6 +1,6 @@
 // The reads and writes of a step on a GPU, as fast as can be: called by devices.py through ctypes. As in
-// limit.h, the streams are weight, gradient and states; each stream that is written becomes its exclusive or
-// with the gradient, which is only read, so that no load can be left out.
+// limit.cpp, the streams are weight, gradient and states; each stream that is written becomes its exclusive
+// or with the gradient, which is only read, so that no load can be left out.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
