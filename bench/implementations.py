@@ -127,15 +127,12 @@ def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Calla
     return exists
 
 
-def _namesake(**options: bool) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        optimizer = row.case.build_namesake(params, **options)
-        # torch has CUDA kernels for Adagrad, which its class refuses to use.
-        if hasattr(optimizer, "_need_device_dtype_check_for_fused"):
-            optimizer._need_device_dtype_check_for_fused = False
-        return Stepper(optimizer)
-
-    return build
+def _namesake(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    optimizer = row.case.build_namesake(params, **options)
+    # torch has CUDA kernels for Adagrad, which its class refuses to use.
+    if hasattr(optimizer, "_need_device_dtype_check_for_fused"):
+        optimizer._need_device_dtype_check_for_fused = False
+    return Stepper(optimizer)
 
 
 class _Compiled(Stepper):
@@ -154,14 +151,11 @@ def _can_be_compiled(row: Row) -> bool:
     return few and row.precision == FLOAT32 and row.case in PLAIN and _has("foreach")(row)
 
 
-def _ours(**options: Any) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        missing = _ops.missing_on(params[0].device.type)
-        if missing and options.get("fused", True):
-            raise UnavailableError(missing)
-        return Stepper(row.case.build(params, **row.options, **options))
-
-    return build
+def _ours(row: Row, params: list[Parameter], **options: Any) -> Stepper:
+    missing = _ops.missing_on(params[0].device.type)
+    if missing and options.get("fused", True):
+        raise UnavailableError(missing)
+    return Stepper(row.case.build(params, **row.options, **options))
 
 
 def _can_keep_grad(row: Row) -> bool:
@@ -170,29 +164,31 @@ def _can_keep_grad(row: Row) -> bool:
 
 SLOW = (Purpose.LIST, Purpose.SIZE)
 UNFUSED = Implementation(
-    "unfused", "ours unfused", _ours(fused=False), lambda row: row.purpose in SLOW
+    "unfused", "ours unfused", partial(_ours, fused=False), lambda row: row.purpose in SLOW
 )
-FOR_LOOP = Implementation("for_loop", "torch for-loop", _namesake(), _has(purposes=SLOW))
+FOR_LOOP = Implementation("for_loop", "torch for-loop", _namesake, _has(purposes=SLOW))
 FOREACH = Implementation(
-    "foreach", "torch foreach", _namesake(foreach=True), _has("foreach", purposes=SLOW)
+    "foreach", "torch foreach", partial(_namesake, foreach=True), _has("foreach", purposes=SLOW)
 )
 COMPILED = Implementation(
     "compiled", "torch compiled", _compiled, _can_be_compiled, slack=FLOAT_CORRECTION,
     process="compiled",
 )  # fmt: skip
-TORCH_FUSED = Implementation("torch_fused", "torch fused", _namesake(fused=True), _has("fused"))
-KEEP_GRAD = Implementation(
-    "fused_keep_grad", "ours, keep_grad", _ours(keep_grad=True), _can_keep_grad
+TORCH_FUSED = Implementation(
+    "torch_fused", "torch fused", partial(_namesake, fused=True), _has("fused")
 )
-FUSED = Implementation("fused", "ours fused", _ours())
+KEEP_GRAD = Implementation(
+    "fused_keep_grad", "ours, keep_grad", partial(_ours, keep_grad=True), _can_keep_grad
+)
+FUSED = Implementation("fused", "ours fused", _ours)
 CUDA_FUSED = replace(TORCH_FUSED, slack=FLOAT_CORRECTION)
 _IN_GRAPH = {"slack": FLOAT_CORRECTION, "in_graph": True}
 TORCH_GRAPH = Implementation(
-    "torch_graph", "torch fused, graph", _namesake(fused=True, capturable=True),
+    "torch_graph", "torch fused, graph", partial(_namesake, fused=True, capturable=True),
     _has("fused", "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 GRAPH = Implementation(
-    "graph", "ours, graph", _ours(capturable=True),
+    "graph", "ours, graph", partial(_ours, capturable=True),
     lambda row: accepts(row.case.optimizer, "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 
@@ -208,11 +204,8 @@ def _library(name: str, *options: str, **more: Any) -> Build:
 
 
 def _deepspeed(name: str, *options: str, **more: Any) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        states = {"fp32_optimizer_states": row.precision != BFLOAT16}
-        return _library(f"deepspeed.ops.{name}", *options, **more, **states)(row, params)
-
-    return build
+    library = partial(_library, f"deepspeed.ops.{name}", *options, **more)
+    return lambda row, params: library(fp32_optimizer_states=row.precision != BFLOAT16)(row, params)
 
 
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
@@ -298,38 +291,35 @@ CUDA_LIBRARIES = (
 # ---- Clipping, sparse gradients, Adan over sizes -------------------------------------------------
 
 
-def _separate_calls(build: Build) -> Build:
-    def built(row: Row, params: list[Parameter]) -> Stepper:
-        stepper = build(row, params)
+def _separate_calls(row: Row, params: list[Parameter], build: Build = _ours) -> Stepper:
+    stepper = build(row, params)
 
-        def separate() -> None:
-            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-            stepper.step()
-            stepper.optimizer.zero_grad(set_to_none=False)
+    def separate() -> None:
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        stepper.step()
+        stepper.optimizer.zero_grad(set_to_none=False)
 
-        return Stepper(stepper.optimizer, separate)
-
-    return built
+    return Stepper(stepper.optimizer, separate)
 
 
 def _one_call(row: Row, params: list[Parameter]) -> Stepper:
-    optimizer = FUSED.build(row, params).optimizer
+    optimizer = _ours(row, params).optimizer
     return Stepper(optimizer, partial(optimizer.step, max_norm=MAX_NORM, zero_grad=True))
 
 
 _CLIPS = {"max_norm": MAX_NORM, "uses_up_grads": True}
 CLIPPING = (
     replace(FUSED, name="bare", title="bare step", uses_up_grads=True),
-    Implementation("separate", "separate calls", _separate_calls(FUSED.build), **_CLIPS),
+    Implementation("separate", "separate calls", _separate_calls, **_CLIPS),
     Implementation("torch_separate", "torch fused, separate calls",
-                   _separate_calls(TORCH_FUSED.build), TORCH_FUSED.exists, **_CLIPS),
+                   partial(_separate_calls, build=TORCH_FUSED.build), TORCH_FUSED.exists, **_CLIPS),
     Implementation("fused", "one call", _one_call, **_CLIPS),
 )  # fmt: skip
 
 
 def _dense(row: Row, params: list[Parameter]) -> Stepper:
     params[0].grad = torch.zeros_like(params[0])
-    return FUSED.build(row, params)
+    return _ours(row, params)
 
 
 EMBEDDING = (
@@ -340,32 +330,31 @@ EMBEDDING = (
 )
 
 
-def _adam(**options: bool) -> Build:
-    return lambda row, params: Stepper(NAMED["adam"].build_namesake(params, **options))
+def _adam(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    return Stepper(NAMED["adam"].build_namesake(params, **options))
 
 
-def _authors(**options: bool) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        packages = ("adan", "fused_adan")
-        if not (params[0].is_cuda and all(map(importlib.util.find_spec, packages))):
-            raise UnavailableError("adan and fused_adan cannot be imported, or this is a CPU")
-        return _library("adan.Adan", "lr", "betas", "eps", fused=True, **options)(row, params)
-
-    return build
+def _authors(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    packages = ("adan", "fused_adan")
+    if not (params[0].is_cuda and all(map(importlib.util.find_spec, packages))):
+        raise UnavailableError("adan and fused_adan cannot be imported, or this is a CPU")
+    return _library("adan.Adan", "lr", "betas", "eps", fused=True, **options)(row, params)
 
 
-def _of_adan(name: str, title: str, build: Build, formula: str | None = None) -> Implementation:
+def _of_adan(name: str, title: str, build: Any, **options: bool) -> Implementation:
+    formula = "adam" if build is _adam else None
+    build = partial(build, **options)
     return Implementation(name, title, build, formula=formula, slack=FLOAT_CORRECTION)
 
 
 ADAN = (
-    _of_adan("adam_for_loop", "Adam, for-loop", _adam(), "adam"),
-    _of_adan("adam_foreach", "Adam, foreach", _adam(foreach=True), "adam"),
-    _of_adan("adam_fused", "Adam, fused", _adam(fused=True), "adam"),
-    _of_adan("adan_for_loop", "Adan, for-loop", _ours(foreach=False, fused=False)),
-    _of_adan("adan_foreach", "Adan, foreach", _ours(foreach=True, fused=False)),
-    _of_adan("adan_single", "Adan, fused single", _ours(foreach=False)),
-    _of_adan("adan_multi", "Adan, fused multi", _ours(foreach=True)),
-    _of_adan("authors_single", "authors' fused single", _authors(foreach=False)),
-    _of_adan("authors_multi", "authors' fused multi", _authors(foreach=True)),
+    _of_adan("adam_for_loop", "Adam, for-loop", _adam),
+    _of_adan("adam_foreach", "Adam, foreach", _adam, foreach=True),
+    _of_adan("adam_fused", "Adam, fused", _adam, fused=True),
+    _of_adan("adan_for_loop", "Adan, for-loop", _ours, foreach=False, fused=False),
+    _of_adan("adan_foreach", "Adan, foreach", _ours, foreach=True, fused=False),
+    _of_adan("adan_single", "Adan, fused single", _ours, foreach=False),
+    _of_adan("adan_multi", "Adan, fused multi", _ours, foreach=True),
+    _of_adan("authors_single", "authors' fused single", _authors, foreach=False),
+    _of_adan("authors_multi", "authors' fused multi", _authors, foreach=True),
 )
