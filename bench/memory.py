@@ -106,13 +106,9 @@ def lacking(size: str, parameters: int, available: int) -> str | None:
     return f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} are free"
 
 
-def main() -> None:
+if __name__ == "__main__":
     size, name = sys.argv[1:]
     before = _status("VmRSS")
     steps = training_steps(GPT2(PUBLISHED[size]), name)
     # A later step's peak is never below the first's, so there is nothing to reset.
     print(json.dumps({step: _status("VmHWM") - before for step in steps}))
-
-
-if __name__ == "__main__":
-    main()

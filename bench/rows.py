@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -58,7 +57,7 @@ class Row:
     """None: all."""
     purpose: Purpose = Purpose.LIST
     gradient: str = "dense"
-    """Dense, or sparse as an embedding makes it: one of subjects.SPARSE."""
+    """Dense, or sparse as subjects.batch makes it."""
 
     def __str__(self) -> str:
         precision = "" if self.precision == FLOAT32 else self.precision.name
@@ -83,10 +82,7 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """Its share of the time: models of many elements need more for the same number of steps.
-
-        One of many points of a plot needs less.
-        """
+        """Its share of the time: models need more for as many steps, points of a plot less."""
         least = 0.4 if self.purpose in (Purpose.SIZE, Purpose.HOST) else 1
         return least + self.shape_list.elements / 64e6
 
@@ -164,10 +160,7 @@ def _in_16_bits(*names: str) -> Iterator[Row]:
 
 
 def beside_peers(device: str, threads: int, **_: Any) -> Iterator[Row]:
-    """Rows that other libraries step too; those that take longest come last.
-
-    `threads` is what the machine has.
-    """
+    """Rows that other libraries step too, on up to `threads`. Those that take longest are last."""
     large = LISTS["gpt2-large"]
     for shape_list in LISTS.values():
         if shape_list != large:
@@ -201,7 +194,3 @@ def adan(**_: Any) -> Iterator[Row]:
             model = gpt2.GPT2(published)
         sizes = tuple(tuple(parameter.shape) for parameter in model.parameters())
         yield Row(NAMED["adan"], ShapeList(name, name.replace("x", " × "), sizes))
-
-
-def matching(rows: Iterable[Row], pattern: str) -> list[Row]:
-    return [row for row in rows if re.search(pattern, str(row))]

@@ -311,7 +311,8 @@ def show_tables(results: dict[str, Any], folder: Path) -> None:
     """Figures that are cut off would be worse than lines that wrap."""
     terminal = Console()
     tables = [grid.table() for grid in report.grids(results)]
-    console = Console(width=max(terminal.width, *map(report.width_of, tables)))
+    widths = [Console(width=1000).measure(table).maximum for table in tables]
+    console = Console(width=max(terminal.width, *widths))
     for table in tables:
         console.print(table)
     for line in (report.subtitle(results), *report.remarks(results)):
@@ -321,13 +322,12 @@ def show_tables(results: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    suite = SUITES[arguments.suite, arguments.device]
-    if suite.has_limit and not list(arguments.libraries.glob("libfusedstep_limit.*")):
+    run = Run(arguments)
+    if run.suite.has_limit and not list(arguments.libraries.glob("libfusedstep_limit.*")):
         sys.exit(
             f"{arguments.libraries} has no libfusedstep_limit.so. Build it: "
             "cmake --preset release && cmake --build --preset release"
         )
-    run = Run(arguments)
 
     def keep() -> tuple[dict[str, Any], Path]:
         results = run.results()

@@ -65,10 +65,7 @@ def _noise(device: torch.device) -> Tensor:
 
 
 def _fill(tensor: Tensor, index: int, step: int = 0) -> Tensor:
-    """Normal values of a tensor's weight, or of its gradient in a step.
-
-    Other ones for other arguments, in the order of the tensor's elements.
-    """
+    """Normal values in the order of the elements, other ones for another tensor or step."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
     noise = _noise(tensor.device)[(index + 1000 * step) * 61 % 4096 :][: 1 << 20]
     for part in flat.split(len(noise)):

@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -285,7 +286,8 @@ class Bench:
         libraries = Path(request.libraries) if request.libraries and self.suite.has_limit else None
         self.device: Device = DEVICES[request.device](libraries)
         self._check: tuple[tuple, Any] | None = None
-        self.implementations = self.suite.named(request.names)
+        names = (*request.names, "fused")
+        self.implementations = [i for i in self.suite.implementations if i.name in names]
 
     def rows(self) -> list[Row]:
         request = self.request
@@ -298,8 +300,9 @@ class Bench:
         )
         return [
             row
-            for row in rows.matching(found, request.filter)
-            if self.names(row)
+            for row in found
+            if re.search(request.filter, str(row))
+            and self.names(row)
             and str(row) not in request.skip
             and (request.shapes is None or row.shape_list.name in request.shapes)
         ]
