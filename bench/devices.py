@@ -34,8 +34,6 @@ Timer = Callable[[int], list[float]]
 
 
 class Device:
-    """What devices have in common."""
-
     name: str
     walk_type: type
     """A way to go over the limit's arrays."""
@@ -143,7 +141,6 @@ class Cuda(Device):
         torch.cuda.synchronize()
 
     def captured(self, stepper: Stepper) -> Stepper:
-        """The step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             stepper.step()

@@ -113,10 +113,7 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Callable[[Row], bool]:
-    """Tells if torch has an optimizer of that name with these options.
-
-    Its states have the weight's precision.
-    """
+    """If torch has such an optimizer with these options. Its states have the weight's precision."""
 
     def exists(row: Row) -> bool:
         namesake = row.case.namesake

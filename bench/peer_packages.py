@@ -43,11 +43,7 @@ class AbsentError(Exception):
 
 
 def environment(name: str, env: Env, folder: Path = FOLDER, device: str = "cpu") -> Env:
-    """`env` in which a library can be imported, and is settled on the device.
-
-    Raises:
-        AbsentError: if there is no such library.
-    """
+    """`env` in which a library can be imported, settled on the device. Raises AbsentError."""
     home = folder / name
     if not (home / "installed").is_file() and importlib.util.find_spec(name) is None:
         raise AbsentError(_read(home / "reason") or "not installed")

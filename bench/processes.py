@@ -36,8 +36,7 @@ def events(
 ) -> Iterator[dict[str, Any]]:
     """The events of a worker. Its stderr goes to `log`; after `most_seconds` it is ended.
 
-    Raises:
-        WorkerError: in the end, if it failed.
+    Raises WorkerError in the end, if it failed.
     """
     command = [sys.executable, str(WORKER), json.dumps(request)]
     stderr = None if log is None else log.open("w", encoding="utf-8")

@@ -258,7 +258,6 @@ def page(folder: Path) -> str:
 
 
 def command(table: str, results: Results) -> str:
-    """The command that makes such results."""
     name = {"steps": "cuda" if "device" in results else ""}.get(table, table)
     device = " --device cuda" if "device" in results and table in ("peers", "embedding") else ""
     return f"`./run.sh bench{' ' * bool(name)}{name}{device}`"

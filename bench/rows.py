@@ -114,7 +114,6 @@ class Row:
         return self.streams.bytes_per_element * self.shape_list.elements
 
     def described(self) -> dict[str, Any]:
-        """As in results."""
         facts = {
             "name": str(self),
             "optimizer": self.case.name,

@@ -308,7 +308,6 @@ class Bench:
         ]
 
     def names(self, row: Row) -> list[str]:
-        """The requested implementations of a row."""
         return [i.name for i in self.implementations
                 if i.name in self.request.names and i.exists(row)]  # fmt: skip
 
