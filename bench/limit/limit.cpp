@@ -64,29 +64,22 @@ const PassTable& best_table() {
   return base::kTable;
 }
 
-// Anonymous memory that starts at an offset in its huge page.
-class Mapping {
- public:
-  Mapping(int64_t bytes, int64_t offset, bool huge_pages) : bytes_(round_up(bytes, kPage) + 2 * kHugePage) {
-    mapped_ =
-        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped_ == MAP_FAILED) throw std::bad_alloc();
-    // Advice only: where it is not taken, the pages are as the system gives them.
-    madvise(mapped_, bytes_, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped_));
-    data_ = static_cast<unsigned char*>(mapped_) + (round_up(address, kHugePage) - address) + offset;
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() { munmap(mapped_, bytes_); }
-
-  unsigned char* data() const { return data_; }
-
- private:
-  int64_t bytes_;
-  void* mapped_;
-  unsigned char* data_;
+struct Unmap {
+  int64_t bytes;
+  void operator()(void* memory) const { munmap(memory, bytes); }
 };
+using Mapping = std::unique_ptr<void, Unmap>;
+
+// Anonymous memory of `bytes` from any place in its first whole huge page on.
+Mapping map_memory(int64_t bytes, bool huge_pages) {
+  bytes = round_up(bytes, kPage) + 2 * kHugePage;
+  void* memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  // Advice only: where it is not taken, the pages are as the system gives them.
+  madvise(memory, bytes, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  return {memory, {bytes}};
+}
 
 // A piece of a tensor: bytes [begin, end) of the gradient.
 struct Chunk {
@@ -138,9 +131,10 @@ class Step {
     }
     const int count = kFirstState + streams_.states;
     for (int i = 0; i < count; ++i) {
-      mappings_.push_back(std::make_unique<Mapping>(end * stride_of(strides_, i),
-                                                    i * memory.offset % kHugePage, memory.huge_pages != 0));
-      data_[i] = mappings_.back()->data();
+      mappings_.push_back(map_memory(end * stride_of(strides_, i), memory.huge_pages != 0));
+      const auto start = reinterpret_cast<uintptr_t>(mappings_.back().get());
+      const int64_t page = round_up(static_cast<int64_t>(start), kHugePage);
+      data_[i] = reinterpret_cast<unsigned char*>(page) + i * memory.offset % kHugePage;
     }
     cost_.reserve(chunks_.size() + 1);
     for (const Chunk& chunk : chunks_) cost_.push_back(chunk.begin);
@@ -250,7 +244,7 @@ class Step {
   std::vector<Wave> waves_;
   uint64_t walks_ = 0;
   uint16_t sum_ = 0;
-  std::vector<std::unique_ptr<Mapping>> mappings_;
+  std::vector<Mapping> mappings_;
   unsigned char* data_[kMaxStreams] = {};
 };
 
