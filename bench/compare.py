@@ -35,14 +35,8 @@ Times = dict[str, float]
 makes it longer."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """The times of four processes, in their order."""
-
-    ref: Times
-    now: Times
-    now_again: Times
-    ref_again: Times
+Round = tuple[Times, Times, Times, Times]
+"""The times of four processes: REF, the working tree, the working tree, REF."""
 
 
 @dataclass(frozen=True)
@@ -67,13 +61,13 @@ class Comparison:
 
 def compare(rounds: list[Round]) -> list[Comparison]:
     """Compares the rows that both trees have."""
-    first = rounds[0]
-    return [_compare(row, rounds) for row in first.now if row in first.ref]
+    ref, now, *_ = rounds[0]
+    return [_compare(row, rounds) for row in now if row in ref]
 
 
 def _compare(row: str, rounds: list[Round]) -> Comparison:
-    ref = np.array([[each.ref[row], each.ref_again[row]] for each in rounds])
-    now = np.array([[each.now[row], each.now_again[row]] for each in rounds])
+    ref = np.array([[first[row], last[row]] for first, _, _, last in rounds])
+    now = np.array([[first[row], last[row]] for _, first, last, _ in rounds])
     low, ratio, high = np.exp(np.quantile(np.log(now / ref), (0.25, 0.5, 0.75))).tolist()
     same = np.abs(np.log(np.concatenate([ref[:, 1] / ref[:, 0], now[:, 1] / now[:, 0]])))
     noise = math.exp(np.quantile(same, 0.75))
@@ -167,15 +161,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("ref", metavar="REF", help="a commit: v1.0, main, HEAD~3")
-    parser.add_argument(
-        "filter", nargs="?", default="", metavar="FILTER",
-        help="rows of all lists, as 'adam/gpt2$'; default: those of --quick",
-    )  # fmt: skip
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: 5")
-    parser.add_argument(
-        "--seconds", type=float, default=6, help="for each of the four processes of a round"
-    )
+    add = parser.add_argument
+    add("ref", metavar="REF", help="a commit: v1.0, main, HEAD~3")
+    add("filter", nargs="?", default="", metavar="FILTER",
+        help="rows of all lists, as 'adam/gpt2$'; default: those of --quick")  # fmt: skip
+    add("--rounds", type=int, default=5, metavar="N", help="default: 5")
+    add("--seconds", type=float, default=6, help="for each of the four processes of a round")
     return parser.parse_args()
 
 
@@ -195,7 +186,7 @@ def main() -> None:
                 except WorkerError as failure:
                     sys.exit(f"compare: {failure}")
                 progress.advance(task)
-            rounds.append(Round(*found))
+            rounds.append(tuple(found))
     compared = compare(rounds)
     if not compared:
         sys.exit(f"no row matches {arguments.filter!r}: rows are OPTIMIZER/LIST, as lamb/matrix")

@@ -33,15 +33,33 @@ Timer = Callable[[int], list[float]]
 """Seconds a step, of some steps."""
 
 
-class Cpu:
-    name = "cpu"
+class Device:
+    name: str
+    walk_type: type
+    """A way to go over the limit's arrays."""
+
+    def __init__(self, limit: Any) -> None:
+        self._limit = limit
+        self.has_limit = limit is not None
+
+    def release(self) -> None:
+        gc.collect()
+
+    def check(self) -> None:
+        """Raises an error of the device that makes its process useless: a CPU has none."""
+
+    @classmethod
+    def restored(cls, known: dict[str, Any]) -> Limit:
+        """A limit whose ways are known from another process, but not its time here."""
+        memory = known["memory"] and Memory(**known["memory"])
+        return Limit(math.inf, memory, tuple(cls.walk_type(**walk) for walk in known["walks"]))
+
+
+class Cpu(Device):
+    name, walk_type = "cpu", Walk
 
     def __init__(self, libraries: Path | None) -> None:
-        self._limit = limit_library.Library(libraries) if libraries else None
-
-    @property
-    def has_limit(self) -> bool:
-        return self._limit is not None
+        super().__init__(limit_library.Library(libraries) if libraries else None)
 
     def facts(self) -> dict[str, Any]:
         isas = {"isa": None if _ops.missing else fusedstep.isa()}
@@ -54,12 +72,6 @@ class Cpu:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-    def release(self) -> None:
-        gc.collect()
-
-    def check(self) -> None:
-        """Raises an error of the device that makes its process useless: a CPU has none."""
 
     def timer(self, step: Callable[[], object], before: Callable[[], object]) -> Timer:
         clock = time.perf_counter
@@ -77,11 +89,6 @@ class Cpu:
 
     def search(self, row: Row, threads: int, seconds: float, known: Limit | None) -> Limit:
         return limit_library.search(self._limit, row.streams, row.elements, threads, seconds, known)
-
-    def restored(self, known: dict[str, Any]) -> Limit:
-        """A limit whose ways are known from another process, but not its time here."""
-        walks = tuple(Walk(**walk) for walk in known["walks"])
-        return Limit(math.inf, Memory(**known["memory"]), walks)
 
     @contextlib.contextmanager
     def walks(self, row: Row, limit: Limit, threads: int) -> Iterator[dict[Walk, Timer]]:
@@ -110,27 +117,15 @@ class Way:
     """In all."""
 
 
-class Cuda:
-    name = "cuda"
+class Cuda(Device):
+    name, walk_type = "cuda", Way
 
     def __init__(self, libraries: Path | None) -> None:
-        self._run = None
         if not torch.cuda.is_available():
             sys.exit("bench: torch sees no CUDA device")
         if missing := _ops.missing_on("cuda"):
             sys.exit(f"bench: {missing}")
-        if libraries is not None:
-            if not (libraries / CUDA_LIMIT).is_file():
-                sys.exit(f"bench: {libraries} has no {CUDA_LIMIT}: build with nvcc")
-            self._run = ctypes.CDLL(str(libraries / CUDA_LIMIT)).fusedstep_cuda_limit_run
-            self._run.argtypes = [
-                ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64,
-                ctypes.c_void_p,
-            ]  # fmt: skip
-
-    @property
-    def has_limit(self) -> bool:
-        return self._run is not None
+        super().__init__(_cuda_limit(libraries) if libraries else None)
 
     def facts(self) -> dict[str, Any]:
         return {"threads": torch.get_num_threads(), "device": torch.cuda.get_device_name()}
@@ -139,14 +134,13 @@ class Cuda:
         return torch.cuda.mem_get_info()[0]
 
     def release(self) -> None:
-        gc.collect()
+        super().release()
         torch.cuda.empty_cache()
 
     def check(self) -> None:
         torch.cuda.synchronize()
 
     def captured(self, stepper: Stepper) -> Stepper:
-        """The step as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             stepper.step()
@@ -191,9 +185,6 @@ class Cuda:
         ranked = sorted(found, key=found.__getitem__)
         return Limit(found[ranked[0]], None, tuple(ranked[: limit_library.FINALISTS]))
 
-    def restored(self, known: dict[str, Any]) -> Limit:
-        return Limit(math.inf, None, tuple(Way(**way) for way in known["walks"]))
-
     @contextlib.contextmanager
     def walks(self, row: Row, limit: Limit, threads: int) -> Iterator[dict[Way, Timer]]:
         words, streams = self._words(row), 2 + row.streams.states
@@ -202,7 +193,7 @@ class Cuda:
 
         def run(way: Way) -> None:
             stream = torch.cuda.current_stream().cuda_stream
-            if self._run(streams - 2, way.batch, way.blocks, data, words, stream):
+            if self._limit(streams - 2, way.batch, way.blocks, data, words, stream):
                 sys.exit("bench: the limit could not be launched")
 
         yield {way: self.timer(partial(run, way), lambda: None) for way in limit.walks}
@@ -213,6 +204,15 @@ class Cuda:
         return -(-row.bytes // 16 // (2 * (2 + row.streams.states) - 1))
 
 
+def _cuda_limit(libraries: Path) -> Any:
+    if not (libraries / CUDA_LIMIT).is_file():
+        sys.exit(f"bench: {libraries} has no {CUDA_LIMIT}: build with nvcc")
+    run = ctypes.CDLL(str(libraries / CUDA_LIMIT)).fusedstep_cuda_limit_run
+    number, size, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+    run.argtypes = [number, number, number, pointer, size, pointer]
+    return run
+
+
 def ways(words: int, processors: int) -> Iterator[Way]:
     for batch in (1, 2, 4):
         enough = -(-words // 512 // batch)
@@ -221,7 +221,6 @@ def ways(words: int, processors: int) -> Iterator[Way]:
 
 
 DEVICES = {device.name: device for device in (Cpu, Cuda)}
-Device = Cpu | Cuda
 
 
 def described(limit: Limit) -> dict[str, Any]:

@@ -11,6 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 ALLOCATORS = ("glibc", "jemalloc")
 
+Env = dict[str, str]
+
 #: Variables that set an allocator up. glibc's is measured as it comes.
 OF_ALLOCATORS = ("LD_PRELOAD", "MALLOC_CONF", "GLIBC_TUNABLES")
 
@@ -23,9 +25,7 @@ def _launcher() -> ModuleType:
     return module
 
 
-def environments(
-    wanted: list[str], tree: Path = ROOT
-) -> tuple[dict[str, dict[str, str]], list[str]]:
+def environments(wanted: list[str], tree: Path = ROOT) -> tuple[dict[str, Env], list[str]]:
     """The environment of each wanted allocator that there is, and what to say of the others.
 
     The library is that of a tree. Pins this process, and so those it starts.

@@ -12,15 +12,15 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
-import cases
 from cases import Case
 from fusedstep import _ops
-from rows import BFLOAT16, FLOAT32, MIXED, PLAIN, Purpose, Row
+from rows import BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
 from subjects import MAX_NORM
 
 
@@ -72,10 +72,10 @@ Build = Callable[[Row, list[Parameter]], Stepper]
 class Implementation:
     name: str
     title: str
-    exists: Callable[[Row], bool]
-    """Tells if there is such an implementation of the row's step anywhere, worth its time."""
     build: Build
     """Raises UnavailableError."""
+    exists: Callable[[Row], bool] = lambda row: True
+    """Tells if there is such an implementation of the row's step anywhere, worth its time."""
     formula: str | None = None
     """The row of the case table whose formula it has, where that is not the timed row's own."""
     slack: float = 0.0
@@ -90,11 +90,7 @@ class Implementation:
     """The process that it is measured in, with ours: a library's has the name of its package."""
 
     def formula_of(self, row: Row) -> Case:
-        return row.case if self.formula is None else case_named(self.formula)
-
-
-def case_named(name: str) -> Case:
-    return next(case for case in cases.CASES if case.name == name)
+        return row.case if self.formula is None else NAMED[self.formula]
 
 
 def accepts(optimizer: type, option: str) -> bool:
@@ -117,10 +113,7 @@ def optimizer_class(name: str) -> Callable[..., torch.optim.Optimizer]:
 
 
 def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Callable[[Row], bool]:
-    """Tells if torch has an optimizer of that name with these options.
-
-    Its states have the weight's precision.
-    """
+    """If torch has such an optimizer with these options. Its states have the weight's precision."""
 
     def exists(row: Row) -> bool:
         namesake = row.case.namesake
@@ -131,15 +124,12 @@ def _has(*options: str, purposes: tuple[Purpose, ...] = tuple(Purpose)) -> Calla
     return exists
 
 
-def _namesake(**options: bool) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        optimizer = row.case.build_namesake(params, **options)
-        # torch has CUDA kernels for Adagrad, which its class refuses to use.
-        if hasattr(optimizer, "_need_device_dtype_check_for_fused"):
-            optimizer._need_device_dtype_check_for_fused = False
-        return Stepper(optimizer)
-
-    return build
+def _namesake(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    optimizer = row.case.build_namesake(params, **options)
+    # torch has CUDA kernels for Adagrad, which its class refuses to use.
+    if hasattr(optimizer, "_need_device_dtype_check_for_fused"):
+        optimizer._need_device_dtype_check_for_fused = False
+    return Stepper(optimizer)
 
 
 class _Compiled(Stepper):
@@ -158,14 +148,11 @@ def _can_be_compiled(row: Row) -> bool:
     return few and row.precision == FLOAT32 and row.case in PLAIN and _has("foreach")(row)
 
 
-def _ours(**options: Any) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        missing = _ops.missing_on(params[0].device.type)
-        if missing and options.get("fused", True):
-            raise UnavailableError(missing)
-        return Stepper(row.case.build(params, **row.options, **options))
-
-    return build
+def _ours(row: Row, params: list[Parameter], **options: Any) -> Stepper:
+    missing = _ops.missing_on(params[0].device.type)
+    if missing and options.get("fused", True):
+        raise UnavailableError(missing)
+    return Stepper(row.case.build(params, **row.options, **options))
 
 
 def _can_keep_grad(row: Row) -> bool:
@@ -174,39 +161,36 @@ def _can_keep_grad(row: Row) -> bool:
 
 SLOW = (Purpose.LIST, Purpose.SIZE)
 UNFUSED = Implementation(
-    "unfused", "ours unfused", lambda row: row.purpose in SLOW, _ours(fused=False)
+    "unfused", "ours unfused", partial(_ours, fused=False), lambda row: row.purpose in SLOW
 )
-FOR_LOOP = Implementation("for_loop", "torch for-loop", _has(purposes=SLOW), _namesake())
+FOR_LOOP = Implementation("for_loop", "torch for-loop", _namesake, _has(purposes=SLOW))
 FOREACH = Implementation(
-    "foreach", "torch foreach", _has("foreach", purposes=SLOW), _namesake(foreach=True)
+    "foreach", "torch foreach", partial(_namesake, foreach=True), _has("foreach", purposes=SLOW)
 )
 COMPILED = Implementation(
-    "compiled", "torch compiled", _can_be_compiled, _compiled, slack=FLOAT_CORRECTION,
+    "compiled", "torch compiled", _compiled, _can_be_compiled, slack=FLOAT_CORRECTION,
     process="compiled",
 )  # fmt: skip
-TORCH_FUSED = Implementation("torch_fused", "torch fused", _has("fused"), _namesake(fused=True))
-KEEP_GRAD = Implementation(
-    "fused_keep_grad", "ours, keep_grad", _can_keep_grad, _ours(keep_grad=True)
+TORCH_FUSED = Implementation(
+    "torch_fused", "torch fused", partial(_namesake, fused=True), _has("fused")
 )
-FUSED = Implementation("fused", "ours fused", lambda row: True, _ours())
+KEEP_GRAD = Implementation(
+    "fused_keep_grad", "ours, keep_grad", partial(_ours, keep_grad=True), _can_keep_grad
+)
+FUSED = Implementation("fused", "ours fused", _ours)
 CUDA_FUSED = replace(TORCH_FUSED, slack=FLOAT_CORRECTION)
+_IN_GRAPH = {"slack": FLOAT_CORRECTION, "in_graph": True}
 TORCH_GRAPH = Implementation(
-    "torch_graph", "torch fused, graph", _has("fused", "capturable"),
-    _namesake(fused=True, capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+    "torch_graph", "torch fused, graph", partial(_namesake, fused=True, capturable=True),
+    _has("fused", "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 GRAPH = Implementation(
-    "graph", "ours, graph", lambda row: accepts(row.case.optimizer, "capturable"),
-    _ours(capturable=True), slack=FLOAT_CORRECTION, in_graph=True,
+    "graph", "ours, graph", partial(_ours, capturable=True),
+    lambda row: accepts(row.case.optimizer, "capturable"), **_IN_GRAPH,
 )  # fmt: skip
 
 
 # ---- Other libraries' ----------------------------------------------------------------------------
-
-
-def _named(*names: str, precisions: tuple = (FLOAT32,), purposes: tuple = (Purpose.LIST,)) -> Any:
-    return lambda row: (
-        row.case.name in names and row.precision in precisions and row.purpose in purposes
-    )
 
 
 def _library(name: str, *options: str, **more: Any) -> Build:
@@ -216,89 +200,86 @@ def _library(name: str, *options: str, **more: Any) -> Build:
     )
 
 
-def _deepspeed(row: Row, params: list[Parameter]) -> Stepper:
-    states = {"fp32_optimizer_states": row.precision != BFLOAT16}
-    if row.case.name == "adagrad":
-        name = "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad"
-        return _library(name, "lr", "eps", **states)(row, params)
-    mode = row.case.name == "adamw"
-    name = "deepspeed.ops.adam.DeepSpeedCPUAdam"
-    return _library(name, adamw_mode=mode, **states)(row, params)
+def _deepspeed(name: str, *options: str, **more: Any) -> Build:
+    library = partial(_library, f"deepspeed.ops.{name}", *options, **more)
+    return lambda row, params: library(fp32_optimizer_states=row.precision != BFLOAT16)(row, params)
 
 
 def _pytorch_optimizer(row: Row, params: list[Parameter]) -> Stepper:
-    options = dict(case_named(WITHOUT_BIAS_CORRECTION).options)
+    options = dict(NAMED[WITHOUT_BIAS_CORRECTION].options)
     del options["variant"]
     lamb = optimizer_class("pytorch_optimizer.Lamb")
     return Stepper(lamb(params, adam_debias=True, **options))
 
 
+def _of_library(
+    name: str,
+    title: str,
+    builds: dict[str, Build],
+    precisions: tuple = (FLOAT32,),
+    purposes: tuple = (Purpose.LIST,),
+    **more: Any,
+) -> Implementation:
+    """The optimizers of a library, by the names of the rows' own."""
+
+    def exists(row: Row) -> bool:
+        return row.case.name in builds and row.precision in precisions and row.purpose in purposes
+
+    return Implementation(
+        name, title, lambda row, params: builds[row.case.name](row, params), exists,
+        process=name.removesuffix("_8bit").removesuffix("_lamb"), **more,
+    )  # fmt: skip
+
+
 def _apex_has(row: Row) -> bool:
     """Its Adam alone knows bf16, and keeps states in fp32 then."""
-    precision = MIXED if row.case.name == "adamw" else FLOAT32
-    return row.case.name in ("adam", "adamw", "adagrad", "lamb") and row.precision == precision
+    return row.case.name in _APEX and row.precision == (
+        MIXED if row.case.name == "adamw" else FLOAT32
+    )
 
 
-def _apex(row: Row, params: list[Parameter]) -> Stepper:
-    """LAMB as in the paper: adapted without decay too, and gradients are not clipped."""
-    match row.case.name:
-        case "lamb":
-            more = {"use_nvlamb": True, "max_grad_norm": math.inf}
-            return _library("apex.optimizers.FusedLAMB", **more)(row, params)
-        case "adagrad":
-            return _library("apex.optimizers.FusedAdagrad", "lr", "eps")(row, params)
-        case name:
-            more = {"adam_w_mode": name == "adamw"}
-            return _library("apex.optimizers.FusedAdam", **more)(row, params)
+_DEEPSPEED = {
+    "adam": _deepspeed("adam.DeepSpeedCPUAdam", adamw_mode=False),
+    "adamw": _deepspeed("adam.DeepSpeedCPUAdam", adamw_mode=True),
+    "adagrad": _deepspeed("adagrad.DeepSpeedCPUAdagrad", "lr", "eps"),
+}
+_DEEPSPEED_CUDA = {
+    "adam": _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=False),
+    "adamw": _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=True),
+}
+# LAMB as in the paper, here and below: adapted without decay too, and gradients are not clipped.
+_APEX = {
+    "adam": _library("apex.optimizers.FusedAdam", adam_w_mode=False),
+    "adamw": _library("apex.optimizers.FusedAdam", adam_w_mode=True),
+    "adagrad": _library("apex.optimizers.FusedAdagrad", "lr", "eps"),
+    "lamb": _library("apex.optimizers.FusedLAMB", use_nvlamb=True, max_grad_norm=math.inf),
+}
+_TIMM = {"lamb": _library("timm.optim.Lamb", always_adapt=True, max_grad_norm=None)}
+# Corrects the rate for bias, not the moments, and clamps the ratio.
+_DEEPSPEED_LAMB = {"lamb": _library("deepspeed.ops.lamb.FusedLamb", max_coeff=10.0, min_coeff=0.01)}
 
-
-def _deepspeed_cuda(row: Row, params: list[Parameter]) -> Stepper:
-    mode = row.case.name == "adamw"
-    return _library("deepspeed.ops.adam.FusedAdam", adam_w_mode=mode)(row, params)
-
-
-def _of_library(
-    name: str, title: str, exists: Callable[[Row], bool], build: Build, **more: Any
-) -> Implementation:
-    process = name.removesuffix("_8bit").removesuffix("_lamb")
-    return Implementation(name, title, exists, build, process=process, **more)
-
-
-_DEEPSPEED = _named(
-    "adam", "adamw", "adagrad", precisions=(FLOAT32, BFLOAT16, MIXED),
-    purposes=(Purpose.LIST, Purpose.THREADS),
-)  # fmt: skip
-
-# As in the paper: adapted without decay too, and gradients are not clipped.
-TIMM = _of_library(
-    "timm", "timm", _named("lamb"),
-    _library("timm.optim.Lamb", *ADAM, always_adapt=True, max_grad_norm=None),
-)  # fmt: skip
-
+TIMM = _of_library("timm", "timm", _TIMM)
 CPU_LIBRARIES = (
-    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED, _deepspeed, slack=FLOAT_CORRECTION),
+    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED, (FLOAT32, BFLOAT16, MIXED),
+                (Purpose.LIST, Purpose.THREADS), slack=FLOAT_CORRECTION),
     TIMM,
-    _of_library("pytorch_optimizer", "pytorch_optimizer", _named("lamb"), _pytorch_optimizer,
+    _of_library("pytorch_optimizer", "pytorch_optimizer", {"lamb": _pytorch_optimizer},
                 formula=WITHOUT_BIAS_CORRECTION, slack=EPS_IN_NORM),
-    _of_library("torchao_8bit", "torchao 8-bit", _named("adamw"),
-                _library("torchao.optim.AdamW8bit"), slack=EIGHT_BITS),
-    _of_library("torchao", "torchao", _named("adamw"), _library("torchao.optim._AdamW"),
+    _of_library("torchao_8bit", "torchao 8-bit", {"adamw": _library("torchao.optim.AdamW8bit")},
+                slack=EIGHT_BITS),
+    _of_library("torchao", "torchao", {"adamw": _library("torchao.optim._AdamW")},
                 slack=FLOAT_CORRECTION),
-    _of_library("bitsandbytes_8bit", "bitsandbytes 8-bit", _named("adamw"),
-                _library("bitsandbytes.optim.AdamW8bit"), slack=EIGHT_BITS),
-    _of_library("bitsandbytes", "bitsandbytes", _named("adamw", precisions=(FLOAT32, MIXED)),
-                _library("bitsandbytes.optim.AdamW32bit")),
+    _of_library("bitsandbytes_8bit", "bitsandbytes 8-bit",
+                {"adamw": _library("bitsandbytes.optim.AdamW8bit")}, slack=EIGHT_BITS),
+    _of_library("bitsandbytes", "bitsandbytes",
+                {"adamw": _library("bitsandbytes.optim.AdamW32bit")}, (FLOAT32, MIXED)),
 )  # fmt: skip
-
 CUDA_LIBRARIES = (
-    _of_library("apex", "apex", _apex_has, _apex, slack=FLOAT_CORRECTION),
+    replace(_of_library("apex", "apex", _APEX, slack=FLOAT_CORRECTION), exists=_apex_has),
     # Its states have the weight's precision.
-    _of_library("deepspeed", "DeepSpeed",
-                _named("adam", "adamw", precisions=(FLOAT32, BFLOAT16)), _deepspeed_cuda,
+    _of_library("deepspeed", "DeepSpeed", _DEEPSPEED_CUDA, (FLOAT32, BFLOAT16),
                 slack=FLOAT_CORRECTION),
-    # Corrects the rate for bias, not the moments, and clamps the ratio.
-    _of_library("deepspeed_lamb", "DeepSpeed, its formula", _named("lamb"),
-                _library("deepspeed.ops.lamb.FusedLamb", *ADAM, max_coeff=10.0, min_coeff=0.01),
+    _of_library("deepspeed_lamb", "DeepSpeed, its formula", _DEEPSPEED_LAMB,
                 formula="lamb-deepspeed", slack=FLOAT_CORRECTION),
     TIMM,
 )  # fmt: skip
@@ -307,79 +288,70 @@ CUDA_LIBRARIES = (
 # ---- Clipping, sparse gradients, Adan over sizes -------------------------------------------------
 
 
-def _separate_calls(build: Build) -> Build:
-    def built(row: Row, params: list[Parameter]) -> Stepper:
-        stepper = build(row, params)
-        optimizer, step = stepper.optimizer, stepper.step
+def _separate_calls(row: Row, params: list[Parameter], build: Build = _ours) -> Stepper:
+    stepper = build(row, params)
 
-        def separate() -> None:
-            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
-            step()
-            optimizer.zero_grad(set_to_none=False)
+    def separate() -> None:
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        stepper.step()
+        stepper.optimizer.zero_grad(set_to_none=False)
 
-        stepper.step = separate
-        return stepper
-
-    return built
+    return Stepper(stepper.optimizer, separate)
 
 
 def _one_call(row: Row, params: list[Parameter]) -> Stepper:
-    stepper = _ours()(row, params)
-    step = stepper.step
-    stepper.step = lambda: step(max_norm=MAX_NORM, zero_grad=True)
-    return stepper
+    optimizer = _ours(row, params).optimizer
+    return Stepper(optimizer, partial(optimizer.step, max_norm=MAX_NORM, zero_grad=True))
 
 
 _CLIPS = {"max_norm": MAX_NORM, "uses_up_grads": True}
 CLIPPING = (
     replace(FUSED, name="bare", title="bare step", uses_up_grads=True),
-    Implementation("separate", "separate calls", lambda row: True, _separate_calls(_ours()),
-                   **_CLIPS),
-    Implementation("torch_separate", "torch fused, separate calls", TORCH_FUSED.exists,
-                   _separate_calls(TORCH_FUSED.build), **_CLIPS),
-    Implementation("fused", "one call", lambda row: True, _one_call, **_CLIPS),
+    Implementation("separate", "separate calls", _separate_calls, **_CLIPS),
+    Implementation("torch_separate", "torch fused, separate calls",
+                   partial(_separate_calls, build=TORCH_FUSED.build), TORCH_FUSED.exists, **_CLIPS),
+    Implementation("fused", "one call", _one_call, **_CLIPS),
 )  # fmt: skip
 
 
 def _dense(row: Row, params: list[Parameter]) -> Stepper:
     params[0].grad = torch.zeros_like(params[0])
-    return FUSED.build(row, params)
+    return _ours(row, params)
 
 
 EMBEDDING = (
     UNFUSED,
     replace(FOR_LOOP, name="torch", title="torch"),
-    Implementation("dense", "ours, dense gradient", lambda row: True, _dense),
+    Implementation("dense", "ours, dense gradient", _dense),
     replace(FUSED, title="ours"),
 )
 
 
-def _adam(**options: bool) -> Build:
-    return lambda row, params: Stepper(case_named("adam").build_namesake(params, **options))
+def _adam(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    return Stepper(NAMED["adam"].build_namesake(params, **options))
 
 
-def _authors(**options: bool) -> Build:
-    def build(row: Row, params: list[Parameter]) -> Stepper:
-        packages = ("adan", "fused_adan")
-        if not (params[0].is_cuda and all(map(importlib.util.find_spec, packages))):
-            raise UnavailableError("adan and fused_adan cannot be imported, or this is a CPU")
-        return _library("adan.Adan", "lr", "betas", "eps", fused=True, **options)(row, params)
-
-    return build
+def _authors(row: Row, params: list[Parameter], **options: bool) -> Stepper:
+    packages = ("adan", "fused_adan")
+    if not (params[0].is_cuda and all(map(importlib.util.find_spec, packages))):
+        raise UnavailableError("adan and fused_adan cannot be imported, or this is a CPU")
+    return _library("adan.Adan", "lr", "betas", "eps", fused=True, **options)(row, params)
 
 
-def _of_adan(name: str, title: str, build: Build, formula: str | None = None) -> Implementation:
-    return Implementation(name, title, lambda row: True, build, formula, slack=FLOAT_CORRECTION)
+def _of_adan(name: str, title: str, build: Any, **options: bool) -> Implementation:
+    formula = "adam" if build is _adam else None
+    build = partial(build, **options)
+    return Implementation(name, title, build, formula=formula, slack=FLOAT_CORRECTION)
 
 
 ADAN = (
-    _of_adan("adam_for_loop", "Adam, for-loop", _adam(), "adam"),
-    _of_adan("adam_foreach", "Adam, foreach", _adam(foreach=True), "adam"),
-    _of_adan("adam_fused", "Adam, fused", _adam(fused=True), "adam"),
-    _of_adan("adan_for_loop", "Adan, for-loop", _ours(foreach=False, fused=False)),
-    _of_adan("adan_foreach", "Adan, foreach", _ours(foreach=True, fused=False)),
-    _of_adan("adan_single", "Adan, fused single", _ours(foreach=False)),
-    _of_adan("adan_multi", "Adan, fused multi", _ours(foreach=True)),
-    _of_adan("authors_single", "authors' fused single", _authors(foreach=False)),
-    _of_adan("authors_multi", "authors' fused multi", _authors(foreach=True)),
+    _of_adan("adam_for_loop", "Adam, for-loop", _adam),
+    _of_adan("adam_foreach", "Adam, foreach", _adam, foreach=True),
+    _of_adan("adam_fused", "Adam, fused", _adam, fused=True),
+    _of_adan("adan_for_loop", "Adan, for-loop", _ours, foreach=False, fused=False),
+    _of_adan("adan_foreach", "Adan, foreach", _ours, foreach=True, fused=False),
+    _of_adan("adan_single", "Adan, fused single", _ours, foreach=False),
+    _of_adan("adan_multi", "Adan, fused multi", _ours, foreach=True),
+    _of_adan("authors_single", "authors' fused single", _authors, foreach=False),
+    _of_adan("authors_multi", "authors' fused multi", _authors, foreach=True),
 )

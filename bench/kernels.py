@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from environment import Env
+from processes import Tell
 from rows import PLAIN
 
 NAME = "fusedstep_bench_kernels"
@@ -23,11 +24,11 @@ MILLISECONDS = {"ns": 1e-6, "us": 1e-3, "ms": 1.0, "s": 1e3}
 class Kernels:
     """The program, in an environment that says how many threads there are."""
 
-    def __init__(self, folder: Path, env: dict[str, str]) -> None:
+    def __init__(self, folder: Path, env: Env) -> None:
         self._command, self._env = str(folder / NAME), env
         self._names = set(self._run("--benchmark_list_tests").split())
 
-    def find(self, rule: str, shapes: str, isa: str, threads: int) -> str | None:
+    def find(self, rule: str | None, shapes: str, isa: str, threads: int) -> str | None:
         """The benchmark of a rule over a list of shapes, if there is one."""
         name = f"{rule}/{shapes}/{isa}/threads:{threads}/real_time"
         return name if name in self._names else None
@@ -53,11 +54,11 @@ class Kernels:
 
 def add_kernels(
     folder: Path,
-    env: dict[str, str],
+    env: Env,
     facts: dict[str, Any],
     rows: list[dict[str, Any]],
-    note: Callable[[str], None],
-    tell: Callable[[str], None],
+    note: Tell,
+    tell: Tell,
 ) -> None:
     """Adds the kernels alone to the results of each row that there is such a benchmark for.
 
@@ -67,11 +68,12 @@ def add_kernels(
         return note("built without Google Benchmark: the kernels alone are not timed")
     try:
         kernels, found = Kernels(folder, env), {}
+        rules = {case.name: case.optimizer.__name__ for case in PLAIN}
         for row in rows:
             estimate = row.get("results", {}).get("fused", {}).get("ms")
             if estimate is None or row["precision"] != "float32" or "threads" in row:
                 continue
-            place = (rule_of(row["optimizer"]), row["shapes"], facts["isa"], facts["threads"])
+            place = (rules.get(row["optimizer"]), row["shapes"], facts["isa"], facts["threads"])
             if (name := kernels.find(*place)) is None:
                 continue
             tell(row["name"])
@@ -81,8 +83,3 @@ def add_kernels(
     except subprocess.CalledProcessError as failure:
         note(f"the kernels alone were not timed: {failure}")
     return None
-
-
-def rule_of(optimizer: str) -> str | None:
-    """The name of a plain row's rule: that of its class."""
-    return next((case.optimizer.__name__ for case in PLAIN if case.name == optimizer), None)

@@ -1,4 +1,4 @@
-"""The limit: a step's reads and writes without its maths, through limit/limit.h.
+"""The limit: a step's reads and writes without its maths, through limit/limit.cpp.
 
 A step cannot be faster than the best of these loops. The best is looked for over how memory is laid
 out (huge pages, where in a page the arrays start) and how it is gone over (threads, prefetch,
@@ -27,12 +27,12 @@ LINE = 64
 """Each tensor starts at a multiple of this many bytes in each stream."""
 
 STORE, RECOMPUTE, TWICE = range(3)
-"""Ways of a two-phase step to bring the update from one pass to the next, as in limit.h."""
+"""Ways of a two-phase step to bring the update from one pass to the next, as in limit.cpp."""
 
 
 @functools.cache
 def _struct(value: Streams | Memory | Walk) -> Any:
-    """As limit.h has it: members of 32 bits, but for numbers of elements."""
+    """As limit.cpp has it: members of 32 bits, but for numbers of elements."""
     members = asdict(value)
     sizes = {name: ctypes.c_int64 if "elements" in name else ctypes.c_int32 for name in members}
     kind = type("Struct", (ctypes.Structure,), {"_fields_": list(sizes.items())})
@@ -91,45 +91,31 @@ class Library:
 
     def __init__(self, folder: Path) -> None:
         self._library = library = ctypes.CDLL(str(folder / NAME))
-        pointer = ctypes.c_void_p
+        pointer, size = ctypes.c_void_p, ctypes.c_int64
         library.fusedstep_limit_new.restype = pointer
-        library.fusedstep_limit_new.argtypes = [
-            pointer, pointer, ctypes.c_int64, pointer, ctypes.c_int32,
-        ]  # fmt: skip
+        library.fusedstep_limit_new.argtypes = [pointer, pointer, size, pointer, ctypes.c_int32]
         library.fusedstep_limit_delete.argtypes = [pointer]
-        library.fusedstep_limit_run.argtypes = [pointer, pointer, ctypes.c_int64, pointer]
+        library.fusedstep_limit_run.argtypes = [pointer, pointer, size, pointer]
         library.fusedstep_limit_isa.restype = ctypes.c_char_p
 
     @property
     def isa(self) -> str:
         return self._library.fusedstep_limit_isa().decode()
 
-    def arrays(
-        self, streams: Streams, elements: Sequence[int], memory: Memory, threads: int
-    ) -> Arrays:
-        return Arrays(self._library, streams, elements, memory, threads)
+    def arrays(self, *arguments: Any, **named: Any) -> Arrays:
+        return Arrays(self._library, *arguments, **named)
 
 
 class Arrays:
-    """The arrays of a step over tensors of the given sizes. Close it, or use it in `with`."""
+    """The arrays of a step over tensors of the given sizes, to be used in `with`."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        streams: Streams,
-        elements: Sequence[int],
-        memory: Memory,
-        threads: int,
+        self, library: Any, streams: Streams, elements: Sequence[int], memory: Memory, threads: int
     ) -> None:
-        self._library = library
-        self._streams = streams
-        self._elements = np.asarray(elements, dtype=np.int64)
+        self._library, self._streams = library, streams
+        self._elements = sizes = np.asarray(elements, dtype=np.int64)
         self._handle = library.fusedstep_limit_new(
-            _struct(streams),
-            _struct(memory),
-            len(self._elements),
-            self._elements.ctypes.data,
-            threads,
+            _struct(streams), _struct(memory), len(sizes), sizes.ctypes.data, threads
         )
         if not self._handle:
             raise MemoryError("no memory for the arrays of the limit")
@@ -137,21 +123,15 @@ class Arrays:
     def run(self, walk: Walk, repetitions: int = 1) -> list[float]:
         """Seconds of each of some walks."""
         seconds = np.empty(repetitions)
-        self._library.fusedstep_limit_run(
-            self._handle, _struct(walk), repetitions, seconds.ctypes.data
-        )
+        data = seconds.ctypes.data
+        self._library.fusedstep_limit_run(self._handle, _struct(walk), repetitions, data)
         return seconds.tolist()
-
-    def close(self) -> None:
-        if self._handle:
-            self._library.fusedstep_limit_delete(self._handle)
-            self._handle = None
 
     def __enter__(self) -> Arrays:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._library.fusedstep_limit_delete(self._handle)
 
 
 @dataclass(frozen=True)
@@ -166,12 +146,9 @@ class Limit:
 
 #: Offsets: apart in the page, apart in the caches' sets and in the huge page, and all alike.
 MEMORIES = (
-    Memory(True, 1024),
-    Memory(False, 1024),
-    Memory(True, 65 << 10),
-    Memory(True, 0),
+    Memory(True, 1024), Memory(False, 1024), Memory(True, 65 << 10), Memory(True, 0),
     Memory(False, 0),
-)
+)  # fmt: skip
 PREFETCHES = (256, 512, 1024, 64, 0)
 WAVES = tuple(1 << power for power in range(18, 24))
 

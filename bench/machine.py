@@ -12,7 +12,6 @@ from pathlib import Path
 #: Capabilities that tell the instruction sets apart that optimizer steps can use.
 FLAGS = ("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_bf16")
 
-
 #: Processors by vendor, family and model, first and last, as Linux tells them: virtual machines
 #: often have no better name for them than "AMD EPYC".
 MICROARCHITECTURES = (

@@ -17,6 +17,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -35,55 +36,26 @@ Peaks = dict[str, int]
 """Bytes: in the first step, which makes the states, and in a later one."""
 
 
-class _CudaPeak:
-    def __init__(self) -> None:
-        gc.collect()
-        self._reset()
-
-    def _reset(self) -> None:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-
-    def read(self, step: str) -> Peaks:
-        peaks = {
-            step: torch.cuda.max_memory_allocated(),
-            f"{step}_reserved": torch.cuda.max_memory_reserved(),
-        }
-        self._reset()
-        return peaks
-
-
-class _ResidentPeak:
-    """A later step's peak is never below the first's, so there is nothing to reset."""
-
-    def __init__(self) -> None:
-        self._before = _status("VmRSS")
-
-    def read(self, step: str) -> Peaks:
-        return {step: _status("VmHWM") - self._before}
-
-
 def _status(name: str) -> int:
     text = Path("/proc/self/status").read_text(encoding="utf-8")
     return int(re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)[1]) * 1024
 
 
-def training_steps(model: GPT2, name: str, peak: _CudaPeak | _ResidentPeak) -> Peaks:
+def training_steps(model: GPT2, name: str) -> Iterator[str]:
+    """Takes the first step and a later one, and tells which after each."""
     device = model.norm.weight.device
     tokens = torch.randint(VOCABULARY, (1, POSITIONS), device=device)
     implementation = next(each for each in ADAN if each.name == name)
     row = Row(NAMED["adan"], ShapeList("model", "model", ()))
     optimizer = implementation.build(row, list(model.parameters())).optimizer
-    found: Peaks = {}
     for step in ("first", "later"):
         optimizer.zero_grad()
         # The logits stay until the step is done, as in a training that logs something of them.
         loss, logits = model(tokens)
         loss.backward()
         optimizer.step()
-        found |= peak.read(step)
+        yield step
         del loss, logits
-    return found
 
 
 def peaks(size: str, name: str, device: str) -> Peaks:
@@ -97,7 +69,19 @@ def _on_cuda(size: str, name: str) -> Peaks:
         model = GPT2(PUBLISHED[size])
     make_gradients(model)
     model.zero_grad()
-    return training_steps(model, name, _CudaPeak())
+    gc.collect()
+    _reset_peak()
+    found = {}
+    for step in training_steps(model, name):
+        found[step] = torch.cuda.max_memory_allocated()
+        found[f"{step}_reserved"] = torch.cuda.max_memory_reserved()
+        _reset_peak()
+    return found
+
+
+def _reset_peak() -> None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
 
 
 def _on_cpu(size: str, name: str) -> Peaks:
@@ -122,11 +106,9 @@ def lacking(size: str, parameters: int, available: int) -> str | None:
     return f"needs about {needed / 2**30:.0f} GiB, {available / 2**30:.0f} are free"
 
 
-def main() -> None:
-    size, name = sys.argv[1:]
-    peak = _ResidentPeak()
-    print(json.dumps(training_steps(GPT2(PUBLISHED[size]), name, peak)))
-
-
 if __name__ == "__main__":
-    main()
+    size, name = sys.argv[1:]
+    before = _status("VmRSS")
+    steps = training_steps(GPT2(PUBLISHED[size]), name)
+    # A later step's peak is never below the first's, so there is nothing to reset.
+    print(json.dumps({step: _status("VmHWM") - before for step in steps}))

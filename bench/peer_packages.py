@@ -18,22 +18,20 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from environment import ROOT
+from environment import ROOT, Env
 
 FOLDER = ROOT / "build" / "peers"
 
+
+def _builders(*names: str) -> str:
+    loads = "".join(f"{name}().load()\n" for name in names)
+    return f"from deepspeed.ops.op_builder import {', '.join(names)}\n{loads}"
+
+
 #: Programs that compile a library's kernels for a device, which else happens at the first step.
 PREPARATIONS = {
-    ("deepspeed", "cpu"): (
-        "from deepspeed.ops.op_builder import CPUAdagradBuilder, CPUAdamBuilder\n"
-        "CPUAdamBuilder().load()\n"
-        "CPUAdagradBuilder().load()\n"
-    ),
-    ("deepspeed", "cuda"): (
-        "from deepspeed.ops.op_builder import FusedAdamBuilder, FusedLambBuilder\n"
-        "FusedAdamBuilder().load()\n"
-        "FusedLambBuilder().load()\n"
-    ),
+    ("deepspeed", "cpu"): _builders("CPUAdamBuilder", "CPUAdagradBuilder"),
+    ("deepspeed", "cuda"): _builders("FusedAdamBuilder", "FusedLambBuilder"),
 }
 
 #: Variables that keep a library off the GPU.
@@ -44,14 +42,8 @@ class AbsentError(Exception):
     """A library is not to be had. The text says why."""
 
 
-def environment(
-    name: str, env: dict[str, str], folder: Path = FOLDER, device: str = "cpu"
-) -> dict[str, str]:
-    """`env` in which a library can be imported, and is settled on the device.
-
-    Raises:
-        AbsentError: if there is no such library.
-    """
+def environment(name: str, env: Env, folder: Path = FOLDER, device: str = "cpu") -> Env:
+    """`env` in which a library can be imported, settled on the device. Raises AbsentError."""
     home = folder / name
     if not (home / "installed").is_file() and importlib.util.find_spec(name) is None:
         raise AbsentError(_read(home / "reason") or "not installed")
@@ -64,7 +56,7 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8") if path.is_file() else ""
 
 
-def _environment(home: Path, env: dict[str, str], device: str) -> dict[str, str]:
+def _environment(home: Path, env: Env, device: str) -> Env:
     found = {path for pattern in ("site-packages", "dist-packages") for path in home.rglob(pattern)}
     python_path = [env.get("PYTHONPATH"), *map(str, sorted(found))]
     path = [home / "bin", home / "local" / "bin", env.get("PATH", os.defpath)]
@@ -128,13 +120,10 @@ def _reason(log: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("requirements", nargs="*", metavar="REQUIREMENT", help='as "timm>=1.0"')
-    parser.add_argument(
-        "--find-links", type=Path, metavar="DIR", help="wheels to install from, without network"
-    )
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="what kernels are compiled for"
-    )
+    add = parser.add_argument
+    add("requirements", nargs="*", metavar="REQUIREMENT", help='as "timm>=1.0"')
+    add("--find-links", type=Path, metavar="DIR", help="wheels to install from, without network")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="what kernels are compiled for")
     arguments = parser.parse_args()
     options = ["--retries", "1"]
     if arguments.find_links:

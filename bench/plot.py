@@ -15,10 +15,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import OURS, columns, rows_of, subjects, subtitle
-
-Results = dict[str, Any]
-Row = dict[str, Any]
+from report import OURS, Results, Row, columns, rows_of, subjects, subtitle
 
 #: Colours of those that are in most plots; others take what matplotlib has left.
 COLOURS = {"unfused": "#8c8c8c", "torch_fused": "#1f77b4"}
@@ -49,6 +46,7 @@ def plot_times(results: Results, panels: dict[str, list[Row]]) -> Figure:
     """Bars by list, a panel for each optimizer; where there is none, what is the matter."""
     figure = Figure(figsize=(9, 2.4 * len(panels) + 0.9), layout="constrained")
     axes = figure.subplots(len(panels), squeeze=False)[:, 0]
+    handles: dict[str, Any] = {}
     for axis, (optimizer, rows) in zip(axes, panels.items(), strict=True):
         _bars(axis, results, rows)
         axis.axhline(1, color="black", lw=1.2, label="ours fused")
@@ -56,7 +54,12 @@ def plot_times(results: Results, panels: dict[str, list[Row]]) -> Figure:
         axis.set_title(optimizer, fontsize=10, loc="left")
         axis.set_ylabel("times of ours")
         _logarithmic(axis.yaxis)
-    return _finished(figure, results)
+        axis.grid(axis="y", alpha=0.3)
+        axis.set_axisbelow(True)
+        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(subtitle(results), fontsize=8)
+    return figure
 
 
 def _bars(axis: Axes, results: Results, rows: list[Row]) -> None:
@@ -81,17 +84,6 @@ def _logarithmic(axis: Any) -> None:
     axis.axes.set_yscale("log")
     axis.set_major_formatter(lambda value, _: f"{value:,g}")
     axis.set_minor_formatter(lambda value, _: f"{value:,g}" if f"{value:.0e}"[0] in "25" else "")
-
-
-def _finished(figure: Figure, results: Results) -> Figure:
-    handles: dict[str, Any] = {}
-    for axis in figure.axes:
-        axis.grid(axis="y", alpha=0.3)
-        axis.set_axisbelow(True)
-        handles |= dict(zip(*axis.get_legend_handles_labels()[::-1], strict=True))
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=5, frameon=False)
-    figure.suptitle(subtitle(results), fontsize=8)
-    return figure
 
 
 def draw(file: Path, folder: Path) -> None:

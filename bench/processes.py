@@ -7,25 +7,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from environment import ROOT
+from environment import ROOT, Env
 
 WORKER = ROOT / "bench" / "worker.py"
 
 Request = dict[str, Any]
 """The fields of worker.Request."""
+
+Tell = Callable[[str], None]
 
 
 class WorkerError(Exception):
@@ -37,15 +32,11 @@ class LateError(WorkerError):
 
 
 def events(
-    request: Request,
-    env: dict[str, str],
-    log: Path | None = None,
-    most_seconds: float | None = None,
+    request: Request, env: Env, log: Path | None = None, most_seconds: float | None = None
 ) -> Iterator[dict[str, Any]]:
     """The events of a worker. Its stderr goes to `log`; after `most_seconds` it is ended.
 
-    Raises:
-        WorkerError: in the end, if it failed.
+    Raises WorkerError in the end, if it failed.
     """
     command = [sys.executable, str(WORKER), json.dumps(request)]
     stderr = None if log is None else log.open("w", encoding="utf-8")
@@ -91,7 +82,7 @@ def progress_over(console: Any) -> Progress:
     return Progress(text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console)
 
 
-def show(progress: Progress, task: TaskID, *parts: str) -> None:
+def show(progress: Progress, task: int, *parts: str) -> None:
     """Says what is measured: in the task's line, or in a line of its own off a terminal."""
     text = "".join(parts)
     progress.update(task, description=text)

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 import adan_report
@@ -74,10 +73,6 @@ class Grid:
         for cells in self.lines:
             table.add_row(*cells)
         return table
-
-
-def width_of(table: Table) -> int:
-    return Console(width=1000).measure(table).maximum
 
 
 def milliseconds(value: float) -> str:
@@ -263,7 +258,6 @@ def page(folder: Path) -> str:
 
 
 def command(table: str, results: Results) -> str:
-    """The command that makes such results."""
     name = {"steps": "cuda" if "device" in results else ""}.get(table, table)
     device = " --device cuda" if "device" in results and table in ("peers", "embedding") else ""
     return f"`./run.sh bench{' ' * bool(name)}{name}{device}`"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
@@ -33,18 +32,11 @@ class Precision:
 
 
 FLOAT32 = Precision.of("float32", "fp32")
+FLOAT64 = Precision.of("float64", "fp64")
 BFLOAT16 = Precision.of("bfloat16", "all bf16")
+FLOAT16 = Precision.of("float16", "all fp16")
 MIXED = Precision("mixed", "bf16, fp32 states", torch.bfloat16, torch.float32)
-PRECISIONS = {
-    precision.name: precision
-    for precision in (
-        FLOAT32,
-        Precision.of("float64", "fp64"),
-        BFLOAT16,
-        Precision.of("float16", "all fp16"),
-        MIXED,
-    )
-}
+PRECISIONS = {each.name: each for each in (FLOAT32, FLOAT64, BFLOAT16, FLOAT16, MIXED)}
 
 
 class Purpose(Enum):
@@ -65,26 +57,22 @@ class Row:
     """None: all."""
     purpose: Purpose = Purpose.LIST
     gradient: str = "dense"
-    """Dense, or sparse as an embedding makes it: one of subjects.SPARSE."""
+    """Dense, or sparse as subjects.batch makes it."""
 
     def __str__(self) -> str:
-        parts = [str(self.case), str(self.shape_list)]
-        if self.precision != FLOAT32:
-            parts.append(self.precision.name)
-        if self.threads is not None:
-            parts.append(f"{self.threads}-threads")
-        if self.gradient != "dense":
-            parts.append(self.gradient)
-        return "/".join(parts)
+        precision = "" if self.precision == FLOAT32 else self.precision.name
+        threads = self.threads and f"{self.threads}-threads"
+        gradient = "" if self.gradient == "dense" else self.gradient
+        parts = (str(self.case), str(self.shape_list), precision, threads, gradient)
+        return "/".join(filter(None, parts))
 
     @property
     def title(self) -> str:
-        parts = [self.shape_list.title]
-        if self.precision != FLOAT32:
-            parts.append(self.precision.title)
-        if self.threads is not None:
-            parts.append(f"{self.threads} thread{'s' * (self.threads != 1)}")
-        return ", ".join(parts) if self.gradient == "dense" else self.gradient.replace("-", " ")
+        if self.gradient != "dense":
+            return self.gradient.replace("-", " ")
+        precision = "" if self.precision == FLOAT32 else self.precision.title
+        threads = self.threads and f"{self.threads} thread{'s' * (self.threads != 1)}"
+        return ", ".join(filter(None, (self.shape_list.title, precision, threads)))
 
     @property
     def contiguous(self) -> Row | None:
@@ -94,10 +82,7 @@ class Row:
 
     @property
     def weight(self) -> float:
-        """Its share of the time: models of many elements need more for the same number of steps.
-
-        One of many points of a plot needs less.
-        """
+        """Its share of the time: models need more for as many steps, points of a plot less."""
         least = 0.4 if self.purpose in (Purpose.SIZE, Purpose.HOST) else 1
         return least + self.shape_list.elements / 64e6
 
@@ -129,7 +114,6 @@ class Row:
         return self.streams.bytes_per_element * self.shape_list.elements
 
     def described(self) -> dict[str, Any]:
-        """As in results."""
         facts = {
             "name": str(self),
             "optimizer": self.case.name,
@@ -147,7 +131,7 @@ class Row:
 
 #: An optimizer each, but for AdamW, which is Adam with one more product.
 PLAIN = tuple(case for case in cases.PLAIN if case.name != "adamw")
-NAMED = {case.name: case for case in cases.PLAIN}
+NAMED = {case.name: case for case in cases.CASES}
 LISTS = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
 
 
@@ -175,10 +159,7 @@ def _in_16_bits(*names: str) -> Iterator[Row]:
 
 
 def beside_peers(device: str, threads: int, **_: Any) -> Iterator[Row]:
-    """Rows that other libraries step too; those that take longest come last.
-
-    `threads` is what the machine has.
-    """
+    """Rows that other libraries step too, on up to `threads`. Those that take longest are last."""
     large = LISTS["gpt2-large"]
     for shape_list in LISTS.values():
         if shape_list != large:
@@ -212,7 +193,3 @@ def adan(**_: Any) -> Iterator[Row]:
             model = gpt2.GPT2(published)
         sizes = tuple(tuple(parameter.shape) for parameter in model.parameters())
         yield Row(NAMED["adan"], ShapeList(name, name.replace("x", " × "), sizes))
-
-
-def matching(rows: Iterable[Row], pattern: str) -> list[Row]:
-    return [row for row in rows if re.search(pattern, str(row))]

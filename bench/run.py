@@ -36,10 +36,12 @@ from rich.console import Console
 import peer_packages
 import plot
 import report
-from environment import ALLOCATORS, ROOT, environments
+from environment import ALLOCATORS, ROOT, Env, environments
 from kernels import add_kernels
 from machine import Others, this_machine
-from processes import LateError, WorkerError, check_allocator, events, progress_over, show
+from processes import LateError, Tell, WorkerError, check_allocator, events, progress_over, show
+from report import Row
+from rows import PRECISIONS
 from suites import SUITES, Process
 
 #: Seconds after its time in which a process may end what it has begun: a first step may be
@@ -52,6 +54,9 @@ QUICK_SECONDS = 150
 #: The lists for which allocators are compared beside peers.
 BOTH_ALLOCATORS = ["matrix", "resnet50", "gpt2", "small"]
 
+#: Arguments that a worker is asked with.
+ASKED = ("suite", "device", "filter", "quick", "all_cases", "precision")
+
 #: Share of the CPUs above which the rest of the system disturbs figures enough to say so.
 DISTURBING = 0.1
 
@@ -60,39 +65,24 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="*", metavar="[SUITE] [FILTER]")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="default: cpu; adan: cuda, if there is one"
-    )
-    parser.add_argument("--quick", action="store_true", help="steps: a few lists, in minutes")
-    parser.add_argument("--all-cases", action="store_true", help="steps: all variants")
-    parser.add_argument(
-        "--dtype",
-        choices=("float32", "float64", "bfloat16", "float16", "mixed"),
-        default="float32",
-        help="steps; mixed: weights and gradients in bfloat16, states in float32",
-    )
-    parser.add_argument("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
-    parser.add_argument(
-        "--peer", action="append", dest="peers", metavar="NAME", help="peers: one, or several"
-    )
-    parser.add_argument(
-        "--all-rows", action="store_true", help="also those for which no time is left, shortly"
-    )
-    parser.add_argument("--budget", type=float, metavar="SECONDS", help="time for all steps")
-    where = parser.add_mutually_exclusive_group()
-    where.add_argument("--output", type=Path, metavar="DIR", help="not build/results/MACHINE")
-    where.add_argument(
-        "--commit", action="store_true", help="write into bench/results/MACHINE, for the pages"
-    )
-    parser.add_argument(
-        "--packages", type=Path, metavar="DIR", default=peer_packages.FOLDER,
-        help="where peer_packages.py has put the libraries",
-    )  # fmt: skip
-    parser.add_argument(
-        "--libraries", type=Path, metavar="DIR", default=ROOT / "build" / "release" / "bench",
-        help="where the native parts of the benchmark were built",
-    )  # fmt: skip
+    add = parser.add_argument
+    add("words", nargs="*", metavar="[SUITE] [FILTER]")
+    add("--device", choices=("cpu", "cuda"), help="default: cpu; adan: cuda, if there is one")
+    add("--quick", action="store_true", help="steps: a few lists, in minutes")
+    add("--all-cases", action="store_true", help="steps: all variants")
+    add("--dtype", choices=(*PRECISIONS,), default="float32", dest="precision",
+        help="steps; mixed: weights and gradients in bfloat16, states in float32")  # fmt: skip
+    add("--allocator", choices=ALLOCATORS, action="append", dest="allocators")
+    add("--peer", action="append", dest="peers", metavar="NAME", help="peers: one, or several")
+    add("--all-rows", action="store_true", help="also those for which no time is left, shortly")
+    add("--budget", type=float, metavar="SECONDS", help="time for all steps")
+    where = parser.add_mutually_exclusive_group().add_argument
+    where("--output", type=Path, metavar="DIR", help="not build/results/MACHINE")
+    where("--commit", action="store_true", help="write into bench/results/MACHINE, for the pages")
+    add("--packages", type=Path, metavar="DIR", default=peer_packages.FOLDER,
+        help="where peer_packages.py has put the libraries")  # fmt: skip
+    add("--libraries", type=Path, metavar="DIR", default=ROOT / "build" / "release" / "bench",
+        help="where the native parts of the benchmark were built")  # fmt: skip
     arguments = parser.parse_intermixed_args()
     words = arguments.words
     if words and words[0] == "cuda":
@@ -114,10 +104,6 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-#: The process, the allocator and the rows of each that has come to an end.
-Parts = list[tuple[Process, str, list[dict[str, Any]]]]
-
-
 class Run:
     """A suite's processes, one after the other, and what they have found."""
 
@@ -126,7 +112,7 @@ class Run:
         self.suite = SUITES[arguments.suite, arguments.device]
         self.machine = this_machine()  # before this process is pinned to some of its CPUs
         self.facts: dict[str, Any] = {}
-        self.rows: list[dict[str, Any]] = []
+        self.rows: list[Row] = []
         self.notes: list[str] = []
         #: The best ways of each row's limit that were found yet.
         self._limits: dict[str, dict[str, Any]] = {}
@@ -147,7 +133,7 @@ class Run:
 
     def collect(self, keep: Callable[[], object]) -> None:
         """Measures all. `keep` is called with what there is after each process."""
-        arguments, others, parts = self.arguments, Others(), []
+        arguments, others, found = self.arguments, Others(), []
         wanted = {allocator for _, allocator in self.pairs()}
         envs, self.notes = environments([name for name in ALLOCATORS if name in wanted])
         if not envs:
@@ -168,11 +154,11 @@ class Run:
                 until = time.monotonic() + left * share
                 tell = partial(show, progress, task, f"{name}: ")
                 rows = self.measure(process, allocator, envs[allocator], until, tell)
-                parts.append((process, allocator, rows))
+                found += [{"allocator": allocator} | row for row in rows]
                 progress.advance(task)
                 if not self.facts:
                     break  # none begins where the first could not
-                self.rows = merged(parts)
+                self.rows = merged(found)
                 if len(envs) == 1:
                     for row in self.rows:
                         self.facts["allocator"] = row.pop("allocator")
@@ -190,23 +176,12 @@ class Run:
             )
 
     def measure(
-        self,
-        process: Process,
-        allocator: str,
-        env: dict[str, str],
-        until: float,
-        tell: Callable[[str], None],
-    ) -> list[dict[str, Any]]:
+        self, process: Process, allocator: str, env: Env, until: float, tell: Tell
+    ) -> list[Row]:
         """The rows of a process. Where it crashes, the next row has a process of its own."""
         arguments = self.arguments
-        request: dict[str, Any] = {
-            "suite": arguments.suite,
-            "device": arguments.device,
+        request: dict[str, Any] = {name: getattr(arguments, name) for name in ASKED} | {
             "names": process.names,
-            "filter": arguments.filter,
-            "quick": arguments.quick,
-            "all_cases": arguments.all_cases,
-            "precision": arguments.dtype,
             "skip_late": self.suite.leaves_out and not arguments.all_rows,
             "limits": self._limits,
             "libraries": str(arguments.libraries.resolve()),
@@ -223,7 +198,7 @@ class Run:
         name = f"{arguments.suite}-{arguments.device}-{process.name}-{allocator}"
         log = ROOT / "build" / "logs" / "bench" / f"{name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        rows: list[dict[str, Any]] = []
+        rows: list[Row] = []
         while True:
             planned, begun = {}, None
             request["skip"] = [row["name"] for row in rows]
@@ -265,21 +240,20 @@ class Run:
         }
 
 
-def merged(parts: Parts) -> list[dict[str, Any]]:
+def merged(rows: list[Row]) -> list[Row]:
     """The rows of all processes, those of one name and allocator in one.
 
     The `times` of an implementation is what its step takes of ours in the same process. Ours and
     the limit are medians over the processes.
     """
-    together: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for _, allocator, rows in parts:
-        for row in rows:
-            together.setdefault((row["name"], allocator), []).append(row)
-    return [_merged_row(allocator, found) for (_, allocator), found in together.items()]
+    together: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        together.setdefault((row["name"], row["allocator"]), []).append(row)
+    return [_merged_row(found) for found in together.values()]
 
 
-def _merged_row(allocator: str, found: list[dict[str, Any]]) -> dict[str, Any]:
-    row = {"allocator": allocator} | {k: v for k, v in found[-1].items() if k != "names"}
+def _merged_row(found: list[Row]) -> Row:
+    row = {key: value for key, value in found[-1].items() if key != "names"}
     if all("skipped" in each for each in found):
         return row
     row.pop("skipped", None)
@@ -337,7 +311,8 @@ def show_tables(results: dict[str, Any], folder: Path) -> None:
     """Figures that are cut off would be worse than lines that wrap."""
     terminal = Console()
     tables = [grid.table() for grid in report.grids(results)]
-    console = Console(width=max(terminal.width, *map(report.width_of, tables)))
+    widths = [Console(width=1000).measure(table).maximum for table in tables]
+    console = Console(width=max(terminal.width, *widths))
     for table in tables:
         console.print(table)
     for line in (report.subtitle(results), *report.remarks(results)):
@@ -347,13 +322,12 @@ def show_tables(results: dict[str, Any], folder: Path) -> None:
 
 def main() -> None:
     arguments = parse_arguments()
-    suite = SUITES[arguments.suite, arguments.device]
-    if suite.has_limit and not list(arguments.libraries.glob("libfusedstep_limit.*")):
+    run = Run(arguments)
+    if run.suite.has_limit and not list(arguments.libraries.glob("libfusedstep_limit.*")):
         sys.exit(
             f"{arguments.libraries} has no libfusedstep_limit.so. Build it: "
             "cmake --preset release && cmake --build --preset release"
         )
-    run = Run(arguments)
 
     def keep() -> tuple[dict[str, Any], Path]:
         results = run.results()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ def make(shape_list: ShapeList, dtype: torch.dtype, device: str = "cpu") -> list
     params = []
     with torch.device(device):
         for index, shape in enumerate(shape_list.shapes):
-            params.append(Parameter(_fill_weight(_empty(shape, shape_list.layout, dtype), index)))
+            params.append(Parameter(_fill(_empty(shape, shape_list.layout, dtype), index)))
             of_grad = "channels-last" if shape_list.layout == "channels-last" else "contiguous"
-            params[-1].grad = _fill_gradient(_empty(shape, of_grad, dtype), index, step=1)
+            params[-1].grad = _fill(_empty(shape, of_grad, dtype), index, step=1)
     return params
 
 
@@ -59,23 +59,15 @@ def _empty(shape: tuple[int, ...], layout: str, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-@functools.cache
+@cache
 def _noise(device: torch.device) -> Tensor:
     return _NOISE.to(device)
 
 
-def _fill_weight(tensor: Tensor, index: int) -> Tensor:
-    return _fill(tensor, index)
-
-
-def _fill_gradient(tensor: Tensor, index: int, step: int) -> Tensor:
-    return _fill(tensor, index + 1000 * step)
-
-
-def _fill(tensor: Tensor, seed: int) -> Tensor:
-    """Normal values, other ones for another seed, in the order of the tensor's elements."""
+def _fill(tensor: Tensor, index: int, step: int = 0) -> Tensor:
+    """Normal values in the order of the elements, other ones for another tensor or step."""
     flat = tensor.view(-1) if tensor.is_contiguous() else tensor.new_empty(tensor.numel())
-    noise = _noise(tensor.device)[seed * 61 % 4096 :][: 1 << 20]
+    noise = _noise(tensor.device)[(index + 1000 * step) * 61 % 4096 :][: 1 << 20]
     for part in flat.split(len(noise)):
         part.copy_(noise[: len(part)])
     return tensor if tensor.is_contiguous() else tensor.copy_(flat.view(tensor.shape))
@@ -96,7 +88,7 @@ class Gradients:
     def renew(self) -> None:
         step = next(self._steps)
         for index, param in enumerate(self._params):
-            _fill_gradient(param.grad, index, step)
+            _fill(param.grad, index, step)
 
 
 class Restored(Gradients):
@@ -163,25 +155,17 @@ class Check:
     ) -> None:
         self._sample = _sample(shape_list)
         self._compared: list[Compared] = []
-        norms = [
-            _norm(shape_list, dtype, step) if max_norm < math.inf else 0.0
-            for step in range(1, CHECKED_STEPS + 1)
-        ]
+        factors = _clipping(shape_list, dtype, max_norm)
         for index in self._sample:
-            shape = shape_list.shapes[index]
-            grads = [
-                _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
-                * min(1.0, max_norm / (norm + 1e-6))
-                for step, norm in enumerate(norms, 1)
-            ]
-            weight = _fill_weight(torch.empty(shape, dtype=dtype), index)
-            self._compared.append(Compared(case, weight, grads, slack))
+            values = partial(_values, shape_list.shapes[index], dtype, index)
+            grads = [values(step).double() * factor for step, factor in enumerate(factors, 1)]
+            self._compared.append(Compared(case, values(), grads, slack))
 
     def __call__(self, stepper: Any, params: list[Parameter]) -> str | None:
         """Takes the first steps; returns what is wrong with them, or None."""
         for step in range(1, CHECKED_STEPS + 1):
             for index, param in enumerate(params):
-                _fill_gradient(param.grad, index, step)
+                _fill(param.grad, index, step)
             stepper.step()
         for index, compared in zip(self._sample, self._compared, strict=True):
             if wrong := compared.wrong(params[index]):
@@ -196,7 +180,7 @@ class SparseCheck:
         (shape,) = row.shape_list.shapes
         self._batches = [batch(row.gradient, seed, shape) for seed in range(CHECKED_STEPS)]
         self._touched = torch.cat([b._indices()[0] for b in self._batches]).unique()
-        self._start = _fill_weight(torch.empty(shape), 0)
+        self._start = _values(shape, torch.float32, 0)
         grads = []
         for each in self._batches:
             grads.append(torch.zeros(len(self._touched), shape[1], dtype=torch.double))
@@ -242,13 +226,20 @@ class Compared:
         return None if is_right else f"{off.max().item():.1e}"
 
 
-def _norm(shape_list: ShapeList, dtype: torch.dtype, step: int) -> float:
-    """The norm of a step's gradients, all together."""
-    grads = (
-        _fill_gradient(torch.empty(shape, dtype=dtype), index, step).double()
-        for index, shape in enumerate(shape_list.shapes)
-    )
-    return math.sqrt(sum(grad.square().sum().item() for grad in grads))
+def _values(shape: tuple[int, ...], dtype: torch.dtype, index: int, step: int = 0) -> Tensor:
+    return _fill(torch.empty(shape, dtype=dtype), index, step)
+
+
+def _clipping(shape_list: ShapeList, dtype: torch.dtype, max_norm: float) -> list[float]:
+    """The factors of the steps' gradients, by the norm of all together."""
+    if max_norm == math.inf:
+        return [1.0] * CHECKED_STEPS
+    factors = []
+    for step in range(1, CHECKED_STEPS + 1):
+        grads = (_values(shape, dtype, i, step) for i, shape in enumerate(shape_list.shapes))
+        norm = math.sqrt(sum(grad.double().square().sum().item() for grad in grads))
+        factors.append(min(1.0, max_norm / (norm + 1e-6)))
+    return factors
 
 
 def _sample(shape_list: ShapeList) -> list[int]:

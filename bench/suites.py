@@ -49,10 +49,6 @@ class Suite:
             names.setdefault(each.process, []).append(each.name)
         return [Process(process, tuple(found)) for process, found in names.items()]
 
-    def named(self, names: Iterable[str]) -> list[Implementation]:
-        """The implementations of a process, and ours."""
-        return [each for each in self.implementations if each.name in (*names, "fused")]
-
 
 _BOTH = ("glibc", "jemalloc")
 _STEPS = (

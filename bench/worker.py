@@ -11,6 +11,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -82,15 +83,15 @@ class Request:
 Samples = dict[Any, list[float]]
 
 
-class Events:
-    """Writes to the original stdout. What libraries print goes to stderr."""
+def emitter() -> Callable[..., None]:
+    """Writes events to the original stdout. What libraries print goes to stderr."""
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
 
-    def __init__(self) -> None:
-        self._stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)
+    def emit(event: str, **fields: Any) -> None:
+        print(json.dumps({"event": event} | fields), file=stream, flush=True)
 
-    def emit(self, event: str, **fields: Any) -> None:
-        print(json.dumps({"event": event} | fields), file=self._stream, flush=True)
+    return emit
 
 
 def mapped_jemalloc() -> str | None:
@@ -285,7 +286,8 @@ class Bench:
         libraries = Path(request.libraries) if request.libraries and self.suite.has_limit else None
         self.device: Device = DEVICES[request.device](libraries)
         self._check: tuple[tuple, Any] | None = None
-        self.implementations = self.suite.named(request.names)
+        names = (*request.names, "fused")
+        self.implementations = [i for i in self.suite.implementations if i.name in names]
 
     def rows(self) -> list[Row]:
         request = self.request
@@ -298,14 +300,14 @@ class Bench:
         )
         return [
             row
-            for row in rows.matching(found, request.filter)
-            if self.names(row)
+            for row in found
+            if re.search(request.filter, str(row))
+            and self.names(row)
             and str(row) not in request.skip
             and (request.shapes is None or row.shape_list.name in request.shapes)
         ]
 
     def names(self, row: Row) -> list[str]:
-        """The requested implementations of a row."""
         return [i.name for i in self.implementations
                 if i.name in self.request.names and i.exists(row)]  # fmt: skip
 
@@ -358,20 +360,20 @@ class Bench:
 
 
 def main() -> None:
-    events = Events()
+    emit = emitter()
     bench = Bench(Request(**json.loads(sys.argv[1])))
     chosen = bench.rows()
     planned = {str(row): row.described() | {"names": bench.names(row)} for row in chosen}
-    events.emit("plan", rows=list(planned.values()), facts=bench.facts())
+    emit("plan", rows=list(planned.values()), facts=bench.facts())
     for number, row in enumerate(chosen):
-        events.emit("row", name=str(row))
+        emit("row", name=str(row))
         left = sum(later.weight for later in chosen[number:])
         seconds = (bench.request.until - time.monotonic()) * row.weight / left
         try:
             found = bench.measured(row, seconds)
         except torch.AcceleratorError as error:
             sys.exit(told(error))
-        events.emit("result", row=planned[str(row)] | found)
+        emit("result", row=planned[str(row)] | found)
         bench.device.release()
 
 

@@ -327,13 +327,13 @@ def test_ours_is_right_in_every_precision_and_layout(case, precision, layout):
 def test_check_knows_the_formula_of_a_peer():
     """LAMB without correction for bias is right by its own formula, and wrong by the row's."""
     row = Row(CASES_BY_NAME["lamb"], shapes.ShapeList("some", "some", SEVERAL))
-    formula = implementations.case_named("lamb-cybertron")
+    formula = rows.NAMED["lamb-cybertron"]
 
     def build(row, params):
         return Stepper(formula.build(params, fused=False))
 
     def implementation(formula):
-        return Implementation("x", "x", lambda _: True, build, formula)
+        return Implementation("x", "x", build, formula=formula)
 
     assert stepped(implementation("lamb-cybertron"), row) is None
     assert "off" in stepped(implementation(None), row)
@@ -342,7 +342,7 @@ def test_check_knows_the_formula_of_a_peer():
 def test_slack_does_not_let_a_step_through_that_does_nothing():
     row = Row(CASES_BY_NAME["adamw"], shapes.ShapeList("some", "some", SEVERAL))
     idle = Implementation(
-        "idle", "idle", lambda _: True, lambda *_: types.SimpleNamespace(step=lambda: None),
+        "idle", "idle", lambda *_: types.SimpleNamespace(step=lambda: None),
         slack=implementations.EIGHT_BITS,
     )  # fmt: skip
     assert "off" in stepped(idle, row)
@@ -372,7 +372,7 @@ def test_a_step_that_clips_to_another_norm_is_wrong():
     one_call = next(i for i in implementations.CLIPPING if i.name == "fused")
     scaled = dataclasses.replace(row.case, reference=lambda w, g, s, step, **_: (w - g, s))
     plain = Implementation(
-        "plain", "plain", lambda _: True, lambda _, p: Stepper(torch.optim.SGD(p, lr=1.0)),
+        "plain", "plain", lambda _, p: Stepper(torch.optim.SGD(p, lr=1.0)),
         max_norm=one_call.max_norm,
     )  # fmt: skip
 

@@ -105,7 +105,7 @@ def test_only_right_steps_are_timed_and_what_is_amiss_is_told(monkeypatch):
     builds = {"absent": unavailable, "failed": failing, "full": full, "wrong": wrong}
     bench = worker.Bench(worker.Request(until=math.inf))
     bench.implementations = [
-        *(Implementation(name, name, lambda _: True, build) for name, build in builds.items()),
+        *(Implementation(name, name, build) for name, build in builds.items()),
         FUSED,
     ]
     found = worker.Measurement(bench, Row(CASES["adam"], SOME), seconds=0.0).run()["results"]
@@ -149,7 +149,7 @@ def test_limits_are_restored_in_another_process():
     limit = Limit(0.5, None, (devices.Way(2, 264), devices.Way(4, 132)))
     known = json.loads(json.dumps(devices.described(limit)))
     assert known["ms"] == 500
-    restored = devices.Cuda.restored(None, known)
+    restored = devices.Cuda.restored(known)
     assert (restored.seconds, restored.walks) == (math.inf, limit.walks)
 
 

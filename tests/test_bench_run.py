@@ -15,7 +15,7 @@ import report
 import run as bench_run
 from benchmark import BENCH, needs_kernels, needs_limit
 from processes import LateError, WorkerError
-from suites import SUITES, Process
+from suites import SUITES
 
 # ---- A tiny run ----------------------------------------------------------------------------------
 
@@ -268,7 +268,7 @@ def in_process(row, limit, **ms):
 def test_times_are_told_within_a_process_and_ours_is_the_median():
     def part(name, found, **more):
         row = row_of("adam/gpt2", name)
-        return Process(name, (name,)), "glibc", [found(row) if callable(found) else row | found]
+        return {"allocator": "glibc"} | (found(row) if callable(found) else row | found)
 
     (merged,) = bench_run.merged(
         [
@@ -294,23 +294,19 @@ def test_time_of_contiguous_weights_is_that_of_the_process_that_took_it():
     contiguous = {"ms": 1.6, "times": 1.25}
     first = in_process(row_of("adam/sliced", "fused"), 1.0, fused=2.0) | {"contiguous": contiguous}
     other = in_process(row_of("adam/sliced", "torch_fused"), 1.0, torch_fused=6.0, fused=4.0)
-    parts = [
-        (Process(n, (n,)), "glibc", [r]) for n, r in (("fused", first), ("torch_fused", other))
-    ]
-    (merged,) = bench_run.merged(parts)
+    (merged,) = bench_run.merged([{"allocator": "glibc"} | row for row in (first, other)])
     assert merged["contiguous"] == contiguous
 
 
 def test_allocators_are_not_mixed():
-    rows = [in_process(row_of("adam/gpt2", "fused"), 1.0, fused=2.0)]
-    parts = [(Process("torch", ("fused",)), allocator, rows) for allocator in ("glibc", "jemalloc")]
-    assert [each["allocator"] for each in bench_run.merged(parts)] == ["glibc", "jemalloc"]
+    row = in_process(row_of("adam/gpt2", "fused"), 1.0, fused=2.0)
+    rows = [{"allocator": allocator} | row for allocator in ("glibc", "jemalloc")]
+    assert [each["allocator"] for each in bench_run.merged(rows)] == ["glibc", "jemalloc"]
 
 
 def test_row_that_no_process_had_time_for_is_skipped():
-    row = row_of("adam/gpt2", "fused") | {"skipped": "the time was up"}
-    parts = [(Process(name, (name,)), "glibc", [row]) for name in ("fused", "timm")]
-    (merged,) = bench_run.merged(parts)
+    row = row_of("adam/gpt2", "fused") | {"skipped": "the time was up", "allocator": "glibc"}
+    (merged,) = bench_run.merged([row, row])
     assert merged["skipped"] == "the time was up"
     assert "results" not in merged
 

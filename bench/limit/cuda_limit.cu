@@ -1,6 +1,6 @@
 // The reads and writes of a step on a GPU, as fast as can be: called by devices.py through ctypes. As in
-// limit.h, the streams are weight, gradient and states; each stream that is written becomes its exclusive or
-// with the gradient, which is only read, so that no load can be left out.
+// limit.cpp, the streams are weight, gradient and states; each stream that is written becomes its exclusive
+// or with the gradient, which is only read, so that no load can be left out.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -47,6 +47,9 @@ void launch(int batch, int blocks, const Streams& streams, int64_t words, cudaSt
   if (batch == 4) walk<kStates, 4><<<blocks, kThreads, 0, stream>>>(streams, words);
 }
 
+using Launch = void (*)(int batch, int blocks, const Streams& streams, int64_t words, cudaStream_t stream);
+constexpr Launch kLaunches[1 + kMaxStates] = {launch<0>, launch<1>, launch<2>, launch<3>, launch<4>};
+
 }  // namespace
 
 // One walk over `words` words of 16 bytes in each of 2 + `states` streams: the gradient, then what is
@@ -54,28 +57,10 @@ void launch(int batch, int blocks, const Streams& streams, int64_t words, cudaSt
 extern "C" __attribute__((visibility("default"))) int fusedstep_cuda_limit_run(int states, int batch,
                                                                                int blocks, void* const* data,
                                                                                int64_t words, void* stream) {
+  if (states < 0 || states > kMaxStates) return cudaErrorInvalidValue;
   Streams streams{};
   streams.grad = static_cast<const uint4*>(data[0]);
   for (int k = 0; k <= states; ++k) streams.written[k] = static_cast<uint4*>(data[1 + k]);
-  const auto queue = static_cast<cudaStream_t>(stream);
-  switch (states) {
-    case 0:
-      launch<0>(batch, blocks, streams, words, queue);
-      break;
-    case 1:
-      launch<1>(batch, blocks, streams, words, queue);
-      break;
-    case 2:
-      launch<2>(batch, blocks, streams, words, queue);
-      break;
-    case 3:
-      launch<3>(batch, blocks, streams, words, queue);
-      break;
-    case 4:
-      launch<4>(batch, blocks, streams, words, queue);
-      break;
-    default:
-      return cudaErrorInvalidValue;
-  }
+  kLaunches[states](batch, blocks, streams, words, static_cast<cudaStream_t>(stream));
   return cudaGetLastError();
 }

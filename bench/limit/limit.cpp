@@ -1,18 +1,47 @@
-#include "bench/limit/limit.h"
-
+// The reads and writes of a step, as fast as a machine can make them: called by limit_library.py through
+// ctypes.
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <memory>
 #include <new>
 #include <span>
+#include <utility>
 #include <vector>
 
 #include "bench/limit/passes.h"
 #include "src/session.h"
+
+#define FUSEDSTEP_LIMIT_API extern "C" __attribute__((visibility("default")))
+
+// The arrays of a step: weight, gradient and `states` arrays of each tensor. Sizes are the bytes by which a
+// stream gets on with each element: even, those of weight and state as large as the gradient's or twice that.
+struct fusedstep_limit_streams {
+  int32_t states;  // up to 4
+  int32_t weight_size, grad_size, state_size;
+  int32_t two_phase;  // 0: one pass; 1: norms in a first pass, the update of the weight in a second
+};
+
+// The place of the arrays in memory.
+struct fusedstep_limit_memory {
+  int32_t huge_pages;
+  int32_t offset;  // bytes by which the start of each stream in its page is apart from the one before; of 64
+};
+
+// The order and the threads in which the arrays are gone over.
+struct fusedstep_limit_walk {
+  int32_t threads;
+  int32_t prefetch;       // elements ahead; 0: none
+  int32_t take;           // true if a thread that is done steals from the others
+  int32_t alternate;      // every other walk goes from the end to the beginning
+  int32_t way;            // two-phase: index in kWays
+  int32_t backward;       // two-phase: each thread takes its part of a wave the other way in the second pass
+  int64_t wave_elements;  // two-phase: whole tensors that go through both passes together; 0: all
+};
 
 namespace fusedstep::limit {
 namespace {
@@ -35,29 +64,22 @@ const PassTable& best_table() {
   return base::kTable;
 }
 
-// Anonymous memory that starts at an offset in its huge page.
-class Mapping {
- public:
-  Mapping(int64_t bytes, int64_t offset, bool huge_pages) : bytes_(round_up(bytes, kPage) + 2 * kHugePage) {
-    mapped_ =
-        mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (mapped_ == MAP_FAILED) throw std::bad_alloc();
-    // Advice only: where it is not taken, the pages are as the system gives them.
-    madvise(mapped_, bytes_, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-    const auto address = static_cast<int64_t>(reinterpret_cast<uintptr_t>(mapped_));
-    data_ = static_cast<unsigned char*>(mapped_) + (round_up(address, kHugePage) - address) + offset;
-  }
-  Mapping(const Mapping&) = delete;
-  Mapping& operator=(const Mapping&) = delete;
-  ~Mapping() { munmap(mapped_, bytes_); }
-
-  unsigned char* data() const { return data_; }
-
- private:
-  int64_t bytes_;
-  void* mapped_;
-  unsigned char* data_;
+struct Unmap {
+  int64_t bytes;
+  void operator()(void* memory) const { munmap(memory, bytes); }
 };
+using Mapping = std::unique_ptr<void, Unmap>;
+
+// Anonymous memory of `bytes` from any place in its first whole huge page on.
+Mapping map_memory(int64_t bytes, bool huge_pages) {
+  bytes = round_up(bytes, kPage) + 2 * kHugePage;
+  void* memory =
+      mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  // Advice only: where it is not taken, the pages are as the system gives them.
+  madvise(memory, bytes, huge_pages ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+  return {memory, {bytes}};
+}
 
 // A piece of a tensor: bytes [begin, end) of the gradient.
 struct Chunk {
@@ -81,11 +103,11 @@ void fill_with_noise(unsigned char* stream, int64_t begin, int64_t end, int64_t 
   }
 }
 
-struct TwoPasses {
-  PassId first, second;
-};
-constexpr TwoPasses kWays[] = {
-    {kAccumulateStore, kApplyStored}, {kAccumulate, kApplyRecompute}, {kRead, kUpdate}};
+// Ways of a two-phase step to bring the update from one pass to the next.
+constexpr std::pair<PassId, PassId> kWays[] = {
+    {kAccumulateStore, kApplyStored},  // store: keeps it in the gradient's memory
+    {kAccumulate, kApplyRecompute},    // recompute: from states that the first pass has written
+    {kRead, kUpdate}};                 // twice: computes all again, the first pass only reads
 
 // The arrays of a step over a list of tensors, and the walks over them. Places are counted in bytes of the
 // gradient.
@@ -109,9 +131,10 @@ class Step {
     }
     const int count = kFirstState + streams_.states;
     for (int i = 0; i < count; ++i) {
-      mappings_.push_back(std::make_unique<Mapping>(end * stride_of(strides_, i),
-                                                    i * memory.offset % kHugePage, memory.huge_pages != 0));
-      data_[i] = mappings_.back()->data();
+      mappings_.push_back(map_memory(end * stride_of(strides_, i), memory.huge_pages != 0));
+      const auto start = reinterpret_cast<uintptr_t>(mappings_.back().get());
+      const int64_t page = round_up(static_cast<int64_t>(start), kHugePage);
+      data_[i] = reinterpret_cast<unsigned char*>(page) + i * memory.offset % kHugePage;
     }
     cost_.reserve(chunks_.size() + 1);
     for (const Chunk& chunk : chunks_) cost_.push_back(chunk.begin);
@@ -221,7 +244,7 @@ class Step {
   std::vector<Wave> waves_;
   uint64_t walks_ = 0;
   uint16_t sum_ = 0;
-  std::vector<std::unique_ptr<Mapping>> mappings_;
+  std::vector<Mapping> mappings_;
   unsigned char* data_[kMaxStreams] = {};
 };
 
@@ -232,18 +255,22 @@ struct fusedstep_limit {
   fusedstep::limit::Step step;
 };
 
-fusedstep_limit* fusedstep_limit_new(const fusedstep_limit_streams* streams,
-                                     const fusedstep_limit_memory* memory, int64_t tensors,
-                                     const int64_t* elements, int32_t threads) try {
+// `elements[i]` is the size of tensor i. Memory is first touched by the thread, of `threads`, that a walk on
+// as many goes over it with while shares are equal. Null if there is not enough memory.
+FUSEDSTEP_LIMIT_API fusedstep_limit* fusedstep_limit_new(const fusedstep_limit_streams* streams,
+                                                         const fusedstep_limit_memory* memory,
+                                                         int64_t tensors, const int64_t* elements,
+                                                         int32_t threads) try {
   return new fusedstep_limit{{*streams, *memory, tensors, elements, threads}};
 } catch (const std::bad_alloc&) {
   return nullptr;
 }
 
-void fusedstep_limit_delete(fusedstep_limit* limit) { delete limit; }
+FUSEDSTEP_LIMIT_API void fusedstep_limit_delete(fusedstep_limit* limit) { delete limit; }
 
-void fusedstep_limit_run(fusedstep_limit* limit, const fusedstep_limit_walk* walk, int64_t repetitions,
-                         double* seconds) {
+// Walks `repetitions` times; seconds[i] is the duration of one.
+FUSEDSTEP_LIMIT_API void fusedstep_limit_run(fusedstep_limit* limit, const fusedstep_limit_walk* walk,
+                                             int64_t repetitions, double* seconds) {
   using Clock = std::chrono::steady_clock;
   for (int64_t i = 0; i < repetitions; ++i) {
     const Clock::time_point began = Clock::now();
@@ -252,12 +279,18 @@ void fusedstep_limit_run(fusedstep_limit* limit, const fusedstep_limit_walk* wal
   }
 }
 
-int64_t fusedstep_limit_traffic(const fusedstep_limit* limit, int32_t way) {
+// Bytes read plus bytes written by one walk in a way.
+FUSEDSTEP_LIMIT_API int64_t fusedstep_limit_traffic(const fusedstep_limit* limit, int32_t way) {
   return limit->step.traffic(way);
 }
 
-void* fusedstep_limit_data(const fusedstep_limit* limit, int32_t stream) { return limit->step.data(stream); }
+// The memory of one stream: the tensors one after the other, each at a multiple of 64 bytes.
+FUSEDSTEP_LIMIT_API void* fusedstep_limit_data(const fusedstep_limit* limit, int32_t stream) {
+  return limit->step.data(stream);
+}
 
-uint16_t fusedstep_limit_sum(const fusedstep_limit* limit) { return limit->step.sum(); }
+// The exclusive or, in words of two bytes, of all that passes without writes have read.
+FUSEDSTEP_LIMIT_API uint16_t fusedstep_limit_sum(const fusedstep_limit* limit) { return limit->step.sum(); }
 
-const char* fusedstep_limit_isa() { return fusedstep::limit::best_table().isa; }
+// The instruction set of the loops: "avx512", "avx2" or "base".
+FUSEDSTEP_LIMIT_API const char* fusedstep_limit_isa() { return fusedstep::limit::best_table().isa; }
