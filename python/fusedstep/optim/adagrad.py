@@ -94,8 +94,9 @@ class Adagrad(FusedOptimizer):
     def share_memory(self) -> None:
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
         for group in self.param_groups:
-            self._create_states(group, group["params"])
-            for p in group["params"]:
+            weights = group["params"]
+            self._store.create(group, weights, self._is_native(group, weights))
+            for p in weights:
                 self.state[p]["sum"].share_memory_()
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> tuple[bool, bool]:
@@ -109,7 +110,8 @@ class Adagrad(FusedOptimizer):
             return "weight_decay option is not compatible with sparse gradients"
         return None
 
-    def _initial_value(self, group: dict[str, Any]) -> float:
+    @classmethod
+    def _initial_value(cls, group: dict[str, Any]) -> float:
         return group["initial_accumulator_value"]
 
     def _imperative(

@@ -95,8 +95,9 @@ class Adam(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._states if group["amsgrad"] else self._states[:2]
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return cls._states if group["amsgrad"] else cls._states[:2]
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"

@@ -97,6 +97,7 @@ class RMSprop(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         are_there = (True, group["momentum"] > 0, group["centered"])
-        return tuple(compress(self._states, are_there))
+        return tuple(compress(cls._states, are_there))

@@ -90,8 +90,9 @@ class SGD(FusedOptimizer):
         if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._states if group.get("momentum", 0) != 0 else ()
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return cls._states if group.get("momentum", 0) != 0 else ()
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         for name in ("momentum", "weight_decay"):
