@@ -35,7 +35,7 @@ from fusedstep.optim._options import own_option, without_unset
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
-from fusedstep.optim._states import StateSpec, has_master
+from fusedstep.optim._states import has_master
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._watched import WatchedState
@@ -63,6 +63,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     #: State tensors that are one number each, with their first values. A class without a step count
     #: has one for the native step, which no dictionary holds.
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
+    #: States that a group has only if an option is neither 0 nor False, with this option.
+    _needs: ClassVar[dict[str, str]] = {}
+    #: The option that is the first value of the states of the weight's shape, in place of 0.
+    _initial_option: ClassVar[str | None] = None
     #: True if an element's update depends on no other element: shards can then be stepped alone.
     _elementwise: ClassVar[bool] = True
     #: True if ``foreach=True`` asks for torch operations, as torch's does.
@@ -83,7 +87,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls._spec = StateSpec(cls._numbers, cls._state_names, cls._initial_value)
         if cls.__module__.startswith(f"{__package__}."):
             classes.append(cls)
         if "__init__" in vars(cls):
@@ -111,16 +114,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns those of the states that the options of a group need."""
-        return cls._states
+        return tuple([s for s in cls._states if s not in cls._needs or group.get(cls._needs[s])])
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
         return f"{type(self).__name__} does not support sparse gradients"
-
-    @classmethod
-    def _initial_value(cls, group: dict[str, Any]) -> float:
-        """Returns the first value of these states."""
-        return 0.0
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""
@@ -247,41 +245,21 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: tuple[Any, ...] | None = None
 
-    def _plan(
-        self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    def _new_plan(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Plan | None:
         """The native plan of a group's weights; None where the imperative twin updates them."""
-        names = self._store.names_of(group, weights[0])
-        plan = self._plans.get(place)
-        if (
-            plan
-            and names == plan.names
-            and same(weights, plan.weights)
-            and self._wants_native(group)
-            and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
-        ):
-            return plan
-
-        self._plans.pop(place, None)
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self._sparse_error(group)):
             raise RuntimeError(error)
-        native = self._is_native(group, weights, grads)
-        self._store.create(group, weights, native)
-        states = [self._store.with_count(group, p) for p in weights]
-        numbers = self._store.numbers
-        if not all(isinstance(state[name], Tensor) for state in states for name in numbers):
-            raise RuntimeError(
-                "API has changed, `state_steps` argument must contain a list of singleton tensors"
-            )
+        native, store = self._is_native(group, weights, grads), self._store
+        store.create(group, weights, native)
+        states = store.operands(group, weights)
         if not native:
             return None
-        self._store.count_together(weights, states, self._may_be_skipped())
-        states = [self._store.with_count(group, p) for p in weights]
-        plan = Plan(weights, states, names, numbers, has_master(group, weights[0]), sparse)
-        self._plans[place] = plan
-        self._seen = None
-        return plan
+        store.count_together(weights, states, self._may_be_skipped())
+        names, masters = store.names_of(group, weights[0]), has_master(group, weights[0])
+        return Plan(weights, states, names, store.numbers, masters, sparse)
 
     def _may_be_skipped(self) -> bool:
         """Returns whether a number on a device tells if a step is skipped."""
@@ -415,18 +393,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             for p in group["params"]:
                 p.grad = None
 
-    @torch._disable_dynamo
-    def _update_outside_graphs(
-        self, max_norm: float | None, zero_grad: bool | Literal["none"]
-    ) -> Tensor | None:
-        return self._update(max_norm, zero_grad)
-
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
         try:
             return self._update_all(max_norm, zero_grad)
         except RuntimeError as error:
             _ops.raise_memory_error(error)
             raise
+
+    _update_outside_graphs = torch._disable_dynamo(_update)
 
     def _update_all(
         self, max_norm: float | None, zero_grad: bool | Literal["none"]
@@ -476,15 +450,22 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Work:
         try:
-            plan = self._plan(place, group, weights, grads)
-            sparse = self._sparse_error(group) is None
-            if plan and not plan.bind(weights, grads, sparse):
-                del self._plans[place]
-                plan = self._plan(place, group, weights, grads)
+            plan, sparse = self._plans.get(place), self._sparse_error(group) is None
+            if not (
+                plan
+                and plan.names == self._store.names_of(group, weights[0])
+                and same(weights, plan.weights)
+                and self._wants_native(group)
+                and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
+                and plan.bind(weights, grads, sparse)
+            ):
+                self._plans.pop(place, None)
+                plan = self._new_plan(group, weights, grads)
                 if plan:
                     plan.bind(weights, grads, sparse)
-            if not plan:
-                check_operands(weights, grads)
+                    self._plans[place], self._seen = plan, None
+                else:
+                    check_operands(weights, grads)
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)
@@ -501,12 +482,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             for item in work
         ]
         untreated = take(
-            self._rule,
-            self._groups,
-            work,
-            factors,
-            self._imperative_update,
-            self._accessed_states,
+            self._rule, self._groups, work, factors, self._imperative_update, self._accessed_states
         )
         if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
             self._last_step = last_step(
@@ -529,9 +505,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 if not (group["differentiable"] or group.get("capturable")):
                     check_floats(group, self.defaults)  # else autograd and graphs follow them
                 return ()
-            lr = None
-            if plan.is_on_device:
-                lr = plan.set_device_inputs(group["lr"], factors)
+            lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
             options = self._options(group, None if lr is None else 0.0)
             list(map(float, options))
             return options
@@ -545,8 +519,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             return GradUse.CLEAR
         if self._uses_grads(group):
             return GradUse.SCRATCH
-        if factors is PLAIN:
-            return GradUse.LEAVE
         # The kernel would leave the gradient as it took it: clipped too.
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
             return GradUse.LEAVE

@@ -47,8 +47,8 @@ class LoadsStates:
             self._state_was_accessed = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        names = {"_state", "_store", "_groups"} & vars(self).keys()
-        before = {name: vars(self)[name] for name in names}
+        kept = "_state", "_store", "_groups"
+        before = {name: value for name, value in vars(self).items() if name in kept}
         try:
             self._take_over(state)
         except BaseException:  # memory that ran out, for one
@@ -66,16 +66,14 @@ class LoadsStates:
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()
+        loading = vars(self).get("_loading", {"param_groups": (), "state": {}})
+        keys = chain.from_iterable(group["params"] for group in loading["param_groups"])
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
             fill_own(group, self.defaults)
-        if "_loading" in self.__dict__:
-            keys = chain.from_iterable(group["params"] for group in self._loading["param_groups"])
-            for group in self.param_groups:
-                for p, key in zip(group["params"], keys, strict=False):
-                    self._store.keep_wide(group, p, self._loading["state"].get(key, {}))
-        for group in self.param_groups:
+            for p, key in zip(group["params"], keys, strict=False):
+                self._store.keep_wide(group, p, loading["state"].get(key, {}))
             self._store.tidy(group)
             weights = [p for p in group["params"] if self._state.get(p)]
             if self._wants_native(group) and not self._why_not_native(weights):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from itertools import cycle, product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,34 +19,31 @@ MASTER = "master_param"
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
-class StateSpec(NamedTuple):
-    """The states that an optimizer's weights have."""
-
-    numbers: dict[str, float]
-    """Those that are one number each, with their first values."""
-    names: Callable[[dict[str, Any]], tuple[str, ...]]
-    """Those of the weight's shape that the options of a group need, in the native rule's order."""
-    initial_value: Callable[[dict[str, Any]], float]
-    """The first value of these in a group."""
-
-
 class StateStore:
-    """Has the states of an optimizer's weights, and makes them.
+    """The states of an optimizer's weights; it makes them.
 
-    ``by_weight`` is the optimizer's attribute ``state``. Step counts that no dictionary holds are
-    in ``_counts``.
+    ``by_weight``: the optimizer's ``state``. ``first``: the states that are one number each, with
+    their first values. ``names`` returns those of the weight's shape that a group's options need,
+    in the native rule's order. The option ``initial_option`` is the first value of these, or 0.
     """
 
-    def __init__(self, by_weight: dict[Tensor, dict[str, Any]], spec: StateSpec) -> None:
+    def __init__(
+        self,
+        by_weight: dict[Tensor, dict[str, Any]],
+        first: dict[str, float],
+        names: Callable[[dict[str, Any]], tuple[str, ...]],
+        initial_option: str | None,
+    ) -> None:
         self.by_weight = by_weight
+        self._first, self._names, self._initial_option = first, names, initial_option
+        #: Numbers that a native step takes: its count, and others of the rule.
+        self.numbers = tuple(first) or ("step",)
+        #: Step counts that no dictionary holds.
         self._counts: dict[Tensor, Tensor] = {}
-        self._spec = spec
-        #: Names of the numbers that a native step takes: its count, and others of the rule.
-        self.numbers = tuple(spec.numbers) or ("step",)
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of a plan."""
-        names = self._spec.names(group)
+        names = self._names(group)
         return (*names, MASTER) if has_master(group, weight) else names
 
     def has_wide(self, group: dict[str, Any], weight: Tensor) -> bool:
@@ -54,12 +51,12 @@ class StateStore:
         if weight.dtype not in _SIXTEEN_BITS or has_master(group, weight):
             return weight.dtype in _SIXTEEN_BITS
         state = self.by_weight.get(weight, {})
-        dtypes = [state[name].dtype for name in self._spec.names(group) if name in state]
+        dtypes = [state[name].dtype for name in self._names(group) if name in state]
         return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
-        if "step" in self._spec.numbers:
+        if "step" in self._first:
             return self.by_weight[weight]
         count = self._count_of(group, weight)
         # A graph is compiled again when what it reads changes: it reads no state that it needs not.
@@ -69,26 +66,20 @@ class StateStore:
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
         if weight not in self._counts:
-            first = float(bool(self.by_weight.get(weight)))
-            self._counts[weight] = _new_number(weight, group, first)
+            self._counts[weight] = _new_number(weight, group, bool(self.by_weight.get(weight)))
         return self._counts[weight]
 
     @torch.no_grad()
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
         """Gives a state to those weights that have none."""
-        numbers = self._spec.numbers
-        weights = [
-            p
-            for p in weights
-            if not self.by_weight.get(p, {}).keys() >= {*numbers, *self.names_of(group, p)}
-        ]
-        value = self._spec.initial_value(group)
+        weights = [p for p in weights if not self._has_all(group, p)]
+        value = group[self._initial_option] if self._initial_option else 0
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
         for p, name, tensor in self._zeros(group, weights, native):
             state, new = self.by_weight.get(p, {}), made[p]
-            for number, first in numbers.items():
+            for number in self._first:
                 if not (number in state or number in new):
-                    new[number] = _new_number(p, group, first)
+                    new[number] = _new_number(p, group, self._first[number])
             if name not in state:
                 if name == MASTER:  # sparse gradients do not reach every row of it
                     in_pieces(Tensor.copy_, tensor, p)
@@ -98,26 +89,31 @@ class StateStore:
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
-        counts = {} if "step" in numbers else {p: _new_number(p, group) for p in weights}
+        counts = {} if "step" in self._first else {p: _new_number(p, group) for p in weights}
         for p, new in made.items():  # all at once: memory may run out before all are there
             self.by_weight[p].update(new)
         self._counts.update(counts)
 
+    def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
+        """The states of weights as a step takes them: with counts, and all numbers as tensors."""
+        states = [self.with_count(group, p) for p in weights]
+        if not all(isinstance(state[name], Tensor) for state in states for name in self.numbers):
+            raise RuntimeError(
+                "API has changed, `state_steps` argument must contain a list of singleton tensors"
+            )
+        return states
+
     def count_together(
-        self, weights: list[Tensor], states: list[dict[str, Tensor]], may_be_skipped: bool
+        self, weights: list[Tensor], operands: list[dict[str, Tensor]], may_be_skipped: bool
     ) -> None:
         """Moves the numbers of weights on a device there if the host cannot keep all."""
-        if weights[0].is_cpu or not (
-            may_be_skipped
-            or any(not state[name].is_cpu for state in states for name in self.numbers)
-        ):
+        numbers = [state[name] for state in operands for name in self.numbers]
+        if weights[0].is_cpu or not (may_be_skipped or any(not each.is_cpu for each in numbers)):
             return
-        for p, state in zip(weights, states, strict=True):
-            for name in self.numbers:
-                if name in self._spec.numbers:
-                    self.by_weight[p][name] = state[name].to(p.device)
-                else:
-                    self._counts[p] = state[name].to(p.device)
+        for p, state in zip(weights, operands, strict=True):
+            state |= {name: state[name].to(p.device) for name in self.numbers}
+            if "step" not in self._first:
+                self._counts[p] = state["step"]
 
     def tidy(self, group: dict[str, Any]) -> None:
         """Makes tensors of numbers that come from elsewhere, and removes what is None."""
@@ -125,10 +121,10 @@ class StateStore:
             state = self.by_weight.get(p, {})
             for name in [name for name, value in state.items() if value is None]:
                 del state[name]  # torch's SGD has had such: it is missing
-            for name in self._spec.numbers:
+            for name in self._first:
                 if isinstance(state.get(name), (int, float)):
                     state[name] = _new_number(p, group, state[name])
-            if "step" not in self._spec.numbers:
+            if "step" not in self._first:
                 self._count_of(group, p)
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
@@ -137,7 +133,7 @@ class StateStore:
             value = saved.get(name)
             if isinstance(value, Tensor) and value.itemsize > 2:
                 self.by_weight[weight][name] = value.to(weight.device, torch.float32)
-        for name in self._spec.numbers.keys() - {"step"}:  # which torch casts to any dtype
+        for name in self._first.keys() - {"step"}:  # which torch casts to any dtype
             if isinstance(saved.get(name), Tensor):
                 number = saved[name].detach().reshape(())
                 self.by_weight[weight][name] = _new_number(weight, group).copy_(number)
@@ -145,22 +141,21 @@ class StateStore:
     @torch.no_grad()
     def place(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        numbers = self._spec.numbers
         weights = [
             p
             for p in weights
-            if self.by_weight[p].keys() >= numbers.keys()
-            and all(
-                name in self.by_weight[p] and self.by_weight[p][name].shape == p.shape
-                for name in self.names_of(group, p)
-            )
+            if self._has_all(group, p)
+            and all(self.by_weight[p][name].shape == p.shape for name in self.names_of(group, p))
         ]
         for p in weights:
-            for name in numbers:
+            for name in self._first:
                 number = self.by_weight[p][name].reshape(())  # older ones have the shape [1]
                 self.by_weight[p][name] = _new_number(p, group).copy_(number)
         for p, name, tensor in self._zeros(group, weights, native=True):
             self.by_weight[p][name] = in_pieces(Tensor.copy_, tensor, self.by_weight[p][name])
+
+    def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
+        return self.by_weight.get(p, {}).keys() >= {*self._first, *self.names_of(group, p)}
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool

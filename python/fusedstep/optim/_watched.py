@@ -37,7 +37,8 @@ class WatchedState:
     def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
         # torch's constructor sets the first one, and keeps it to itself.
         self._note_access("_state" in self.__dict__)
-        self._state, self._store = state, StateStore(state, self._spec)
+        self._state = state
+        self._store = StateStore(state, self._numbers, self._state_names, self._initial_option)
 
     def _note_access(self, is_read: bool = True) -> None:
         self._state_was_accessed = is_read

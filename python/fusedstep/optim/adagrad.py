@@ -70,6 +70,7 @@ class Adagrad(FusedOptimizer):
 
     _rule = "adagrad"
     _states = ("sum",)
+    _initial_option = "initial_accumulator_value"
     _formula = by_torch(adagrad, "sum", "step")
 
     def __init__(
@@ -109,10 +110,6 @@ class Adagrad(FusedOptimizer):
         if group["weight_decay"] != 0:
             return "weight_decay option is not compatible with sparse gradients"
         return None
-
-    @classmethod
-    def _initial_value(cls, group: dict[str, Any]) -> float:
-        return group["initial_accumulator_value"]
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

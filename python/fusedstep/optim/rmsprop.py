@@ -1,7 +1,6 @@
 from __future__ import annotations
 
-from itertools import compress
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -68,6 +67,7 @@ class RMSprop(FusedOptimizer):
 
     _rule = "rmsprop"
     _states = ("square_avg", "momentum_buffer", "grad_avg")
+    _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum", "grad_avg": "centered"}
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "momentum": 0,
@@ -96,8 +96,3 @@ class RMSprop(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
-
-    @classmethod
-    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        are_there = (True, group["momentum"] > 0, group["centered"])
-        return tuple(compress(cls._states, are_there))
