@@ -47,8 +47,7 @@ class LoadsStates:
             self._state_was_accessed = False
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        kept = "_state", "_store", "_groups"
-        before = {name: value for name, value in vars(self).items() if name in kept}
+        before = {k: v for k, v in vars(self).items() if k in ("_state", "_store", "_groups")}
         try:
             self._take_over(state)
         except BaseException:  # memory that ran out, for one

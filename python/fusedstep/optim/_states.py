@@ -36,10 +36,8 @@ class StateStore:
     ) -> None:
         self.by_weight = by_weight
         self._first, self._names, self._initial_option = first, names, initial_option
-        #: Numbers that a native step takes: its count, and others of the rule.
-        self.numbers = tuple(first) or ("step",)
-        #: Step counts that no dictionary holds.
-        self._counts: dict[Tensor, Tensor] = {}
+        self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
+        self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of a plan."""

@@ -115,8 +115,7 @@ def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
     Releases of Python and torch count differently: this asks the ones in use.
     """
     weight, optimizer = torch.zeros(1), SimpleNamespace()
-    optimizer.state = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
-    optimizer.store = SimpleNamespace(by_weight=optimizer.state)
+    optimizer.state = optimizer.store = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
     plan = Plan([weight], list(optimizer.state.values()), ("sum",), ("step",), False, False)
     snapshot = Snapshot(optimizer.state)
     found = _first_holders(optimizer.state)

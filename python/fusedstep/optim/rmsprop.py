@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from typing import ClassVar
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,7 +68,6 @@ class RMSprop(FusedOptimizer):
 
     _rule = "rmsprop"
     _states = ("square_avg", "momentum_buffer", "grad_avg")
-    _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum", "grad_avg": "centered"}
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "momentum": 0,
@@ -96,3 +96,7 @@ class RMSprop(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))
