@@ -22,9 +22,9 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class StateStore:
     """The states of an optimizer's weights; it makes them.
 
-    ``by_weight``: the optimizer's ``state``. ``first``: the states that are one number each, with
-    their first values. ``names`` returns those of the weight's shape that a group's options need,
-    in the native rule's order. The option ``initial_option`` is the first value of these, or 0.
+    ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
+    ``names`` returns the states of the weight's shape that a group's options need, in the native
+    rule's order. The option ``initial_option`` is the first value of these, or 0.
     """
 
     def __init__(
@@ -56,10 +56,9 @@ class StateStore:
         """The state of a weight, and the count of its steps where that is not part of it."""
         if "step" in self._first:
             return self.by_weight[weight]
-        count = self._count_of(group, weight)
         # A graph is compiled again when what it reads changes: it reads no state that it needs not.
         state = self.by_weight[weight] if self.names_of(group, weight) else {}
-        return state | {"step": count}
+        return state | {"step": self._count_of(group, weight)}
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
