@@ -500,8 +500,8 @@ def list_arguments(case):
     weights = [param.detach() for param in params]
     states = [optimizer.state[param][name] for name in case.states for param in params]
     (group,) = optimizer.param_groups
-    numbers = optimizer._numbers_of_steps()
-    steps = [optimizer._with_count(group, p)[name] for name in numbers for p in params]
+    store = optimizer._store
+    steps = [store.with_count(group, p)[name] for name in store.numbers for p in params]
     options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
     grads = [param.grad for param in params]
     return optimizer, (weights, grads, states, steps, options, optimizer._rule)

@@ -14,6 +14,7 @@ import fusedstep
 from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import optim
 from fusedstep.optim._foreign import FOREIGN
+from fusedstep.optim._states import StateStore
 from stepping import (
     as_parameters,
     assert_counts,
@@ -462,15 +463,15 @@ def test_import_state_dict_takes_all_or_nothing(case, name, fused):
 def test_nothing_changes_when_memory_runs_out(case, load, monkeypatch):
     _, optimizer, dictionary = in_two_groups(case)
     unchanged, calls = Unchanged(optimizer), []
-    place_states = case.optimizer._place_states
+    place = StateStore.place
 
     def runs_out_at_the_second(self, group, weights):
         calls.append(group)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        place_states(self, group, weights)
+        place(self, group, weights)
 
-    monkeypatch.setattr(case.optimizer, "_place_states", runs_out_at_the_second)
+    monkeypatch.setattr(StateStore, "place", runs_out_at_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):
         load(optimizer, dictionary)
     unchanged.check()

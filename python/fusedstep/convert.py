@@ -16,7 +16,6 @@ from fusedstep import optim
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._foreign import FOREIGN, in_our_words
-from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import own_option
 from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
@@ -27,6 +26,7 @@ from fusedstep.optim._saved import (
     check_tensor,
     options_of,
 )
+from fusedstep.optim._states import MASTER
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
 _CHOICES = ("foreach", "fused")

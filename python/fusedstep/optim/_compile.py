@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._registry import by_name
+from fusedstep.optim._states import has_master
 from fusedstep.optim._support import why_not_readable
 
 
@@ -39,10 +40,10 @@ def trace_update(optimizer: Optimizer) -> bool:
             work.append((index, group, weights))
     for index, group, weights in work:
         grads = [p.grad for p in weights]
-        states = [optimizer._with_count(group, p) for p in weights]
-        names = optimizer._names_of(group, weights[0])
+        states = [optimizer._store.with_count(group, p) for p in weights]
+        names = optimizer._store.names_of(group, weights[0])
         slots = [state[name] for name in names for state in states]
-        steps = [state[name] for name in optimizer._numbers_of_steps() for state in states]
+        steps = [state[name] for name in optimizer._store.numbers for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)
         torch.ops.fusedstep.step(weights, grads, slots, steps, options, optimizer._rule)
@@ -89,13 +90,13 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
         return False
     if compiles and _is_edited_in_graph(group):
         return False
-    if len({owner._has_master(group, p) for p in weights}) > 1:
+    if len({has_master(group, p) for p in weights}) > 1:
         return False
-    owner._create_states(group, weights)
+    owner._store.create(group, weights, native=True)
     if why_not_readable(owner._accessed_states(weights), "states"):
         return False
-    states = [owner._with_count(group, p) for p in weights]
-    return all(torch.is_tensor(s[name]) for s in states for name in owner._numbers_of_steps())
+    states = [owner._store.with_count(group, p) for p in weights]
+    return all(torch.is_tensor(s[name]) for s in states for name in owner._store.numbers)
 
 
 @torch.compiler.assume_constant_result

@@ -10,9 +10,7 @@ from torch import Tensor
 from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
-
-#: The state that a weight's master copy is.
-MASTER = "master_param"
+from fusedstep.optim._states import MASTER, has_master
 
 
 def value_of(weight: Tensor, master: Tensor) -> Tensor:
@@ -47,7 +45,7 @@ class ImperativeTwin:
             self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        state = self._with_count(group, weight)
+        state = self._store.with_count(group, weight)
         if group["maximize"]:
             grad = -grad
         if weight.is_complex():  # and has no master copy
@@ -75,9 +73,9 @@ class ImperativeTwin:
 
     def _widened(self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Returns the tensor that is updated for a weight: itself or, in float32, its value."""
-        if not self._has_wide_states(group, weight):
+        if not self._store.has_wide(group, weight):
             return weight
-        if not self._has_master(group, weight):
+        if not has_master(group, weight):
             return weight.float()
         return value_of(weight, state[MASTER])
 
@@ -86,5 +84,5 @@ class ImperativeTwin:
     ) -> None:
         if wide is not weight:
             weight.copy_(wide)
-            if self._has_master(group, weight):
+            if has_master(group, weight):
                 state[MASTER].copy_(wide)

@@ -6,16 +6,12 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
-from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._registry import register
 from fusedstep.optim._saved import check_dictionary
-
-SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 class LoadsStates:
@@ -50,23 +46,8 @@ class LoadsStates:
         if not (self._state or self._optimizer_load_state_dict_post_hooks):
             self._state_was_accessed = False
 
-    def _keep_wide_states(self, dictionary: dict[str, Any]) -> None:
-        """Takes from a dictionary what has been cast to a 16-bit weight's dtype, and numbers."""
-        keys = chain.from_iterable(group["params"] for group in dictionary["param_groups"])
-        for group in self.param_groups:
-            for p, key in zip(group["params"], keys, strict=False):
-                saved = dictionary["state"].get(key, {})
-                for name in self._names_of(group, p) if p.dtype in SIXTEEN_BITS else ():
-                    value = saved.get(name)
-                    if isinstance(value, Tensor) and value.itemsize > 2:
-                        self._state[p][name] = value.to(p.device, torch.float32)
-                for name in self._numbers.keys() - {"step"}:  # which torch casts to any dtype
-                    if isinstance(saved.get(name), Tensor):
-                        number = saved[name].detach().reshape(())
-                        self._state[p][name] = new_number(p, group).copy_(number)
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = {name: vars(self)[name] for name in ("_state", "_groups") if name in vars(self)}
+        before = {k: v for k, v in vars(self).items() if k in ("_state", "_store", "_groups")}
         try:
             self._take_over(state)
         except BaseException:  # memory that ran out, for one
@@ -84,48 +65,15 @@ class LoadsStates:
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()
-        self._counts = {}
+        loading = vars(self).get("_loading", {"param_groups": (), "state": {}})
+        keys = chain.from_iterable(group["params"] for group in loading["param_groups"])
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
             fill_own(group, self.defaults)
-        if "_loading" in self.__dict__:
-            self._keep_wide_states(self._loading)
-        for group in self.param_groups:
+            for p, key in zip(group["params"], keys, strict=False):
+                self._store.keep_wide(group, p, loading["state"].get(key, {}))
+            self._store.tidy(group)
             weights = [p for p in group["params"] if self._state.get(p)]
-            for p in weights:
-                for name in [name for name, value in self._state[p].items() if value is None]:
-                    del self._state[p][name]  # torch's SGD has had such: it is missing
-                for name in self._numbers:
-                    number = self._state[p].get(name)
-                    if isinstance(number, (int, float)):
-                        self._state[p][name] = new_number(p, group, number)
-            for p in group["params"] if "step" not in self._numbers else ():
-                self._count_of(group, p)
             if self._wants_native(group) and not self._why_not_native(weights):
-                self._place_states(group, weights)
-
-    @torch.no_grad()
-    def _place_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        weights = [
-            p
-            for p in weights
-            if self._state[p].keys() >= self._numbers.keys()
-            and all(
-                name in self._state[p] and self._state[p][name].shape == p.shape
-                for name in self._names_of(group, p)
-            )
-        ]
-        for p in weights:
-            for name in self._numbers:
-                number = self._state[p][name].reshape(())  # older ones have the shape [1]
-                self._state[p][name] = new_number(p, group).copy_(number)
-        for p, name, tensor in self._zeros(group, weights, native=True):
-            self._state[p][name] = in_pieces(Tensor.copy_, tensor, self._state[p][name])
-
-
-def new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:
-    """A number beside a weight, on the host unless a device graph counts the steps."""
-    device = weight.device if group.get("capturable") else "cpu"
-    return torch.tensor(value, dtype=torch.float32, device=device)
+                self._store.place(group, weights)

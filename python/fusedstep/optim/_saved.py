@@ -13,9 +13,9 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
-from fusedstep.optim._imperative import MASTER
 from fusedstep.optim._options import OWN
 from fusedstep.optim._registry import classes
+from fusedstep.optim._states import MASTER
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
 _ALWAYS_SAVED = frozenset(
@@ -166,7 +166,7 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
-    needed = {*cls._state_names(cls, cls._later_options), *cls._numbers} - {"step"}
+    needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
     names = state.keys() - {"step", MASTER}
     return bool(names) and needed <= names <= {*needed, *cls._states}
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._plan import Plan, Snapshot
+from fusedstep.optim._states import StateStore
 
 #: Steps without a read of the state after which a step looks whether anybody still holds it. That
 #: takes as long as some steps: code that reads the state at every step is not to pay for it.
@@ -37,6 +38,7 @@ class WatchedState:
         # torch's constructor sets the first one, and keeps it to itself.
         self._note_access("_state" in self.__dict__)
         self._state = state
+        self._store = StateStore(state, self._numbers, self._state_names, self._initial_option)
 
     def _note_access(self, is_read: bool = True) -> None:
         self._state_was_accessed = is_read
@@ -108,12 +110,12 @@ def _holders(value: Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
-    """Counts them where only an attribute, a plan and a snapshot hold a state.
+    """Counts them where only an optimizer, a plan and a snapshot hold a state.
 
     Releases of Python and torch count differently: this asks the ones in use.
     """
     weight, optimizer = torch.zeros(1), SimpleNamespace()
-    optimizer.state = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
+    optimizer.state = optimizer.store = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
     plan = Plan([weight], list(optimizer.state.values()), ("sum",), ("step",), False, False)
     snapshot = Snapshot(optimizer.state)
     found = _first_holders(optimizer.state)

@@ -70,6 +70,7 @@ class Adagrad(FusedOptimizer):
 
     _rule = "adagrad"
     _states = ("sum",)
+    _initial_option = "initial_accumulator_value"
     _formula = by_torch(adagrad, "sum", "step")
 
     def __init__(
@@ -94,8 +95,9 @@ class Adagrad(FusedOptimizer):
     def share_memory(self) -> None:
         """Calls tensor.share_memory_() on the state sum tensors, which it makes if need be."""
         for group in self.param_groups:
-            self._create_states(group, group["params"])
-            for p in group["params"]:
+            weights = group["params"]
+            self._store.create(group, weights, self._is_native(group, weights))
+            for p in weights:
                 self.state[p]["sum"].share_memory_()
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> tuple[bool, bool]:
@@ -108,9 +110,6 @@ class Adagrad(FusedOptimizer):
         if group["weight_decay"] != 0:
             return "weight_decay option is not compatible with sparse gradients"
         return None
-
-    def _initial_value(self, group: dict[str, Any]) -> float:
-        return group["initial_accumulator_value"]
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

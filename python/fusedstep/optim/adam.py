@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -67,6 +67,7 @@ class Adam(FusedOptimizer):
 
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _needs: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
     _later_options = FusedOptimizer._later_options | {
         "amsgrad": False,
         "capturable": False,
@@ -94,9 +95,6 @@ class Adam(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._states if group["amsgrad"] else self._states[:2]
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Adam does not support sparse gradients, please consider SparseAdam instead"

@@ -191,7 +191,7 @@ class Adan(FusedOptimizer):
         in_lists = group["foreach"] and not (group["differentiable"] or group["capturable"])
         if (
             not in_lists
-            or any(p.is_complex() or self._has_wide_states(group, p) for p in weights)
+            or any(p.is_complex() or self._store.has_wide(group, p) for p in weights)
             or len(set(map(id, weights))) != len(weights)
             or any(map(is_dtensor, weights))  # which has not all operations over lists
         ):

@@ -97,6 +97,6 @@ class RMSprop(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        are_there = (True, group["momentum"] > 0, group["centered"])
-        return tuple(compress(self._states, are_there))
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))

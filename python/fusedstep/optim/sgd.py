@@ -63,6 +63,7 @@ class SGD(FusedOptimizer):
 
     _rule = "sgd"
     _states = ("momentum_buffer",)
+    _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
     _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"nesterov": False}
 
@@ -89,9 +90,6 @@ class SGD(FusedOptimizer):
         super()._check(options)
         if options["nesterov"] and (options["momentum"] <= 0 or options["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-
-    def _state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return self._states if group.get("momentum", 0) != 0 else ()
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         for name in ("momentum", "weight_decay"):
