@@ -25,6 +25,8 @@ SHAPES = ((), (0,), (7,), (33, 31))
 STEPS = range(1, 6)
 # One plain row for each operator: AdamW has Adam's.
 OPERATORS = first_of_each(lambda case: case.optimizer._rule, PLAIN)
+# One of each kind of operands: a graph knows nothing of a rule's maths.
+GRAPHS = first_of_each(lambda case: (case.elementwise, len(case.states), case.numbers), OPERATORS)
 # One that leaves gradients as they are: a second step takes them again.
 WITH_BETAS = next(case for case in OPERATORS if case.has("betas") and case.elementwise)
 WITH_AMSGRAD = next(case for case in OPERATORS if case.has("amsgrad"))
@@ -91,14 +93,14 @@ class TestBits:
         assert not counters["graph_break"]
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_of_other_dtypes(self, case, dtype):
         twins = Twins(case, dtype=dtype, state_dtype=torch.float32)
         for number in STEPS:
             twins.take_step(number)
         assert graphs() == 1
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_inductor_copies_no_weight(self, case, tmp_path):
         twins = [optimizer_with_gradients(case, LAYOUTS) for _ in range(2)]
         for param, other in zip(*map(params_of, twins), strict=True):
@@ -252,7 +254,7 @@ class TestRecompiling:
             twins.take_step(number, absent)
         assert graphs() == made
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_groups_and_weights_added_later(self, case):
         twins = Twins(case)
         twins.take_step(1)
@@ -316,7 +318,7 @@ def test_state_dicts_go_both_ways(case):
 
 
 class TestTrainingLoop:
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_forward_backward_and_step(self, case):
         def train(model, optimizer, batch):
             optimizer.zero_grad()
@@ -330,7 +332,7 @@ class TestTrainingLoop:
         (reason,) = counters["graph_break"]
         assert "Tensor.backward()" in reason
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_in_one_graph(self, case):
         def train(model, optimizer, batch):
             params = list(model.parameters())
@@ -374,7 +376,7 @@ class TestTrainingLoop:
             train(twins.plain)
             twins.check()
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_a_closure(self, case):
         twins = Twins(case, fullgraph=False)
 
@@ -420,7 +422,7 @@ class TestGraphBreaks:
         for number in STEPS:
             twins.take_step(number)
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_a_clip_of_the_optimizers_own(self, case):
         """Also one that comes later."""
         twins, none = Twins(case, fullgraph=False), case.option("max_grad_norm")
@@ -456,7 +458,9 @@ class TestGraphBreaks:
             twins.check()
 
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize(
+        "case", first_of_each(lambda case: (case.sparse, case.counts), OPERATORS), ids=str
+    )
     def test_sparse_gradients(self, case):
         """Taken or refused as without a compiler."""
         outcomes = []

@@ -10,7 +10,7 @@ import torch
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from cases import CASES, NUMBERS, PLAIN, WITH_COUNTS, WITH_STATES, first_of_each
+from cases import CASES, NUMBERS, PLAIN, WITH_COUNTS, WITH_STATES, first_of_each, thinned
 from fusedstep import _ops
 from stepping import TEAM, assert_same_contents, contents
 
@@ -312,10 +312,10 @@ def move_moments(name, value):
         value.data = value.data + 1
 
 
-@pytest.mark.parametrize("threads", [1, 2, 5])
-@pytest.mark.parametrize("index", [0, 700, MANY - 1])
-@pytest.mark.parametrize("change", [move, move_count, move_moments])
-@EACH_WITH_STATES
+@pytest.mark.parametrize(
+    ("case", "change", "index", "threads"),
+    thinned(WITH_STATES, [move, move_count, move_moments], [0, 700, MANY - 1], [1, 2, 5]),
+)
 def test_one_moved_state_of_many_is_found(case, change, index, threads, told, monkeypatch):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -170,6 +170,13 @@ std::string name(DType dtype) {
   return "?";
 }
 
+std::vector<GradUse> grad_uses(const Case& test_case) {
+  constexpr GradUse kUses[] = {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear};
+  const auto [flags, format] = std::pair(test_case.rule.flags, static_cast<unsigned>(test_case.dtype));
+  if (flags == 0) return {std::begin(kUses), std::end(kUses)};
+  return {kUses[(flags + format) % std::size(kUses)]};
+}
+
 std::vector<Case> all_cases() {
   std::vector<Case> cases;
   for (const RuleCase& rule : all_rules()) {

@@ -47,6 +47,10 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 std::vector<Case> all_cases();
+
+// Uses of the gradient: all of them for a rule without flags. The engine's treatment is the same for any
+// flags, which have one of them each, in turn.
+std::vector<GradUse> grad_uses(const Case& test_case);
 std::vector<Case> two_phase_cases();
 
 std::string name(const Case& test_case);

@@ -75,7 +75,7 @@ TEST_P(StridedTest, SameAsDense) {
   int number = static_cast<int>(GetParam().dtype);
   for (const LayoutCase& layout : layout_cases()) {
     ++number;
-    for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+    for (const GradUse grads : grad_uses(GetParam())) {
       SCOPED_TRACE(testing::Message() << layout.name << ", gradients " << static_cast<int>(grads));
       const bool has_margin = ++number % 2 == 0;
       compare_with_dense(layout, {.threads = has_margin ? 3 : 1, .grad_factor = 0.75, .grads = grads},

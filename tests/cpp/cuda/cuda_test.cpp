@@ -90,7 +90,7 @@ class CudaTest : public testing::TestWithParam<Case> {
 };
 
 TEST_P(CudaTest, SameBitsAsOnTheCpu) {
-  for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
+  for (const GradUse grads : grad_uses(GetParam())) {
     SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
     forget_device();
     Model actual(GetParam(), all_tensors()), expected(GetParam(), all_tensors());
