@@ -10,7 +10,7 @@ import math
 import pytest
 import torch
 
-from cases import CASES, DTYPES, LOW_PRECISION, PLAIN, WITH_STATES, thinned
+from cases import CASES, DTYPES, LOW_PRECISION, PLAIN, WITH_STATES
 from fusedstep import optim
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Layout, Placed
 from stepping import (
@@ -82,7 +82,9 @@ def test_any_layout(case, layout):
     check_layout(case, layout, torch.float32)
 
 
-@pytest.mark.parametrize(("case", "dtype", "isa"), thinned(PLAIN, DTYPES, ISAS), ids=str)
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_any_layout_on_any_isa(case, dtype, isa):
     with forced_isa(isa):
         for layout in WEIGHT_LAYOUTS:
