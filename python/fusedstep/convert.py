@@ -21,6 +21,7 @@ from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
     check_count_of_steps,
     check_is_state,
+    check_names,
     check_saved_options,
     check_state,
     check_tensor,
@@ -197,6 +198,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
+        for place, state in enumerate(members):
+            if state:
+                check_names(optimizer, name_of(group, index, place), state)
         check_saved_options(optimizer, index, options[index])
         for place, state in enumerate(members):
             check_state(optimizer, group, group, (index, place), state)

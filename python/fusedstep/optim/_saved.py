@@ -69,7 +69,19 @@ def check_state(
     check_is_state(name, state)
     if not state:
         return
-    needed = optimizer._state_names(optimizer._later_options)  # those of every weight
+    check_names(optimizer, name, state)
+    for number in () if weight.is_meta else optimizer._numbers:
+        check_count_of_steps(name, state[number], number)
+    needed = optimizer._state_names(optimizer._later_options)
+    names = (*needed, *optimizer._state_names(options), MASTER)
+    for key in dict.fromkeys(names):
+        if key in needed or state.get(key) is not None:
+            check_tensor(f"{key} of {name}", state[key], weight)
+
+
+def check_names(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> None:
+    """Raises if a state lacks what the state of every weight has, whatever the options are."""
+    needed = optimizer._state_names(optimizer._later_options)
     if missing := sorted({*optimizer._numbers, *needed} - state.keys()):
         likely = [cls for cls in classes if _is_state_of(cls, state)]
         raise ValueError(
@@ -77,12 +89,6 @@ def check_state(
             f"{type(optimizer).__name__}{_looks_like(likely)}. "
             "fusedstep.import_state_dict loads dictionaries of other optimizers"
         )
-    for number in () if weight.is_meta else optimizer._numbers:
-        check_count_of_steps(name, state[number], number)
-    names = (*needed, *optimizer._state_names(options), MASTER)
-    for key in dict.fromkeys(names):
-        if key in needed or state.get(key) is not None:
-            check_tensor(f"{key} of {name}", state[key], weight)
 
 
 def check_is_state(name: str, state: Any) -> None:
