@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "cpu_kernels/coded.h"
 #include "cpu_kernels/elementwise.h"
 #include "cpu_kernels/tiles.h"
 
@@ -160,6 +161,65 @@ inline void run_blocks(const TreatedKernel& kernel, int64_t begin, int64_t end) 
       if (row.operand[k] == tiles[k] && kernel.writes(k)) copy_operand<false>(task, k, block, tiles[k]);
     }
     if (++begin < end) walk.go_to(begin);
+  }
+}
+
+// Copies elements [begin, begin + count), by rows and columns, between an operand in any layout and a tile.
+template <bool kGather>
+void copy_in_order(const TensorTask& task, int operand, int64_t begin, int64_t count, char* tile) {
+  const BlockLayout& layout = *task.layout;
+  const int64_t* const strides = layout.strides + operand * layout.dims;
+  const int64_t columns = layout.sizes[layout.dims - 1], stride = strides[layout.dims - 1];
+  const int size = task.element_size[operand];
+  int64_t column = begin % columns;
+  for (int64_t row = begin / columns; count > 0; ++row) {
+    int64_t offset = column * stride, rest = row;
+    for (int d = layout.dims - 2; d >= 0; --d) {
+      offset += rest % layout.sizes[d] * strides[d];
+      rest /= layout.sizes[d];
+    }
+    const int64_t run = std::min(columns - column, count);
+    char* const array = static_cast<char*>(task.data[operand]) + offset * size;
+    const auto copy = [&]<class Word>(Word) {
+      copy_line<kGather>(reinterpret_cast<Word*>(array), stride, reinterpret_cast<Word*>(tile), run);
+    };
+    if (size == 2) copy(uint16_t{});
+    if (size == 4) copy(uint32_t{});
+    tile += run * size;
+    count -= run;
+    column = 0;
+  }
+}
+
+// States in codes: they are decoded to tiles and encoded from there. The other operands are in place if they
+// have the order of the codes, that of rows and columns, without a gap.
+inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
+  const TensorTask& task = kernel.task;
+  alignas(64) Tile tiles[kMaxOperands];
+  RowAddresses row(task);
+  for (; begin < end; begin += kTileElements) {
+    const int64_t count = std::min(kTileElements, end - begin);
+    for (int k = 0; k < task.operands; ++k) {
+      const bool in_place = task.layout == nullptr && !task.is_coded(k);
+      row.operand[k] =
+          in_place ? static_cast<char*>(task.data[k]) + begin * task.element_size[k] : tiles[k];
+      if (in_place || !kernel.reads(k)) continue;
+      if (task.is_coded(k)) {
+        decode(task.coded[k - kFirstState], task.data[k], begin, count, reinterpret_cast<float*>(tiles[k]));
+      } else {
+        copy_in_order<true>(task, k, begin, count, tiles[k]);
+      }
+    }
+    kernel.run(row, 1, count);
+    for (int k = 0; k < task.operands; ++k) {
+      if (row.operand[k] != tiles[k] || !kernel.writes(k)) continue;
+      if (task.is_coded(k)) {
+        encode(task.coded[k - kFirstState], reinterpret_cast<const float*>(tiles[k]), begin, count,
+               task.data[k]);
+      } else {
+        copy_in_order<false>(task, k, begin, count, tiles[k]);
+      }
+    }
   }
 }
 

@@ -59,6 +59,9 @@ struct KernelTable {
   // Returns the name of the instruction set that the code was compiled for.
   const char* (*run)(const SpanKernel&, const TensorTask&, const GradTreatment&, int64_t begin, int64_t end,
                      double* norms);
+  // Elements [begin, begin + count) of a state in codes, which begin with a block, to numbers; and back.
+  void (*decode)(const CodedState&, const void* codes, int64_t begin, int64_t count, float* to);
+  void (*encode)(const CodedState&, const float* from, int64_t begin, int64_t count, void* codes);
 };
 
 namespace base {

@@ -8,19 +8,13 @@
 namespace fusedstep {
 namespace {
 
-// A dimension with the stride of every operand along it.
-struct Dim {
-  int64_t size;
-  std::vector<int64_t> stride;
-};
-
 int64_t product(Dims sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
-// Returns the dimensions longer than one, sorted by the weight's strides, the largest first. Neighbours are
-// merged where every operand steps from one to the next without a gap.
-std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
+// Returns the dimensions longer than one, in order or sorted by the weight's strides, the largest first.
+// Neighbours are merged where every operand steps from one to the next without a gap.
+std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides, bool in_order) {
   std::vector<Dim> dims;
   for (size_t d = 0; d < sizes.size(); ++d) {
     if (sizes[d] == 1) continue;
@@ -28,8 +22,10 @@ std::vector<Dim> coalesce(Dims sizes, std::span<const Dims> strides) {
     for (const Dims& operand : strides) dim.stride.push_back(operand[d]);
     dims.push_back(std::move(dim));
   }
-  std::stable_sort(dims.begin(), dims.end(),
-                   [](const Dim& a, const Dim& b) { return a.stride[0] > b.stride[0]; });
+  if (!in_order) {
+    std::stable_sort(dims.begin(), dims.end(),
+                     [](const Dim& a, const Dim& b) { return a.stride[0] > b.stride[0]; });
+  }
   std::vector<Dim> merged;
   for (Dim& dim : dims) {
     const auto continues = [&](const Dim& outer) {
@@ -107,13 +103,23 @@ int64_t blocks_per_tile(const std::vector<Dim>& dims, const int64_t (&extent)[2]
 
 }  // namespace
 
-Layout::Layout(Dims sizes, std::span<const Dims> strides) {
+void Layout::describe(const std::vector<Dim>& dims, size_t operands) {
+  for (const Dim& dim : dims) sizes_.push_back(dim.size);
+  for (size_t k = 0; k < operands; ++k) {
+    for (const Dim& dim : dims) strides_.push_back(dim.stride[k]);
+  }
+  blocks_.dims = static_cast<int>(dims.size());
+  blocks_.sizes = sizes_.data();
+  blocks_.strides = strides_.data();
+}
+
+Layout::Layout(Dims sizes, std::span<const Dims> strides, bool in_order) {
   const int64_t elements = product(sizes);
   if (elements == 0) {
     dense_ = true;
     return;
   }
-  std::vector<Dim> dims = coalesce(sizes, strides);
+  std::vector<Dim> dims = coalesce(sizes, strides, in_order);
   const auto contiguous = [](const Dim& dim) {
     return std::all_of(dim.stride.begin(), dim.stride.end(), [](int64_t stride) { return stride == 1; });
   };
@@ -123,18 +129,17 @@ Layout::Layout(Dims sizes, std::span<const Dims> strides) {
     return;
   }
   const size_t operands = strides.size();
+  if (in_order) {
+    describe(dims, operands);
+    blocks_.extent[0] = blocks_.extent[1] = 1;
+    units_ = elements;
+    return;
+  }
   const int other = other_order(dims, operands);
   if (other >= 0) std::rotate(dims.begin() + other, dims.begin() + other + 1, dims.end() - 1);
   while (dims.size() < 2) dims.insert(dims.begin(), Dim{1, std::vector<int64_t>(operands, 0)});
 
-  for (const Dim& dim : dims) sizes_.push_back(dim.size);
-  for (size_t k = 0; k < operands; ++k) {
-    for (const Dim& dim : dims) strides_.push_back(dim.stride[k]);
-  }
-  blocks_.dims = static_cast<int>(dims.size());
-  blocks_.sizes = sizes_.data();
-  blocks_.strides = strides_.data();
-
+  describe(dims, operands);
   const int64_t rows = sizes_[dims.size() - 2], columns = sizes_.back();
   // A square, or half as many rows twice as long.
   const int64_t rows_of_tile = rows >= kSquareSide ? kSquareSide : kSquareSide / 2;

@@ -10,11 +10,18 @@ namespace fusedstep {
 
 using Dims = std::span<const int64_t>;  // sizes, or strides in elements
 
+// A dimension with the stride of every operand along it.
+struct Dim {
+  int64_t size;
+  std::vector<int64_t> stride;
+};
+
 // The walk over one tensor. It cannot be copied, since `blocks` points into it.
 class Layout {
  public:
-  // `strides[k]` are the strides of operand k. The weight comes first, and must not overlap itself.
-  Layout(Dims sizes, std::span<const Dims> strides);
+  // `strides[k]` are the strides of operand k. The weight comes first, and must not overlap itself. With
+  // `in_order` the units are elements by rows and columns, in any layout: of the dimensions in their order.
+  Layout(Dims sizes, std::span<const Dims> strides, bool in_order = false);
   Layout(const Layout&) = delete;
   Layout& operator=(const Layout&) = delete;
 
@@ -25,6 +32,8 @@ class Layout {
   const BlockLayout* blocks() const { return dense_ ? nullptr : &blocks_; }
 
  private:
+  void describe(const std::vector<Dim>& dims, size_t operands);
+
   bool dense_ = false;
   int64_t units_ = 0;
   std::vector<int64_t> sizes_, strides_;

@@ -1,8 +1,10 @@
 #include "src/operand_checks.h"
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
+#include "src/code_maps.h"
 #include "src/overlap.h"
 
 namespace fusedstep {
@@ -90,13 +92,39 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
   const DType weight = operands.weight.dtype;
   check_grad(i, operands.weight, operands.grad);
   Format format = format_of(i, weight, weight, false);
+  // Codes take the place of float32.
+  const auto dtype_of = [](const TensorView& state) { return state.has_codes() ? DType::kFloat : state.dtype; };
   for (int k = 0; k < slots; ++k) {
     const TensorView& state = operands.states[k];
-    check_state(i, operands.weight, state);
-    format = format_of(i, weight, state.dtype, masters);
-    if (state.dtype != operands.states[0].dtype) refuse(i, "its states have different dtypes");
+    if (checked_storage(i, operands.weight, state) == Storage::kPlain) check_state(i, operands.weight, state);
+    format = format_of(i, weight, dtype_of(state), masters);
+    if (dtype_of(state) != dtype_of(operands.states[0])) refuse(i, "its states have different dtypes");
+    if (state.has_codes() && operands.rows) {
+      refuse(i, "the gradient is sparse, but a state is quantised; leave state_dtype out for its group");
+    }
   }
   return format;
+}
+
+Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state) {
+  if (!state.has_codes()) return Storage::kPlain;
+  const int64_t elements = elements_of(weight.sizes);
+  const bool is_whole = std::ranges::equal(state.sizes, weight.sizes);
+  const bool is_float = state.dtype == DType::kFloat8;
+  const Storage storage = is_float ? Storage::kFloat8 : is_whole ? Storage::kInt8 : Storage::kInt4;
+  const CodeMap& map = code_map(storage, /*is_signed=*/true);
+  if (!is_whole && (is_float || !std::ranges::equal(state.sizes, std::array{map.bytes_of(elements)}))) {
+    refuse(i, "the codes of a state have the shape " + text(state.sizes) + ", which the weight's, " +
+                  text(weight.sizes) + ", does not ask for");
+  }
+  if (!std::ranges::equal(state.strides, strides_in_order(state.sizes)) && elements > 1) {
+    refuse(i, "the codes of a state must be contiguous");
+  }
+  if (state.blocks != map.blocks_of(elements)) {
+    refuse(i, "a state's absmax has " + std::to_string(state.blocks) + " numbers, its codes have " +
+                  std::to_string(map.blocks_of(elements)) + " blocks");
+  }
+  return storage;
 }
 
 void check_rows(size_t i, const RowIndex& rows, Dims sizes) {

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <string>
 
+#include "fusedstep/isa.h"
+#include "src/core/code_map.h"
 #include "src/tensor_view.h"
 
 namespace fusedstep {
@@ -16,6 +18,8 @@ void check_devices(size_t i, const TensorOperands& operands, int slots, int devi
 // Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a
 // master copy of the weight.
 Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters);
+// Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.
+FUSEDSTEP_API Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state);
 // Checks that every entry of a sparse gradient is for a row of a tensor with these sizes.
 void check_rows(size_t i, const RowIndex& rows, Dims sizes);
 

@@ -1,9 +1,11 @@
 #include "src/plan.h"
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 
+#include "src/code_maps.h"
 #include "src/core/reduction.h"
 #include "src/operand_checks.h"
 #include "src/tuning.h"
@@ -49,6 +51,22 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
   for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
   const int count = kFirstState + slots_;
   check_devices(i, operands, slots_, device_);
+  // Codes lie by rows and columns, whatever the shape of the bytes that hold them.
+  std::array<TensorView, kMaxStates> decoded;
+  std::array<CodedState, kMaxStates> coded{};
+  std::vector<int64_t> in_order;
+  bool has_codes = false;
+  for (int k = 0; k < slots_; ++k) {
+    const TensorView& state = operands.states[k];
+    if (!state.has_codes()) continue;
+    if (!std::exchange(has_codes, true)) in_order = strides_in_order(operands.weight.sizes);
+    const Storage storage = checked_storage(i, operands.weight, state);
+    coded[k] = {&code_map(storage, (not_negative_ >> k & 1) == 0), state.absmax};
+    decoded[k] = state;
+    decoded[k].sizes = operands.weight.sizes;
+    decoded[k].strides = in_order;
+    views[kFirstState + k] = &decoded[k];
+  }
 
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
@@ -60,7 +78,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     std::vector<Dims> strides;
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides.subspan(indexed_dims));
     // All that allocates comes first: if it throws, nothing has changed.
-    auto layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides);
+    auto layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides, has_codes);
     std::vector<int64_t> shape = shape_of({views, views + count});
     entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);
     entry.layout = std::move(layout);
@@ -70,6 +88,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     entry.grad_bytes = span_bytes(operands.grad);
     entry.task.operands = count;
     entry.task.layout = entry.layout->blocks();
+    entry.task.has_codes = has_codes;
     for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
     stale_ = weights_moved_ = true;
     ++operands_version_;
@@ -85,12 +104,29 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     entry.task.data[k] = views[k]->data;
     ++(k == kGrad ? grads_version_ : operands_version_);
   }
+  for (int k = 0; k < slots_; ++k) {
+    if (entry.task.coded[k] == coded[k]) continue;
+    entry.task.coded[k] = coded[k];
+    ++operands_version_;
+  }
   if (operands.rows) {
     bind_rows(entry, operands, *operands.rows);
   } else {
     entry.index.reset();
     entry.rows.reset();
   }
+}
+
+void Plan::use_signs(uint32_t not_negative) {
+  if (not_negative_ == not_negative) return;
+  not_negative_ = not_negative;
+  for (Entry& entry : entries_) {
+    for (int k = 0; entry.task.has_codes && k < slots_; ++k) {
+      const CodeMap*& map = entry.task.coded[k].map;
+      if (map != nullptr) map = &code_map(map->storage, (not_negative >> k & 1) == 0);
+    }
+  }
+  ++operands_version_;
 }
 
 void Plan::move_grad(size_t i, void* data) {

@@ -49,6 +49,8 @@ class Plan {
   // std::runtime_error, naming the operand, if they cannot be updated together; the plan then still describes
   // the operands from before.
   void bind(size_t i, const TensorOperands& operands);
+  // Tells which states a rule keeps from being negative, a bit each: their codes need no sign.
+  void use_signs(uint32_t not_negative);
   // Sets the address of a dense gradient, the rest of which is as it was bound.
   void move_grad(size_t i, void* data);
   // Throws std::runtime_error, naming them, if two weights share an element, or if a gradient shares one with
@@ -165,6 +167,7 @@ class Plan {
 
   int slots_, device_;
   bool masters_;
+  uint32_t not_negative_ = 0;
   bool stale_ = true;
   bool weights_moved_ = true;
   uint64_t operands_version_ = 1, grads_version_ = 1;

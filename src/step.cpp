@@ -99,6 +99,13 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
   return sum;
 }
 
+// Sets elements [begin, end), which begin with a block, to zero.
+void zero_codes(const CodedState& state, void* codes, int64_t begin, int64_t end) {
+  const CodeMap& map = *state.map;
+  std::memset(static_cast<std::byte*>(codes) + map.bytes_of(begin), zero_byte(map), map.bytes_of(end - begin));
+  std::fill_n(state.absmax + begin / map.block, map.blocks_of(end - begin), 0.0f);
+}
+
 // A rule's kernels for a plan's tensors.
 class KernelsByFormat {
  public:
@@ -292,7 +299,8 @@ class TwoPhaseStep final : public PreparedStep {
 };
 
 // Makes the plan ready for a step.
-void refresh(Plan& plan, const StepOptions& options) {
+void refresh(Plan& plan, const BoundRule& rule, const StepOptions& options) {
+  plan.use_signs(rule.not_negative);
   plan.refresh(wave_bytes(options.threads));
   if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
     Plan* const alone[] = {&plan};
@@ -306,7 +314,7 @@ NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const dou
   if (rule.trust_ratio == nullptr) throw std::invalid_argument("the phases of a rule without norms are one");
   if (!rule.numbers.empty())
     throw std::invalid_argument("the phases would each take the rule's numbers forward");
-  refresh(plan, options);
+  refresh(plan, rule, options);
   std::vector<double> counts(steps.begin(), steps.end());
   NormedPhases phases(plan, rule, prepare_scalars(plan, rule, counts), options);
   for (uint32_t i = 0; i < plan.tensors(); ++i) {
@@ -364,7 +372,7 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<doubl
 
 std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<double> numbers,
                                            const StepOptions& options) {
-  refresh(plan, options);
+  refresh(plan, rule, options);
   Scalars scalars = prepare_scalars(plan, rule, numbers);
   if (rule.trust_ratio != nullptr) {
     return std::make_unique<TwoPhaseStep>(plan, rule, std::move(scalars), options);
@@ -447,6 +455,10 @@ void zero_states(Plan& plan, int threads) {
       const Chunk& chunk = plan.chunks()[c];
       const TensorTask& task = plan.task(chunk.tensor);
       for (int k = kFirstState; k < task.operands; ++k) {
+        if (task.is_coded(k)) {
+          zero_codes(task.coded[k - kFirstState], task.data[k], chunk.begin, chunk.end);
+          continue;
+        }
         const int64_t size = task.element_size[k];
         std::memset(static_cast<char*>(task.data[k]) + chunk.begin * size, 0,
                     (chunk.end - chunk.begin) * size);

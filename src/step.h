@@ -23,6 +23,7 @@ struct BoundRule {
   rules::RuleId id;
   unsigned flags;
   int states;                                  // that each tensor has
+  uint32_t not_negative;                       // those that are never negative, a bit each
   std::span<const rules::NumberSpec> numbers;  // that it has beside the step count
   std::byte hyper[kHyperBytes]{};              // the rule's Hyper, for a device that prepares scalars itself
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
@@ -45,6 +46,18 @@ int states_of(unsigned flags, std::integer_sequence<unsigned, kFlags...>) {
   return states[flags];
 }
 
+// Those of a rule's states with these flags that are never negative, a bit each.
+template <size_t kCount>
+constexpr uint32_t not_negative(const rules::StateSpec (&states)[kCount], unsigned flags) {
+  uint32_t bits = 0;
+  int at = 0;
+  for (const rules::StateSpec& state : states) {
+    if (state.flag != 0 && (flags & state.flag) == 0) continue;
+    bits |= uint32_t{state.sign == rules::Sign::kNotNegative} << at++;
+  }
+  return bits;
+}
+
 template <template <unsigned> class Rule>
 BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   using R = Rule<0>;  // scalars do not depend on the flags
@@ -52,6 +65,7 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
   BoundRule bound{.id = rules::kIdOf<Rule>,
                   .flags = flags,
                   .states = states,
+                  .not_negative = not_negative(R::kAllStates, flags),
                   .numbers = {},
                   .prepare = nullptr,
                   .trust_ratio = nullptr};

@@ -1,5 +1,8 @@
 #include "src/tensor_view.h"
 
+#include <algorithm>
+#include <numeric>
+
 namespace fusedstep {
 
 int element_size(DType dtype) {
@@ -11,6 +14,9 @@ int element_size(DType dtype) {
     case DType::kBFloat16:
     case DType::kHalf:
       return 2;
+    case DType::kUInt8:
+    case DType::kFloat8:
+      return 1;
   }
   return 0;
 }
@@ -25,8 +31,26 @@ const char* name_of(DType dtype) {
       return "bfloat16";
     case DType::kHalf:
       return "float16";
+    case DType::kUInt8:
+      return "uint8";
+    case DType::kFloat8:
+      return "float8_e4m3fn";
   }
   return "?";
+}
+
+std::vector<int64_t> strides_in_order(Dims sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    strides[d] = stride;
+    stride *= std::max<int64_t>(sizes[d], 1);
+  }
+  return strides;
+}
+
+int64_t elements_of(Dims sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }
 
 int64_t span_bytes(const TensorView& view) {

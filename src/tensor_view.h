@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 #include "src/core/operands.h"
 #include "src/core/walk.h"
@@ -11,7 +12,8 @@
 
 namespace fusedstep {
 
-enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf };
+// The last two are those of codes.
+enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf, kUInt8, kFloat8 };
 
 int element_size(DType dtype);
 const char* name_of(DType dtype);
@@ -25,6 +27,10 @@ struct TensorView {
   DType dtype;
   Dims sizes, strides;
   int device = kHost;
+  float* absmax = nullptr;  // of codes: each block's
+  int64_t blocks = 0;       // as many as there are
+
+  bool has_codes() const { return dtype == DType::kUInt8 || dtype == DType::kFloat8; }
 };
 
 // The most sizes that a torch tensor keeps in itself, with the strides behind room for so many.
@@ -40,6 +46,11 @@ inline bool lie_in_tensor(Dims sizes, Dims strides) {
 
 // Returns the bytes from a tensor's first element to the end of its last.
 int64_t span_bytes(const TensorView& view);
+
+// Returns the strides of a tensor of these sizes by rows and columns, without a gap.
+std::vector<int64_t> strides_in_order(Dims sizes);
+// Returns the number of a tensor's elements.
+int64_t elements_of(Dims sizes);
 
 // All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
 // sparse: `grad` is the first of its entries, expanded over all rows, and the others lie behind it, one by

@@ -2,6 +2,7 @@
 #pragma once
 #include <cstdint>
 
+#include "src/core/code_map.h"
 #include "src/core/operands.h"
 #include "src/core/walk.h"
 
@@ -14,14 +15,26 @@ struct PrefetchDistance {
   int64_t first = 0, second = 0;
 };
 
+// A state that is kept in codes. Without a map it is not.
+struct CodedState {
+  const CodeMap* map = nullptr;
+  float* absmax = nullptr;  // of each block
+
+  bool operator==(const CodedState&) const = default;
+};
+
 struct TensorTask {
   void* data[kMaxOperands];
+  CodedState coded[kMaxStates];  // the codes are in `data`; their order is that of rows and columns
   int element_size[kMaxOperands];
   int operands;
   const BlockLayout* layout;  // null: all operands share one dense order
   const void* scalars;        // the rule's Scalars, in the precision of its maths
   double ratio;               // the trust ratio, in the second phase of a two-phase rule
   PrefetchDistance ahead;     // in operands that lie in one run
+
+  bool is_coded(int operand) const { return operand >= kFirstState && coded[operand - kFirstState].map; }
+  bool has_codes = false;
 };
 
 }  // namespace fusedstep

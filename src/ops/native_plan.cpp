@@ -58,6 +58,14 @@ DType dtype_of(const Tensor& tensor, const char* what) {
   throw std::runtime_error(std::string(what) + " must be float32, float64, bfloat16 or float16");
 }
 
+// The dtype of codes; nothing if a tensor has another.
+std::optional<DType> dtype_of_codes(const Tensor& tensor) {
+  const int32_t code = dtype_code(tensor);
+  if (code == aoti_torch_dtype_uint8()) return DType::kUInt8;
+  if (code == aoti_torch_dtype_float8_e4m3fn()) return DType::kFloat8;
+  return {};
+}
+
 // A number that a step reads on the plan's device; null if there is none.
 template <class T>
 const T* number(const std::optional<Tensor>& tensor) {
@@ -171,14 +179,40 @@ void forget_step(NativePlan& native) {
 
 void check_idle(const NativePlan& native) { check(native.stepped_by != process, kIsStepped); }
 
-TensorView view(const Tensor& tensor, const char* what) {
+namespace {
+
+TensorView view_as(const Tensor& tensor, DType dtype, const char* what) {
   const Shape shape = shape_of(tensor);
   const int device = tensor.is_cuda() ? tensor.get_device_index() : kHost;
-  const TensorView found{tensor.data_ptr(), dtype_of(tensor, what), shape.sizes, shape.strides, device};
+  const TensorView found{tensor.data_ptr(), dtype, shape.sizes, shape.strides, device};
   check(found.data != nullptr || tensor.numel() == 0, std::string(what) + " has no memory");
   if (is_negated(tensor, shape)) {
     throw std::runtime_error(std::string(what) +
                              " is a negated view, whose memory holds other values; clone() it first");
+  }
+  return found;
+}
+
+}  // namespace
+
+TensorView view(const Tensor& tensor, const char* what) { return view_as(tensor, dtype_of(tensor, what), what); }
+
+std::vector<TensorView> state_views(const Tensors& states, size_t in_slots) {
+  std::vector<TensorView> found;
+  found.reserve(states.size());
+  for (const Tensor& state : states) {
+    const std::optional<DType> codes = dtype_of_codes(state);
+    found.push_back(codes ? view_as(state, *codes, "state") : view(state, "state"));
+  }
+  size_t next = in_slots;
+  for (size_t i = 0; i < in_slots; ++i) {
+    if (!found[i].has_codes()) continue;
+    const TensorView& absmax = found[next++];
+    check(absmax.dtype == DType::kFloat && absmax.device == found[i].device && absmax.sizes.size() == 1 &&
+              (absmax.sizes[0] <= 1 || absmax.strides[0] == 1),
+          "the absmax of a state must be float32 numbers in a row, on the device of its codes");
+    found[i].absmax = static_cast<float*>(absmax.data);
+    found[i].blocks = absmax.sizes[0];
   }
   return found;
 }
@@ -227,12 +261,21 @@ void check(bool condition, std::string_view text) {
   if (!condition) throw std::runtime_error(std::string(text));
 }
 
+int slots_of(const Tensors& states, size_t weights) {
+  const auto in_codes = static_cast<size_t>(
+      std::ranges::count_if(states, [](const Tensor& state) { return dtype_of_codes(state).has_value(); }));
+  const size_t in_slots = states.size() - std::min(in_codes, states.size());
+  check(in_slots % weights == 0 && in_slots / weights <= kMaxStates && in_codes <= in_slots,
+        "states must be slot-major, the same number for each weight, and behind them the absmax of each that "
+        "is in codes");
+  return static_cast<int>(in_slots / weights);
+}
+
 std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& states, const Tensors& steps,
                                       bool masters) {
   const size_t count = weights.size();
   if (count == 0) throw std::runtime_error("weights must not be empty");
-  check(states.size() % count == 0 && states.size() / count <= kMaxStates,
-        "states must be slot-major, the same number for each weight");
+  const int slots = slots_of(states, count);
   check(!steps.empty() && steps.size() % count == 0 && steps.size() / count <= kMaxNumbers,
         "steps must have one tensor for each weight, and one for each of its other numbers");
   const int device = view(weights[0], "weight").device;
@@ -243,7 +286,6 @@ std::unique_ptr<NativePlan> make_plan(const Tensors& weights, const Tensors& sta
           "tensor " + std::to_string(i) +
               " of the list: the weight overlaps itself in memory (an expanded tensor?); clone() it first");
   }
-  const int slots = static_cast<int>(states.size() / count);
   auto native = std::make_unique<NativePlan>(count, states, steps, slots, device, masters);
   if (device != kHost) native->device = new_device_plan(device);
   return native;
@@ -270,7 +312,7 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   native.counts.clear();  // until all is bound
   forget_step(native);
   note_counts(native);
-  const std::vector<TensorView> states = views(native.states, "state");
+  const std::vector<TensorView> states = state_views(native.states, plan.slots() * count);
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
     for (int k = 0; k < plan.slots(); ++k) operands.states[k] = states[k * count + i];

@@ -43,6 +43,9 @@ Result call(const char* name, const char* overload, const Arguments&... argument
 TensorView view(const Tensor& tensor, const char* what);
 std::vector<TensorView> views(const Tensors& tensors, const char* what);
 
+// The states of a list as a NativePlan has it, of which the first `in_slots` are no absmax.
+std::vector<TensorView> state_views(const Tensors& states, size_t in_slots);
+
 // torch's thread count, asked anew: the user may have changed it.
 int num_threads();
 
@@ -53,7 +56,7 @@ struct NativePlan {
 
   Plan plan;
   std::unique_ptr<DevicePlan> device;  // null on the CPU
-  Tensors states;                      // slot-major
+  Tensors states;                      // slot-major, then the absmax of each that is in codes, in this order
   // The step counts, then each number that the rule keeps beside them, slot-major: one float32 number a
   // tensor, all on the host or all on the plan's device.
   Tensors steps;
@@ -79,6 +82,10 @@ std::shared_ptr<NativePlan> find_plan(int64_t handle);
 
 // Throws std::runtime_error with this text unless `condition` holds.
 void check(bool condition, std::string_view text);
+
+// The number of states that each of `weights` weights has in a list of them as a NativePlan has it. Throws
+// std::runtime_error if it is not the same for all.
+int slots_of(const Tensors& states, size_t weights);
 
 // A plan over these states, of which the last may be `masters` (see Plan). Throws std::runtime_error, naming
 // the argument, if they do not fit together.

@@ -52,11 +52,20 @@ std::vector<std::string> rule_states(std::string_view rule) {
   return names;
 }
 
+std::vector<std::string> rule_signed_states(std::string_view rule) {
+  std::vector<std::string> names;
+  for (const rules::StateSpec& state : rule_named(rule).states) {
+    if (state.sign == rules::Sign::kAny) names.emplace_back(state.name);
+  }
+  return names;
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("rules() -> str[]");
   m.def("rule_options(str rule) -> str[]");
   m.def("rule_defaults(str rule) -> float[]");
   m.def("rule_states(str rule) -> str[]");
+  m.def("rule_signed_states(str rule) -> str[]");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
@@ -64,6 +73,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("rule_options", TORCH_BOX(&rule_options));
   m.impl("rule_defaults", TORCH_BOX(&rule_defaults));
   m.impl("rule_states", TORCH_BOX(&rule_states));
+  m.impl("rule_signed_states", TORCH_BOX(&rule_signed_states));
 }
 
 }  // namespace

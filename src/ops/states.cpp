@@ -1,11 +1,12 @@
-// new_states: zeroed states for a list of weights; on the CPU placed apart and first touched by the threads
-// that will update them.
+// new_states and new_codes: zeroed states for a list of weights; on the CPU placed apart and first touched by
+// the threads that will update them.
 #include <algorithm>
 #include <new>
 #include <numeric>
 #include <string>
 #include <utility>
 
+#include "src/code_maps.h"
 #include "src/ops/native_plan.h"
 #include "src/placement.h"
 
@@ -21,11 +22,6 @@ class NoMemory : public std::bad_alloc {
  private:
   std::string text_;
 };
-
-// Elements that a tensor has.
-int64_t elements_of(const TensorView& tensor) {
-  return std::accumulate(tensor.sizes.begin(), tensor.sizes.end(), int64_t{1}, std::multiplies<>());
-}
 
 // The strides of a dense tensor whose dimensions lie in memory in the order of the weight's.
 std::vector<int64_t> dense_strides(const TensorView& weight) {
@@ -43,10 +39,10 @@ std::vector<int64_t> dense_strides(const TensorView& weight) {
 }
 
 // Nothing if torch has no memory for it.
-std::optional<Tensor> new_state(const TensorView& layout, int32_t dtype, int slot, int slots) {
-  const std::vector<int64_t> strides = dense_strides(layout);
+std::optional<Tensor> new_state(const TensorView& layout, const std::vector<int64_t>& strides, int32_t dtype,
+                                int slot, int slots) {
   const auto size = static_cast<int64_t>(aoti_torch_dtype_element_size(dtype));
-  const int64_t elements = elements_of(layout);
+  const int64_t elements = elements_of(layout.sizes);
   const bool on_host = layout.device == kHost, placed = on_host && elements * size >= kPlacedBytes;
   const int32_t device_type = on_host ? aoti_torch_device_type_cpu() : aoti_torch_device_type_cuda();
 
@@ -84,7 +80,7 @@ int32_t dtype_of_states(const Tensor& weight, const TensorView& layout, bool wid
   for (const Tensor& weight : weights) {
     const TensorView layout = view(weight, "weight");
     const size_t size = aoti_torch_dtype_element_size(dtype_of_states(weight, layout, wide));
-    bytes += slots * elements_of(layout) * static_cast<int64_t>(size);
+    bytes += slots * elements_of(layout.sizes) * static_cast<int64_t>(size);
   }
   throw NoMemory("there is no memory for the states of the optimizer: " + std::to_string(bytes) +
                  " bytes, of " + std::to_string(weights.size()) + " weights with " + std::to_string(slots) +
@@ -100,7 +96,7 @@ Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
     for (const Tensor& weight : weights) {
       const TensorView layout = view(weight, "weight");
       const int32_t dtype = dtype_of_states(weight, layout, wide);
-      std::optional<Tensor> state = new_state(layout, dtype, slot, static_cast<int>(slots));
+      std::optional<Tensor> state = new_state(layout, dense_strides(layout), dtype, slot, static_cast<int>(slots));
       if (!state) refuse_for_memory(weights, slots, wide);
       states.push_back(std::move(*state));
     }
@@ -128,11 +124,85 @@ Tensors new_device_states(const Tensors& weights, int64_t slots, bool wide) {
   return states;
 }
 
+// The codes of each slot and weight, then the absmax of each, without values.
+Tensors empty_codes(const Tensors& weights, Storage storage, size_t slots) {
+  const CodeMap& map = code_map(storage, true);
+  const int32_t dtype =
+      storage == Storage::kFloat8 ? aoti_torch_dtype_float8_e4m3fn() : aoti_torch_dtype_uint8();
+  Tensors codes, absmax;
+  for (size_t slot = 0; slot < slots; ++slot) {
+    for (const Tensor& weight : weights) {
+      const TensorView layout = view(weight, "weight");
+      const int64_t elements = elements_of(layout.sizes), bytes = map.bytes_of(elements),
+                    blocks = map.blocks_of(elements);
+      const auto new_tensor = [&](Dims sizes, int32_t of_dtype) {
+        const TensorView shape{layout.data, layout.dtype, sizes, {}, layout.device};
+        std::optional<Tensor> made =
+            new_state(shape, strides_in_order(sizes), of_dtype, static_cast<int>(slot), static_cast<int>(slots));
+        if (!made) {
+          throw NoMemory("there is no memory for the states of the optimizer: " + std::to_string(bytes) +
+                         " bytes of one of " + std::to_string(slots * weights.size()));
+        }
+        return std::move(*made);
+      };
+      const bool in_halves = storage == Storage::kInt4;
+      codes.push_back(new_tensor(in_halves ? Dims(&bytes, 1) : layout.sizes, dtype));
+      absmax.push_back(new_tensor(Dims(&blocks, 1), aoti_torch_dtype_float32()));
+    }
+  }
+  codes.insert(codes.end(), absmax.begin(), absmax.end());
+  return codes;
+}
+
+Tensors new_codes(const Tensors& weights, std::string_view storage_name, const std::vector<bool>& is_signed) {
+  const Storage storage = storage_of(storage_name);
+  const size_t slots = is_signed.size(), count = weights.size();
+  check(slots <= kMaxStates, "a weight has at most " + std::to_string(kMaxStates) + " states");
+  Tensors states = empty_codes(weights, storage, slots);
+  if (states.empty()) return states;
+  Plan plan(count, static_cast<int>(slots));
+  uint32_t not_negative = 0;
+  for (size_t k = 0; k < slots; ++k) not_negative |= uint32_t{!is_signed[k]} << k;
+  plan.use_signs(not_negative);
+  const std::vector<TensorView> found = state_views(states, slots * count);
+  for (size_t i = 0; i < count; ++i) {
+    // Only the states are touched: the weight's stand-in has no memory.
+    const Dims sizes = view(weights[i], "weight").sizes;
+    const std::vector<int64_t> strides = strides_in_order(sizes);
+    const TensorView weight{nullptr, DType::kFloat, sizes, strides};
+    TensorOperands operands{weight, weight, {}};
+    for (size_t k = 0; k < slots; ++k) operands.states[k] = found[k * count + i];
+    plan.bind(i, operands);
+  }
+  zero_states(plan, num_threads());
+  return states;
+}
+
+Tensors new_device_codes(const Tensors& weights, std::string_view storage_name,
+                         const std::vector<bool>& is_signed) {
+  const Storage storage = storage_of(storage_name);
+  Tensors states = empty_codes(weights, storage, is_signed.size());
+  for (size_t i = 0; i < states.size(); ++i) {
+    const size_t slot = i / weights.size();
+    const CodeMap* const map = slot < is_signed.size() ? &code_map(storage, is_signed[slot]) : nullptr;
+    // Codes of zero: of fp8 it is a number.
+    torch::stable::fill_(states[i], map == nullptr || storage == Storage::kFloat8 ? 0.0 : zero_byte(*map));
+  }
+  return states;
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("new_codes(Tensor[] weights, str storage, bool[] signed) -> Tensor[]");
   m.def("new_states(Tensor[] weights, int slots, bool wide=False) -> Tensor[]");
 }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("new_states", TORCH_BOX(&new_states)); }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("new_states", TORCH_BOX(&new_device_states)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("new_codes", TORCH_BOX(&new_codes));
+  m.impl("new_states", TORCH_BOX(&new_states));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
+  m.impl("new_codes", TORCH_BOX(&new_device_codes));
+  m.impl("new_states", TORCH_BOX(&new_device_states));
+}
 
 }  // namespace
 }  // namespace fusedstep::ops

@@ -25,7 +25,7 @@ void step(const Tensors& weights, const Tensors& grads, const Tensors& states, c
   const Rule& rule = rule_named(rule_name);
   const std::span<const double> values = numbers(options, rule.options.size() + 1);
   const BoundRule bound = rule.bind(values);
-  const bool masters = states.size() == (bound.states + 1) * weights.size();
+  const bool masters = !weights.empty() && slots_of(states, weights.size()) > bound.states;
   const std::unique_ptr<NativePlan> native = make_plan(weights, states, steps, masters);
   check(bind_plan(*native, views(weights, "weight"), views(grads, "gradient")),
         "weights must all be on one device");

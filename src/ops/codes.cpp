@@ -1,0 +1,80 @@
+// Numbers to the codes of a state, and back: for states that come from elsewhere, or go there.
+#include <numeric>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "src/code_maps.h"
+#include "src/dispatch.h"
+#include "src/operand_checks.h"
+#include "src/ops/native_plan.h"
+
+namespace fusedstep::ops {
+namespace {
+
+// Blocks that a thread takes together.
+constexpr int64_t kBlocks = 16;
+
+template <class Work>
+void for_blocks(const CodeMap& map, int64_t elements, Work work) {
+  const int64_t each = kBlocks * map.block;
+  run_ranges(num_threads(), (elements + each - 1) / each, each, [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin * each; at < std::min(end * each, elements); at += each) {
+      work(at, std::min(each, elements - at));
+    }
+  });
+}
+
+Tensor new_tensor(Dims sizes, int32_t dtype) {
+  const std::vector<int64_t> strides = strides_in_order(sizes);
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  return Tensor(handle);
+}
+
+std::tuple<Tensor, Tensor> encode_state(const Tensor& values, std::string_view storage_name, bool is_signed) {
+  const Storage storage = storage_of(storage_name);
+  const CodeMap& map = code_map(storage, is_signed);
+  const TensorView from = view(values, "values");
+  check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
+  const int64_t elements = elements_of(from.sizes), bytes = map.bytes_of(elements), blocks = map.blocks_of(elements);
+  const bool in_halves = storage == Storage::kInt4;
+  const int32_t dtype =
+      storage == Storage::kFloat8 ? aoti_torch_dtype_float8_e4m3fn() : aoti_torch_dtype_uint8();
+  Tensor codes = new_tensor(in_halves ? Dims(&bytes, 1) : from.sizes, dtype);
+  Tensor absmax = new_tensor(Dims(&blocks, 1), aoti_torch_dtype_float32());
+  const CodedState state{&map, static_cast<float*>(absmax.data_ptr())};
+  for_blocks(map, elements, [&](int64_t begin, int64_t count) {
+    kernels().encode(state, static_cast<const float*>(from.data) + begin, begin, count, codes.data_ptr());
+  });
+  return {codes, absmax};
+}
+
+Tensor decode_state(const Tensor& codes, const Tensor& absmax, const std::vector<int64_t>& shape,
+                    bool is_signed) {
+  const std::vector<int64_t> strides = strides_in_order(shape);
+  const TensorView weight{nullptr, DType::kFloat, shape, strides};
+  const TensorView from = state_views({codes, absmax}, 1)[0];
+  check(from.has_codes(), "codes must be uint8 or float8_e4m3fn");
+  const CodeMap& map = code_map(checked_storage(0, weight, from), is_signed);
+  Tensor values = new_tensor(shape, aoti_torch_dtype_float32());
+  const CodedState state{&map, from.absmax};
+  auto* const to = static_cast<float*>(values.data_ptr());
+  for_blocks(map, elements_of(shape), [&](int64_t begin, int64_t count) {
+    kernels().decode(state, from.data, begin, count, to + begin);
+  });
+  return values;
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("encode_state(Tensor values, str storage, bool signed) -> (Tensor, Tensor)");
+  m.def("decode_state(Tensor codes, Tensor absmax, int[] shape, bool signed) -> Tensor");
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("encode_state", TORCH_BOX(&encode_state));
+  m.impl("decode_state", TORCH_BOX(&decode_state));
+}
+
+}  // namespace
+}  // namespace fusedstep::ops
