@@ -101,6 +101,11 @@ rule_options: dict[str, tuple[str, ...]] = (
     }
 )
 
+#: Names of the states of each rule that may be negative.
+signed_states: dict[str, frozenset[str]] = {
+    rule: frozenset(torch.ops.fusedstep.rule_signed_states(rule)) for rule in rule_options
+}
+
 
 def prepare_step(
     rule: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
+from fusedstep.optim._codes import BLOCKS
 from fusedstep.optim._options import OWN
 
 
@@ -53,9 +54,12 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"Invalid epsilon value: {eps}")
 
 
-def check_state_dtype(state_dtype: torch.dtype | None) -> None:
-    if state_dtype not in (None, torch.float32):
-        raise ValueError(f"state_dtype must be None or torch.float32, not {state_dtype}")
+def check_state_dtype(state_dtype: torch.dtype | str | None) -> None:
+    if state_dtype is not None and state_dtype not in (torch.float32, *BLOCKS):
+        kinds = ", ".join(map(repr, BLOCKS))
+        raise ValueError(
+            f"state_dtype must be None, torch.float32 or one of {kinds}, not {state_dtype!r}"
+        )
 
 
 def check_max_grad_norm(max_grad_norm: float | None) -> None:
@@ -172,6 +176,8 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             for index, beta in enumerate(betas):
                 check_number(f"betas[{index}]", beta)
             check_count(betas, len(default))
+        elif name == "state_dtype":
+            check_state_dtype(value)
         elif name == "max_grad_norm" or (is_number(default) and not isinstance(default, bool)):
             check_number(name, value)
             if isinstance(value, Tensor) and value.numel() != 1:
@@ -200,8 +206,11 @@ def has_text(group: dict[str, Any]) -> bool:
     if str not in map(type, group.values()):
         betas = group.get("betas")
         return isinstance(betas, (list, tuple)) and str in map(type, betas)
-    return any(type(value) is str for name, value in group.items() if name != "debias")
+    return any(type(value) is str for name, value in group.items() if name not in _TEXTS)
 
+
+#: Options that may be texts.
+_TEXTS = ("debias", "state_dtype")
 
 #: Options that are no numbers, and to which a text is never right, though Python takes it for true.
 _NO_NUMBERS = frozenset(

@@ -45,7 +45,14 @@ class ImperativeTwin:
             self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        state = self._store.with_count(group, weight)
+        kept = self._store.with_count(group, weight)
+        state = self._store.decoded(weight, kept)
+        self._step_on_numbers(group, weight, grad, state)
+        self._store.encode(weight, kept, state)
+
+    def _step_on_numbers(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
         if group["maximize"]:
             grad = -grad
         if weight.is_complex():  # and has no master copy

@@ -75,5 +75,7 @@ class LoadsStates:
                 self._store.keep_wide(group, p, loading["state"].get(key, {}))
             self._store.tidy(group)
             weights = [p for p in group["params"] if self._state.get(p)]
+            for p in weights:
+                self._store.convert(group, p)
             if self._wants_native(group) and not self._why_not_native(weights):
                 self._store.place(group, weights)

@@ -49,6 +49,7 @@ class Plan:
     def __init__(
         self,
         weights: list[Tensor],
+        slots: list[Tensor],
         states: list[dict[str, Tensor]],
         names: tuple[str, ...],
         numbers: tuple[str, ...],
@@ -61,7 +62,7 @@ class Plan:
         self.spread_of_sums = spread_of_sums(weights[0])
         self.is_distributed = self.spread_of_sums is not None
         self.had_sparse = had_sparse  # at the last step: a gradient
-        slots = [local(state[name]) for name in names for state in states]
+        slots = list(map(local, slots))
         steps = [state[name] for name in numbers for state in states]  # the count first
         self.counts_on_host = steps[0].is_cpu
         shards = list(map(local, weights))

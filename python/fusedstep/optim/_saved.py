@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
+from fusedstep.optim._codes import absmax_of, check_codes, is_codes
 from fusedstep.optim._options import OWN
 from fusedstep.optim._registry import classes
 from fusedstep.optim._states import MASTER
@@ -76,7 +77,7 @@ def check_state(
     names = (*needed, *optimizer._state_names(options), MASTER)
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
-            check_tensor(f"{key} of {name}", state[key], weight)
+            check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)))
 
 
 def check_names(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> None:
@@ -109,11 +110,14 @@ def check_count_of_steps(name: str, count: Any, what: str = "step") -> None:
         raise ValueError(f"{what} of {name} must be finite and at least 0, not {steps}")
 
 
-def check_tensor(name: str, value: Any, weight: Tensor) -> None:
+def check_tensor(name: str, value: Any, weight: Tensor, absmax: Any = None) -> None:
+    """Raises unless it is a state of the weight: numbers, or codes with their ``absmax``."""
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or (value.is_meta and not weight.is_meta):
         raise ValueError(f"{name} must be a dense tensor with values, not {_kind(value)}")
-    if value.shape != weight.shape:
+    if is_codes(value):
+        check_codes(name, value, absmax, weight)
+    elif value.shape != weight.shape:
         raise ValueError(
             f"{name} has the shape {list(value.shape)}, but the weight has {list(weight.shape)}"
         )
@@ -173,7 +177,8 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
     needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
-    names = state.keys() - {"step", MASTER}
+    absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
+    names = state.keys() - {"step", MASTER} - absmax
     return bool(names) and needed <= names <= {*needed, *cls._states}
 
 

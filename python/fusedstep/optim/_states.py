@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim import _dtensor
+from fusedstep.optim import _codes, _dtensor
+from fusedstep.optim._codes import absmax_of, is_codes
 from fusedstep.optim._options import own_option
 from fusedstep.optim._pieces import in_pieces
 
@@ -24,7 +25,8 @@ class StateStore:
 
     ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
     ``names`` returns the states of the weight's shape that a group's options need, in the native
-    rule's order. The option ``initial_option`` is the first value of these, or 0.
+    rule's order. ``signed`` are those that may be negative. The option ``initial_option`` is the
+    first value of these, or 0.
     """
 
     def __init__(
@@ -32,10 +34,12 @@ class StateStore:
         by_weight: dict[Tensor, dict[str, Any]],
         first: dict[str, float],
         names: Callable[[dict[str, Any]], tuple[str, ...]],
+        signed: frozenset[str],
         initial_option: str | None,
     ) -> None:
         self.by_weight = by_weight
         self._first, self._names, self._initial_option = first, names, initial_option
+        self._signed = signed
         self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
 
@@ -50,7 +54,49 @@ class StateStore:
             return weight.dtype in _SIXTEEN_BITS
         state = self.by_weight.get(weight, {})
         dtypes = [state[name].dtype for name in self._names(group) if name in state]
-        return (dtypes or [own_option(group, "state_dtype")])[0] is torch.float32
+        if dtypes:
+            return dtypes[0] in (torch.float32, *_codes.CODES)
+        return own_option(group, "state_dtype") is not None
+
+    def kind_of(self, group: dict[str, Any], weight: Tensor) -> str | None:
+        """The kind of codes that a weight's states are in, by its own, else by options."""
+        state = self.by_weight.get(weight, {})
+        present = [state[name] for name in self._names(group) if name in state]
+        if present:
+            return _codes.kind_of(present[0], weight) if is_codes(present[0]) else None
+        return _asked_kind(group, weight)
+
+    def slots(self, names: tuple[str, ...], states: list[dict[str, Tensor]]) -> list[Tensor]:
+        """States as a plan takes them: slot by slot, and then the absmax of those in codes."""
+        slots = [state[name] for name in names for state in states]
+        if not any(map(is_codes, slots)):
+            return slots
+        return slots + [
+            state[absmax_of(name)] for name in names for state in states if is_codes(state[name])
+        ]
+
+    def decoded(self, weight: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """A state with numbers in place of codes."""
+        coded = {name for name, value in state.items() if is_codes(value)}
+        left_out = set(map(absmax_of, coded))
+        return {
+            name: self._decode(name, weight, state) if name in coded else value
+            for name, value in state.items()
+            if name not in left_out
+        }
+
+    def _decode(self, name: str, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return _codes.decode(state[name], state[absmax_of(name)], weight, name in self._signed)
+
+    def encode(self, weight: Tensor, state: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
+        """Puts numbers into those parts of a state that are in codes."""
+        for name in [name for name, value in state.items() if is_codes(value)]:
+            kind = _codes.kind_of(state[name], weight)
+            for part, new in zip((name, absmax_of(name)), self._encode(name, kind, numbers), strict=True):
+                _dtensor.local(state[part]).copy_(new)
+
+    def _encode(self, name: str, kind: str, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return _codes.encode(numbers[name], kind, name in self._signed)
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
@@ -81,8 +127,7 @@ class StateStore:
                 if name == MASTER:  # sparse gradients do not reach every row of it
                     in_pieces(Tensor.copy_, tensor, p)
                 elif value != 0:
-                    initial = complex(value, value) if p.is_complex() else value
-                    in_pieces(lambda part, initial=initial: part.fill_(initial), tensor)
+                    self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
@@ -90,6 +135,17 @@ class StateStore:
         for p, new in made.items():  # all at once: memory may run out before all are there
             self.by_weight[p].update(new)
         self._counts.update(counts)
+
+    def _fill(self, tensor: Tensor, name: str, value: complex, weight: Tensor) -> None:
+        """Sets all elements of a state, or its codes, or their absmax, to a first value."""
+        of = name.removesuffix(absmax_of(""))
+        if of != name or is_codes(tensor):
+            kind = _codes.kind_of(tensor, weight)  # any kind has the same absmax
+            codes, absmax = _codes.encode(torch.full([2], value), kind, of in self._signed)
+            tensor = _dtensor.local(tensor)
+            tensor = tensor.view(torch.uint8) if is_codes(tensor) else tensor
+            value = (absmax if of != name else codes.view(torch.uint8))[0].item()
+        in_pieces(lambda part: part.fill_(value), tensor)
 
     def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
         """The states of weights as a step takes them: with counts, and all numbers as tensors."""
@@ -125,11 +181,15 @@ class StateStore:
                 self._count_of(group, p)
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
-        """Takes from a saved state what has been cast to a 16-bit weight's dtype, and numbers."""
-        for name in self.names_of(group, weight) if weight.dtype in _SIXTEEN_BITS else ():
-            value = saved.get(name)
-            if isinstance(value, Tensor) and value.itemsize > 2:
-                self.by_weight[weight][name] = value.to(weight.device, torch.float32)
+        """Takes from a saved state what has been cast to the weight's dtype, and numbers."""
+        for name in self.names_of(group, weight):
+            value, device = saved.get(name), weight.device
+            if is_codes(value):
+                self.by_weight[weight][name] = value.to(device)
+                absmax = saved[absmax_of(name)]
+                self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
+            elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in _SIXTEEN_BITS:
+                self.by_weight[weight][name] = value.to(device, torch.float32)
         for name in self._first.keys() - {"step"}:  # which torch casts to any dtype
             if isinstance(saved.get(name), Tensor):
                 number = saved[name].detach().reshape(())
@@ -139,10 +199,7 @@ class StateStore:
     def place(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
         weights = [
-            p
-            for p in weights
-            if self._has_all(group, p)
-            and all(self.by_weight[p][name].shape == p.shape for name in self.names_of(group, p))
+            p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)
         ]
         for p in weights:
             for name in self._first:
@@ -151,17 +208,55 @@ class StateStore:
         for p, name, tensor in self._zeros(group, weights, native=True):
             self.by_weight[p][name] = in_pieces(Tensor.copy_, tensor, self.by_weight[p][name])
 
+    @torch.no_grad()
+    def convert(self, group: dict[str, Any], weight: Tensor) -> None:
+        """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
+        state, kind = self.by_weight.get(weight, {}), _asked_kind(group, weight)
+        new: dict[str, Tensor] = {}
+        gone = []
+        for name in self._names(group):
+            if name not in state or self.kind_of(group, weight) == kind:
+                continue
+            codes = is_codes(state[name])
+            numbers = self._decode(name, weight, state) if codes else state[name]
+            if kind is not None:
+                new[name], new[absmax_of(name)] = self._encode(name, kind, {name: numbers})
+                new[name] = _codes.spread_codes(weight, new[name])
+            else:
+                new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
+                gone.append(absmax_of(name))
+        state.update(new)
+        for name in gone:
+            del state[name]
+
+    def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether options ask for float32 states."""
+        return has_master(group, weight) or own_option(group, "state_dtype") is not None
+
+    def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
+        state = self.by_weight[p]
+        return all(
+            is_codes(state[name]) or state[name].shape == p.shape for name in self.names_of(group, p)
+        )
+
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
-        return self.by_weight.get(p, {}).keys() >= {*self._first, *self.names_of(group, p)}
+        state, names = self.by_weight.get(p, {}), self.names_of(group, p)
+        absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
+        return state.keys() >= {*self._first, *names, *absmax}
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
-        """A zeroed tensor for each state of each weight."""
-        alike: dict[tuple[bool, tuple[str, ...]], list[Tensor]] = {}
+        """A zeroed tensor for each state of each weight, and for the absmax of codes."""
+        alike: dict[tuple[bool, str | None, tuple[str, ...]], list[Tensor]] = {}
         for p in weights:
-            alike.setdefault((self.has_wide(group, p), self.names_of(group, p)), []).append(p)
-        for (wide, names), some in alike.items():
+            kind = self.kind_of(group, p)
+            of = self.has_wide(group, p), kind, self.names_of(group, p)
+            alike.setdefault(of, []).append(p)
+        for (wide, kind, names), some in alike.items():
+            if kind is not None:
+                yield from self._zero_codes(kind, self._names(group), some)
+                names = names[len(self._names(group)) :]
             if native:
                 shards = [_dtensor.local(p) for p in some]
                 tensors = torch.ops.fusedstep.new_states(shards, len(names), wide)
@@ -171,6 +266,22 @@ class StateStore:
                 tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in some]
             for (name, p), tensor in zip(product(names, some), tensors, strict=True):
                 yield p, name, tensor
+
+
+    def _zero_codes(
+        self, kind: str, names: tuple[str, ...], weights: list[Tensor]
+    ) -> Iterable[tuple[Tensor, str, Tensor]]:
+        signed = [name in self._signed for name in names]
+        made = torch.ops.fusedstep.new_codes(list(map(_dtensor.local, weights)), kind, signed)
+        names = (*names, *map(absmax_of, names))
+        for (name, p), tensor in zip(product(names, weights), made, strict=True):
+            yield p, name, _codes.spread_codes(p, tensor)
+
+
+def _asked_kind(group: dict[str, Any], weight: Tensor) -> str | None:
+    """The kind of codes that the options of a group ask for."""
+    kind = own_option(group, "state_dtype")
+    return kind if isinstance(kind, str) and _codes.can_be_coded(weight) else None
 
 
 def has_master(group: dict[str, Any], weight: Tensor) -> bool:

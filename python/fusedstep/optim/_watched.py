@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._plan import Plan, Snapshot
-from fusedstep.optim._states import StateStore
 
 #: Steps without a read of the state after which a step looks whether anybody still holds it. That
 #: takes as long as some steps: code that reads the state at every step is not to pay for it.
@@ -38,7 +37,7 @@ class WatchedState:
         # torch's constructor sets the first one, and keeps it to itself.
         self._note_access("_state" in self.__dict__)
         self._state = state
-        self._store = StateStore(state, self._numbers, self._state_names, self._initial_option)
+        self._store = self._new_store(state)
 
     def _note_access(self, is_read: bool = True) -> None:
         self._state_was_accessed = is_read

@@ -192,6 +192,7 @@ class Adan(FusedOptimizer):
         if (
             not in_lists
             or any(p.is_complex() or self._store.has_wide(group, p) for p in weights)
+            or any(self._store.kind_of(group, p) for p in weights)
             or len(set(map(id, weights))) != len(weights)
             or any(map(is_dtensor, weights))  # which has not all operations over lists
         ):

@@ -241,9 +241,11 @@ class Lamb(FusedOptimizer):
         begun = []
         for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
             for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
-                wide = self._widened(group, weight, self._state[weight])
+                state = self._store.decoded(weight, self._state[weight])
+                wide = self._widened(group, weight, state)
                 grad = (-grad if group["maximize"] else grad).to(wide.dtype)
-                update, lr = self._direction(group, wide, grad, self._state[weight])
+                update, lr = self._direction(group, wide, grad, state)
+                self._store.encode(weight, self._state[weight], state)
                 begun.append((group, weight, wide, update, lr))
         found = norms([part for _, _, wide, update, _ in begun for part in (wide, update)])
         for (group, weight, wide, update, lr), *pair in zip(
