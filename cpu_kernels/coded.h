@@ -9,9 +9,19 @@
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 // The code of element i: a byte of its own, or half of one, of which the upper half comes first.
-FUSEDSTEP_FN int32_t code_at(const uint8_t* codes, bool halves, int64_t i) {
-  if (!halves) return codes[i];
+template <Storage kStorage>
+FUSEDSTEP_FN int32_t code_at(const uint8_t* codes, int64_t i) {
+  if constexpr (kStorage != Storage::kInt4) return codes[i];
   return i % 2 == 0 ? codes[i / 2] >> 4 : codes[i / 2] & 15;
+}
+// Elements are put in order.
+template <Storage kStorage>
+FUSEDSTEP_FN void put_code(uint8_t* codes, int64_t i, int32_t code) {
+  if constexpr (kStorage != Storage::kInt4) {
+    codes[i] = static_cast<uint8_t>(code);
+  } else {
+    codes[i / 2] = static_cast<uint8_t>(i % 2 == 0 ? code << 4 : codes[i / 2] | code);
+  }
 }
 
 #if defined(__AVX512F__)
@@ -19,36 +29,84 @@ FUSEDSTEP_FN int32_t code_at(const uint8_t* codes, bool halves, int64_t i) {
 struct CodeRegister {
   static constexpr int kSize = 16;
 
-  template <bool kHalves>
+  template <Storage kStorage>
   FUSEDSTEP_FN static __m512 decode(const CodeMap& map, const uint8_t* codes) {
-    if constexpr (kHalves) {
+    if constexpr (kStorage == Storage::kInt4) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
       const __m512i twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
       const __m512i code = _mm512_srlv_epi32(twice, _mm512_set1_epi64(4));  // of 16, four bits count
       return _mm512_permutexvar_ps(code, _mm512_loadu_ps(map.value));
+    }
+    const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    if constexpr (kStorage == Storage::kFloat8) {
+      constexpr int kShift = kMantissa - kFloat8Mantissa;
+      const __m512i lift = _mm512_set1_epi32((kBias - kFloat8Bias) << kMantissa);
+      const __m512i magnitude = _mm512_and_si512(code, _mm512_set1_epi32(127));
+      __m512 value = _mm512_castsi512_ps(_mm512_add_epi32(_mm512_slli_epi32(magnitude, kShift), lift));
+      const __mmask16 small = _mm512_cmplt_epi32_mask(magnitude, _mm512_set1_epi32(1 << kFloat8Mantissa));
+      const __m512 above = _mm512_sub_ps(value, _mm512_castsi512_ps(lift));
+      value = _mm512_mask_add_ps(value, small, above, above);
+      const __mmask16 nan = _mm512_cmpeq_epi32_mask(magnitude, _mm512_set1_epi32(127));
+      value = _mm512_mask_mov_ps(value, nan, _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+      const __m512i sign = _mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(127), code), 24);
+      return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
     } else {
-      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-      return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(bytes), map.value, 4);
+      const __m512i above = _mm512_sub_epi32(code, _mm512_set1_epi32(map.zero));
+      const __m512i level = _mm512_abs_epi32(above);
+      const __m512i counted = _mm512_add_epi32(level, _mm512_set1_epi32(map.count));
+      const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(counted));
+      const __m512i one = _mm512_set1_epi32(kOneBits);
+      constexpr int kAndOr = 0xea;  // (a & b) | c
+      const __m512i mantissa = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(kMantissaBits), one, kAndOr);
+      const __m512 m = _mm512_sub_ps(_mm512_castsi512_ps(mantissa), _mm512_castsi512_ps(one));
+      const __m512i segment = _mm512_srli_epi32(bits, kMantissa);
+      const __m512 slope = _mm512_permutexvar_ps(segment, twice(map.value_slope));
+      const __m512 start = _mm512_permutexvar_ps(segment, twice(map.value_start));
+      const __mmask16 some = _mm512_test_epi32_mask(level, level);
+      const __m512 value = _mm512_maskz_add_ps(some, _mm512_mul_ps(m, slope), start);
+      const __m512i sign = _mm512_and_si512(above, _mm512_set1_epi32(~kMagnitudeBits));
+      return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
     }
   }
-  template <bool kHalves>
+  template <Storage kStorage, bool kSigned>
   FUSEDSTEP_FN static void encode(const CodeMap& map, __m512 share, uint8_t* codes) {
     const __m512i bits = _mm512_castps_si512(share);
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeBits));
-    const __m512i at = _mm512_max_epi32(magnitude, _mm512_set1_epi32(map.lowest));
-    const __m512i index = _mm512_srl_epi32(at, _mm_cvtsi32_si128(map.shift));
-    const __m512i cell = _mm512_i32gather_epi32(index, map.cell - map.first_cell, 4);
-    const __m512i low = _mm512_and_si512(at, _mm512_set1_epi32((1 << map.shift) - 1));
-    constexpr int kThreshold = CodeMap::kThresholdBits;
-    const __m512i threshold = _mm512_and_si512(cell, _mm512_set1_epi32((1 << kThreshold) - 1));
-    __m512i level = _mm512_srli_epi32(cell, kThreshold);
-    level = _mm512_mask_add_epi32(level, _mm512_cmpgt_epi32_mask(low, threshold), level, _mm512_set1_epi32(1));
-    const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
+    const __m512 size = _mm512_castsi512_ps(magnitude);
+    __m512i level;
+    if constexpr (kStorage == Storage::kFloat8) {
+      const __m512i least = _mm512_set1_epi32(kBias - kFloat8Bias + 1);
+      const __m512i e = _mm512_max_epi32(_mm512_srli_epi32(magnitude, kMantissa), least);
+      const __m512i slope = _mm512_slli_epi32(
+          _mm512_sub_epi32(_mm512_set1_epi32(2 * kBias + kFloat8Mantissa), e), kMantissa);
+      const __m512i before = _mm512_slli_epi32(_mm512_sub_epi32(e, least), kFloat8Mantissa);
+      const __m512 start = _mm512_add_ps(_mm512_cvtepi32_ps(before), _mm512_set1_ps(0.5f));
+      level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, _mm512_castsi512_ps(slope)), start));
+    } else {
+      const __m512 at = _mm512_max_ps(size, _mm512_set1_ps(CodeMap::kLeastShare));
+      const __m512i octave = _mm512_srli_epi32(_mm512_castps_si512(at), kMantissa);
+      const __m512 threshold = _mm512_permutex2var_ps(_mm512_loadu_ps(map.octave_threshold), octave,
+                                                      _mm512_loadu_ps(map.octave_threshold + 16));
+      __m512i segment = _mm512_permutex2var_epi32(_mm512_loadu_si512(map.octave_segment), octave,
+                                                  _mm512_loadu_si512(map.octave_segment + 16));
+      const __mmask16 beyond = _mm512_cmpgt_epi32_mask(magnitude, _mm512_castps_si512(threshold));
+      segment = _mm512_mask_add_epi32(segment, beyond, segment, _mm512_set1_epi32(1));
+      const __mmask16 some = _mm512_cmpge_epi32_mask(segment, _mm512_setzero_si512());
+      const __m512 slope = _mm512_permutexvar_ps(segment, twice(map.slope));
+      const __m512 start = _mm512_permutexvar_ps(segment, twice(map.start));
+      const __m512i last = _mm512_permutexvar_epi32(segment, twice(map.last));
+      level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, slope), start));
+      level = _mm512_maskz_min_epi32(some, level, last);
+    }
     __m512i code = _mm512_add_epi32(level, _mm512_set1_epi32(map.zero));
-    level = _mm512_min_epi32(_mm512_max_epi32(level, _mm512_set1_epi32(map.least)), _mm512_set1_epi32(map.most));
-    level = _mm512_xor_si512(level, _mm512_set1_epi32(map.flip));
-    code = _mm512_mask_add_epi32(code, negative, level, _mm512_set1_epi32(map.negative));
-    if constexpr (kHalves) {
+    if constexpr (kSigned) {
+      const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
+      level = _mm512_max_epi32(level, _mm512_set1_epi32(map.least));
+      level = _mm512_min_epi32(level, _mm512_set1_epi32(map.most));
+      level = _mm512_xor_si512(level, _mm512_set1_epi32(map.flip));
+      code = _mm512_mask_add_epi32(code, negative, level, _mm512_set1_epi32(map.negative));
+    }
+    if constexpr (kStorage == Storage::kInt4) {
       const __m512i pair = _mm512_or_si512(_mm512_slli_epi64(code, 4), _mm512_srli_epi64(code, 32));
       _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi64_epi8(pair));
     } else {
@@ -60,6 +118,14 @@ struct CodeRegister {
   FUSEDSTEP_FN static __m512 times(__m512 a, float b) { return _mm512_mul_ps(a, _mm512_set1_ps(b)); }
   FUSEDSTEP_FN static __m512i magnitudes(__m512 x) {
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(kMagnitudeBits));
+  }
+  FUSEDSTEP_FN static __m512i twice(const int32_t (&of)[CodeMap::kSegments]) {
+    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
+  }
+  // Eight numbers, two times.
+  FUSEDSTEP_FN static __m512 twice(const float (&of)[CodeMap::kSegments]) {
+    const __m256 once = _mm256_loadu_ps(of);
+    return _mm512_insertf32x8(_mm512_castps256_ps512(once), once, 1);
   }
   // The largest magnitude, as bits, of `count` numbers, a multiple of kSize.
   FUSEDSTEP_FN static int32_t largest(const float* x, int64_t count) {
@@ -74,45 +140,91 @@ struct CodeRegister {
 struct CodeRegister {
   static constexpr int kSize = 8;
 
-  template <bool kHalves>
+  FUSEDSTEP_FN static __m256 lookup(const float (&of)[CodeMap::kSegments], __m256i segment) {
+    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(of), segment);
+  }
+  FUSEDSTEP_FN static __m256i as_bits(__m256 x) { return _mm256_castps_si256(x); }
+  FUSEDSTEP_FN static __m256 as_floats(__m256i x) { return _mm256_castsi256_ps(x); }
+  FUSEDSTEP_FN static __m256i repeated(int32_t x) { return _mm256_set1_epi32(x); }
+  // y where the sign bit of `mask` is set, else x.
+  FUSEDSTEP_FN static __m256 select(__m256 x, __m256 y, __m256i mask) {
+    return _mm256_blendv_ps(x, y, as_floats(mask));
+  }
+
+  template <Storage kStorage>
   FUSEDSTEP_FN static __m256 decode(const CodeMap& map, const uint8_t* codes) {
-    __m256i code;
-    if constexpr (kHalves) {
+    if constexpr (kStorage == Storage::kInt4) {
       int32_t four = 0;
       std::memcpy(&four, codes, sizeof four);
       const __m128i bytes = _mm_cvtsi32_si128(four);
-      const __m256i twice = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
-      code = _mm256_and_si256(_mm256_srlv_epi32(twice, _mm256_set1_epi64x(4)), _mm256_set1_epi32(15));
-    } else {
-      code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+      const __m256i two = _mm256_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
+      const __m256i code = _mm256_srlv_epi32(two, _mm256_set1_epi64x(4));  // of 8, three bits count
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(map.value), code);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(map.value + 8), code);
+      return select(low, high, _mm256_slli_epi32(code, 28));
     }
-    return _mm256_i32gather_ps(map.value, code, 4);
+    const __m256i code = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    if constexpr (kStorage == Storage::kFloat8) {
+      constexpr int kShift = kMantissa - kFloat8Mantissa;
+      const __m256i lift = repeated((kBias - kFloat8Bias) << kMantissa);
+      const __m256i magnitude = _mm256_and_si256(code, repeated(127));
+      __m256 value = as_floats(_mm256_add_epi32(_mm256_slli_epi32(magnitude, kShift), lift));
+      const __m256 above = _mm256_sub_ps(value, as_floats(lift));
+      const __m256i small = _mm256_cmpgt_epi32(repeated(1 << kFloat8Mantissa), magnitude);
+      value = select(value, _mm256_add_ps(above, above), small);
+      value = select(value, as_floats(repeated(0x7fc00000)), _mm256_cmpeq_epi32(magnitude, repeated(127)));
+      const __m256i sign = _mm256_slli_epi32(_mm256_andnot_si256(repeated(127), code), 24);
+      return as_floats(_mm256_or_si256(as_bits(value), sign));
+    } else {
+      const __m256i above = _mm256_sub_epi32(code, repeated(map.zero));
+      const __m256i level = _mm256_abs_epi32(above);
+      const __m256i bits = as_bits(_mm256_cvtepi32_ps(_mm256_add_epi32(level, repeated(map.count))));
+      const __m256i one = repeated(kOneBits);
+      const __m256i mantissa = _mm256_or_si256(_mm256_and_si256(bits, repeated(kMantissaBits)), one);
+      const __m256 m = _mm256_sub_ps(as_floats(mantissa), as_floats(one));
+      const __m256i segment = _mm256_srli_epi32(bits, kMantissa);
+      const __m256 value =
+          _mm256_add_ps(_mm256_mul_ps(m, lookup(map.value_slope, segment)), lookup(map.value_start, segment));
+      const __m256i some = _mm256_cmpgt_epi32(level, _mm256_setzero_si256());
+      const __m256i sign = _mm256_and_si256(above, repeated(~kMagnitudeBits));
+      return as_floats(_mm256_or_si256(_mm256_and_si256(as_bits(value), some), sign));
+    }
   }
-  template <bool kHalves>
+  template <Storage kStorage, bool kSigned>
   FUSEDSTEP_FN static void encode(const CodeMap& map, __m256 share, uint8_t* codes) {
-    const __m256i bits = _mm256_castps_si256(share);
-    const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(kMagnitudeBits));
-    const __m256i at = _mm256_max_epi32(magnitude, _mm256_set1_epi32(map.lowest));
-    const __m256i index = _mm256_srl_epi32(at, _mm_cvtsi32_si128(map.shift));
-    const auto* const cells = reinterpret_cast<const int*>(map.cell) - map.first_cell;
-    const __m256i cell = _mm256_i32gather_epi32(cells, index, 4);
-    const __m256i low = _mm256_and_si256(at, _mm256_set1_epi32((1 << map.shift) - 1));
-    constexpr int kThreshold = CodeMap::kThresholdBits;
-    const __m256i threshold = _mm256_and_si256(cell, _mm256_set1_epi32((1 << kThreshold) - 1));
-    __m256i level = _mm256_srli_epi32(cell, kThreshold);
-    level = _mm256_sub_epi32(level, _mm256_cmpgt_epi32(low, threshold));  // true is -1
-    // The sign bit decides; that of zero counts for nothing.
-    const __m256i negative = _mm256_and_si256(bits, _mm256_cmpgt_epi32(magnitude, _mm256_setzero_si256()));
-    const __m256i positive_code = _mm256_add_epi32(level, _mm256_set1_epi32(map.zero));
-    level = _mm256_min_epi32(_mm256_max_epi32(level, _mm256_set1_epi32(map.least)), _mm256_set1_epi32(map.most));
-    level = _mm256_xor_si256(level, _mm256_set1_epi32(map.flip));
-    const __m256i negative_code = _mm256_add_epi32(level, _mm256_set1_epi32(map.negative));
-    const __m256i code = _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(positive_code),
-                                                              _mm256_castsi256_ps(negative_code),
-                                                              _mm256_castsi256_ps(negative)));
+    const __m256i bits = as_bits(share), magnitude = _mm256_and_si256(bits, repeated(kMagnitudeBits));
+    const __m256 size = as_floats(magnitude);
+    __m256i level;
+    if constexpr (kStorage == Storage::kFloat8) {
+      const __m256i least = repeated(kBias - kFloat8Bias + 1);
+      const __m256i e = _mm256_max_epi32(_mm256_srli_epi32(magnitude, kMantissa), least);
+      const __m256i slope = _mm256_slli_epi32(_mm256_sub_epi32(repeated(2 * kBias + kFloat8Mantissa), e), kMantissa);
+      const __m256i before = _mm256_slli_epi32(_mm256_sub_epi32(e, least), kFloat8Mantissa);
+      const __m256 start = _mm256_add_ps(_mm256_cvtepi32_ps(before), _mm256_set1_ps(0.5f));
+      level = _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(size, as_floats(slope)), start));
+    } else {
+      __m256i segment = repeated(-1);
+#pragma GCC unroll 8
+      for (const float threshold : map.threshold) {  // true is -1
+        segment = _mm256_sub_epi32(segment, _mm256_cmpgt_epi32(magnitude, repeated(bits_of(threshold))));
+      }
+      const __m256 found = _mm256_add_ps(_mm256_mul_ps(size, lookup(map.slope, segment)), lookup(map.start, segment));
+      const __m256i lasts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(map.last));
+      level = _mm256_min_epi32(_mm256_cvttps_epi32(found), _mm256_permutevar8x32_epi32(lasts, segment));
+      level = _mm256_andnot_si256(_mm256_srai_epi32(segment, 31), level);
+    }
+    __m256i code = _mm256_add_epi32(level, repeated(map.zero));
+    if constexpr (kSigned) {
+      // The sign bit decides; that of zero counts for nothing.
+      const __m256i negative = _mm256_and_si256(bits, _mm256_cmpgt_epi32(magnitude, _mm256_setzero_si256()));
+      level = _mm256_min_epi32(_mm256_max_epi32(level, repeated(map.least)), repeated(map.most));
+      const __m256i below =
+          _mm256_add_epi32(_mm256_xor_si256(level, repeated(map.flip)), repeated(map.negative));
+      code = as_bits(select(as_floats(code), as_floats(below), negative));
+    }
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
     const __m128i bytes = _mm_packus_epi16(words, words);
-    if constexpr (kHalves) {
+    if constexpr (kStorage == Storage::kInt4) {
       const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(0x0110));
       const int32_t four = _mm_cvtsi128_si32(_mm_packus_epi16(pairs, pairs));
       std::memcpy(codes, &four, sizeof four);
@@ -144,21 +256,20 @@ struct CodeRegister {
 
 #endif
 
-template <bool kHalves, class Register = CodeRegister>
+template <Storage kStorage, class Register = CodeRegister>
 void decode_block(const CodeMap& map, const uint8_t* codes, float absmax, int64_t count, float* to) {
   const float scale = absmax / map.top;
   int64_t i = 0;
   if constexpr (Register::kSize != 0) {
-    constexpr int kSize = Register::kSize;
-    for (; i + kSize <= count; i += kSize) {
-      const uint8_t* const at = codes + (kHalves ? i / 2 : i);
-      Register::store(to + i, Register::times(Register::template decode<kHalves>(map, at), scale));
+    for (; i + Register::kSize <= count; i += Register::kSize) {
+      const uint8_t* const at = codes + (kStorage == Storage::kInt4 ? i / 2 : i);
+      Register::store(to + i, Register::times(Register::template decode<kStorage>(map, at), scale));
     }
   }
-  for (; i < count; ++i) to[i] = map.value[code_at(codes, kHalves, i)] * scale;
+  for (; i < count; ++i) to[i] = value_of(map, code_at<kStorage>(codes, i)) * scale;
 }
 
-template <bool kHalves, class Register = CodeRegister>
+template <Storage kStorage, bool kSigned, class Register = CodeRegister>
 void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t* codes, float& absmax) {
   int64_t whole = 0;
   int32_t largest = 0;
@@ -177,43 +288,41 @@ void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t*
   if constexpr (Register::kSize != 0) {
     for (; i < whole; i += Register::kSize) {
       const auto share = Register::times(Register::load(from + i), scale.inverse);
-      Register::template encode<kHalves>(map, share, codes + (kHalves ? i / 2 : i));
+      Register::template encode<kStorage, kSigned>(map, share, codes + (kStorage == Storage::kInt4 ? i / 2 : i));
     }
   }
-  for (; i < count; ++i) {
-    const auto code = static_cast<uint8_t>(code_of(map, from[i] * scale.inverse));
-    if constexpr (kHalves) {
-      uint8_t& byte = codes[i / 2];
-      byte = i % 2 == 0 ? static_cast<uint8_t>(code << 4) : static_cast<uint8_t>(byte | code);
-    } else {
-      codes[i] = code;
-    }
-  }
+  for (; i < count; ++i) put_code<kStorage>(codes, i, code_of(map, from[i] * scale.inverse));
+}
+
+// Calls run(storage) with a constant.
+template <class Run>
+FUSEDSTEP_FN void by_storage(Storage storage, Run run) {
+  if (storage == Storage::kInt8) run(std::integral_constant<Storage, Storage::kInt8>());
+  if (storage == Storage::kInt4) run(std::integral_constant<Storage, Storage::kInt4>());
+  if (storage == Storage::kFloat8) run(std::integral_constant<Storage, Storage::kFloat8>());
 }
 
 // Elements [begin, begin + count) of a state, which begin with a block, to numbers; and from numbers.
 inline void decode(const CodedState& state, const void* codes, int64_t begin, int64_t count, float* to) {
-  const CodeMap& map = *state.map;
-  const bool halves = map.storage == Storage::kInt4;
+  const CodeMap map = *state.map;  // a copy, which no store can change
   const auto* const bytes = static_cast<const uint8_t*>(codes);
-  for (int64_t i = 0; i < count; i += map.block) {
-    const uint8_t* const at = bytes + map.bytes_of(begin + i);
-    const float absmax = state.absmax[(begin + i) / map.block];
-    const int64_t size = std::min<int64_t>(map.block, count - i);
-    halves ? decode_block<true>(map, at, absmax, size, to + i) : decode_block<false>(map, at, absmax, size, to + i);
-  }
+  by_storage(map.storage, [&]<Storage kStorage>(std::integral_constant<Storage, kStorage>) {
+    for (int64_t i = 0; i < count; i += map.block) {
+      decode_block<kStorage>(map, bytes + map.bytes_of(begin + i), state.absmax[(begin + i) / map.block],
+                             std::min<int64_t>(map.block, count - i), to + i);
+    }
+  });
 }
 inline void encode(const CodedState& state, const float* from, int64_t begin, int64_t count, void* codes) {
-  const CodeMap& map = *state.map;
-  const bool halves = map.storage == Storage::kInt4;
+  const CodeMap map = *state.map;
   auto* const bytes = static_cast<uint8_t*>(codes);
-  for (int64_t i = 0; i < count; i += map.block) {
-    uint8_t* const at = bytes + map.bytes_of(begin + i);
-    float& absmax = state.absmax[(begin + i) / map.block];
-    const int64_t size = std::min<int64_t>(map.block, count - i);
-    halves ? encode_block<true>(map, from + i, size, at, absmax)
-           : encode_block<false>(map, from + i, size, at, absmax);
-  }
+  by_storage(map.storage, [&]<Storage kStorage>(std::integral_constant<Storage, kStorage>) {
+    const auto encode_with = map.is_signed() ? encode_block<kStorage, true> : encode_block<kStorage, false>;
+    for (int64_t i = 0; i < count; i += map.block) {
+      encode_with(map, from + i, std::min<int64_t>(map.block, count - i), bytes + map.bytes_of(begin + i),
+                  state.absmax[(begin + i) / map.block]);
+    }
+  });
 }
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

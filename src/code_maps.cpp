@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -9,106 +11,105 @@
 namespace fusedstep {
 namespace {
 
-// 2^exponent levels in the lowest decade of a dynamic map, twice as many in each after it: the middles of
-// equal parts of [0.1, 1].
-std::vector<float> dynamic_levels(int decades, int first_exponent) {
-  std::vector<float> levels = {0};
-  for (int decade = 0; decade < decades; ++decade) {
-    const int parts = 1 << (decade + first_exponent);
-    for (int i = 0; i < parts; ++i) {
-      const double middle = 0.1 + 0.9 * (i + 0.5) / parts;
-      levels.push_back(static_cast<float>(middle * std::pow(10.0, decade - decades + 1)));
+// Adds the linear function by which shares beyond `threshold` find their level.
+class Segments {
+ public:
+  explicit Segments(CodeMap& map) : map_(map) {
+    std::fill(std::begin(map.threshold), std::end(map.threshold), std::numeric_limits<float>::infinity());
+  }
+  void add(double threshold, double slope, double start, int32_t last) {
+    map_.threshold[count_] = static_cast<float>(threshold);
+    map_.slope[count_] = static_cast<float>(slope);
+    map_.start[count_] = static_cast<float>(start);
+    map_.last[count_] = last;
+    ++count_;
+  }
+  void note_octaves() {
+    for (int exponent = 1 - CodeMap::kOctaves + kBias; exponent <= kBias; ++exponent) {
+      const int32_t first = exponent << kMantissa, last = first | kMantissaBits;
+      const int at = exponent % CodeMap::kOctaves;
+      int found = 0;
+      map_.octave_segment[at] = -1;
+      map_.octave_threshold[at] = std::numeric_limits<float>::infinity();
+      for (const float threshold : map_.threshold) {
+        if (bits_of(threshold) < first) ++map_.octave_segment[at];
+        if (bits_of(threshold) < first || bits_of(threshold) > last) continue;
+        map_.octave_threshold[at] = threshold;
+        if (++found > 1) throw std::logic_error("shares of one exponent have two thresholds");
+      }
     }
   }
+
+ private:
+  CodeMap& map_;
+  int count_ = 0;
+};
+
+// A map of `decades` up to one, of which the lowest has 2^exponent levels, and each other twice as many as the
+// one below: the middles of equal parts. Besides there are zero and one. Returns the levels.
+std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) {
+  Segments segments(map);
+  std::vector<double> levels = {0};
+  for (int decade = 0; decade < decades; ++decade) {
+    const int exponent = decade + first_exponent, parts = 1 << exponent;
+    const double scale = std::pow(10.0, decade - decades + 1), step = scale * 0.9 / parts;
+    const double first = scale * 0.1 + step / 2;
+    const auto before = static_cast<double>(levels.size());
+    const auto last = static_cast<int32_t>(levels.size()) + parts - 1;
+    segments.add((levels.back() + first) / 2, 1 / step, before + 0.5 - first / step, last);
+    // The numbers from 2^exponent on count these levels.
+    const int at = (kBias + exponent) % CodeMap::kSegments;
+    map.value_slope[at] = static_cast<float>(scale * 0.9);
+    map.value_start[at] = static_cast<float>(first);
+    for (int i = 0; i < parts; ++i) levels.push_back(first + i * step);
+  }
+  const auto highest = static_cast<int32_t>(levels.size());
+  segments.add((levels.back() + 1) / 2, 0, highest, highest);
+  segments.note_octaves();
+  const int last = (kBias + decades + first_exponent) % CodeMap::kSegments;
+  map.value_slope[last] = 0;
+  map.value_start[last] = 1;
   levels.push_back(1);
   return levels;
-}
-
-// The numbers of float8_e4m3fn that are not negative: three bits of mantissa, four of exponent, no infinity.
-std::vector<float> float8_levels() {
-  constexpr int kNumbers = 127;
-  std::vector<float> levels;
-  for (int code = 0; code < kNumbers; ++code) {
-    const int exponent = code >> 3, mantissa = code & 7;
-    const int significand = exponent == 0 ? mantissa : mantissa + 8;
-    levels.push_back(std::ldexp(static_cast<float>(significand), std::max(exponent, 1) - 10));
-  }
-  return levels;
-}
-
-// Where level j ends: the bits of the last share that belongs to it.
-int32_t end_of_level(const std::vector<float>& levels, size_t j, int zero) {
-  const int32_t middle = bits_of((levels[j] + levels[j + 1]) * 0.5f);
-  const bool is_even = (zero + static_cast<int>(j)) % 2 == 0;
-  return is_even ? middle : middle - 1;
-}
-
-void make_cells(CodeMap& map, const std::vector<float>& levels, int mantissa_bits) {
-  map.shift = 23 - mantissa_bits;
-  const int32_t low = (1 << map.shift) - 1;
-  map.first_cell = end_of_level(levels, 0, map.zero) >> map.shift;
-  map.lowest = map.first_cell << map.shift;
-  map.cells = (bits_of(levels.back()) >> map.shift) - map.first_cell + 1;
-  if (map.cells > CodeMap::kMostCells) throw std::logic_error("a map of codes has too many cells");
-  size_t level = 0;
-  for (int c = 0; c < map.cells; ++c) {
-    const int32_t cell = map.first_cell + c;
-    const auto start = static_cast<uint32_t>(level);
-    int32_t threshold = low;
-    for (int found = 0; level + 1 < levels.size(); ++level, ++found) {
-      const int32_t end = end_of_level(levels, level, map.zero);
-      if (end >> map.shift != cell) break;
-      if (found > 0) throw std::logic_error("a cell of a map of codes has two thresholds");
-      threshold = end & low;
-    }
-    map.cell[c] = start << CodeMap::kThresholdBits | static_cast<uint32_t>(threshold);
-  }
 }
 
 CodeMap make_map(Storage storage, bool is_signed) {
   CodeMap map;
   map.storage = storage;
-  std::vector<float> levels;
-  int mantissa_bits = 3;
-  switch (storage) {
-    case Storage::kPlain:
-      throw std::logic_error("a plain state has no codes");
-    case Storage::kInt8:
-      levels = dynamic_levels(7, is_signed ? 0 : 1);
-      mantissa_bits = is_signed ? 6 : 7;
-      break;
-    case Storage::kInt4:
-      map.block = 128;
-      levels = dynamic_levels(3, 0);
-      if (is_signed) break;
-      levels.clear();
-      for (int i = 1; i <= 16; ++i) levels.push_back(static_cast<float>(i) / 16);
-      break;
-    case Storage::kFloat8:
-      levels = float8_levels();
-      map.top = levels.back();
-      break;
+  if (storage == Storage::kFloat8) {
+    map.top = 448;
+    map.negative = 128;
+    map.most = 126;
+    return map;
+  }
+  constexpr int kUnsigned4 = 16;
+  std::vector<double> levels;
+  if (storage == Storage::kInt8) {
+    levels = make_decades(map, 7, is_signed ? 0 : 1);
+    map.count = is_signed ? 0 : 1;
+  } else if (is_signed) {
+    levels = make_decades(map, 3, 0);
+  } else {
+    for (int i = 1; i <= kUnsigned4; ++i) levels.push_back(static_cast<double>(i) / kUnsigned4);
+    Segments segments(map);
+    segments.add(1.5 / kUnsigned4, kUnsigned4, -0.5, kUnsigned4 - 1);
+    segments.note_octaves();
   }
   const auto most = static_cast<int32_t>(levels.size()) - 1;
-  if (storage == Storage::kFloat8) {
-    map.negative = 128;
-    map.most = most;
-  } else if (is_signed) {
+  if (is_signed) {
     map.zero = most - 1;  // as many levels below it, without the largest
     map.flip = -1;
     map.negative = map.zero + 1;
     map.least = storage == Storage::kInt8 ? 1 : 0;
     map.most = most - 1;
   }
-  make_cells(map, levels, mantissa_bits);
+  if (storage != Storage::kInt4) return map;
+  map.block = 128;
   for (int32_t level = 0; level <= most; ++level) {
-    map.value[map.zero + level] = levels[level];
-    if (!is_signed || level < map.least || level > map.most) continue;
-    map.value[(level ^ map.flip) + map.negative] = -levels[level];
+    map.value[map.zero + level] = static_cast<float>(levels[level]);
+    if (is_signed && level <= map.most) map.value[map.zero - level] = static_cast<float>(-levels[level]);
   }
-  if (storage == Storage::kFloat8) {
-    for (const int code : {127, 255}) map.value[code] = std::nanf("");
-  }
+  if (is_signed) map.value[map.zero] = 0;
   return map;
 }
 

@@ -13,6 +13,7 @@
 #include <string>
 #include <type_traits>
 
+#include "src/core/code_map.h"
 #include "src/dispatch.h"
 #include "src/session.h"
 

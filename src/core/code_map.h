@@ -9,8 +9,8 @@
 //                   Memory Efficient Optimizers with 4-bit States)
 //   fp8             float8_e4m3fn, where the absolute maximum has the largest code
 //
-// A share is rounded to the nearest code, and to the even one in the middle between two. In the signed map of
-// int8 a negative number does not become zero, as in bitsandbytes.
+// A share is rounded to the nearest code. In the signed map of int8 a negative number does not become zero, as
+// in bitsandbytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -22,25 +22,38 @@ namespace fusedstep {
 // Storage of a state: as numbers of a dtype, or as codes.
 enum class Storage : uint8_t { kPlain, kInt8, kInt4, kFloat8 };
 
-// Levels are the magnitudes that codes stand for, in order. A share's level is found by its upper bits: these
-// name a cell, which has the level at its start, and the lower bits of the share beyond which the next level
-// begins. No cell has two such thresholds.
+// Levels are the magnitudes that codes stand for, in order. Those of a map of decades are, in each decade, a
+// linear function of the mantissa of a number that counts them; the level of a share is a linear function of
+// it between two thresholds. Both are computed alike everywhere, by products and sums that are rounded apart.
 struct CodeMap {
-  static constexpr int kMostLevels = 256, kMostCells = 3072;
-  // Bits of a cell that are the threshold.
-  static constexpr int kThresholdBits = 24;
+  static constexpr int kSegments = 8;
 
   Storage storage = Storage::kPlain;
   int block = 256;  // elements that share an absolute maximum
   float top = 1;    // the level of the absolute maximum
-  float value[256] = {};
   // A positive number's code is its level + zero. That of a negative one is (its level ^ flip) + negative,
   // with the level between least and most.
   int32_t zero = 0, flip = 0, negative = 0, least = 0, most = 0;
-  int32_t shift = 0, lowest = 0, first_cell = 0;  // upper bits; the first cell's start
-  int cells = 0;
-  uint32_t cell[kMostCells] = {};
 
+  // int8: level + count has the mantissa 1 + m and the exponent e, and the value m * value_slope[e % 8] +
+  // value_start[e % 8]; level zero has none.
+  int32_t count = 0;
+  float value_slope[kSegments] = {}, value_start[kSegments] = {};
+  // int4: the value of each code.
+  float value[16] = {};
+
+  // int8 and int4: a share beyond so many thresholds, at least one, has the level share * slope + start, cut
+  // off, and no more than `last`, with the numbers of the last of them. Others have level zero.
+  float threshold[kSegments] = {}, slope[kSegments] = {}, start[kSegments] = {};
+  int32_t last[kSegments] = {};
+  // By the exponent % kOctaves of a share that is at least kLeastShare: the thresholds below the shares of this
+  // exponent, less one, and the one among them, of which there is no second.
+  static constexpr int kOctaves = 32;
+  static constexpr float kLeastShare = 0x1p-30f;
+  int32_t octave_segment[kOctaves] = {};
+  float octave_threshold[kOctaves] = {};
+
+  constexpr bool is_signed() const { return negative != 0; }
   constexpr int elements_per_byte() const { return storage == Storage::kInt4 ? 2 : 1; }
   constexpr int64_t bytes_of(int64_t elements) const {
     return (elements + elements_per_byte() - 1) / elements_per_byte();
@@ -62,7 +75,11 @@ FUSEDSTEP_FN float from_bits(int32_t bits) {
   return x;
 }
 
-constexpr int32_t kMagnitudeBits = 0x7fffffff;
+constexpr int32_t kMagnitudeBits = 0x7fffffff, kMantissaBits = 0x7fffff, kOneBits = 0x3f800000;
+constexpr int kMantissa = 23, kBias = 127;
+
+// float8_e4m3fn has three bits of mantissa and a bias of 7; a number below 2^-6 has the steps of those above.
+constexpr int kFloat8Mantissa = 3, kFloat8Bias = 7;
 
 // A block as it is stored: its absolute maximum, and what its elements are multiplied by to be shares of it.
 struct BlockScale {
@@ -80,15 +97,48 @@ FUSEDSTEP_FN BlockScale scale_of(int32_t largest, float top) {
   return {absmax, 1 / (absmax / top)};
 }
 
+// The number that a code stands for, as a share of its block's absolute maximum (times `top`).
+FUSEDSTEP_FN float value_of(const CodeMap& map, int32_t code) {
+  if (map.storage == Storage::kInt4) return map.value[code];
+  if (map.storage == Storage::kFloat8) {
+    constexpr int kShift = kMantissa - kFloat8Mantissa;
+    constexpr int32_t kLift = (kBias - kFloat8Bias) << kMantissa;
+    const int32_t magnitude = code & 127;
+    float value = from_bits((magnitude << kShift) + kLift);
+    if (magnitude < 1 << kFloat8Mantissa) value = 2 * (value - from_bits(kLift));
+    if (magnitude == 127) value = from_bits(0x7fc00000);
+    return code < 128 ? value : -value;
+  }
+  const int32_t above = code - map.zero, level = above < 0 ? -above : above;
+  if (level == 0) return 0;
+  const int32_t bits = bits_of(static_cast<float>(level + map.count));
+  const float m = from_bits((bits & kMantissaBits) | kOneBits) - 1;
+  const int segment = (bits >> kMantissa) % CodeMap::kSegments;
+  const float value = m * map.value_slope[segment] + map.value_start[segment];
+  return above < 0 ? -value : value;
+}
+
+// The level of a share, which is not negative.
+FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
+  if (map.storage == Storage::kFloat8) {
+    constexpr int32_t kLeast = kBias - kFloat8Bias + 1;
+    const int32_t exponent = bits_of(share) >> kMantissa, e = exponent < kLeast ? kLeast : exponent;
+    const float slope = from_bits((2 * kBias + kFloat8Mantissa - e) << kMantissa);
+    const int32_t before = (e - kLeast) << kFloat8Mantissa;  // levels below those of its exponent, but eight
+    return static_cast<int32_t>(share * slope + (static_cast<float>(before) + 0.5f));
+  }
+  int segment = -1;
+  for (int k = 0; k < CodeMap::kSegments; ++k) segment += bits_of(share) > bits_of(map.threshold[k]);
+  if (segment < 0) return 0;
+  const auto level = static_cast<int32_t>(share * map.slope[segment] + map.start[segment]);
+  return level < map.last[segment] ? level : map.last[segment];
+}
+
 // The code of a share, which is not NaN.
 FUSEDSTEP_FN int32_t code_of(const CodeMap& map, float share) {
   const int32_t bits = bits_of(share), magnitude = bits & kMagnitudeBits;
-  const int32_t at = magnitude < map.lowest ? map.lowest : magnitude;
-  const uint32_t cell = map.cell[(at >> map.shift) - map.first_cell];
-  const int32_t threshold = static_cast<int32_t>(cell & ((1u << CodeMap::kThresholdBits) - 1));
-  int32_t level = static_cast<int32_t>(cell >> CodeMap::kThresholdBits);
-  level += (at & ((1 << map.shift) - 1)) > threshold;
-  if (bits >= 0 || magnitude == 0) return level + map.zero;
+  int32_t level = level_of(map, from_bits(magnitude));
+  if (bits >= 0 || magnitude == 0 || !map.is_signed()) return level + map.zero;
   level = level < map.least ? map.least : level > map.most ? map.most : level;
   return (level ^ map.flip) + map.negative;
 }

@@ -2,7 +2,6 @@
 #pragma once
 #include <cstdint>
 
-#include "src/core/code_map.h"
 #include "src/core/operands.h"
 #include "src/core/walk.h"
 
@@ -14,6 +13,8 @@ namespace fusedstep {
 struct PrefetchDistance {
   int64_t first = 0, second = 0;
 };
+
+struct CodeMap;
 
 // A state that is kept in codes. Without a map it is not.
 struct CodedState {
