@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedstep doctor``."""
+"""Command line: ``python -m fusedstep doctor``, ``python -m fusedstep memory``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import re
 
 import fusedstep
+from fusedstep.memory import command
 
 
 def main() -> None:
@@ -17,8 +18,16 @@ def main() -> None:
     parser.add_argument("--version", action="version", version=fusedstep.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("doctor", help="tell what was found on this machine, and what costs speed")
-    parser.parse_args()
-    fusedstep.doctor()
+    memory = commands.add_parser("memory", help="tell what a training run needs in memory")
+    command.add_arguments(memory)
+    arguments = parser.parse_args()
+    if arguments.command == "doctor":
+        fusedstep.doctor()
+        return
+    try:
+        command.run(arguments)
+    except ValueError as error:
+        memory.error(str(error))
 
 
 if __name__ == "__main__":

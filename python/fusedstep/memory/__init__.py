@@ -1,0 +1,1 @@
+"""Tells what a training run needs in memory: ``python -m fusedstep memory``."""

@@ -1,0 +1,186 @@
+"""The bytes of a training run by part, on each rank."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from fusedstep import optim
+from fusedstep.memory.activations import Activations
+from fusedstep.memory.model import Model
+from fusedstep.optim._states import MASTER
+
+#: Values of ``state_dtype`` that a class may accept, by their names.
+STATE_DTYPES: dict[str, Any] = {
+    "default": None,
+    "float32": torch.float32,
+    "int8": "int8",
+    "int4": "int4",
+    "fp8": "fp8",
+}
+
+#: Values of ``master_weights``, by their names.
+MASTERS: dict[str, Any] = {"none": False, "float32": True, "split": "split"}
+
+#: States that hold a part of the weight.
+_OF_WEIGHTS = (MASTER,)
+
+
+class Choice(NamedTuple):
+    """An optimizer with its options."""
+
+    optimizer: str
+    options: dict[str, Any]
+    states: str
+    """The name of the dtype of its states."""
+
+
+class Run(NamedTuple):
+    """All of a training run that does not depend on the optimizer."""
+
+    weights: torch.dtype = torch.float32
+    gradients: torch.dtype | None = None
+    """None: the weights' dtype."""
+    masters: str = "none"
+    autocast: torch.dtype | None = None
+    inference: bool = False
+    accumulate: bool = False
+    """True if gradients are kept from one backward to the next."""
+    zero: int = 0
+    ranks: int = 1
+
+
+class Need(NamedTuple):
+    """Bytes on a rank, by part."""
+
+    weights: int
+    copies: int
+    """What autocast casts weights to."""
+    masters: int
+    states: int
+    gradients: int
+    activations: int
+    """What the peak has beyond the other parts."""
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """The class and the options in a text such as ``SGD:momentum=0.9,nesterov=True``.
+
+    Raises:
+        ValueError: if there is no such class, or its options are not written like this.
+    """
+    name, _, written = text.partition(":")
+    names = {each.lower(): each for each in optim.__all__}
+    if name.lower() not in names:
+        raise ValueError(f"--optimizer {name}: there are {', '.join(optim.__all__)}")
+    options: dict[str, Any] = {}
+    try:
+        # Parsed as the arguments of a call, so that a value may be a tuple.
+        call: Any = ast.parse(f"f({written})", mode="eval").body
+        options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        is_right = not call.args and None not in options
+    except (SyntaxError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(f"--optimizer {text}: write NAME:OPTION=VALUE,OPTION=VALUE")
+    return names[name.lower()], options
+
+
+def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choice]:
+    """The optimizers with each of the state dtypes that their classes accept.
+
+    Args:
+        optimizers (list[str]): texts for parse(); empty for every class as it is made by default
+        states (list[str]): keys of ``STATE_DTYPES``; empty for all that differ
+
+    Raises:
+        ValueError: if a class does not accept what was asked for.
+    """
+    wide = run.weights.itemsize > 2 or run.masters != "none"  # states are, or cannot be narrower
+    for text in optimizers or optim.__all__:
+        for kind in states or STATE_DTYPES:
+            if not states and kind == "float32" and wide:
+                continue
+            choice = Choice(*parse(text), kind)
+            try:
+                _build([torch.empty(1, device="meta", dtype=run.weights)], choice, run.masters)
+            except (RuntimeError, TypeError, ValueError) as error:
+                if states or kind == "default":
+                    raise ValueError(f"--optimizer {text}, --states {kind}: {error}") from None
+                continue
+            yield choice
+
+
+def accepted(states: str = "default", masters: str = "none") -> bool:
+    """Returns whether there are such states and master weights: whether AdamW accepts them."""
+    weights = [torch.empty(1, device="meta", dtype=torch.bfloat16)]
+    try:
+        _build(weights, Choice("AdamW", {}, states), masters)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _build(weights: list[Tensor], choice: Choice, masters: str) -> optim.FusedOptimizer:
+    options = dict(choice.options)
+    if choice.states != "default":
+        options["state_dtype"] = STATE_DTYPES[choice.states]
+    if masters != "none":
+        options["master_weights"] = MASTERS[masters]
+    return getattr(optim, choice.optimizer)([torch.nn.Parameter(w) for w in weights], **options)
+
+
+def state_bytes(
+    shapes: tuple[torch.Size, ...], dtype: torch.dtype, choice: Choice, masters: str = "none"
+) -> tuple[int, int]:
+    """The bytes of the states that an optimizer makes for weights, and of their master weights.
+
+    The optimizer makes them, on the meta device.
+    """
+    weights = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    if not weights:
+        return 0, 0
+    optimizer = _build(weights, choice, masters)
+    for group in optimizer.param_groups:
+        optimizer._store.create(group, group["params"], native=False)
+    sizes = {True: 0, False: 0}
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+            sizes[name in _OF_WEIGHTS] += sum(each.nbytes for each in tensors)
+    return sizes[False], sizes[True]
+
+
+def need(model: Model, run: Run, choice: Choice, activations: Activations | None) -> Need:
+    """The bytes of a run on each of its ranks.
+
+    ZeRO 1 shards states and masters, ZeRO 2 the gradients as well, ZeRO 3 the weights too.
+    """
+
+    def share(size: int, stage: int) -> int:
+        return -(-size // run.ranks) if run.zero >= stage else size
+
+    elements = model.parameters
+    weights = share((elements + model.buffers) * run.weights.itemsize, 3)
+    copies = share(elements * run.autocast.itemsize, 3) if run.autocast else 0
+    if run.inference:
+        beside = activations.beside(copies, 0, False) if activations else 0
+        return Need(weights, copies, 0, 0, 0, beside)
+    states, masters = state_bytes(model.trained, run.weights, choice, run.masters)
+    dtype = run.gradients or run.weights
+    gradients = share(model.trained_elements * dtype.itemsize, 2)
+    full = model.trained_elements * run.weights.itemsize
+    beside = 0
+    if activations:
+        beside = activations.beside(gradients, gradients / max(full, 1), run.accumulate)
+        beside = max(beside - copies, 0)
+    return Need(weights, copies, share(masters, 1), share(states, 1), gradients, beside)

@@ -1,0 +1,89 @@
+"""transformers: what `python -m fusedstep memory` reads of a config.json."""
+
+import pytest
+import torch
+
+from fusedstep.memory.activations import loss_of, trace
+from fusedstep.memory.model import load
+from probes.memory_of_a_step import peak_of
+from small import need
+
+need("transformers")
+
+import transformers  # noqa: E402
+
+SMALL = {"vocab_size": 500, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+CONFIGS = {
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config()),
+    "bert": ("BertForMaskedLM", transformers.BertConfig()),
+    "llama": (
+        "LlamaForCausalLM",
+        transformers.LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=200),
+    ),
+    "t5": ("T5ForConditionalGeneration", transformers.T5Config(decoder_start_token_id=0)),
+}
+
+
+def saved(folder, name, bare=False):
+    architecture, config = CONFIGS[name]
+    config.architectures = None if bare else [architecture]
+    config.save_pretrained(folder)
+    return config
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_parameters_are_those_of_the_model(name, tmp_path):
+    config = saved(tmp_path, name, bare=True)
+    with torch.device("meta"):
+        bare = transformers.AutoModel.from_config(config)
+    assert load(str(tmp_path / "config.json")).parameters == bare.num_parameters()
+    saved(tmp_path, name)
+    with torch.device("meta"):
+        model = getattr(transformers, CONFIGS[name][0])(config)
+    assert load(str(tmp_path)).parameters == model.num_parameters() >= bare.num_parameters()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_activations(name, tmp_path):
+    saved(tmp_path, name)
+    found = {}
+    for attention in ("flash", "eager"):
+        make = load(str(tmp_path), attention).make
+        for checkpointing in (False, True):
+            size = (2, 128)
+            traced = trace(make, size, attention=attention, checkpointing=checkpointing)
+            found[attention, checkpointing] = traced.highest
+    assert found["flash", False] < found["eager", False]
+    assert found["eager", True] < found["eager", False]
+    assert found["flash", True] < found["flash", False]
+
+
+def test_a_step_of_gpt2_peaks_at_what_is_told(tmp_path):
+    """With dropout, which on the CPU takes the matrices of attention."""
+    architecture, config = CONFIGS["gpt2"]
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=128, n_head=4, vocab_size=1000, architectures=[architecture]
+    )
+    config.save_pretrained(tmp_path)
+    model = load(str(tmp_path), "eager")
+    traced = trace(model.make, (4, 128), attention="eager")
+
+    real, tokens = model.make().train(), torch.zeros(4, 128, dtype=torch.long)
+
+    def forward_and_backward():
+        loss, output = loss_of(real, tokens)
+        loss.backward()
+        del loss, output
+
+    gradients = 4 * model.trained_elements
+    told = gradients + traced.beside(gradients, 1, accumulate=False)
+    assert told == pytest.approx(peak_of(forward_and_backward), rel=0.1)
+
+
+def test_a_file_that_is_no_configuration(tmp_path):
+    file = tmp_path / "config.json"
+    with pytest.raises(ValueError, match=r"MODEL .*config\.json does not exist"):
+        load(str(file))
+    file.write_text('{"model_type": "nonsense"}')
+    with pytest.raises(ValueError, match=r"MODEL .*config\.json is no configuration"):
+        load(str(file))

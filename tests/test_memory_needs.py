@@ -1,0 +1,336 @@
+"""Law: `python -m fusedstep memory` tells what a training run then needs."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import small_gpt
+from cases import CASES, DTYPES, LOW_PRECISION, PLAIN
+from fusedstep import __main__, optim
+from fusedstep.memory import report
+from fusedstep.memory.activations import trace
+from fusedstep.memory.model import Model, load
+from fusedstep.memory.plan import MASTERS, STATE_DTYPES, Choice, Run, choices, need, state_bytes
+from pages import ROOT
+from probes import memory_of_a_step as probe
+from stepping import CHUNK, as_parameters, make_gradients, make_weights
+
+# Without dimensions, without elements, a small one, and some beyond the sizes of chunks and blocks.
+SHAPES = tuple(map(torch.Size, ((), (0, 3), (33, 31), (CHUNK + 5,), (3, 70, 64))))
+
+
+def accepted(case, dtype, masters="none"):
+    """The row with each dtype of states that its class accepts, as the tool finds them."""
+    options = ",".join(
+        f"{name}={value!r}"
+        for name, value in (case.options | case.modes).items()
+        if value != float("inf")
+    )
+    text = f"{case.optimizer.__name__}:{options}"
+    return list(choices([text], [], Run(weights=dtype, masters=masters)))
+
+
+def bytes_after_a_step(case, dtype, **options):
+    params = as_parameters(make_weights(SHAPES, dtype))
+    optimizer = case.build(params, **options)
+    for param, gradient in zip(params, make_gradients(SHAPES, dtype, 1), strict=True):
+        param.grad = gradient
+    optimizer.step()
+    assert optimizer._plans, "stepped in torch operations"
+    found = [value for state in optimizer.state.values() for value in state.values()]
+    assert all(isinstance(value, torch.Tensor) for value in found)
+    return sum(value.nbytes for value in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_states_are_as_many_bytes_as_a_step_makes(case, dtype):
+    kinds = accepted(case, dtype)
+    assert [choice.states for choice in kinds][:1] == ["default"]
+    for choice in kinds:
+        states, masters = state_bytes(SHAPES, dtype, choice)
+        made = bytes_after_a_step(case, dtype, state_dtype=STATE_DTYPES[choice.states])
+        assert (states, masters) == (made, 0), choice
+
+
+@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_master_weights_are_told_apart_from_states(case, dtype):
+    elements = sum(shape.numel() for shape in SHAPES)
+    for choice in accepted(case, dtype, "float32"):
+        states, masters = state_bytes(SHAPES, dtype, choice, "float32")
+        options = {"state_dtype": STATE_DTYPES[choice.states], "master_weights": MASTERS["float32"]}
+        assert masters == 4 * elements
+        assert states + masters == bytes_after_a_step(case, dtype, **options), choice
+
+
+def test_every_optimizer_is_compared():
+    found = choices([], [], Run())
+    assert [choice.optimizer for choice in found if choice.states == "default"] == optim.__all__
+    assert {case.optimizer.__name__ for case in PLAIN} == set(optim.__all__)
+
+
+BF16 = torch.bfloat16
+N = 10 * 2**20
+PLAIN_ADAMW = Choice("AdamW", {}, "default")
+
+
+@pytest.mark.parametrize(
+    ("choice", "run", "bytes_each"),
+    [
+        pytest.param(PLAIN_ADAMW, Run(), 16, id="AdamW"),
+        pytest.param(PLAIN_ADAMW, Run(autocast=BF16), 18, id="mixed training"),
+        pytest.param(
+            PLAIN_ADAMW,
+            Run(weights=BF16, masters="float32", gradients=torch.float32),
+            18,
+            id="mixed training with master weights",
+        ),
+        pytest.param(PLAIN_ADAMW, Run(weights=BF16, masters="float32"), 16, id="ZeRO's 16"),
+        pytest.param(PLAIN_ADAMW, Run(autocast=BF16, inference=True), 6, id="inference"),
+        pytest.param(Choice("Adan", {}, "default"), Run(), 24, id="24 n / 1048576 MB"),
+        pytest.param(Choice("SGD", {"momentum": 0.9}, "default"), Run(), 12, id="SGD"),
+        pytest.param(PLAIN_ADAMW, Run(zero=1, ranks=4), 10, id="ZeRO 1"),
+        pytest.param(PLAIN_ADAMW, Run(zero=2, ranks=4), 7, id="ZeRO 2"),
+        pytest.param(PLAIN_ADAMW, Run(zero=3, ranks=4), 4, id="ZeRO 3"),
+    ],
+)
+def test_known_rules_are_special_cases(choice, run, bytes_each):
+    """But for step counts, which are 4 bytes a tensor."""
+    found = need(load(str(N)), run, choice, None).total
+    assert 0 <= found - bytes_each * N <= 4
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "gigabytes"),
+    [("AdamW", "default", 24), ("Adafactor", "default", 12), ("AdamW", "int8", 6)],
+)
+def test_states_of_t5_3b(optimizer, states, gigabytes):
+    """The known figures of Hugging Face, to a tenth; Adafactor's is with a first moment."""
+    options = {"beta1": 0.9} if optimizer == "Adafactor" else {}
+    choice = Choice(optimizer, options, states)
+    try:
+        found = need(load("3B"), Run(), choice, None).states
+    except (AttributeError, TypeError, ValueError):
+        pytest.skip(f"there is no {optimizer} with states in {states}")
+    assert found == pytest.approx(gigabytes * 1e9, rel=0.1)
+
+
+def test_frozen_weights_have_neither_gradients_nor_states():
+    model = Model("", (torch.Size([100]),), frozen=1000, buffers=10)
+    found = need(model, Run(), PLAIN_ADAMW, None)
+    assert found == (4440, 0, 0, 804, 400, 0)
+
+
+@pytest.fixture
+def two_threads():
+    """Attention on the CPU has a buffer for each thread, which is no part of the law."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("case", probe.CASES, ids=lambda case: case.name)
+def test_a_training_step_peaks_at_the_total(case):
+    found = probe.weigh(case, "cpu")
+    assert found["ratio"] == pytest.approx(1, abs=0.03), found
+
+
+def test_a_peak_that_is_told_wrong_is_seen():
+    """The control: the peak without checkpointing is no peak with it."""
+    case = probe.CASES[1]
+    assert case.batch == 8
+    said = probe.predicted(case, "tiny", 256)
+    found = probe.peak_on_cpu(case._replace(checkpointing=True), "tiny", 256)
+    assert said > 1.1 * found
+
+
+def test_what_activations_depend_on():
+    def highest(size=(2, 64), **options):
+        return trace(small_gpt.tiny, size, **options).highest
+
+    assert highest((4, 64)) > 1.9 * highest()
+    assert highest(attention="eager") > highest()
+    assert highest(dtype=BF16) < 0.6 * highest()
+    assert highest(inference=True) < highest(checkpointing=True) < highest()
+
+
+def test_nothing_is_left_behind_by_a_trace():
+    state, own = torch.get_rng_state(), torch.nn.functional.scaled_dot_product_attention
+    trace(small_gpt.tiny, (2, 64))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.nn.functional.scaled_dot_product_attention is own
+    assert type(small_gpt.tiny().norm.weight.data) is torch.Tensor
+
+
+def convolution():
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8), torch.nn.Flatten(), torch.nn.Linear(8, 5)
+    )
+
+
+def adapter():
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 1))
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_models_by_path():
+    found = load(f"{__name__}:convolution")
+    assert (found.parameters, found.buffers) == (3 * 8 * 9 + 8 + 16 + 45, 17)
+    trace(found.make, (4, 3, 3, 3), tokens=False)
+    found = load(f"{__name__}:adapter")
+    assert (found.trained_elements, found.frozen) == (11, 110)
+    # The first layer's result, which the last one keeps, the scores, and their gradient.
+    assert trace(found.make, (8, 10), tokens=False).highest >= 8 * 10 * 4
+    tied = load("small_gpt:tiny")
+    assert tied.parameters == sum(p.numel() for p in small_gpt.tiny().parameters())
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("124M", 124_000_000), ("1.5B", 1_500_000_000), ("7e9", 7 * 10**9), ("1_000", 1000)],
+)
+def test_parameter_counts(text, count):
+    assert load(text).parameters == count
+
+
+def run(capsys, monkeypatch, *arguments):
+    """What the command prints."""
+    monkeypatch.setattr(sys, "argv", ["fusedstep", "memory", *arguments])
+    __main__.main()
+    return capsys.readouterr().out
+
+
+def test_json_has_every_choice_apart(capsys, monkeypatch):
+    arguments = ("124M", "--weights", "bfloat16", "--ranks", "8", "--zero", "1", "--fit", "1GiB")
+    found = json.loads(run(capsys, monkeypatch, *arguments, "--json"))
+    assert found["parameters"] == 124_000_000
+    assert found["limit"] == 2**30
+    assert {each["optimizer"] for each in found["choices"]} == set(optim.__all__)
+    for each in found["choices"]:
+        parts = dict(each["bytes"])
+        total = parts.pop("total")
+        assert total == sum(parts.values())
+        assert each["fits"] == (total <= 2**30)
+        assert set(each["zero"]) == {"0", "2", "3"}
+        assert each["zero"]["0"] >= total >= each["zero"]["2"] >= each["zero"]["3"]
+
+
+def test_the_table_and_the_bars(capsys, monkeypatch):
+    asked = ("--optimizer", "AdamW", "--optimizer", "sgd:momentum=0.9", "--optimizer", "Lion")
+    text = run(capsys, monkeypatch, "1B", *asked, "--fit", "13GB")
+    head, *lines = text.splitlines()
+    assert head == "1B: 1,000,000,000 parameters"
+    assert re.search(r"^SGD:momentum=0.9, Lion +default .* yes$", text, re.MULTILINE)
+    assert re.search(r"^AdamW +default .* no$", text, re.MULTILINE)
+    bars = [line for line in lines if "█" in line][:-1]
+    assert len(bars) == 2
+    assert all("|" in bar for bar in bars)
+
+
+def test_the_activations_of_a_factory(capsys, monkeypatch):
+    batch = ("--batch", "2", "--sequence", "256", "--optimizer", "AdamW", "--json")
+    found = json.loads(run(capsys, monkeypatch, "small_gpt:tiny", *batch))
+    assert found["choices"][0]["bytes"]["total"] == probe.predicted(probe.CASES[0], "tiny", 256)
+    assert found["highest_activations"] > found["choices"][0]["bytes"]["activations"]
+
+
+def test_a_plot_is_drawn(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "memory.svg"
+    run(capsys, monkeypatch, "1B", "--fit", "24GiB", "--plot", str(file))
+    assert file.read_text().count("<svg") == 1
+
+
+def test_a_plot_needs_matplotlib(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    file = tmp_path / "memory.svg"
+    with pytest.raises(SystemExit):
+        run(capsys, monkeypatch, "1B", "--plot", str(file))
+    assert "--plot needs matplotlib: pip install matplotlib" in capsys.readouterr().err
+    assert not file.exists()
+
+
+def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "gpt2"}')
+    with pytest.raises(SystemExit):
+        run(capsys, monkeypatch, str(file))
+    assert "needs transformers: pip install transformers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ("none", "MODEL must be a parameter count (124M), a config.json or package.module:"),
+        ("0", "MODEL must have a parameter or more"),
+        ("no_such_module:factory", "MODEL no_such_module:factory cannot be imported"),
+        ("small_gpt:nothing", "MODEL small_gpt:nothing cannot be imported"),
+        ("math:tau", "MODEL math:tau is not callable"),
+        (
+            "builtins:dict",
+            "MODEL builtins:dict cannot be made: it must be a torch.nn.Module, not dict",
+        ),
+        ("builtins:len", "MODEL builtins:len cannot be made: len() takes exactly one argument"),
+        ("1B --optimizer Adman", "--optimizer Adman: there are"),
+        ("1B --optimizer SGD:momentum", "--optimizer SGD:momentum: write NAME:OPTION=VALUE"),
+        ("1B --optimizer SGD:momentum=-1", "--optimizer SGD:momentum=-1, --states default: Inv"),
+        ("1B --optimizer SGD:speed=1", "--optimizer SGD:speed=1, --states default"),
+        ("1B --states int9", "--states"),
+        ("1B --masters float32", "--masters needs --weights bfloat16 or float16"),
+        ("1B --batch 2 --sequence 8", "--batch: a parameter count does not tell"),
+        ("1B --sequence 8", "--sequence needs --batch"),
+        ("1B --ranks 0", "--ranks: must be a number above 0"),
+        ("1B --zero 1", "--zero needs --ranks"),
+        ("1B --zero 4 --ranks 2", "--zero"),
+        ("1B --fit much", "--fit: must be a size as 24GiB or 24GB, not 'much'"),
+        ("small_gpt:tiny --batch 2", "--batch needs --sequence"),
+        ("small_gpt:tiny --batch 2 --sequence 257", "the activations of MODEL small_gpt:tiny"),
+        ("small_gpt:tiny --input 2x3x4x5", "the activations of MODEL small_gpt:tiny"),
+        ("test_memory_needs:adapter --input 2x1x10 --checkpointing", "has no ModuleList"),
+    ],
+)
+def test_errors_name_the_argument(capsys, monkeypatch, arguments, error):
+    with pytest.raises(SystemExit) as exit_:
+        run(capsys, monkeypatch, *arguments.split())
+    assert exit_.value.code == 2
+    assert error in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.00 KiB"),
+        (150 * 2**20, "150 MiB"),
+        (2**50, "1024 TiB"),
+    ],
+)
+def test_sizes_are_short(number, text):
+    assert report.size(number) == text
+
+
+def test_the_page_shows_what_the_command_prints(subprocess_environment):
+    page = (ROOT / "docs" / "training_memory.md").read_text()
+    shown = re.findall(r"^```console\n\$ python (.*?)\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert shown
+    for command, output in shown:
+        result = subprocess.run(
+            [sys.executable, *shlex.split(command)],
+            env=subprocess_environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == output
