@@ -92,8 +92,9 @@ class StateStore:
         """Puts numbers into those parts of a state that are in codes."""
         for name in [name for name, value in state.items() if is_codes(value)]:
             kind = _codes.kind_of(state[name], weight)
-            for part, new in zip((name, absmax_of(name)), self._encode(name, kind, numbers), strict=True):
-                _dtensor.local(state[part]).copy_(new)
+            codes, absmax = self._encode(name, kind, numbers)
+            _dtensor.local(state[name]).copy_(codes)
+            _dtensor.local(state[absmax_of(name)]).copy_(absmax)
 
     def _encode(self, name: str, kind: str, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _codes.encode(numbers[name], kind, name in self._signed)
@@ -198,9 +199,7 @@ class StateStore:
     @torch.no_grad()
     def place(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        weights = [
-            p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)
-        ]
+        weights = [p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)]
         for p in weights:
             for name in self._first:
                 number = self.by_weight[p][name].reshape(())  # older ones have the shape [1]
@@ -234,10 +233,8 @@ class StateStore:
         return has_master(group, weight) or own_option(group, "state_dtype") is not None
 
     def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
-        state = self.by_weight[p]
-        return all(
-            is_codes(state[name]) or state[name].shape == p.shape for name in self.names_of(group, p)
-        )
+        states = [self.by_weight[p][name] for name in self.names_of(group, p)]
+        return all(is_codes(state) or state.shape == p.shape for state in states)
 
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
@@ -255,7 +252,7 @@ class StateStore:
             alike.setdefault(of, []).append(p)
         for (wide, kind, names), some in alike.items():
             if kind is not None:
-                yield from self._zero_codes(kind, self._names(group), some)
+                yield from self._zero_codes(kind, self._names(group), some, native)
                 names = names[len(self._names(group)) :]
             if native:
                 shards = [_dtensor.local(p) for p in some]
@@ -267,12 +264,12 @@ class StateStore:
             for (name, p), tensor in zip(product(names, some), tensors, strict=True):
                 yield p, name, tensor
 
-
     def _zero_codes(
-        self, kind: str, names: tuple[str, ...], weights: list[Tensor]
+        self, kind: str, names: tuple[str, ...], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
         signed = [name in self._signed for name in names]
-        made = torch.ops.fusedstep.new_codes(list(map(_dtensor.local, weights)), kind, signed)
+        new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
+        made = new(list(map(_dtensor.local, weights)), kind, signed)
         names = (*names, *map(absmax_of, names))
         for (name, p), tensor in zip(product(names, weights), made, strict=True):
             yield p, name, _codes.spread_codes(p, tensor)
