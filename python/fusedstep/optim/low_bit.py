@@ -24,14 +24,14 @@ _Class = TypeVar("_Class", bound=type[FusedOptimizer])
 
 def _named(name: str, base: _Class, kind: str) -> _Class:
     @functools.wraps(base.__init__)
-    def __init__(self: Any, *args: Any, foreach: bool | None = None, **options: Any) -> None:
+    def constructor(self: Any, *args: Any, foreach: bool | None = None, **options: Any) -> None:
         base.__init__(self, *args, **({"state_dtype": kind} | options))
 
     doc = f"""{base.__name__} with states in codes: ``state_dtype="{kind}"``.
 
     Arguments are those of :class:`{base.__name__}`. ``foreach`` is taken and changes nothing.
     """
-    members = {"__init__": __init__, "__doc__": doc, "__module__": __name__}
+    members = {"__init__": constructor, "__doc__": doc, "__module__": __name__}
     return type(base)(name, (base,), members, is_alias=True)
 
 
