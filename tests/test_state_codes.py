@@ -341,6 +341,17 @@ def test_a_compiled_step_has_the_same_bits(case, kind):
     assert_same_contents(contents(other), contents(optimizer))
 
 
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if c.continuous], ids=str)
+def test_verify_starts_from_what_codes_stand_for(case, dtype, kind):
+    params, optimizer = start(case, kind, dtype)
+    report = fusedstep.verify(optimizer, steps=2)
+    train(optimizer, params, [4, 5])
+    assert report.ok, report
+    assert {what for row in report.rows for what in row.ulp} >= {"weight"}
+
+
 # Names of other libraries
 
 
