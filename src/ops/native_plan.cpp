@@ -313,8 +313,6 @@ bool bind_plan(NativePlan& native, std::span<const TensorView> weights, std::spa
   forget_step(native);
   note_counts(native);
   const std::vector<TensorView> states = state_views(native.states, plan.slots() * count);
-  check(!native.device || std::ranges::none_of(states, &TensorView::has_codes),
-        "state_dtype: states in codes are stepped on the CPU only");
   for (size_t i = 0; i < count; ++i) {
     TensorOperands operands{weights[i], grads[i], {}};
     for (int k = 0; k < plan.slots(); ++k) operands.states[k] = states[k * count + i];
