@@ -191,6 +191,33 @@ void copy_in_order(const TensorTask& task, int operand, int64_t begin, int64_t c
   }
 }
 
+// Prefetches a part of the next tile of each operand in place, between the passes over codes: these wait for
+// no memory, and the kernel would.
+class NextTile {
+ public:
+  NextTile(const TensorTask& task, int64_t begin, int64_t end) : task_(task), begin_(begin), end_(end) {
+    int passes = 0;
+    for (int k = 0; k < task.operands; ++k) passes += 2 * task.is_coded(k);
+    each_ = (kTileElements + passes - 1) / std::max(passes, 1);
+    if (task.layout != nullptr) begin_ = end_;
+  }
+  void prefetch_part() {
+    const int64_t last = std::min(begin_ + each_, end_);
+    for (int k = 0; k < task_.operands; ++k) {
+      if (task_.is_coded(k)) continue;
+      const char* const array = static_cast<const char*>(task_.data[k]);
+      const int64_t size = task_.element_size[k];
+      for (int64_t at = begin_ * size; at < last * size; at += kLine) __builtin_prefetch(array + at);
+    }
+    begin_ = std::max(begin_, last);
+  }
+
+ private:
+  static constexpr int64_t kLine = 64;
+  const TensorTask& task_;
+  int64_t begin_, end_, each_;
+};
+
 // States in codes: they are decoded to tiles and encoded from there. The other operands are in place if they
 // have the order of the codes, that of rows and columns, without a gap.
 inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
@@ -199,12 +226,14 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   RowAddresses row(task);
   for (; begin < end; begin += kTileElements) {
     const int64_t count = std::min(kTileElements, end - begin);
+    NextTile next(task, begin + count, std::min(begin + count + kTileElements, end));
     for (int k = 0; k < task.operands; ++k) {
       const bool in_place = task.layout == nullptr && !task.is_coded(k);
       row.operand[k] =
           in_place ? static_cast<char*>(task.data[k]) + begin * task.element_size[k] : tiles[k];
       if (in_place || !kernel.reads(k)) continue;
       if (task.is_coded(k)) {
+        next.prefetch_part();
         decode(task.coded[k - kFirstState], task.data[k], begin, count, reinterpret_cast<float*>(tiles[k]));
       } else {
         copy_in_order<true>(task, k, begin, count, tiles[k]);
@@ -214,6 +243,7 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
     for (int k = 0; k < task.operands; ++k) {
       if (row.operand[k] != tiles[k] || !kernel.writes(k)) continue;
       if (task.is_coded(k)) {
+        next.prefetch_part();
         encode(task.coded[k - kFirstState], reinterpret_cast<const float*>(tiles[k]), begin, count,
                task.data[k]);
       } else {

@@ -266,7 +266,7 @@ void decode_block(const CodeMap& map, const uint8_t* codes, float absmax, int64_
       Register::store(to + i, Register::times(Register::template decode<kStorage>(map, at), scale));
     }
   }
-  for (; i < count; ++i) to[i] = value_of(map, code_at<kStorage>(codes, i)) * scale;
+  for (; i < count; ++i) to[i] = value_of<kStorage>(map, code_at<kStorage>(codes, i)) * scale;
 }
 
 template <Storage kStorage, bool kSigned, class Register = CodeRegister>
@@ -291,22 +291,14 @@ void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t*
       Register::template encode<kStorage, kSigned>(map, share, codes + (kStorage == Storage::kInt4 ? i / 2 : i));
     }
   }
-  for (; i < count; ++i) put_code<kStorage>(codes, i, code_of(map, from[i] * scale.inverse));
-}
-
-// Calls run(storage) with a constant.
-template <class Run>
-FUSEDSTEP_FN void by_storage(Storage storage, Run run) {
-  if (storage == Storage::kInt8) run(std::integral_constant<Storage, Storage::kInt8>());
-  if (storage == Storage::kInt4) run(std::integral_constant<Storage, Storage::kInt4>());
-  if (storage == Storage::kFloat8) run(std::integral_constant<Storage, Storage::kFloat8>());
+  for (; i < count; ++i) put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i] * scale.inverse));
 }
 
 // Elements [begin, begin + count) of a state, which begin with a block, to numbers; and from numbers.
 inline void decode(const CodedState& state, const void* codes, int64_t begin, int64_t count, float* to) {
   const CodeMap map = *state.map;  // a copy, which no store can change
   const auto* const bytes = static_cast<const uint8_t*>(codes);
-  by_storage(map.storage, [&]<Storage kStorage>(std::integral_constant<Storage, kStorage>) {
+  by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
     for (int64_t i = 0; i < count; i += map.block) {
       decode_block<kStorage>(map, bytes + map.bytes_of(begin + i), state.absmax[(begin + i) / map.block],
                              std::min<int64_t>(map.block, count - i), to + i);
@@ -316,7 +308,7 @@ inline void decode(const CodedState& state, const void* codes, int64_t begin, in
 inline void encode(const CodedState& state, const float* from, int64_t begin, int64_t count, void* codes) {
   const CodeMap map = *state.map;
   auto* const bytes = static_cast<uint8_t*>(codes);
-  by_storage(map.storage, [&]<Storage kStorage>(std::integral_constant<Storage, kStorage>) {
+  by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
     const auto encode_with = map.is_signed() ? encode_block<kStorage, true> : encode_block<kStorage, false>;
     for (int64_t i = 0; i < count; i += map.block) {
       encode_with(map, from + i, std::min<int64_t>(map.block, count - i), bytes + map.bytes_of(begin + i),

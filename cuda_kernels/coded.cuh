@@ -8,6 +8,8 @@ namespace fusedstep::cuda {
 
 constexpr int kCodedWidth = 8, kWarpElements = kWarp * kCodedWidth, kWarps = kThreads / kWarp;
 constexpr int kCodedParts = kChunkElements / (kThreads * kCodedWidth);
+constexpr int kCodeValues = 256;
+static_assert(kCodeValues <= kThreads);
 
 // Codes that a thread has, in one access: eight bytes, or four of halves.
 struct Codes {
@@ -101,16 +103,27 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight
     coded_update_kernel(const __grid_constant__ Launch launch) {
   using Body = Operands<Rule, Weight, float>;
   constexpr int kStates = Rule::kStates;
-  __shared__ CodeMap maps[kStates > 0 ? kStates : 1];
+  __shared__ CodeMap maps[kStates];
+  __shared__ float values[kStates][kCodeValues];
   __shared__ int32_t shared[kWarps][2];
   const Chunk chunk = launch.chunks[blockIdx.x / kCodedParts].chunk;
   const TensorTask& task = launch.tensors[chunk.tensor];
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll
   for (int k = 0; k < kStates; ++k) {
-    const auto* const from = reinterpret_cast<const uint32_t*>(task.coded[k].map);
-    auto* const to = reinterpret_cast<uint32_t*>(&maps[k]);
-    for (int w = static_cast<int>(threadIdx.x); w < static_cast<int>(sizeof(CodeMap) / 4); w += kThreads) {
-      to[w] = from[w];
+    const CodeMap* const from = task.coded[k].map;
+    constexpr int kWords = sizeof(CodeMap) / sizeof(uint32_t);
+    static_assert(kWords <= kThreads);
+    if (thread < kWords) {
+      reinterpret_cast<uint32_t*>(&maps[k])[thread] = reinterpret_cast<const uint32_t*>(from)[thread];
     }
+  }
+  __syncthreads();
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    by_storage(maps[k].storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
+      if (kStorage != Storage::kInt4 || thread < 16) values[k][thread] = value_of<kStorage>(maps[k], thread);
+    });
   }
   __syncthreads();
   const int64_t part = static_cast<int64_t>(blockIdx.x % kCodedParts) * kThreads * kCodedWidth;
@@ -136,12 +149,13 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight
 #pragma unroll
   for (int k = 0; k < kStates; ++k) {
     const CodeMap& map = maps[k];
-    const bool halves = map.elements_per_byte() == 2;
+    const bool halves = map.storage == Storage::kInt4;
     const Codes codes = load_codes(static_cast<const uint8_t*>(task.data[kFirstState + k]), halves, i, valid);
-    const float scale = valid > 0 ? task.coded[k].absmax[i / map.block] / map.top : 0;
+    const float scale = valid > 0 ? task.coded[k].absmax[i >> map.block_shift] / map.top : 0;
 #pragma unroll
     for (int j = 0; j < kCodedWidth; ++j) {
-      read.state[k][j] = j < valid ? value_of(map, codes.at(halves, j)) * scale : 0;
+      const int32_t code = halves ? codes.at(true, j) : codes.at(false, j);
+      read.state[k][j] = j < valid ? values[k][code] * scale : 0;
     }
   }
   if (body.scales) {
@@ -158,24 +172,30 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight
 #pragma unroll
   for (int k = 0; k < kStates; ++k) {
     const CodeMap& map = maps[k];
-    const bool halves = map.elements_per_byte() == 2;
     int32_t largest = 0;
 #pragma unroll
     for (int j = 0; j < kCodedWidth; ++j) {
       const int32_t magnitude = bits_of(read.state[k][j]) & kMagnitudeBits;
       if (j < valid && magnitude > largest) largest = magnitude;
     }
-    const int width = map.block / kCodedWidth;
+    const bool halves = map.storage == Storage::kInt4;
+    const int width = halves ? kWarp / 2 : kWarp;
     const BlockScale scale = scale_of(largest_of(largest, width, shared), map.top);
     Codes codes{};
+    if (scale.inverse == 0) {
+      const auto zeros = static_cast<uint32_t>(zero_byte(map)) * 0x01010101u;
+      codes = {zeros, zeros};
+    } else {
+      by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
 #pragma unroll
-    for (int j = 0; j < kCodedWidth; ++j) {
-      const int32_t code = scale.inverse == 0 ? map.zero : code_of(map, read.state[k][j] * scale.inverse);
-      if (j < valid) codes.put(halves, j, code);
+        for (int j = 0; j < kCodedWidth; ++j) {
+          const int32_t code = code_of<kStorage>(map, read.state[k][j] * scale.inverse);
+          if (j < valid) codes.put(kStorage == Storage::kInt4, j, code);
+        }
+      });
     }
-    if (valid > 0 && halves && valid % 2 != 0 && scale.inverse == 0) codes.put(halves, valid, map.zero);
     store_codes(codes, static_cast<uint8_t*>(task.data[kFirstState + k]), halves, i, valid);
-    if (valid > 0 && threadIdx.x % width == 0) task.coded[k].absmax[i / map.block] = scale.absmax;
+    if (valid > 0 && thread % width == 0) task.coded[k].absmax[i >> map.block_shift] = scale.absmax;
   }
   if (body.clears) store_some(grad, grad_aligned, valid, kZeros);
 }

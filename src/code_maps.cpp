@@ -105,6 +105,7 @@ CodeMap make_map(Storage storage, bool is_signed) {
   }
   if (storage != Storage::kInt4) return map;
   map.block = 128;
+  map.block_shift = 7;
   for (int32_t level = 0; level <= most; ++level) {
     map.value[map.zero + level] = static_cast<float>(levels[level]);
     if (is_signed && level <= map.most) map.value[map.zero - level] = static_cast<float>(-levels[level]);

@@ -50,7 +50,7 @@ class Plan {
   // the operands from before.
   void bind(size_t i, const TensorOperands& operands);
   // Tells which states a rule keeps from being negative, a bit each: their codes need no sign.
-  void use_signs(uint32_t not_negative);
+  FUSEDSTEP_API void use_signs(uint32_t not_negative);
   // Sets the address of a dense gradient, the rest of which is as it was bound.
   void move_grad(size_t i, void* data);
   // Throws std::runtime_error, naming them, if two weights share an element, or if a gradient shares one with

@@ -131,5 +131,5 @@ def test_other_layouts_are_refused():
     if not PLAIN[0].elementwise:
         optimizer = next(c for c in PLAIN if c.elementwise).build([param], state_dtype="int8")
     param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match="state_dtype: on CUDA .* must be contiguous"):
+    with pytest.raises(RuntimeError, match=r"state_dtype: on CUDA .* must be contiguous"):
         optimizer.step()

@@ -29,7 +29,8 @@ struct CodeMap {
   static constexpr int kSegments = 8;
 
   Storage storage = Storage::kPlain;
-  int block = 256;  // elements that share an absolute maximum
+  int block = 256;      // elements that share an absolute maximum
+  int block_shift = 8;  // its logarithm
   float top = 1;    // the level of the absolute maximum
   // A positive number's code is its level + zero. That of a negative one is (its level ^ flip) + negative,
   // with the level between least and most.
@@ -58,7 +59,7 @@ struct CodeMap {
   constexpr int64_t bytes_of(int64_t elements) const {
     return (elements + elements_per_byte() - 1) / elements_per_byte();
   }
-  constexpr int64_t blocks_of(int64_t elements) const { return (elements + block - 1) / block; }
+  constexpr int64_t blocks_of(int64_t elements) const { return (elements + block - 1) >> block_shift; }
 };
 
 // A byte of codes of zero.
@@ -97,10 +98,25 @@ FUSEDSTEP_FN BlockScale scale_of(int32_t largest, float top) {
   return {absmax, 1 / (absmax / top)};
 }
 
+// Calls run(storage) with a constant.
+template <Storage kStorage>
+struct StorageIs {};
+template <class Run>
+FUSEDSTEP_FN void by_storage(Storage storage, Run run) {
+  if (storage == Storage::kInt8) {
+    run(StorageIs<Storage::kInt8>());
+  } else if (storage == Storage::kInt4) {
+    run(StorageIs<Storage::kInt4>());
+  } else {
+    run(StorageIs<Storage::kFloat8>());
+  }
+}
+
 // The number that a code stands for, as a share of its block's absolute maximum (times `top`).
+template <Storage kStorage>
 FUSEDSTEP_FN float value_of(const CodeMap& map, int32_t code) {
-  if (map.storage == Storage::kInt4) return map.value[code];
-  if (map.storage == Storage::kFloat8) {
+  if constexpr (kStorage == Storage::kInt4) return map.value[code];
+  if constexpr (kStorage == Storage::kFloat8) {
     constexpr int kShift = kMantissa - kFloat8Mantissa;
     constexpr int32_t kLift = (kBias - kFloat8Bias) << kMantissa;
     const int32_t magnitude = code & 127;
@@ -119,8 +135,9 @@ FUSEDSTEP_FN float value_of(const CodeMap& map, int32_t code) {
 }
 
 // The level of a share, which is not negative.
+template <Storage kStorage>
 FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
-  if (map.storage == Storage::kFloat8) {
+  if constexpr (kStorage == Storage::kFloat8) {
     constexpr int32_t kLeast = kBias - kFloat8Bias + 1;
     const int32_t exponent = bits_of(share) >> kMantissa, e = exponent < kLeast ? kLeast : exponent;
     const float slope = from_bits((2 * kBias + kFloat8Mantissa - e) << kMantissa);
@@ -136,9 +153,10 @@ FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
 }
 
 // The code of a share, which is not NaN.
+template <Storage kStorage>
 FUSEDSTEP_FN int32_t code_of(const CodeMap& map, float share) {
   const int32_t bits = bits_of(share), magnitude = bits & kMagnitudeBits;
-  int32_t level = level_of(map, from_bits(magnitude));
+  int32_t level = level_of<kStorage>(map, from_bits(magnitude));
   if (bits >= 0 || magnitude == 0 || !map.is_signed()) return level + map.zero;
   level = level < map.least ? map.least : level > map.most ? map.most : level;
   return (level ^ map.flip) + map.negative;

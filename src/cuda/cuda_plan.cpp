@@ -152,6 +152,7 @@ class CudaPlan final : public DevicePlan {
           "a step can be captured in a graph only with its count on the device: capturable=True");
     }
     if (inputs.lr != nullptr) throw std::runtime_error("lr on the device needs the step count there");
+    plan.use_signs(rule.not_negative);
     refresh(plan, options, stream);
     Launch launch = launch_of(options, inputs, stream);
     const fusedstep::Scalars scalars = prepare_scalars(plan, rule, numbers);
@@ -172,6 +173,7 @@ class CudaPlan final : public DevicePlan {
                                                 const DeviceInputs& inputs) override {
     const DeviceGuard guard(device_);
     const cudaStream_t stream = current_stream(device_);
+    plan.use_signs(rule.not_negative);
     refresh(plan, options, stream);
     if (!std::ranges::equal(numbers, numbers_)) {
       refuse_if_capturing(stream);
