@@ -3,10 +3,11 @@
 A new optimizer gets all the laws by its rows here and its function in reference/.
 """
 
+import functools
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,12 @@ DECOUPLED_WITH_NORMS = WITH_NORMS | {
 }
 
 
+@functools.cache
+def parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
+    """Those of its constructor. Laws ask at each step, and to read them takes as long as a step."""
+    return inspect.signature(cls).parameters
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """A variant of an optimizer, and what laws have to know of it. No law knows it by its name."""
@@ -140,12 +147,13 @@ class Case:
         )
 
     def has(self, option: str) -> bool:
-        return option in inspect.signature(self.optimizer).parameters
+        return option in parameters_of(self.optimizer)
 
     def option(self, name: str) -> Any:
         """The value of the row, or else the optimizer's default."""
-        parameters = inspect.signature(self.optimizer).parameters
-        return self.options[name] if name in self.options else parameters[name].default
+        if name in self.options:
+            return self.options[name]
+        return parameters_of(self.optimizer)[name].default
 
     def build(self, params, **overrides) -> torch.optim.Optimizer:
         """The optimizer of this row, fused unless told otherwise."""
@@ -525,7 +533,7 @@ NAMESAKE_CHOICES = tuple(
     (case, options)
     for case in WITH_NAMESAKE
     for options in ({"foreach": False}, {"foreach": True}, {"fused": True})
-    if options.keys() <= inspect.signature(case.namesake).parameters.keys()
+    if options.keys() <= parameters_of(case.namesake).keys()
 )
 # A row of each family: of those that the engine steps in one way.
 FAMILIES = first_of_each(lambda case: (case.elementwise, bool(case.states), case.counts), CASES)

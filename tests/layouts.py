@@ -63,8 +63,8 @@ class Placed:
         return tensor
 
     def assert_outside_untouched(self, what: str) -> None:
-        touched = ((self._buffer != self._pattern) & self._outside).sum().item()
-        assert touched == 0, f"{what}: {touched} elements outside of the view have changed"
+        changed = self._buffer.ne(self._pattern).logical_and_(self._outside)
+        assert not changed.any(), f"{what}: {changed.sum()} elements outside of the view changed"
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedstep
-from cases import CASES, PLAIN
+from cases import KINDS, PLAIN
 from fusedstep import optim
 from fusedstep.optim import lamb
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
@@ -58,7 +58,7 @@ Work = Callable[[Process], None]
 def shards_are_stepped_as_the_whole(here):
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    for case in CASES:
+    for case in KINDS:
         for placement in (Shard(0), Replicate()):
             native = case.elementwise or placement == Replicate()
             params, spread = here.subjects(placement)
@@ -95,7 +95,7 @@ def a_compiled_step_leaves_shards_to_the_step(here):
 def each_process_verifies_its_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    for case in CASES:
+    for case in KINDS:
         placement = Shard(0) if case.elementwise else Replicate()
         _, spread = here.subjects(placement)
         report = fusedstep.verify(case.build(spread), lambda: None, steps=2)
@@ -117,7 +117,7 @@ def each_process_verifies_its_shards(here):
 def states_of_shards_are_loaded(here):
     from torch.distributed.tensor import Shard
 
-    for case in CASES:
+    for case in KINDS:
         _, spread = here.subjects(Shard(0))
         optimizer = case.build(spread, fused=None)
         optimizer.step()
@@ -135,7 +135,7 @@ def states_of_shards_are_loaded(here):
 def max_norm_is_that_of_all_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    for case in CASES:
+    for case in KINDS:
         for placement in (Shard(0), Replicate()):
             params, spread = here.subjects(placement)
             expected = case.build(params, fused=False).step(max_norm=0.5)
@@ -216,7 +216,7 @@ def an_optimizers_own_max_norm_is_that_of_all_shards(here):
 def what_cannot_be_right_is_refused_by_name(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    for case in CASES:
+    for case in KINDS:
         params, spread = here.subjects(Shard(0))
         if not case.elementwise:
             with pytest.raises(RuntimeError, match="norm of whole params"):
@@ -234,7 +234,7 @@ def what_cannot_be_right_is_refused_by_name(here):
 
 
 def gradients_in_the_buckets_of_ddp(here):
-    for case in CASES:
+    for case in KINDS:
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             torch.nn.Linear(20, 30), torch.nn.ReLU(), torch.nn.Linear(30, 2)
@@ -267,7 +267,7 @@ def offloaded_shards_are_stepped_where_they_are(here):
 
     mesh = init_device_mesh(here.device.type, (PROCESSES,))
     policy = CPUOffloadPolicy(pin_memory=here.device.type == "cuda")
-    for case in CASES:
+    for case in KINDS:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.Linear(30, 2))
         twin = copy.deepcopy(model)

@@ -69,9 +69,7 @@ TEST_P(GradientTest, MaximizingGoesUpTheGradient) {
 TEST_P(GradientTest, LeavesScalesAndClearsGradients) {
   std::vector<Tensor> scaled = start(), cleared = start();
   multiply(scaled, 0.5);
-  for (Tensor& tensor : cleared) {
-    for (int64_t i = 0; i < tensor.grad.elements(); ++i) tensor.grad.set(i, 0);
-  }
+  for (Tensor& tensor : cleared) tensor.grad.clear();
   for (const auto& [grads, expected] :
        {std::pair{GradUse::kLeave, start()}, {GradUse::kScale, scaled}, {GradUse::kClear, cleared}}) {
     SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));

@@ -12,7 +12,7 @@ Tensor::Tensor(const Case& test_case, const Sizes& sizes, const Forms& forms, ui
     : weight(test_case.dtype, sizes, forms.weight, margin), grad(test_case.dtype, sizes, forms.grad, margin) {
   for (int k = 0; k < test_case.states(); ++k) {
     states.emplace_back(test_case.state_dtype, sizes, forms.states[k % forms.states.size()], margin);
-    for (int64_t i = 0; i < weight.elements(); ++i) states.back().set(i, 0);
+    states.back().clear();
   }
   weight.fill(seed);
 }

@@ -4,7 +4,10 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <functional>
+#include <map>
 #include <numeric>
+#include <tuple>
 
 namespace fusedstep::test {
 namespace {
@@ -16,21 +19,36 @@ std::vector<int> order_or_row_major(const std::vector<int>& order, size_t dims) 
   return row_major;
 }
 
-// The first bytes of the pattern that is around and between elements. Kept, for a sanitizer makes every byte
-// that is worked out anew an expense.
-std::vector<std::byte> fill_pattern(size_t bytes) {
-  static const std::vector<std::byte> period = [] {
-    std::vector<std::byte> all(size_t{1} << 20);
-    for (size_t position = 0; position < all.size(); ++position) {
-      all[position] = static_cast<std::byte>(0xa5 ^ (position * 29));
+// The pattern around and between elements. It repeats itself every 256 bytes.
+constexpr size_t kPatternBytes = size_t{1} << 20;
+
+const unsigned char* pattern() {
+  static const std::vector<unsigned char> all = [] {
+    std::vector<unsigned char> bytes(kPatternBytes);
+    for (size_t position = 0; position < bytes.size(); ++position) {
+      bytes[position] = static_cast<unsigned char>(0xa5 ^ (position * 29));
     }
-    return all;
+    return bytes;
   }();
-  std::vector<std::byte> pattern(bytes);
-  for (size_t begin = 0; begin < bytes; begin += period.size()) {
-    std::memcpy(pattern.data() + begin, period.data(), std::min(bytes - begin, period.size()));
+  return all.data();
+}
+
+std::vector<unsigned char> fill_pattern(size_t bytes) {
+  std::vector<unsigned char> filled(bytes);
+  for (size_t begin = 0; begin < bytes; begin += kPatternBytes) {
+    std::memcpy(filled.data() + begin, pattern(), std::min(bytes - begin, kPatternBytes));
   }
-  return pattern;
+  return filled;
+}
+
+// True if bytes [begin, end) of a buffer are the pattern's.
+bool is_pattern(const unsigned char* buffer, size_t begin, size_t end) {
+  while (begin < end) {
+    const size_t from = begin % kPatternBytes, bytes = std::min(end - begin, kPatternBytes - from);
+    if (std::memcmp(buffer + begin, pattern() + from, bytes) != 0) return false;
+    begin += bytes;
+  }
+  return true;
 }
 
 uint64_t mix(uint64_t x) {  // the finalizer of splitmix64
@@ -40,14 +58,14 @@ uint64_t mix(uint64_t x) {  // the finalizer of splitmix64
 }
 
 template <class T>
-T read(const std::byte* from) {
+T read(const unsigned char* from) {
   T x;
   std::memcpy(&x, from, sizeof x);
   return x;
 }
 
 template <class T>
-void write(std::byte* to, T x) {
+void write(unsigned char* to, T x) {
   std::memcpy(to, &x, sizeof x);
 }
 
@@ -64,6 +82,16 @@ auto with_word(DType dtype, Work work) {
   }
 }
 
+// Sets elements [begin, end) of a buffer to what `word_of` returns for each. The pointers are the function's
+// own: a write to the buffer leaves them in registers.
+template <class WordOf>
+void set_words(DType dtype, unsigned char* bytes, const int64_t* offsets, int64_t begin, int64_t end,
+               WordOf word_of) {
+  with_word(dtype, [=]<class Word>(Word word) {
+    for (int64_t i = begin; i < end; ++i) write(bytes + offsets[i] * sizeof(Word), word_of(word, i));
+  });
+}
+
 // The nearest bfloat16, ties to even: a float32's upper half, rounded by what is cut off.
 uint16_t to_bfloat16(double x) {
   const auto bits = std::bit_cast<uint32_t>(static_cast<float>(x));
@@ -71,6 +99,81 @@ uint16_t to_bfloat16(double x) {
   if (std::isnan(x)) return 0x7fc0;
   const bool up = cut > 0x8000 || (cut == 0x8000 && (kept & 1) != 0);
   return static_cast<uint16_t>(kept + (up ? 1 : 0));
+}
+
+Places make_places(const Sizes& sizes, const Sizes& strides, int64_t first) {
+  Places places;
+  places.offsets.resize(std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>()));
+  places.end = first;
+  int64_t offset = first;
+  Sizes index(sizes.size(), 0);
+  for (int64_t& each : places.offsets) {
+    each = offset;
+    places.end = std::max(places.end, offset + 1);
+    places.in_one_run = places.in_one_run && offset - first == &each - places.offsets.data();
+    for (size_t d = sizes.size(); d-- > 0;) {
+      offset += strides[d];
+      if (++index[d] < sizes[d]) break;
+      offset -= sizes[d] * strides[d];
+      index[d] = 0;
+    }
+  }
+  std::vector<char> is_taken(places.end);
+  for (const int64_t each : places.offsets) is_taken[each] = 1;
+  for (auto at = is_taken.begin(); at != is_taken.end();) {
+    const auto begin = std::find(at, is_taken.end(), 0);
+    at = std::find(begin, is_taken.end(), 1);
+    if (begin != at) places.gaps.emplace_back(begin - is_taken.begin(), at - is_taken.begin());
+  }
+  return places;
+}
+
+// Values that are kept, since tests make the same operands many times. All go once their sizes are too much.
+template <class Key, class Value>
+class Kept {
+ public:
+  explicit Kept(size_t most) : most_(most) {}
+
+  // The value of a key; `make` returns it where it is not kept yet.
+  template <class Make>
+  const Value& get(const Key& key, size_t size, Make make) {
+    const auto found = values_.find(key);
+    if (found != values_.end()) return found->second;
+    if (size_ + size > most_) {
+      values_.clear();
+      size_ = 0;
+    }
+    size_ += size;
+    return values_.emplace(key, make()).first->second;
+  }
+
+ private:
+  std::map<Key, Value> values_;
+  size_t most_, size_ = 0;
+};
+
+std::shared_ptr<const Places> places_of(const Sizes& sizes, const Sizes& strides, int64_t first) {
+  thread_local Kept<std::tuple<Sizes, Sizes, int64_t>, std::shared_ptr<const Places>> kept(size_t{1} << 22);
+  const int64_t elements = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  return kept.get({sizes, strides, first}, elements,
+                  [&] { return std::make_shared<const Places>(make_places(sizes, strides, first)); });
+}
+
+// The first numbers of a seed, in a dtype.
+const unsigned char* numbers_of(DType dtype, uint64_t seed, int64_t count) {
+  // More than is asked for: another operand may want them.
+  const auto kept_count = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(count)));
+  thread_local Kept<std::tuple<DType, uint64_t, int64_t>, std::vector<unsigned char>> kept(size_t{1} << 26);
+  const auto size = static_cast<int64_t>(element_size(dtype));
+  return kept
+      .get({dtype, seed, kept_count}, kept_count * size,
+           [&] {
+             std::vector<unsigned char> numbers(kept_count * size);
+             for (int64_t i = 0; i < kept_count; ++i)
+               encode(dtype, number(seed, i), numbers.data() + i * size);
+             return numbers;
+           })
+      .data();
 }
 
 }  // namespace
@@ -99,7 +202,7 @@ Form expanded(const Sizes& sizes, const std::vector<int>& dims, const std::vecto
   return form;
 }
 
-double decode(DType dtype, const std::byte* from) {
+double decode(DType dtype, const unsigned char* from) {
   switch (dtype) {
     case DType::kFloat:
       return read<float>(from);
@@ -113,7 +216,7 @@ double decode(DType dtype, const std::byte* from) {
   return 0;
 }
 
-void encode(DType dtype, double x, std::byte* to) {
+void encode(DType dtype, double x, unsigned char* to) {
   switch (dtype) {
     case DType::kFloat:
       return write(to, static_cast<float>(x));
@@ -127,28 +230,15 @@ void encode(DType dtype, double x, std::byte* to) {
 }
 
 Operand::Operand(DType dtype, Sizes sizes, const Form& form, int64_t margin)
-    : dtype_(dtype), sizes_(std::move(sizes)), strides_(form.strides), first_(form.offset + margin) {
-  std::vector<int64_t> offsets(
-      std::accumulate(sizes_.begin(), sizes_.end(), int64_t{1}, std::multiplies<>()));
-  int64_t end = first_, offset = first_;
-  Sizes index(sizes_.size(), 0);
-  for (int64_t& each : offsets) {
-    each = offset;
-    end = std::max(end, offset + 1);
-    for (size_t d = sizes_.size(); d-- > 0;) {
-      offset += strides_[d];
-      if (++index[d] < sizes_[d]) break;
-      offset -= sizes_[d] * strides_[d];
-      index[d] = 0;
-    }
-  }
-  offsets_ = std::make_shared<const std::vector<int64_t>>(std::move(offsets));
-  bytes_ = fill_pattern((end + margin) * element_size(dtype));
-}
+    : dtype_(dtype),
+      element_size_(static_cast<int64_t>(element_size(dtype))),
+      sizes_(std::move(sizes)),
+      strides_(form.strides),
+      first_(form.offset + margin),
+      places_(places_of(sizes_, strides_, first_)),
+      bytes_(fill_pattern((places_->end + margin) * element_size_)) {}
 
-TensorView Operand::view() {
-  return {bytes_.data() + first_ * element_size(dtype_), dtype_, sizes_, strides_};
-}
+TensorView Operand::view() { return {bytes_.data() + first_ * element_size_, dtype_, sizes_, strides_}; }
 
 std::vector<double> Operand::values() const {
   std::vector<double> all(elements());
@@ -157,10 +247,18 @@ std::vector<double> Operand::values() const {
 }
 
 void Operand::fill(uint64_t seed) {
-  for (int64_t i = 0; i < elements(); ++i) set(i, number(seed, i));
+  const unsigned char* numbers = numbers_of(dtype_, seed, elements());
+  if (elements() == 0) return;
+  if (places_->in_one_run) {
+    std::memcpy(at(0), numbers, elements() * element_size_);
+    return;
+  }
+  set_words(dtype_, bytes_.data(), places_->offsets.data(), 0, elements(),
+            [=]<class Word>(Word, int64_t i) { return read<Word>(numbers + i * sizeof(Word)); });
 }
 
 int64_t Operand::first_difference(const Operand& other) const {
+  if (places_ == other.places_ && bytes_ == other.bytes_) return -1;
   return with_word(dtype_, [&]<class Word>(Word) -> int64_t {
     for (int64_t i = 0; i < elements(); ++i) {
       const bool same = read<Word>(at(i)) == read<Word>(other.at(i));
@@ -170,21 +268,36 @@ int64_t Operand::first_difference(const Operand& other) const {
   });
 }
 
-void Operand::copy_elements(const Operand& other) {
-  with_word(dtype_, [&]<class Word>(Word) {
-    for (int64_t i = 0; i < elements(); ++i) write(at(i), read<Word>(other.at(i)));
-  });
+void Operand::copy_elements(const Operand& other) { copy_elements(other, 0, elements()); }
+
+void Operand::copy_elements(const Operand& other, int64_t begin, int64_t end) {
+  if (begin == end) return;
+  if (places_->in_one_run && other.places_->in_one_run) {
+    std::memcpy(at(begin), other.at(begin), (end - begin) * element_size_);
+    return;
+  }
+  const unsigned char* bytes = other.bytes_.data();
+  const int64_t* offsets = other.places_->offsets.data();
+  set_words(dtype_, bytes_.data(), places_->offsets.data(), begin, end,
+            [=]<class Word>(Word, int64_t i) { return read<Word>(bytes + offsets[i] * sizeof(Word)); });
+}
+
+void Operand::clear() {
+  if (elements() != 0 && places_->in_one_run) {
+    std::memset(at(0), 0, elements() * element_size_);
+    return;
+  }
+  set_words(dtype_, bytes_.data(), places_->offsets.data(), 0, elements(),
+            []<class Word>(Word, int64_t) { return Word{}; });
 }
 
 bool Operand::fill_untouched() const {
-  std::vector<std::byte> expected = fill_pattern(bytes_.size());
-  with_word(dtype_, [&]<class Word>(Word) {
-    for (const int64_t offset : *offsets_) {
-      const auto begin = offset * static_cast<int64_t>(sizeof(Word));
-      write(expected.data() + begin, read<Word>(bytes_.data() + begin));
-    }
-  });
-  return expected == bytes_;
+  const auto is_untouched = [&](int64_t begin, int64_t end) {
+    return is_pattern(bytes_.data(), begin * element_size_, end * element_size_);
+  };
+  return std::ranges::all_of(places_->gaps,
+                             [&](const auto& gap) { return is_untouched(gap.first, gap.second); }) &&
+         is_untouched(places_->end, std::ssize(bytes_) / element_size_);
 }
 
 double number(uint64_t seed, int64_t i) {

@@ -121,11 +121,8 @@ TEST_P(OracleTest, SmallGradientsGiveNoLargeUpdates) {
 
 TEST_P(OracleTest, ZeroGradientsAndZeroWeights) {
   Model model(GetParam(), dense_tensors(GetParam(), {100, 100}));
-  Operand& weight = model.tensors()[1].weight;
-  for (int64_t i = 0; i < weight.elements(); ++i) weight.set(i, 0);
-  for (Tensor& tensor : model.tensors()) {
-    for (int64_t i = 0; i < tensor.grad.elements(); ++i) tensor.grad.set(i, 0);
-  }
+  model.tensors()[1].weight.clear();
+  for (Tensor& tensor : model.tensors()) tensor.grad.clear();
   step_and_compare(model, 1, GradUse::kLeave);
   model.fill_grads(1);
   step_and_compare(model, 2, GradUse::kLeave);

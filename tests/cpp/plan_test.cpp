@@ -507,7 +507,7 @@ TEST(ZeroStatesTest, EveryStateIsZeroAndNothingElseChanges) {
       EXPECT_EQ(tensors[t].weight.bytes(), before[t].weight.bytes());
       EXPECT_EQ(tensors[t].grad.bytes(), before[t].grad.bytes());
       for (const Operand& state : tensors[t].states) {
-        EXPECT_EQ(state.bytes(), std::vector<std::byte>(state.bytes().size(), std::byte{0}));
+        EXPECT_EQ(state.bytes(), std::vector<unsigned char>(state.bytes().size(), 0));
       }
     }
   }

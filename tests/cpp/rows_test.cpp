@@ -43,10 +43,10 @@ class RowsTest : public testing::TestWithParam<Case> {
       const int64_t elements = grad.row_elements();
       for (int64_t row = 0; row < std::ssize(has_row); ++row) {
         if (has_row[row]) continue;
-        for (int64_t i = row * elements; i < (row + 1) * elements; ++i) {
-          expected.weight.set(i, before.weight.get(i));
-          for (size_t k = 0; k < before.states.size(); ++k)
-            expected.states[k].set(i, before.states[k].get(i));
+        const int64_t begin = row * elements, end = begin + elements;
+        expected.weight.copy_elements(before.weight, begin, end);
+        for (size_t k = 0; k < before.states.size(); ++k) {
+          expected.states[k].copy_elements(before.states[k], begin, end);
         }
       }
       ASSERT_EQ(sparse.weight.first_difference(expected.weight), -1);

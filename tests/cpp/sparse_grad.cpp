@@ -49,7 +49,7 @@ void SparseGrad::bind(Plan& plan, size_t i, TensorOperands operands) {
 }
 
 void SparseGrad::copy_to(Operand& grad) const {
-  for (int64_t i = 0; i < grad.elements(); ++i) grad.set(i, 0);
+  grad.clear();
   const int64_t elements = row_elements();
   for (size_t entry = 0; entry < rows_.size(); ++entry) {
     for (int64_t k = 0; k < elements; ++k) {

@@ -5,10 +5,11 @@ Nothing here calls the library: formulas are the references of the case table, o
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,9 +229,14 @@ def _expect(
         expected.is_decidable = False
 
 
+@functools.cache
+def _parameters(formula: Callable) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(formula).parameters
+
+
 def _options(formula: Callable, group: dict[str, Any]) -> dict[str, Any]:
     options = {k: number(v) for k, v in group.items() if k not in NOT_IN_FORMULAS}
-    parameters = inspect.signature(formula).parameters
+    parameters = _parameters(formula)
     if any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
         return options
     return {k: v for k, v in options.items() if k in parameters}
