@@ -211,7 +211,7 @@ class StateStore:
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
         """Takes from a saved state what has been cast to the weight's dtype, and numbers."""
-        for name in dict.fromkeys((*self.names_of(group, weight), LOW)):
+        for name in dict.fromkeys((*self.names_of(group, weight), *BESIDE.values())):
             value, device = saved.get(name), weight.device
             if name == LOW and isinstance(value, Tensor):
                 self.by_weight[weight][name] = value.to(device, torch.int16)

@@ -150,8 +150,9 @@ def start_beside(way: str, weight: Tensor, value: Tensor) -> Tensor:
 
 
 def _beside(way: str, weight: Tensor, value: Tensor) -> Tensor:
-    if way == "float32":
-        return value
+    if way == "float32":  # of a value in the middle of two weights the next that rounds to this one
+        towards = torch.nextafter(value, weight.float())
+        return torch.where(value.to(weight.dtype) == weight, value, towards)
     if way == "kahan":
         return torch.where(weight.isfinite(), value - weight.float(), 0.0).to(weight.dtype)
     upper = weight.detach().view(torch.int16).to(torch.int64) << 16
