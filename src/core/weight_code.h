@@ -35,7 +35,8 @@ FUSEDSTEP_FN uint16_t nearest_bf16(uint32_t bits) {
 // value is the weight: they would take zero across zero, or infinity to NaN.
 FUSEDSTEP_FN uint32_t joined(uint16_t weight, int16_t low) {
   const uint32_t magnitude = weight & 0x7fffu;
-  const bool is_foreign = (low < 0) & (magnitude == 0) | (low > 0) & (magnitude >= kInfinityBits >> 16);
+  const bool is_foreign =
+      ((low < 0) & (magnitude == 0)) | ((low > 0) & (magnitude >= kInfinityBits >> 16));
   return (uint32_t{weight} << 16) + (is_foreign ? 0u : static_cast<uint32_t>(int32_t{low}));
 }
 FUSEDSTEP_FN void split(uint32_t bits, uint16_t& weight, int16_t& low) {
