@@ -3,6 +3,7 @@
 #include <array>
 #include <utility>
 
+#include "cuda_kernels/coded.cuh"
 #include "cuda_kernels/one_chunk.cuh"
 #include "cuda_kernels/rows.cuh"
 
@@ -21,6 +22,9 @@ constexpr PassKernels kernels_of() {
   PassKernels kernels{};
   if constexpr (!kHasNorms<Rule<0>>) {
     kernels.update = launch_update<kAccess, R, Weight, State>;
+    if constexpr (std::is_same_v<State, float> && R::kStates > 0) {
+      kernels.update_coded = launch_coded_update<R, Weight>;
+    }
     if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
   } else if constexpr (kAccess == kInWords) {
     kernels.two_phases = launch_two_phases<Rule, kFlags, Weight, State>;

@@ -7,6 +7,7 @@
 #include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
 #include "src/core/operands.h"
+#include "src/core/task.h"
 #include "src/core/walk.h"
 
 struct CUstream_st;
@@ -35,6 +36,7 @@ struct alignas(16) Scalars {
 // One tensor as a kernel sees it; where its gradient is, which moves, is in a list of its own.
 struct TensorTask {
   void* data[kMaxOperands];
+  CodedState coded[kMaxStates];  // maps and absmax are on the device
   BlockLayout layout;  // without sizes: all operands share one dense order
   int64_t first_chunk, last_chunk;
   bool as_double;  // the maths
@@ -150,9 +152,11 @@ struct IndexLaunch {
 // An elementwise rule has `update` and, if a gradient of zero changes nothing, `update_rows` for steps of
 // which some gradients are sparse. A two-phase rule has `two_phases` for tensors that are gone over in
 // words, and `one_chunk` where each of these is no more than a chunk, and for others `accumulate` and one
-// `apply` or the other, as Launch::stores says.
+// `apply` or the other, as Launch::stores says. `update_coded` is for states in codes, where the rule is
+// elementwise and its states may be float32; it is the same for each access.
 struct PassKernels {
   void (*update)(const Launch&);
+  void (*update_coded)(const Launch&);
   void (*update_rows)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);
   void (*one_chunk)(const TwoPhaseLaunch&);

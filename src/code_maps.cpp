@@ -115,18 +115,21 @@ CodeMap make_map(Storage storage, bool is_signed) {
 
 }  // namespace
 
-const CodeMap& code_map(Storage storage, bool is_signed) {
-  // By storage, signed and not.
+std::span<const CodeMap> code_maps() {
   static const auto* const maps = new std::vector<CodeMap>{
       make_map(Storage::kInt8, true), make_map(Storage::kInt8, false), make_map(Storage::kInt4, true),
       make_map(Storage::kInt4, false), make_map(Storage::kFloat8, true)};
+  return *maps;
+}
+
+const CodeMap& code_map(Storage storage, bool is_signed) {
   switch (storage) {
     case Storage::kInt8:
-      return (*maps)[is_signed ? 0 : 1];
+      return code_maps()[is_signed ? 0 : 1];
     case Storage::kInt4:
-      return (*maps)[is_signed ? 2 : 3];
+      return code_maps()[is_signed ? 2 : 3];
     default:
-      return (*maps)[4];
+      return code_maps()[4];
   }
 }
 

@@ -1,5 +1,6 @@
 // The maps of codes, made once.
 #pragma once
+#include <span>
 #include <string_view>
 
 #include "fusedstep/isa.h"
@@ -9,6 +10,9 @@ namespace fusedstep {
 
 // The map of a state that is kept in codes. `is_signed` unless the state is never negative.
 FUSEDSTEP_API const CodeMap& code_map(Storage storage, bool is_signed);
+
+// All of them, in one place.
+FUSEDSTEP_API std::span<const CodeMap> code_maps();
 
 // The storage of a name: "int8", "int4" or "fp8". Throws std::runtime_error if it is another.
 FUSEDSTEP_API Storage storage_of(std::string_view name);

@@ -124,6 +124,10 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
     if (checked_storage(i, operands.weight, state) == Storage::kPlain) check_state(i, operands.weight, state);
     format = format_of(i, weight, dtype_of(k), masters || has_value);
     if (dtype_of(k) != dtype_of(0)) refuse(i, "its states have different dtypes");
+    const bool is_master = masters && k == slots - 1;
+    if (!is_master && state.has_codes() != operands.states[0].has_codes()) {
+      refuse(i, "some of its states are in codes, others are not");
+    }
     if (state.has_codes() && operands.rows) {
       refuse(i, "the gradient is sparse, but a state is quantised; leave state_dtype out for its group");
     }

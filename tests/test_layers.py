@@ -17,8 +17,8 @@ LAYERS = [
     {
         "CPU kernels": "cpu_kernels/",
         "CUDA kernels": "cuda_kernels/",
-        "plans": r"src/(bound|extents|layout|load_balance|operand_checks|overlap|placement)\."
-        r"|src/(plan|rows|session|tensor_view|tuning)\.",
+        "plans": r"src/(bound|code_maps|extents|layout|load_balance|operand_checks)\."
+        r"|src/(overlap|placement|plan|rows|session|tensor_view|tuning)\.",
     },
     {"steps": r"src/(backend|dispatch|isa|step)\."},
     {"CUDA steps": "src/cuda/"},

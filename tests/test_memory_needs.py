@@ -226,7 +226,7 @@ def test_json_has_every_choice_apart(capsys, monkeypatch):
 
 def test_the_table_and_the_bars(capsys, monkeypatch):
     asked = ("--optimizer", "AdamW", "--optimizer", "sgd:momentum=0.9", "--optimizer", "Lion")
-    text = run(capsys, monkeypatch, "1B", *asked, "--fit", "13GB")
+    text = run(capsys, monkeypatch, "1B", *asked, "--states", "default", "--fit", "13GB")
     head, *lines = text.splitlines()
     assert head == "1B: 1,000,000,000 parameters"
     assert re.search(r"^SGD:momentum=0.9, Lion +default .* yes$", text, re.MULTILINE)
@@ -237,7 +237,8 @@ def test_the_table_and_the_bars(capsys, monkeypatch):
 
 
 def test_the_activations_of_a_factory(capsys, monkeypatch):
-    batch = ("--batch", "2", "--sequence", "256", "--optimizer", "AdamW", "--json")
+    batch = ("--batch", "2", "--sequence", "256", "--json")
+    batch += ("--optimizer", "AdamW", "--states", "default")
     found = json.loads(run(capsys, monkeypatch, "small_gpt:tiny", *batch))
     assert found["choices"][0]["bytes"]["total"] == probe.predicted(probe.CASES[0], "tiny", 256)
     assert found["highest_activations"] > found["choices"][0]["bytes"]["activations"]

@@ -166,7 +166,7 @@ def test_a_text_for_a_flag(case, text):
     """Python takes each of them for true."""
     _, optimizer = trained(case)
     unchanged = Unchanged(optimizer)
-    for name in ("fused", "foreach", "maximize", "state_dtype"):
+    for name in ("fused", "foreach", "maximize"):
         dictionary = copy.deepcopy(optimizer.state_dict())
         dictionary["param_groups"][0][name] = text
         with pytest.raises(TypeError, match=f"{name} must not be a text: '{text}'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -24,13 +25,12 @@ def imperative_twin(
 
     It is made as unpickling makes one: constructors of subclasses may take anything.
     """
-    param_groups = [
-        options | {name: value for name, value in _IMPERATIVE.items() if name in options}
-        for options in (
-            group | {"params": weights}
-            for group, weights in zip(optimizer.param_groups, groups, strict=True)
-        )
-    ]
+    param_groups = []
+    for group, weights in zip(optimizer.param_groups, groups, strict=True):
+        changed = {name: value for name, value in _IMPERATIVE.items() if name in group}
+        if isinstance(group.get("state_dtype"), str):  # its states are numbers
+            changed["state_dtype"] = torch.float32
+        param_groups.append(group | changed | {"params": weights})
     twin = type(optimizer).__new__(type(optimizer))
     twin.__setstate__(
         {

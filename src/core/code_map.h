@@ -127,8 +127,9 @@ FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
     const int32_t before = (e - kLeast) << kFloat8Mantissa;  // levels below those of its exponent, but eight
     return static_cast<int32_t>(share * slope + (static_cast<float>(before) + 0.5f));
   }
-  int segment = -1;
-  for (int k = 0; k < CodeMap::kSegments; ++k) segment += bits_of(share) > bits_of(map.threshold[k]);
+  const float at = share < CodeMap::kLeastShare ? CodeMap::kLeastShare : share;
+  const int octave = (bits_of(at) >> kMantissa) % CodeMap::kOctaves;
+  const int segment = map.octave_segment[octave] + (bits_of(share) > bits_of(map.octave_threshold[octave]));
   if (segment < 0) return 0;
   const auto level = static_cast<int32_t>(share * map.slope[segment] + map.start[segment]);
   return level < map.last[segment] ? level : map.last[segment];

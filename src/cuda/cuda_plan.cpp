@@ -9,12 +9,15 @@
 #include <limits>
 #include <memory>
 #include <optional>
+#include <span>
 #include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "cuda_kernels/kernel_table.h"
 #include "src/backend.h"
+#include "src/code_maps.h"
 #include "src/cuda/memory.h"
 
 namespace fusedstep::cuda {
@@ -66,6 +69,7 @@ struct LaunchKind {
   Format format;
   Access access;
   bool can_store;  // the update between two phases
+  bool coded;      // its states are in codes
 
   auto operator<=>(const LaunchKind&) const = default;
 };
@@ -132,6 +136,7 @@ struct Tables {
   TensorProgress* progress;
   WaitingChunk* waiting;
   ChunkQueue* queue;
+  CodeMap* maps;  // those of code_maps()
 };
 
 class CudaPlan final : public DevicePlan {
@@ -261,8 +266,12 @@ class CudaPlan final : public DevicePlan {
   std::unique_ptr<PreparedStep> prepared(Plan& plan, const BoundRule& rule, const Launch& launch,
                                          const std::optional<PrepareLaunch>& count) {
     const RuleTable& rules = table(rule.id);
+    const auto is_coded = [](const LaunchGroup& group) { return group.of.coded; };
+    if (rules.ratio != nullptr && std::ranges::any_of(grads_->groups, is_coded)) {
+      throw std::runtime_error("state_dtype: on CUDA a rule with norms takes no states in codes");
+    }
     const auto takes = [&](const LaunchGroup& group) {
-      return rules.ratio != nullptr || update_of(kernels_of(rules, rule, group)) != nullptr;
+      return rules.ratio != nullptr || update_of(kernels_of(rules, rule, group), group) != nullptr;
     };
     if (!std::ranges::all_of(grads_->groups, takes)) {
       throw std::runtime_error("this rule takes no sparse gradients on CUDA");
@@ -275,7 +284,8 @@ class CudaPlan final : public DevicePlan {
     return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
   }
   using Pass = void (*)(const Launch&);
-  Pass update_of(const PassKernels& kernels) const {
+  Pass update_of(const PassKernels& kernels, const LaunchGroup& group) const {
+    if (group.of.coded) return kernels.update_coded;
     return grads_->has_rows ? kernels.update_rows : kernels.update;
   }
 
@@ -348,6 +358,12 @@ class CudaPlan final : public DevicePlan {
     for (size_t i = 0; i < tensors; ++i) {
       const fusedstep::TensorTask& known = plan.task(i);
       std::copy_n(known.data, kMaxOperands, tasks[i].data);
+      for (int k = 0; k < kMaxStates; ++k) tasks[i].coded[k] = on_device(known.coded[k]);
+      if (known.has_codes && known.layout != nullptr) {
+        throw std::runtime_error(
+            "tensor " + std::to_string(i) +
+            " of the list: state_dtype: on CUDA a weight with states in codes, and its gradient, must be contiguous");
+      }
       tasks[i].as_double = plan.format(i) == Format::kDouble;
       if (known.layout == nullptr) continue;
       const auto copied = [&](const int64_t* from, int64_t count) {
@@ -364,10 +380,18 @@ class CudaPlan final : public DevicePlan {
       task.last_chunk = static_cast<int64_t>(c) + 1;
     }
     upload(tables_.dims, all_dims);
+    const std::span<const CodeMap> maps = code_maps();
+    upload(tables_.maps, std::vector<CodeMap>(maps.begin(), maps.end()));
     upload(tables_.tensors, tasks);
     upload(tables_.progress, std::vector<TensorProgress>(tensors));
     upload(tables_.queue, std::vector<ChunkQueue>(1));
     numbers_.clear();
+  }
+
+  // A state's map is one of the device's.
+  CodedState on_device(CodedState state) const {
+    if (state.map != nullptr) state.map = tables_.maps + (state.map - code_maps().data());
+    return state;
   }
 
   void describe_grads(const Plan& plan, Grads& known, bool with_chunks) {
@@ -389,7 +413,8 @@ class CudaPlan final : public DevicePlan {
         rows.push_back({*index, sizes, strides, plan.units_of_row(i), plan.elements_of_row(i)});
         grads[i].rows = known.tables.rows + (rows.size() - 1);
       }
-      classes[i] = {plan.format(i), is_in_words(plan, i) ? kInWords : kByElement, plan.grad_can_store(i)};
+      classes[i] = {plan.format(i), is_in_words(plan, i) ? kInWords : kByElement, plan.grad_can_store(i),
+                    task.has_codes};
     }
     upload(known.tables.grads, grads);
     upload(known.tables.rows, rows);
@@ -444,7 +469,8 @@ class CudaPlan final : public DevicePlan {
                  at_ratios = offsets.place<double>(tensors), at_scalars = offsets.place<Scalars>(tensors),
                  at_numbers = offsets.place<float*>(kMaxNumbers * tensors),
                  at_progress = offsets.place<TensorProgress>(tensors),
-                 at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1);
+                 at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1),
+                 at_maps = offsets.place<CodeMap>(code_maps().size());
     const PlacedGradTables at_eager_grads(offsets, tensors, chunks, row_dims);
     if (offsets.bytes() > bytes_) {
       // More than is needed now, but for the first time: sparse gradients may have more entries at every
@@ -468,6 +494,7 @@ class CudaPlan final : public DevicePlan {
     tables_.progress = reinterpret_cast<TensorProgress*>(base + at_progress);
     tables_.waiting = reinterpret_cast<WaitingChunk*>(base + at_waiting);
     tables_.queue = reinterpret_cast<ChunkQueue*>(base + at_queue);
+    tables_.maps = reinterpret_cast<CodeMap*>(base + at_maps);
   }
 
   template <class T>
@@ -510,7 +537,8 @@ class CudaPlan final : public DevicePlan {
     const std::vector<LaunchGroup>& groups = grads_->groups;
     for (auto first = groups.begin(); first != groups.end();) {
       const auto end = std::find_if(first, groups.end(), [&](const LaunchGroup& group) {
-        return group.of.format != first->of.format || group.of.access != first->of.access;
+        return group.of.format != first->of.format || group.of.access != first->of.access ||
+               group.of.coded != first->of.coded;
       });
       LaunchGroup together = *first;
       together.last = std::prev(end)->last;
@@ -534,7 +562,7 @@ class CudaPlan final : public DevicePlan {
     if (rules.ratio == nullptr) {
       for_launches([&](const LaunchGroup& group) {
         select(launch, group);
-        update_of(kernels_of(rules, rule, group))(launch);
+        update_of(kernels_of(rules, rule, group), group)(launch);
         launch.queue.early = false;
       });
     } else {

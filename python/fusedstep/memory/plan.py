@@ -105,11 +105,9 @@ def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choi
     Raises:
         ValueError: if a class does not accept what was asked for.
     """
-    wide = run.weights.itemsize > 2 or run.masters != "none"  # states are, or cannot be narrower
+    shapes = (torch.Size([8192]),)  # enough for any state_dtype
     for text in optimizers or optim.__all__:
         for kind in states or STATE_DTYPES:
-            if not states and kind == "float32" and wide:
-                continue
             choice = Choice(*parse(text), kind)
             try:
                 _build([torch.empty(1, device="meta", dtype=run.weights)], choice, run.masters)
@@ -117,7 +115,12 @@ def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choi
                 if states or kind == "default":
                     raise ValueError(f"--optimizer {text}, --states {kind}: {error}") from None
                 continue
-            yield choice
+            sizes = {
+                state_bytes(shapes, run.weights, choice._replace(states=each), run.masters)
+                for each in (kind, "default")
+            }
+            if states or kind == "default" or len(sizes) == 2:
+                yield choice
 
 
 def accepted(states: str = "default", masters: str = "none") -> bool:

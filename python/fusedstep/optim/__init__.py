@@ -1,7 +1,8 @@
 """Optimizers for :mod:`torch` whose step is one pass over memory.
 
 What scripts use of :mod:`torch.optim` beside its optimizers is here under the same name, but not in
-``__all__``: that holds the optimizers alone. ``FusedOptimizer`` is their base, for annotations.
+``__all__``: that holds the optimizers alone. ``FusedOptimizer`` is their base, for annotations, and
+``AdamW8bit`` and the like are classes with an option set.
 """
 
 from torch.optim import Optimizer as Optimizer
@@ -17,6 +18,17 @@ from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
+from fusedstep.optim.low_bit import Adagrad8bit as Adagrad8bit
+from fusedstep.optim.low_bit import Adam4bit as Adam4bit
+from fusedstep.optim.low_bit import Adam8bit as Adam8bit
+from fusedstep.optim.low_bit import AdamFp8 as AdamFp8
+from fusedstep.optim.low_bit import AdamW4bit as AdamW4bit
+from fusedstep.optim.low_bit import AdamW8bit as AdamW8bit
+from fusedstep.optim.low_bit import AdamWFp8 as AdamWFp8
+from fusedstep.optim.low_bit import Lamb8bit as Lamb8bit
+from fusedstep.optim.low_bit import Lion8bit as Lion8bit
+from fusedstep.optim.low_bit import RMSprop8bit as RMSprop8bit
+from fusedstep.optim.low_bit import SGD8bit as SGD8bit
 from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop

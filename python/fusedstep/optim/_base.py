@@ -86,8 +86,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         "fused": None,
     }
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if is_alias:  # another name for a class, with an option
+            return
         if cls.__module__.startswith(f"{__package__}."):
             classes.append(cls)
         if "__init__" in vars(cls):
@@ -224,7 +226,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         foreach = self._foreach_means_unfused and group["foreach"]
         fused = own_option(group, "fused")
         if group["differentiable"] and isinstance(own_option(group, "state_dtype"), str):
-            raise RuntimeError("quantised states, by `state_dtype`, do not support `differentiable`")
+            raise RuntimeError(
+                "quantised states, by `state_dtype`, do not support `differentiable`"
+            )
         if group["differentiable"]:
             _weights.refuse_differentiable(group)
         if fused:

@@ -92,6 +92,20 @@ def encode(numbers: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
     return codes.to(part.device), absmax.to(part.device)
 
 
+def new_codes(weights: list[Tensor], kind: str, signed: list[bool]) -> list[Tensor]:
+    """The same as the operator of this name, in torch operations, on any device."""
+    codes, absmax = [], []
+    for is_signed in signed:
+        zeros = encode(torch.zeros(2), kind, is_signed)[0].view(torch.uint8)
+        for weight in weights:
+            n = weight.numel()
+            shape = (-(-n // 2),) if kind == "int4" else weight.shape
+            made = torch.full(shape, int(zeros[0]), dtype=torch.uint8, device=weight.device)
+            codes.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
+            absmax.append(torch.zeros(-(-n // BLOCKS[kind]), device=weight.device))
+    return codes + absmax
+
+
 def spread_codes(weight: Tensor, codes: Tensor) -> Tensor:
     """Codes spread over processes as their weight is, where they have its shape."""
     return spread_like(weight, codes) if codes.shape == local(weight).shape else codes

@@ -25,8 +25,10 @@ fused (bool, optional): True runs the native kernels, False the same formula
     update every weight of the group and neither foreach nor differentiable
     is True (default: None)""",
     "state_dtype": """\
-state_dtype (torch.dtype, optional): torch.float32 keeps float32 states for bfloat16 and
-    float16 weights; None keeps all states in the weight's dtype (default: None)""",
+state_dtype (torch.dtype or str, optional): torch.float32 keeps float32 states for bfloat16
+    and float16 weights; ``"int8"``, ``"int4"`` and ``"fp8"`` keep states in codes of 8 or 4
+    bits, blocks of which share a float32 scale, for weights of at least 4,096 elements;
+    None keeps all states in the weight's dtype (default: None)""",
     "master_weights": """\
 master_weights (bool or str, optional): ``"float32"``, or True, keeps a float32 copy of
     bfloat16 and float16 weights in the state ``master_param`` and updates that, so that

@@ -90,8 +90,9 @@ class StateStore:
         """Puts numbers into those parts of a state that are in codes."""
         for name in [name for name, value in state.items() if is_codes(value)]:
             kind = _codes.kind_of(state[name], weight)
-            for part, new in zip((name, absmax_of(name)), self._encode(name, kind, numbers), strict=True):
-                _dtensor.local(state[part]).copy_(new)
+            codes, absmax = self._encode(name, kind, numbers)
+            _dtensor.local(state[name]).copy_(codes)
+            _dtensor.local(state[absmax_of(name)]).copy_(absmax)
 
     def _encode(self, name: str, kind: str, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _codes.encode(numbers[name], kind, name in self._signed)
@@ -229,13 +230,10 @@ class StateStore:
     @torch.no_grad()
     def place(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
-        weights = [
-            p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)
-        ]
+        weights = [p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)]
         for p in weights:
-            for name in self._first if "step" in self._first else (*self._first, "step"):
-                if name not in self.by_weight[p]:
-                    continue
+            count = ("step",) if self._keeps_count(group, p) else ()
+            for name in dict.fromkeys((*self._first, *count)):
                 number = self.by_weight[p][name].reshape(())  # older ones have the shape [1]
                 self.by_weight[p][name] = _new_number(p, group).copy_(number)
         for p, name, tensor in self._zeros(group, weights, native=True):
@@ -267,10 +265,8 @@ class StateStore:
         return has_master(group, weight) or own_option(group, "state_dtype") is not None
 
     def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
-        state = self.by_weight[p]
-        return all(
-            is_codes(state[name]) or state[name].shape == p.shape for name in self.names_of(group, p)
-        )
+        states = [self.by_weight[p][name] for name in self.names_of(group, p)]
+        return all(is_codes(state) or state.shape == p.shape for state in states)
 
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
@@ -293,7 +289,7 @@ class StateStore:
             alike.setdefault(of, []).append(p)
         for (wide, kind, names), some in alike.items():
             if kind is not None:
-                yield from self._zero_codes(kind, self._names(group), some)
+                yield from self._zero_codes(kind, self._names(group), some, native)
                 names = names[len(self._names(group)) :]
             narrow = [name for name in names if name in BESIDE.values() and name != MASTER]
             names = tuple(name for name in names if name not in narrow)
@@ -316,10 +312,11 @@ class StateStore:
             yield p, name, tensor
 
     def _zero_codes(
-        self, kind: str, names: tuple[str, ...], weights: list[Tensor]
+        self, kind: str, names: tuple[str, ...], weights: list[Tensor], native: bool
     ) -> Iterable[tuple[Tensor, str, Tensor]]:
         signed = [name in self._signed for name in names]
-        made = torch.ops.fusedstep.new_codes(list(map(_dtensor.local, weights)), kind, signed)
+        new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
+        made = new(list(map(_dtensor.local, weights)), kind, signed)
         names = (*names, *map(absmax_of, names))
         for (name, p), tensor in zip(product(names, weights), made, strict=True):
             yield p, name, _codes.spread_codes(p, tensor)

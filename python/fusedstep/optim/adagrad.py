@@ -86,7 +86,7 @@ class Adagrad(FusedOptimizer):
         maximize: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

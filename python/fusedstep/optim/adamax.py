@@ -74,7 +74,7 @@ class Adamax(FusedOptimizer):
         differentiable: bool = False,
         capturable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

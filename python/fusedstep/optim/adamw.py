@@ -75,7 +75,7 @@ class AdamW(Adam):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

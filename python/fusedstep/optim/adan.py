@@ -116,7 +116,7 @@ class Adan(FusedOptimizer):
         maximize: bool = False,
         capturable: bool = False,
         differentiable: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

@@ -162,7 +162,7 @@ class Lamb(FusedOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         keep_grad: bool = False,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

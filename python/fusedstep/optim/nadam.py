@@ -94,7 +94,7 @@ class NAdam(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         fused: bool | None = None,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str | None = None,
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,

@@ -1,0 +1,51 @@
+"""Codes of 8 and 4 bits by plain torch: maps as the papers and libraries define them."""
+
+import torch
+from torch import Tensor
+
+
+def dynamic_map(signed: bool, exponents: int, bits: int) -> Tensor:
+    """The values of a dynamic map in the order of their codes, as bitsandbytes makes them."""
+    values = [0.0, 1.0]
+    for i in range(exponents):
+        parts = 2 ** (i + bits - 1 - exponents + (not signed))
+        edges = torch.linspace(0.1, 1, parts + 1, dtype=torch.float64)
+        middles = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (i - exponents + 1)
+        values += middles.tolist()
+        values += (-middles).tolist() if signed else []
+    return torch.tensor(sorted(values), dtype=torch.float64)
+
+
+#: By kind, and whether the state may be negative: values of the codes, and the length of a block.
+MAPS = {
+    ("int8", True): (dynamic_map(True, 7, 8), 256),
+    ("int8", False): (dynamic_map(False, 7, 8), 256),
+    ("int4", True): (dynamic_map(True, 3, 4), 128),
+    ("int4", False): (torch.arange(1, 17, dtype=torch.float64) / 16, 128),
+    ("fp8", True): (
+        torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double() / 448,
+        256,
+    ),
+}
+MAPS["fp8", False] = MAPS["fp8", True]
+
+
+def values(codes: Tensor, absmax: Tensor, kind: str, signed: bool, shape) -> Tensor:
+    """The numbers that codes stand for, in float64."""
+    of_code, block = MAPS[kind, signed]
+    flat = codes.view(torch.uint8).flatten().long()
+    if kind == "int4":
+        flat = torch.stack([flat >> 4, flat & 15], 1).flatten()
+    n = torch.Size(shape).numel()
+    return (of_code[flat[:n]] * absmax.double().repeat_interleave(block)[:n]).reshape(shape)
+
+
+def nearest(numbers: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
+    """The distance of each number to the nearest value of a code, and the absmax of each block."""
+    of_code, block = MAPS[kind, signed]
+    of_code = of_code[~of_code.isnan()]
+    flat = numbers.double().flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % block)).view(-1, block)
+    absmax = blocks.abs().amax(1)
+    near = (blocks[..., None] - of_code * absmax[:, None, None]).abs().amin(-1)
+    return near.flatten()[: len(flat)].reshape(numbers.shape), absmax

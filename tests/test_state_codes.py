@@ -1,0 +1,498 @@
+"""States in codes of 8 and 4 bits: ``state_dtype="int8"``, ``"int4"`` and ``"fp8"``."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import fusedstep
+from cases import CASES, KINDS, LOW_PRECISION, PLAIN
+from fusedstep import optim
+from fusedstep.optim import _registry, low_bit
+from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed, contiguous_strides
+from reference.codes import MAPS, nearest, values
+from stepping import (
+    CHUNK,
+    TEAM,
+    as_parameters,
+    assert_same_bits,
+    assert_same_contents,
+    bits,
+    contents,
+    forced_isa,
+    make_gradients,
+    make_weights,
+    threads,
+    train,
+)
+
+KINDS_OF_CODES = ("int8", "int4", "fp8")
+DTYPES = (torch.float32, *LOW_PRECISION)
+CODED = pytest.mark.parametrize("kind", KINDS_OF_CODES)
+WITH_STATES = [case for case in KINDS if case.states]
+
+#: Ends within a block, a chunk and a byte; one tensor too small for codes.
+SHAPES = ((65, 67), (7,), (2 * CHUNK + 5,), (4096,))
+
+#: States that no rule makes negative.
+NOT_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf"}
+
+
+def is_signed(name):
+    return name not in NOT_NEGATIVE
+
+
+def is_coded(value):
+    return value.dtype in (torch.uint8, torch.float8_e4m3fn)
+
+
+def start(case, kind, dtype=torch.float32, steps=3, shapes=SHAPES, **overrides):
+    params = as_parameters(make_weights(shapes, dtype))
+    optimizer = case.build(params, state_dtype=kind, **overrides)
+    train(optimizer, params, range(1, steps + 1))
+    return params, optimizer
+
+
+def decoded(optimizer, param, name, kind):
+    """A state as float64 numbers, by the reference."""
+    state = optimizer.state[param]
+    if not is_coded(state[name]):
+        return state[name].double()
+    return values(state[name], state[f"{name}_absmax"], kind, is_signed(name), param.shape)
+
+
+def encode(numbers, kind, name):
+    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, is_signed(name))
+
+
+# The codes
+
+
+@pytest.mark.parametrize("isa", fusedstep.isas())
+@pytest.mark.parametrize(("kind", "signed"), MAPS)
+def test_a_number_gets_the_nearest_code(kind, signed, isa):
+    torch.manual_seed(0)
+    numbers = torch.randn(5003) * torch.logspace(-9, 0, 5003)
+    numbers[256:768] = 0
+    numbers = numbers if signed else numbers.abs()
+    with forced_isa(isa):
+        codes, absmax = torch.ops.fusedstep.encode_state(numbers, kind, signed)
+        found = torch.ops.fusedstep.decode_state(codes, absmax, numbers.shape, signed)
+    distance, largest = nearest(numbers, kind, signed)
+    assert_same_bits(absmax, largest.float(), "absmax")
+    reference = values(codes, absmax, kind, signed, numbers.shape)
+    torch.testing.assert_close(found.double(), reference, rtol=1e-6, atol=0)
+    scale = largest.repeat_interleave(MAPS[kind, signed][1])[: len(numbers)]
+    # A negative number does not become zero in the signed map of int8, where zero may be nearer.
+    smallest = scale * 0.55e-6 if kind == "int8" and signed else 0
+    assert torch.all((reference - numbers).abs() <= distance + smallest + 1e-6 * scale)
+    assert torch.all(found[256:768] == 0)
+
+
+@pytest.mark.parametrize(("kind", "signed"), [of for of in MAPS if of[0] != "int4"])
+def test_every_code_is_that_of_its_value(kind, signed):
+    codes = torch.arange(256, dtype=torch.uint8)
+    if kind == "fp8":
+        codes = codes[(codes & 127) != 127].view(torch.float8_e4m3fn)
+    absmax = torch.ones(1)
+    found = torch.ops.fusedstep.decode_state(codes, absmax, codes.shape, signed)
+    expected = values(codes, absmax, kind, signed, codes.shape)
+    torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=0)
+    again, _ = torch.ops.fusedstep.encode_state(found, kind, signed)
+    zero = {"int8": 127 if signed else 0, "fp8": 128}[kind]  # minus zero of fp8 becomes zero
+    same = (again.view(torch.uint8) == codes.view(torch.uint8)) | (codes.view(torch.uint8) == zero)
+    assert torch.all(same)
+
+
+def test_fp8_is_rounded_as_torch_rounds_it():
+    torch.manual_seed(0)
+    numbers = torch.randn(400, 256)
+    codes, absmax = torch.ops.fusedstep.encode_state(numbers.flatten(), "fp8", True)
+    shares = (numbers * (1 / (absmax[:, None] / 448))).flatten()
+    expected = shares.to(torch.float8_e4m3fn)
+    # Near the middle between two codes either is right.
+    distances = [(each.float() - shares).abs() for each in (codes, expected)]
+    torch.testing.assert_close(*distances, rtol=1e-5, atol=0)
+
+
+# Steps
+
+
+@CODED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_that_of_float32_states(case, dtype, kind):
+    """From the numbers that the codes stand for, and its new states are rounded to codes."""
+    params, optimizer = start(case, kind, dtype, steps=2)
+    twins = as_parameters(params)
+    twin = case.build(twins, state_dtype=torch.float32)
+    train(twin, twins, [1])
+    with torch.no_grad():
+        for param, other in zip(params, twins, strict=True):
+            other.copy_(param)
+            for name, value in twin.state[other].items():
+                if name not in case.states:
+                    value.copy_(optimizer.state[param][name])
+                    continue
+                state = optimizer.state[param]
+                is_small = param.numel() < 4096
+                assert is_coded(state[name]) != is_small
+                value.copy_(
+                    state[name]
+                    if is_small
+                    else torch.ops.fusedstep.decode_state(
+                        state[name], state[f"{name}_absmax"], param.shape, is_signed(name)
+                    )
+                )
+    if not case.counts:  # an optimizer that counts for itself has to count as far
+        twin._store._counts.update(
+            {q: optimizer._store._counts[p].clone() for p, q in zip(params, twins, strict=True)}
+        )
+    train(optimizer, params, [3])
+    train(twin, twins, [3])
+    for param, other in zip(params, twins, strict=True):
+        if case.elementwise:
+            assert_same_bits(param, other, "weight")
+        else:
+            torch.testing.assert_close(param, other)
+        for name in case.states:
+            new = twin.state[other][name]
+            if param.numel() < 4096:
+                assert_same_bits(optimizer.state[param][name], new, name)
+                continue
+            codes, absmax = encode(new, kind, name)
+            assert_same_bits(optimizer.state[param][name], codes, name)
+            assert_same_bits(optimizer.state[param][f"{name}_absmax"], absmax, f"{name}_absmax")
+
+
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
+    shapes = (*SHAPES, (TEAM + CHUNK + 3,))
+
+    def found():
+        return contents(start(case, kind, dtype, shapes=shapes)[1])
+
+    with forced_isa("base"), threads(1):
+        expected = found()
+    for isa in fusedstep.isas():
+        for count in (1, 3):
+            with forced_isa(isa), threads(count):
+                assert_same_contents(found(), expected)
+
+
+@pytest.mark.parametrize("of_gradient", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS, ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind", "dtype"),
+    [
+        *((case, "int8", torch.float32) for case in PLAIN if case.states),
+        *((case, "int4", torch.bfloat16) for case in PLAIN[:1]),
+    ],
+    ids=str,
+)
+def test_any_layout(case, kind, dtype, layout, of_gradient):
+    """Blocks follow the weight by rows and columns, so that its layout changes no bit."""
+    (weight,) = make_weights([layout.shape], dtype)
+    gradients = [make_gradients([layout.shape], dtype, step)[0] for step in (1, 2)]
+    strides = GRADIENT_LAYOUTS[of_gradient](layout)
+    placed = Placed(weight, layout.strides, layout.offset)
+    plain, strided = torch.nn.Parameter(weight.clone()), torch.nn.Parameter(placed.view)
+    optimizers = [case.build([p], state_dtype=kind) for p in (plain, strided)]
+    for values_of in gradients:
+        for dim, stride in enumerate(strides):
+            if stride == 0 and values_of.shape[dim] > 0:
+                values_of = values_of.narrow(dim, 0, 1).expand(layout.shape)
+        at = Placed(values_of, strides)
+        plain.grad, strided.grad = values_of.contiguous(), at.view
+        for optimizer in optimizers:
+            optimizer.step()
+        at.assert_outside_untouched("gradient")
+    placed.assert_outside_untouched("weight")
+    if case.elementwise:
+        assert_same_contents(contents(optimizers[1]), contents(optimizers[0]))
+    else:
+        torch.testing.assert_close(strided, plain)
+
+
+@CODED
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [c for c in KINDS if c.continuous], ids=str)
+def test_torch_operations_do_the_same(case, dtype, kind):
+    """The states are those of the native step but for codes whose numbers lie between two."""
+    (params, optimizer), (others, twin) = (
+        start(case, kind, dtype, steps=1, fused=fused) for fused in (True, False)
+    )
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param, other)
+        for name in case.states:
+            found, expected = (
+                decoded(*of, name, kind) for of in ((optimizer, param), (twin, other))
+            )
+            difference, largest = (found - expected).abs(), found.abs().amax()
+            step = {"int8": 0.015, "int4": 0.25, "fp8": 0.07}[kind]
+            assert torch.all(difference <= step * largest + 1e-6)
+            if dtype is torch.float32:
+                assert (difference > 1e-5 * largest).double().mean() < 0.01
+
+
+@CODED
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_master_weights_beside_codes(case, kind):
+    params, optimizer = start(case, kind, torch.bfloat16, master_weights=True)
+    for param in params:
+        master = optimizer.state[param]["master_param"]
+        assert master.dtype is torch.float32
+        assert_same_bits(param, master.to(torch.bfloat16), "weight")
+        for name in case.states:
+            assert is_coded(optimizer.state[param][name]) == (param.numel() >= 4096)
+
+
+@CODED
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_float64_and_small_weights_have_no_codes(case, kind):
+    _, optimizer = start(case, kind, torch.float64)
+    _, plain = start(case, None, torch.float64)
+    assert_same_contents(contents(optimizer), contents(plain))
+    params, optimizer = start(case, kind, shapes=((63, 65), (4095,)))
+    assert not any(is_coded(v) for p in params for v in optimizer.state[p].values())
+
+
+@CODED
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_clipped_scaled_and_cleared_gradients(case, kind):
+    params, optimizer = start(case, kind, steps=2)
+    others, other = start(case, kind, steps=2)
+    for each in (params, others):
+        for param, gradient in zip(each, make_gradients(SHAPES, torch.float32, 3), strict=True):
+            param.grad = gradient
+    norm = torch.nn.utils.clip_grad_norm_(others, 0.5)
+    other.step()
+    torch.testing.assert_close(optimizer.step(max_norm=0.5, zero_grad=True).float(), norm)
+    assert all(torch.all(param.grad == 0) for param in params)
+    for param, expected in zip(params, others, strict=True):
+        torch.testing.assert_close(param, expected)
+
+
+@CODED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if c.elementwise], ids=str)
+def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
+    params, optimizer = start(case, kind, steps=2, shapes=((2 * CHUNK,),))
+    others, other = start(case, kind, steps=2, shapes=((2 * CHUNK,),))
+    at, block = CHUNK + 300, MAPS[kind, True][1]
+    damaged = torch.arange(2 * CHUNK) // block == at // block
+    for step in (3, 4):
+        (gradient,) = make_gradients([(2 * CHUNK,)], torch.float32, step)
+        others[0].grad = gradient.clone()
+        if step == 3:
+            gradient[at] = bad
+        params[0].grad = gradient
+        optimizer.step()
+        other.step()
+        for name in case.states if step == 3 else ():
+            assert not decoded(optimizer, params[0], name, kind)[damaged].isfinite().any()
+    assert_same_bits(params[0][~damaged], others[0][~damaged], "weight")
+    for name in case.states:
+        found, expected = (
+            decoded(optimizer, params[0], name, kind),
+            decoded(other, others[0], name, kind),
+        )
+        assert torch.equal(found[~damaged], expected[~damaged])
+
+
+def test_a_sparse_gradient_is_refused():
+    table = torch.nn.Parameter(torch.ones(600, 8))
+    optimizer = optim.Adagrad([table], state_dtype="int8", fused=True)
+    table.grad = torch.sparse_coo_tensor([[1, 3]], torch.ones(2, 8), (600, 8))
+    with pytest.raises(RuntimeError, match=r"sparse, but a state is quantised.*state_dtype"):
+        optimizer.step()
+    assert torch.all(table == 1)
+
+
+@CODED
+def test_groups_of_their_own(kind):
+    """An embedding may keep float32 states, as recipes ask for."""
+    table, matrix = as_parameters(make_weights(((100, 50), (64, 64)), torch.float32))
+    groups = [{"params": [table], "state_dtype": None}, {"params": [matrix]}]
+    optimizer = optim.AdamW(groups, state_dtype=kind)
+    train(optimizer, [table, matrix], [1, 2])
+    assert optimizer.state[table]["exp_avg"].dtype is torch.float32
+    assert is_coded(optimizer.state[matrix]["exp_avg"])
+
+
+@CODED
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
+def test_a_compiled_step_has_the_same_bits(case, kind):
+    torch._dynamo.reset()
+    params, optimizer = start(case, kind, steps=1)
+    others, other = start(case, kind, steps=1)
+    step = torch.compile(lambda: other.step(), backend="eager")
+    for number in (2, 3):
+        train(optimizer, params, [number])
+        for param, gradient in zip(
+            others, make_gradients(SHAPES, torch.float32, number), strict=True
+        ):
+            param.grad = gradient
+        step()
+    assert_same_contents(contents(other), contents(optimizer))
+
+
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if c.continuous], ids=str)
+def test_verify_starts_from_what_codes_stand_for(case, dtype, kind):
+    params, optimizer = start(case, kind, dtype)
+    report = fusedstep.verify(optimizer, steps=2)
+    train(optimizer, params, [4, 5])
+    assert report.ok, report
+    assert {what for row in report.rows for what in row.ulp} >= {"weight"}
+
+
+# Names of other libraries
+
+
+@pytest.mark.parametrize("name", [name for name in vars(low_bit) if name[-3:] in ("bit", "Fp8")])
+def test_a_name_is_the_class_with_its_option(name):
+    cls, base = getattr(optim, name), getattr(low_bit, name).__mro__[1]
+    kind = {"8bit": "int8", "4bit": "int4"}.get(name[-4:], "fp8")
+    options = {"momentum": 0.9} if base is optim.SGD else {}
+    found = []
+    for make, more in ((cls, {"fused": True, "foreach": True}), (base, {"state_dtype": kind})):
+        params = as_parameters(make_weights(SHAPES, torch.float32))
+        optimizer = make(params, lr=1e-3, **options, **more)
+        train(optimizer, params, [1, 2])
+        found.append(contents(optimizer))
+    assert_same_contents(*found)
+    # torch.save() takes float8 tensors, plain pickle does not.
+    again = copy.deepcopy(optimizer) if kind == "fp8" else pickle.loads(pickle.dumps(optimizer))
+    assert again.param_groups[0]["state_dtype"] == kind
+    assert issubclass(cls, base)
+    assert cls.__name__ == name
+    assert cls not in _registry.classes
+
+
+# Dictionaries
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_saved_and_loaded_in_mid_run(case, dtype, kind, fused):
+    _, whole = start(case, kind, dtype, steps=6, fused=fused)
+    params, optimizer = start(case, kind, dtype, steps=3, fused=fused)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    resumed_params = as_parameters(params)
+    resumed = case.build(resumed_params, state_dtype=kind, fused=fused)
+    resumed.load_state_dict(saved)
+    train(resumed, resumed_params, range(4, 7))
+    assert_same_contents(contents(resumed), contents(whole))
+
+
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_float32_states_become_codes_and_back(case, dtype, kind):
+    params, optimizer = start(case, torch.float32, dtype)
+    dictionary = optimizer.state_dict()
+    before = {
+        (param, name): optimizer.state[param][name].clone()
+        for param in params
+        for name in case.states
+    }
+    dictionary["param_groups"][0]["state_dtype"] = kind
+    optimizer.load_state_dict(dictionary)
+    for param in params:
+        for name in case.states if param.numel() >= 4096 else ():
+            codes, absmax = encode(before[param, name], kind, name)
+            assert_same_bits(optimizer.state[param][name], codes, name)
+            assert_same_bits(optimizer.state[param][f"{name}_absmax"], absmax, name)
+    train(optimizer, params, [4])
+    expected = {(p, n): decoded(optimizer, p, n, kind) for p in params for n in case.states}
+    dictionary = optimizer.state_dict()
+    dictionary["param_groups"][0]["state_dtype"] = torch.float32
+    optimizer.load_state_dict(dictionary)
+    for (param, name), numbers in expected.items():
+        found = optimizer.state[param][name]
+        assert found.dtype is torch.float32
+        assert f"{name}_absmax" not in optimizer.state[param]
+        torch.testing.assert_close(found.double(), numbers, rtol=1e-6, atol=0)
+    train(optimizer, params, [5])
+
+
+@CODED
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_plain_dictionary_becomes_codes(case, kind):
+    """What a dictionary does not say is as the optimizer was made."""
+    _, plain = start(case, None)
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    optimizer = case.build(params, state_dtype=kind)
+    optimizer.load_state_dict(plain.state_dict())
+    assert is_coded(optimizer.state[params[0]][case.states[0]])
+    train(optimizer, params, [4])
+
+
+@CODED
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
+def test_truncated_dictionaries_are_refused(case, kind):
+    params, optimizer = start(case, kind)
+    before = contents(optimizer)
+    name = case.states[0]
+
+    def broken(change):
+        dictionary = copy.deepcopy(optimizer.state_dict())
+        change(dictionary["state"][0])
+        return dictionary
+
+    def cut_codes(state):
+        state[name] = state[name].flatten()[:-1]
+
+    def cut_absmax(state):
+        state[f"{name}_absmax"] = state[f"{name}_absmax"][:-1]
+
+    def drop_absmax(state):
+        del state[f"{name}_absmax"]
+
+    for change, text in (
+        (cut_codes, f"{name} of parameter 0 of group 0 has codes of the shape"),
+        (cut_absmax, f"{name} of parameter 0 of group 0_absmax has|absmax.* has .* numbers"),
+        (drop_absmax, "absmax.* must be a dense tensor"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            optimizer.load_state_dict(broken(change))
+        assert_same_contents(contents(optimizer), before)
+    train(optimizer, params, [4])
+
+
+@pytest.mark.parametrize("value", ["int16", "float32", "true", 8, True])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_other_values_are_refused(case, value):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    with pytest.raises(ValueError, match=r"state_dtype must be None, torch\.float32 or one of"):
+        case.build(params, state_dtype=value)
+    optimizer = case.build(params)
+    dictionary = optimizer.state_dict()
+    dictionary["param_groups"][0]["state_dtype"] = value
+    with pytest.raises(ValueError, match="state_dtype must be None"):
+        optimizer.load_state_dict(dictionary)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_autograd_does_not_go_through_codes(case):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    with pytest.raises(RuntimeError, match=r"state_dtype.* do not support `differentiable`"):
+        case.build(params, state_dtype="int8", differentiable=True, fused=None)
+
+
+def test_bits_of_codes_can_be_compared():
+    """The helper of these tests tells codes apart."""
+    codes = torch.tensor([1, 2], dtype=torch.uint8)
+    assert bits(codes).tolist() == [1, 2]
+    assert contiguous_strides((2, 3)) == (3, 1)
