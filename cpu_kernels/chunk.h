@@ -222,7 +222,10 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
     if (task.keeps_value(kWeight)) {
       weight = {is_dense ? address(kWeight, begin) : static_cast<void*>(stored[0]),
                 is_dense ? address(beside, begin) : static_cast<void*>(stored[1]),
-                reinterpret_cast<float*>(tiles[beside]), tiles[kWeight], begin, count};
+                reinterpret_cast<float*>(tiles[beside]),
+                tiles[kWeight],
+                begin,
+                count};
       if (kernel.reads(kWeight)) {
         if (!is_dense) copy_in_order<true>(task, kWeight, begin, count, reinterpret_cast<char*>(stored[0]));
         if (!is_dense && has_beside) {

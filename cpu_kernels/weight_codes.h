@@ -12,8 +12,8 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 FUSEDSTEP_FN uint32_t word_of(float x) { return std::bit_cast<uint32_t>(x); }
 FUSEDSTEP_FN float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 
-// Elements of a tile: the weight, what is kept beside it, the value, and the value rounded to nearest, which a
-// kernel takes for the weight. `index` is that of the first element by rows and columns.
+// Elements of a tile: the weight, what is kept beside it, the value, and the value rounded to nearest, which
+// a kernel takes for the weight. `index` is that of the first element by rows and columns.
 struct WeightTile {
   void *weight, *beside;
   float* value;

@@ -19,8 +19,8 @@ void check_devices(size_t i, const TensorOperands& operands, int slots, int devi
 // Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a
 // master copy of the weight, or what it keeps beside itself. `code` is checked_weight_code().
 Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters, WeightCode code);
-// Returns how a weight keeps its float32 value, which the dtype of the last state tells with `masters`. Checks
-// that a weight of its dtype, on this device, may.
+// Returns how a weight keeps its float32 value, which the dtype of the last state tells with `masters`.
+// Checks that a weight of its dtype, on this device, may.
 WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
                                bool is_random, int device);
 // Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.

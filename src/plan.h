@@ -43,8 +43,8 @@ class Plan {
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
   bool has_masters() const { return masters_; }
-  // Makes the plan round its weights, of bfloat16, at random. The numbers follow from the seed, the step count
-  // of each tensor and its place.
+  // Makes the plan round its weights, of bfloat16, at random. The numbers follow from the seed, the step
+  // count of each tensor and its place.
   void round_at_random(uint64_t seed, std::vector<int64_t> places);
   bool rounds_at_random() const { return !places_.empty(); }
   // The key of tensor i's random numbers at a step.

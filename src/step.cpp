@@ -103,7 +103,8 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
 // Sets elements [begin, end), which begin with a block, to zero.
 void zero_codes(const CodedState& state, void* codes, int64_t begin, int64_t end) {
   const CodeMap& map = *state.map;
-  std::memset(static_cast<std::byte*>(codes) + map.bytes_of(begin), zero_byte(map), map.bytes_of(end - begin));
+  std::memset(static_cast<std::byte*>(codes) + map.bytes_of(begin), zero_byte(map),
+              map.bytes_of(end - begin));
   std::fill_n(state.absmax + begin / map.block, map.blocks_of(end - begin), 0.0f);
 }
 

@@ -2,6 +2,7 @@
 
 import copy
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 import fusedstep
 from cases import CASES, KINDS, PLAIN, WITH_STATES, first_of_each
 from fusedstep import optim
+from fusedstep.optim._weights import why_not_native
 from layouts import Layout
 from stepping import (
     CHUNK,
@@ -73,7 +75,9 @@ def step(optimizer, *grads) -> None:
 @BOTH
 @pytest.mark.parametrize("state_dtype", [None, "int8", "int4"], ids=str)
 @pytest.mark.parametrize("options", [{}, {"master_weights": "float32"}, *WAYS], ids=str)
-@pytest.mark.parametrize("cls", [optim.SGD, optim.Adam, optim.Lion, optim.Adan], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "cls", [optim.SGD, optim.Adam, optim.Lion, optim.Adan], ids=lambda c: c.__name__
+)
 def test_small_steps_add_up(cls, options, state_dtype, fused):
     """A weight of 1 that moves by 1e-3 a step is at 0.8 after 200; rounded to nearest it stays."""
     param = torch.nn.Parameter(torch.ones(8192, dtype=BF16))
@@ -158,7 +162,7 @@ def test_compensation_of_any_isa(dtype, isa, count):
     start = (torch.randn(count, generator=generator) * 2.0**exponents).to(dtype)
     found = []
     for name in (isa, "base"):
-        param, optimizer = sgd(start, KAHAN, lr=2**-9)
+        _, optimizer = sgd(start, KAHAN, lr=2**-9)
         with forced_isa(name):
             for _ in range(3):
                 step(optimizer, start * 0.7)
@@ -227,7 +231,8 @@ def test_with_states_in_codes(case, way, state_dtype):
 def test_a_split_weight_with_int8_states_takes_two_bytes_of_each():
     (param,), optimizer = run(PLAIN[0], [(128, 256)], BF16, 1, state_dtype="int8", **SPLIT)
     state, count = optimizer.state[param], param.numel()
-    assert state["low_param"].dtype is torch.int16 and state["low_param"].nbytes == 2 * count
+    assert state["low_param"].dtype is torch.int16
+    assert state["low_param"].nbytes == 2 * count
     codes = [state[name] for name in PLAIN[0].states]
     assert sum(each.nbytes for each in codes) == len(codes) * count
     assert not state.keys() & {"master_param", "compensation"}
@@ -352,7 +357,7 @@ def test_a_seed_that_changes():
 @BOTH
 @EACH_WAY
 def test_special_values(way, fused):
-    """NaN and infinities stay, and no finite number becomes infinite that rounds to a finite one."""
+    """NaN and infinities stay, and the largest finite number does."""
     inf, nan, largest = float("inf"), float("nan"), torch.finfo(BF16).max
     start = torch.tensor([inf, -inf, nan, largest, -largest, 0.0, 1e-40, 1.0, 1.0], dtype=BF16)
     param, optimizer = sgd(start, way, fused=fused)
@@ -474,14 +479,19 @@ def test_a_float32_copy_becomes_split_and_whole_again():
     other.param_groups[0]["master_weights"] = True
     train(other, others, [5, 6])
     for param, twin in zip(params, others, strict=True):
-        found, expected = (o.state[p]["master_param"] for o, p in ((other, twin), (optimizer, param)))
+        found, expected = (
+            o.state[p]["master_param"] for o, p in ((other, twin), (optimizer, param))
+        )
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (torch.zeros(33, 31), "low_param of parameter 0 of group 0 must be int16, not torch.float32"),
+        (
+            torch.zeros(33, 31),
+            "low_param of parameter 0 of group 0 must be int16, not torch.float32",
+        ),
         (torch.zeros(3, dtype=torch.int16), r"low_param of .* has the shape \[3\]"),
     ],
     ids=["dtype", "shape"],
@@ -614,6 +624,19 @@ def test_differentiable_steps_are_refused(way):
     name, value = next(iter(way.items()))
     with pytest.raises(RuntimeError, match=f"{name}='{value}' does not support `differentiable`"):
         optim.SGD([torch.zeros(3, dtype=BF16)], differentiable=True, **way)
+
+
+@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=str)
+def test_cuda_has_kernels_for_copies_alone(options):
+    weight = SimpleNamespace(dtype=BF16, device=torch.device("cuda"))
+    assert why_not_native(options, [weight]) is None
+
+
+@EACH_WAY
+def test_cuda_has_no_kernels_yet(way):
+    weight = SimpleNamespace(dtype=BF16, device=torch.device("cuda"))
+    name, value = next(iter(way.items()))
+    assert why_not_native(way, [weight]).startswith(f"{name}='{value}' has no native kernels on")
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 // Ways to keep the float32 value of a weight of 16 bits without a float32 copy of it.
 //
-//   split   the weight is the value rounded to nearest, and the lower 16 bits of the value are kept beside it,
-//           as an int16: the value's bits are the weight's, shifted up, plus this number. Nothing is lost.
-//           bfloat16 only. A value in the middle of two weights is rounded away from zero
-//   Kahan   the rounding error is kept beside the weight, in the weight's dtype
-//   random  nothing is kept: the value is rounded to one of the two weights around it, up with a probability
-//           that is its distance from the lower one (stochastic rounding). bfloat16 only
+//   split   the weight is the value rounded to nearest. The lower 16 bits of the value are beside it, as an
+//           int16: the value's bits are the weight's, shifted up, plus this number. Nothing is lost. bfloat16
+//           only. A value in the middle of two weights is rounded away from zero
+//   Kahan   the rounding error is beside the weight, in the weight's dtype
+//   random  nothing is beside it: the value is rounded to one of the two weights around it, up with a
+//           probability that is its distance from the lower one (stochastic rounding). bfloat16 only
 //
 // The bits of all three are integers' or exact, and so the same everywhere.
 #pragma once
@@ -20,7 +20,7 @@ enum class WeightCode : uint8_t { kPlain, kSplit, kKahanBf16, kKahanHalf, kRando
 
 // Bits of float32 numbers without their sign.
 constexpr uint32_t kInfinityBits = 0x7f800000, kNaNBits = 0x7fc00000;
-// At least this magnitude is nearest to infinity in bfloat16, and at least kLargestBf16 is beyond its numbers.
+// The largest number of bfloat16.
 constexpr uint32_t kLargestBf16 = 0x7f7f0000;
 
 FUSEDSTEP_FN bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > kInfinityBits; }
@@ -35,8 +35,7 @@ FUSEDSTEP_FN uint16_t nearest_bf16(uint32_t bits) {
 // value is the weight: they would take zero across zero, or infinity to NaN.
 FUSEDSTEP_FN uint32_t joined(uint16_t weight, int16_t low) {
   const uint32_t magnitude = weight & 0x7fffu;
-  const bool is_foreign =
-      ((low < 0) & (magnitude == 0)) | ((low > 0) & (magnitude >= kInfinityBits >> 16));
+  const bool is_foreign = ((low < 0) & (magnitude == 0)) | ((low > 0) & (magnitude >= kInfinityBits >> 16));
   return (uint32_t{weight} << 16) + (is_foreign ? 0u : static_cast<uint32_t>(int32_t{low}));
 }
 FUSEDSTEP_FN void split(uint32_t bits, uint16_t& weight, int16_t& low) {
@@ -61,8 +60,8 @@ FUSEDSTEP_FN uint64_t key_of_draws(uint64_t seed, uint64_t step, uint64_t place)
 // That of 2^32 elements, of which the first has this index by rows and columns.
 FUSEDSTEP_FN uint64_t key_of_range(uint64_t key, uint64_t first) { return mixed(key + (first >> 32)); }
 
-// 16 random bits for the element at an index, modulo 2^32, under the key of its range. Of all 2^32 elements as
-// many get each number.
+// 16 random bits for the element at an index, modulo 2^32, under the key of its range. Of all 2^32 elements
+// as many get each number.
 FUSEDSTEP_FN uint32_t draw(uint64_t range, uint32_t index) {
   uint32_t x = index ^ static_cast<uint32_t>(range);
   x = (x ^ (x >> 16)) * 0x7feb352du;
@@ -71,7 +70,7 @@ FUSEDSTEP_FN uint32_t draw(uint64_t range, uint32_t index) {
   return x >> 16;
 }
 
-// A value rounded by 16 random bits. What is between the largest number and infinity is rounded to nearest.
+// A value rounded by 16 random bits. Between the largest number and infinity it is rounded to nearest.
 FUSEDSTEP_FN uint16_t rounded_by(uint32_t bits, uint32_t random) {
   const uint32_t added = (bits & 0x7fffffffu) >= kLargestBf16 ? 0x8000u : random;
   return static_cast<uint16_t>((is_nan_bits(bits) ? kNaNBits : bits + added) >> 16);

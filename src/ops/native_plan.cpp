@@ -201,7 +201,9 @@ TensorView view_as(const Tensor& tensor, DType dtype, const char* what) {
 
 }  // namespace
 
-TensorView view(const Tensor& tensor, const char* what) { return view_as(tensor, dtype_of(tensor, what), what); }
+TensorView view(const Tensor& tensor, const char* what) {
+  return view_as(tensor, dtype_of(tensor, what), what);
+}
 
 std::vector<TensorView> state_views(const Tensors& states, size_t in_slots) {
   std::vector<TensorView> found;

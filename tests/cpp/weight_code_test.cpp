@@ -36,7 +36,8 @@ TEST(Split, TakesAWeightThatWasChangedAsItIs) {
   for (int32_t low = -0x8000; low < 0x8000; low += 97) {
     for (uint32_t weight = 0; weight <= 0xffff; weight += 1) {
       const auto kept = static_cast<uint16_t>(weight);
-      const float value = value_of(kept), found = std::bit_cast<float>(joined(kept, static_cast<int16_t>(low)));
+      const float value = value_of(kept),
+                  found = std::bit_cast<float>(joined(kept, static_cast<int16_t>(low)));
       if (std::isnan(value)) {
         ASSERT_TRUE(std::isnan(found));
       } else if (value == 0) {

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
+from fusedstep.optim import _weights
 from fusedstep.optim._checks import (
     check_floats,
     check_number,
@@ -39,7 +40,6 @@ from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._watched import WatchedState
-from fusedstep.optim import _weights
 
 #: A closure's result.
 _Loss = TypeVar("_Loss")

@@ -231,5 +231,5 @@ def rounded_at_random(value: Tensor, key: int) -> Tensor:
     """
     bits = torch.where(value.isnan(), 0x7FC00000, value.view(torch.int32))
     random = random_bits(key, value.numel(), value.device).reshape(value.shape)
-    is_largest = (bits & 0x7FFFFFFF) >= 0x7F7F0000
-    return _as_bfloat16(torch.where(value.isnan(), bits, bits + torch.where(is_largest, 0x8000, random)))
+    random = torch.where((bits & 0x7FFFFFFF) >= 0x7F7F0000, 0x8000, random)
+    return _as_bfloat16(torch.where(value.isnan(), bits, bits + random))
