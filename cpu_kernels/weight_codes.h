@@ -1,16 +1,13 @@
-// Weights of 16 bits to their float32 values on a tile, and back (src/core/weight_code.h). The loops over
-// integers are plain: the compiler makes the same vector code of them as a hand would.
+// Weights of 16 bits to their float32 values on a tile, and back (src/core/weight_code.h).
 #pragma once
+#include <bit>
 #include <cstdint>
+#include <cstring>
 
 #include "cpu_kernels/codecs.h"
-#include "src/core/code_map.h"
 #include "src/core/task.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
-
-FUSEDSTEP_FN uint32_t word_of(float x) { return std::bit_cast<uint32_t>(x); }
-FUSEDSTEP_FN float float_of(uint32_t bits) { return std::bit_cast<float>(bits); }
 
 // Elements of a tile: the weight, what is kept beside it, the value, and the value rounded to nearest, which
 // a kernel takes for the weight. `index` is that of the first element by rows and columns.
@@ -22,38 +19,51 @@ struct WeightTile {
 };
 
 inline void decode_split(const WeightTile& tile) {
-  const auto* __restrict weight = static_cast<const uint16_t*>(tile.weight);
-  const auto* __restrict low = static_cast<const int16_t*>(tile.beside);
-  auto* __restrict value = tile.value;
-  auto* __restrict nearest = static_cast<uint16_t*>(tile.nearest);
-  for (int64_t i = 0; i < tile.count; ++i) {
-    const uint32_t bits = joined(weight[i], low[i]);
-    value[i] = float_of(bits);
-    nearest[i] = nearest_bf16(bits);
+  using Words = Vector<int32_t>;
+  using Lower [[gnu::vector_size(sizeof(Words) / 2)]] = int16_t;
+  constexpr int64_t kSize = Pack<float>::size();
+  const auto* const weight = static_cast<const bf16*>(tile.weight);
+  const auto* const low = static_cast<const int16_t*>(tile.beside);
+  auto* const nearest = static_cast<bf16*>(tile.nearest);
+  int64_t i = 0;
+  for (; i + kSize <= tile.count; i += kSize) {
+    const auto upper = load<Pack<float>>(weight, i);
+    Lower lower;
+    std::memcpy(&lower, low + i, sizeof lower);
+    const Words bits = reinterpret_cast<Words>(upper.v) + __builtin_convertvector(lower, Words);
+    const Pack<float> sum(reinterpret_cast<Vector<float>>(bits));
+    const Pack<float> value = where_equal(sum, sum, sum, upper);  // a NaN where joined() leaves `low` out
+    store(tile.value, i, value);
+    store(nearest, i, value);
+  }
+  for (; i < tile.count; ++i) {
+    const uint32_t bits = joined(weight[i].bits, low[i]);
+    tile.value[i] = std::bit_cast<float>(bits);
+    nearest[i].bits = nearest_bf16(bits);
   }
 }
+// The compiler makes vector code of the loops over integers: no other is faster.
 inline void encode_split(const WeightTile& tile) {
   const auto* __restrict value = tile.value;
   auto* __restrict weight = static_cast<uint16_t*>(tile.weight);
   auto* __restrict low = static_cast<int16_t*>(tile.beside);
-  for (int64_t i = 0; i < tile.count; ++i) split(word_of(value[i]), weight[i], low[i]);
+  for (int64_t i = 0; i < tile.count; ++i) split(std::bit_cast<uint32_t>(value[i]), weight[i], low[i]);
 }
 
 inline void decode_random(const WeightTile& tile) {
   const auto* __restrict weight = static_cast<const uint16_t*>(tile.weight);
   auto* __restrict value = tile.value;
-  auto* __restrict nearest = static_cast<uint16_t*>(tile.nearest);
-  for (int64_t i = 0; i < tile.count; ++i) {
-    value[i] = float_of(uint32_t{weight[i]} << 16);
-    nearest[i] = weight[i];
-  }
+  for (int64_t i = 0; i < tile.count; ++i) value[i] = std::bit_cast<float>(uint32_t{weight[i]} << 16);
+  std::memcpy(tile.nearest, weight, tile.count * sizeof(uint16_t));
 }
 inline void encode_random(const WeightTile& tile, uint64_t draws) {
   const uint64_t range = key_of_range(draws, static_cast<uint64_t>(tile.index));
   const auto first = static_cast<uint32_t>(tile.index), count = static_cast<uint32_t>(tile.count);
   const auto* __restrict value = tile.value;
   auto* __restrict weight = static_cast<uint16_t*>(tile.weight);
-  for (uint32_t i = 0; i < count; ++i) weight[i] = rounded_by(word_of(value[i]), draw(range, first + i));
+  for (uint32_t i = 0; i < count; ++i) {
+    weight[i] = rounded_by(std::bit_cast<uint32_t>(value[i]), draw(range, first + i));
+  }
 }
 
 // The rounding error is exact, and is left out where the weight is not finite.
