@@ -8,6 +8,7 @@
 #include "cpu_kernels/coded.h"
 #include "cpu_kernels/elementwise.h"
 #include "cpu_kernels/tiles.h"
+#include "cpu_kernels/weight_codes.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -191,59 +192,59 @@ void copy_in_order(const TensorTask& task, int operand, int64_t begin, int64_t c
   }
 }
 
-// Prefetches a part of the next tile of each operand in place, between the passes over codes: these wait for
-// no memory, and the kernel would.
-class NextTile {
- public:
-  NextTile(const TensorTask& task, int64_t begin, int64_t end) : task_(task), begin_(begin), end_(end) {
-    int passes = 0;
-    for (int k = 0; k < task.operands; ++k) passes += 2 * task.is_coded(k);
-    each_ = (kTileElements + passes - 1) / std::max(passes, 1);
-    if (task.layout != nullptr) begin_ = end_;
-  }
-  void prefetch_part() {
-    const int64_t last = std::min(begin_ + each_, end_);
-    for (int k = 0; k < task_.operands; ++k) {
-      if (task_.is_coded(k)) continue;
-      const char* const array = static_cast<const char*>(task_.data[k]);
-      const int64_t size = task_.element_size[k];
-      for (int64_t at = begin_ * size; at < last * size; at += kLine) __builtin_prefetch(array + at);
-    }
-    begin_ = std::max(begin_, last);
-  }
-
- private:
-  static constexpr int64_t kLine = 64;
-  const TensorTask& task_;
-  int64_t begin_, end_, each_;
-};
-
-// States in codes: they are decoded to tiles and encoded from there. The other operands are in place if they
-// have the order of the codes, that of rows and columns, without a gap.
+// States in codes, and weights whose value is kept in another way than in float32: they are decoded to tiles
+// and encoded from there. The other operands are in place if all have one order without a gap, in units that
+// are elements.
 inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   const TensorTask& task = kernel.task;
   alignas(64) Tile tiles[kMaxOperands];
+  alignas(64) uint16_t stored[2][kTileElements];  // the weight, and what is kept beside it
+  const int beside = task.operands - 1;
+  const bool is_dense = task.layout == nullptr;
+  const bool has_beside = task.weight_code != WeightCode::kRandom;
+  const auto address = [&](int operand, int64_t element) {
+    return static_cast<char*>(task.data[operand]) + element * task.element_size[operand];
+  };
   RowAddresses row(task);
   for (; begin < end; begin += kTileElements) {
     const int64_t count = std::min(kTileElements, end - begin);
-    NextTile next(task, begin + count, std::min(begin + count + kTileElements, end));
     for (int k = 0; k < task.operands; ++k) {
-      const bool in_place = task.layout == nullptr && !task.is_coded(k);
-      row.operand[k] =
-          in_place ? static_cast<char*>(task.data[k]) + begin * task.element_size[k] : tiles[k];
-      if (in_place || !kernel.reads(k)) continue;
+      const bool in_place = is_dense && !task.is_coded(k) && !task.keeps_value(k);
+      row.operand[k] = in_place ? address(k, begin) : tiles[k];
+      if (in_place || task.keeps_value(k) || !kernel.reads(k)) continue;
       if (task.is_coded(k)) {
-        next.prefetch_part();
         decode(task.coded[k - kFirstState], task.data[k], begin, count, reinterpret_cast<float*>(tiles[k]));
       } else {
         copy_in_order<true>(task, k, begin, count, tiles[k]);
       }
     }
+    WeightTile weight{};
+    if (task.keeps_value(kWeight)) {
+      weight = {is_dense ? address(kWeight, begin) : static_cast<void*>(stored[0]),
+                is_dense ? address(beside, begin) : static_cast<void*>(stored[1]),
+                reinterpret_cast<float*>(tiles[beside]),
+                tiles[kWeight],
+                begin,
+                count};
+      if (kernel.reads(kWeight)) {
+        if (!is_dense) copy_in_order<true>(task, kWeight, begin, count, reinterpret_cast<char*>(stored[0]));
+        if (!is_dense && has_beside) {
+          copy_in_order<true>(task, beside, begin, count, reinterpret_cast<char*>(stored[1]));
+        }
+        decode_weight(task, weight);
+      }
+    }
     kernel.run(row, 1, count);
+    if (task.keeps_value(kWeight) && kernel.writes(kWeight)) {
+      encode_weight(task, weight);
+      if (!is_dense) copy_in_order<false>(task, kWeight, begin, count, reinterpret_cast<char*>(stored[0]));
+      if (!is_dense && has_beside) {
+        copy_in_order<false>(task, beside, begin, count, reinterpret_cast<char*>(stored[1]));
+      }
+    }
     for (int k = 0; k < task.operands; ++k) {
-      if (row.operand[k] != tiles[k] || !kernel.writes(k)) continue;
+      if (row.operand[k] != tiles[k] || task.keeps_value(k) || !kernel.writes(k)) continue;
       if (task.is_coded(k)) {
-        next.prefetch_part();
         encode(task.coded[k - kFirstState], reinterpret_cast<const float*>(tiles[k]), begin, count,
                task.data[k]);
       } else {

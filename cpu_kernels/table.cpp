@@ -29,10 +29,10 @@ const GradKernels* grads(Format format) {
 
 const char* run(const SpanKernel& kernel, const TensorTask& task, const GradTreatment& treatment,
                 int64_t begin, int64_t end, double* norms) {
-  const auto walk = task.has_codes              ? run_coded
-                    : task.layout == nullptr    ? run_dense
-                    : task.layout->long_rows    ? run_rows
-                                                : run_packed;
+  const auto walk = task.is_on_tiles()       ? run_coded
+                    : task.layout == nullptr ? run_dense
+                    : task.layout->long_rows ? run_rows
+                                             : run_packed;
   walk(TreatedKernel{kernel, treatment, task, norms}, begin, end);
   return FUSEDSTEP_STRING(FUSEDSTEP_ISA);
 }

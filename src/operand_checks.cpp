@@ -44,6 +44,22 @@ void check_device(size_t i, const char* what, const TensorView& view, int device
                 name_of_device(device));
 }
 
+// By the option that asks for it.
+const char* name_of(WeightCode code) {
+  switch (code) {
+    case WeightCode::kPlain:
+      return "itself";
+    case WeightCode::kSplit:
+      return "master_weights='split'";
+    case WeightCode::kKahanBf16:
+    case WeightCode::kKahanHalf:
+      return "rounding='kahan'";
+    case WeightCode::kRandom:
+      return "rounding='stochastic'";
+  }
+  return "?";
+}
+
 std::string text(Dims sizes) {
   std::string out = "[";
   for (size_t d = 0; d < sizes.size(); ++d) out += (d ? ", " : "") + std::to_string(sizes[d]);
@@ -88,17 +104,26 @@ void check_devices(size_t i, const TensorOperands& operands, int slots, int devi
   for (int k = 0; k < slots; ++k) check_device(i, "a state", operands.states[k], device);
 }
 
-Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters) {
+Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters, WeightCode code) {
   const DType weight = operands.weight.dtype;
   check_grad(i, operands.weight, operands.grad);
-  Format format = format_of(i, weight, weight, false);
-  // Codes take the place of float32.
-  const auto dtype_of = [](const TensorView& state) { return state.has_codes() ? DType::kFloat : state.dtype; };
+  const bool has_value = code != WeightCode::kPlain;
+  Format format = format_of(i, weight, has_value ? DType::kFloat : weight, has_value);
+  if (has_value && operands.rows) {
+    refuse(i, std::string("the gradient is sparse, but the weight's value is kept by ") + name_of(code) +
+                  "; leave that out for its group");
+  }
+  // Codes take the place of float32, and so does what is kept beside a weight.
+  const auto dtype_of = [&](int k) {
+    const TensorView& state = operands.states[k];
+    const bool is_beside = has_value && masters && k == slots - 1;
+    return state.has_codes() || is_beside ? DType::kFloat : state.dtype;
+  };
   for (int k = 0; k < slots; ++k) {
     const TensorView& state = operands.states[k];
     if (checked_storage(i, operands.weight, state) == Storage::kPlain) check_state(i, operands.weight, state);
-    format = format_of(i, weight, dtype_of(state), masters);
-    if (dtype_of(state) != dtype_of(operands.states[0])) refuse(i, "its states have different dtypes");
+    format = format_of(i, weight, dtype_of(k), masters || has_value);
+    if (dtype_of(k) != dtype_of(0)) refuse(i, "its states have different dtypes");
     const bool is_master = masters && k == slots - 1;
     if (!is_master && state.has_codes() != operands.states[0].has_codes()) {
       refuse(i, "some of its states are in codes, others are not");
@@ -108,6 +133,26 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
     }
   }
   return format;
+}
+
+WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
+                               bool is_random, int device) {
+  const DType weight = operands.weight.dtype, last = slots > 0 ? operands.states[slots - 1].dtype : weight;
+  const bool is_beside = masters && slots > 0;
+  WeightCode code = WeightCode::kPlain;
+  if (is_random) code = WeightCode::kRandom;
+  if (is_beside && last == DType::kInt16) code = WeightCode::kSplit;
+  if (is_beside && last == weight && weight == DType::kBFloat16) code = WeightCode::kKahanBf16;
+  if (is_beside && last == weight && weight == DType::kHalf) code = WeightCode::kKahanHalf;
+  if (code == WeightCode::kPlain) return code;
+  const bool is_bf16_only = code == WeightCode::kSplit || code == WeightCode::kRandom;
+  if (is_bf16_only && weight != DType::kBFloat16) {
+    refuse(i, std::string(name_of(code)) + " takes bfloat16 weights, but one is " + name_of(weight));
+  }
+  if (device != kHost) {
+    refuse(i, std::string(name_of(code)) + " has no CUDA kernels yet; fused=False takes it there");
+  }
+  return code;
 }
 
 Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state) {

@@ -7,6 +7,7 @@
 
 #include "fusedstep/isa.h"
 #include "src/core/code_map.h"
+#include "src/core/weight_code.h"
 #include "src/tensor_view.h"
 
 namespace fusedstep {
@@ -16,8 +17,12 @@ namespace fusedstep {
 
 void check_devices(size_t i, const TensorOperands& operands, int slots, int device);
 // Checks shapes, dtypes and strides. Returns the format of the operands; with `masters` the last state is a
-// master copy of the weight.
-Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters);
+// master copy of the weight, or what it keeps beside itself. `code` is checked_weight_code().
+Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters, WeightCode code);
+// Returns how a weight keeps its float32 value, which the dtype of the last state tells with `masters`.
+// Checks that a weight of its dtype, on this device, may.
+WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
+                               bool is_random, int device);
 // Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.
 FUSEDSTEP_API Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state);
 // Checks that every entry of a sparse gradient is for a row of a tensor with these sizes.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -45,12 +46,26 @@ bool is_shape_of(const std::vector<int64_t>& shape, std::span<const TensorView* 
 Plan::Plan(size_t tensors, int slots, int device, bool masters)
     : slots_(slots), device_(device), masters_(masters), entries_(tensors), formats_(tensors) {}
 
+void Plan::round_at_random(uint64_t seed, std::vector<int64_t> places) {
+  if (places.size() != tensors() || masters_ || slots_ == kMaxStates) {
+    throw std::runtime_error("to round at random takes a place for each weight, and no master copies");
+  }
+  seed_ = seed;
+  places_ = std::move(places);
+}
+
+uint64_t Plan::draws(size_t i, double step) const {
+  return key_of_draws(seed_, static_cast<uint64_t>(step), static_cast<uint64_t>(places_[i]));
+}
+
 void Plan::bind(size_t i, const TensorOperands& operands) {
   Entry& entry = entries_[i];
   const TensorView* views[kMaxOperands] = {&operands.weight, &operands.grad};
   for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
-  const int count = kFirstState + slots_;
+  int count = kFirstState + slots_;
   check_devices(i, operands, slots_, device_);
+  const WeightCode weight_code =
+      checked_weight_code(i, operands, slots_, masters_, rounds_at_random(), device_);
   // Codes lie by rows and columns, whatever the shape of the bytes that hold them.
   std::array<TensorView, kMaxStates> decoded;
   std::array<CodedState, kMaxStates> coded{};
@@ -68,17 +83,31 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     views[kFirstState + k] = &decoded[k];
   }
 
+  // The values of weights that are rounded at random are on tiles alone.
+  TensorView values{nullptr, DType::kFloat, operands.weight.sizes, {}};
+  const bool is_random = weight_code == WeightCode::kRandom;
+  if (is_random) {
+    if (in_order.empty()) in_order = strides_in_order(operands.weight.sizes);
+    values.strides = in_order;
+    views[count++] = &values;
+  }
+
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const Format format = changed ? checked_format(i, operands, slots_, masters_) : formats_[i];
+  const Format format = changed ? checked_format(i, operands, slots_, masters_, weight_code) : formats_[i];
   if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
     for (int k = 0; k < count; ++k) strides.push_back(views[k]->strides.subspan(indexed_dims));
     // All that allocates comes first: if it throws, nothing has changed.
-    auto layout = std::make_unique<Layout>(operands.weight.sizes.subspan(indexed_dims), strides, has_codes);
+    const Dims sizes = operands.weight.sizes.subspan(indexed_dims);
+    const bool is_in_order = has_codes || is_random;
+    auto layout = std::make_unique<Layout>(sizes, strides, is_in_order);
+    if (weight_code != WeightCode::kPlain && !is_in_order && !layout->dense()) {
+      layout = std::make_unique<Layout>(sizes, strides, true);
+    }
     std::vector<int64_t> shape = shape_of({views, views + count});
     entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);
     entry.layout = std::move(layout);
@@ -89,7 +118,9 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     entry.task.operands = count;
     entry.task.layout = entry.layout->blocks();
     entry.task.has_codes = has_codes;
+    entry.task.weight_code = weight_code;
     for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
+    if (is_random) entry.task.element_size[count - 1] = 0;
     stale_ = weights_moved_ = true;
     ++operands_version_;
     ++grads_version_;

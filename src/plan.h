@@ -37,12 +37,18 @@ struct StepMemory {
 class Plan {
  public:
   // `slots` states for each of `tensors` tensors, all on one device. With `masters` the last one is a master
-  // copy of the weight (see Mastered).
+  // copy of the weight (see Mastered), or what the weight keeps beside itself (see WeightCode).
   Plan(size_t tensors, int slots, int device = kHost, bool masters = false);
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
   bool has_masters() const { return masters_; }
+  // Makes the plan round its weights, of bfloat16, at random. The numbers follow from the seed, the step
+  // count of each tensor and its place.
+  void round_at_random(uint64_t seed, std::vector<int64_t> places);
+  bool rounds_at_random() const { return !places_.empty(); }
+  // The key of tensor i's random numbers at a step.
+  uint64_t draws(size_t i, double step) const;
   int device() const { return device_; }
 
   // Sets the operands of tensor i. This is cheap if only addresses differ from the last time. Throws
@@ -167,6 +173,8 @@ class Plan {
 
   int slots_, device_;
   bool masters_;
+  uint64_t seed_ = 0;
+  std::vector<int64_t> places_;  // empty: weights are rounded to nearest
   uint32_t not_negative_ = 0;
   bool stale_ = true;
   bool weights_moved_ = true;

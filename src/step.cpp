@@ -103,7 +103,8 @@ double sum_chunks(int64_t first, int64_t last, Partial partial) {
 // Sets elements [begin, end), which begin with a block, to zero.
 void zero_codes(const CodedState& state, void* codes, int64_t begin, int64_t end) {
   const CodeMap& map = *state.map;
-  std::memset(static_cast<std::byte*>(codes) + map.bytes_of(begin), zero_byte(map), map.bytes_of(end - begin));
+  std::memset(static_cast<std::byte*>(codes) + map.bytes_of(begin), zero_byte(map),
+              map.bytes_of(end - begin));
   std::fill_n(state.absmax + begin / map.block, map.blocks_of(end - begin), 0.0f);
 }
 
@@ -145,7 +146,7 @@ class ElementwiseStep final : public PreparedStep {
     for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
       const uint32_t tensor = plan_.chunks()[begin].tensor;
       run_kernel(plan_, begin, end, kernels_[tensor].phase[cpu::kUpdate], treatments_.whole(tensor), nullptr,
-                 [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
+                 [&](TensorTask& task) { scalars_.complete(task, tensor); });
     });
   }
 
@@ -176,7 +177,7 @@ class NormedPhases {
     alignas(64) double lanes[2][kLanes] = {};
     const cpu::Phase phase = stores(tensor) ? cpu::kAccumulateStore : cpu::kAccumulate;
     run_kernel(plan_, chunk, chunk + 1, kernels_[tensor].phase[phase], treatments_.first(tensor),
-               &lanes[0][0], [&](TensorTask& task) { task.scalars = scalars_.of(tensor); });
+               &lanes[0][0], [&](TensorTask& task) { scalars_.complete(task, tensor); });
     plan_.memory().partial_norms[2 * chunk] = sum_lanes(lanes[0]);
     plan_.memory().partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
   }
@@ -200,7 +201,7 @@ class NormedPhases {
     if (begin == plan_.first_chunk(tensor)) plan_.memory().ratios[tensor] = ratio;
     run_kernel(plan_, begin, end, kernels_[tensor].phase[phase], treatments_.last(tensor), nullptr,
                [&](TensorTask& task) {
-                 task.scalars = scalars_.of(tensor);
+                 scalars_.complete(task, tensor);
                  task.ratio = ratio;
                });
   }
@@ -346,6 +347,9 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<doubl
     rule.prepare(rule, its[0], &its[1], plan.format(i) == Format::kDouble,
                  scalars.blocks.emplace_back().bytes);
   };
+  for (size_t i = 0; plan.rounds_at_random() && i < tensors; ++i) {
+    scalars.draws.push_back(plan.draws(i, numbers[i]));
+  }
   size_t same = 1;
   while (same < tensors && key_of(same) == key_of(0)) ++same;
   if (same >= tensors) {  // nearly always: no list is made

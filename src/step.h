@@ -106,8 +106,13 @@ struct alignas(64) ScalarsBlock {
 struct Scalars {
   std::vector<ScalarsBlock> blocks;
   std::vector<uint32_t> of_tensor;  // the block of each; empty if there is one block
+  std::vector<uint64_t> draws;      // of each, the key of its random numbers; empty if there are none
 
   const void* of(size_t tensor) const { return blocks[of_tensor.empty() ? 0 : of_tensor[tensor]].bytes; }
+  void complete(TensorTask& task, size_t tensor) const {
+    task.scalars = of(tensor);
+    if (!draws.empty()) task.draws = draws[tensor];
+  }
 };
 // `numbers` has the step count of each tensor, this step included, then each of the rule's numbers of each
 // tensor, which become those after the step.

@@ -13,6 +13,7 @@ int element_size(DType dtype) {
       return 8;
     case DType::kBFloat16:
     case DType::kHalf:
+    case DType::kInt16:
       return 2;
     case DType::kUInt8:
     case DType::kFloat8:
@@ -31,6 +32,8 @@ const char* name_of(DType dtype) {
       return "bfloat16";
     case DType::kHalf:
       return "float16";
+    case DType::kInt16:
+      return "int16";
     case DType::kUInt8:
       return "uint8";
     case DType::kFloat8:

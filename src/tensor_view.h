@@ -12,8 +12,8 @@
 
 namespace fusedstep {
 
-// The last two are those of codes.
-enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf, kUInt8, kFloat8 };
+// kInt16 is that of the lower bits of a weight, the last two are those of codes.
+enum class DType : uint8_t { kFloat, kDouble, kBFloat16, kHalf, kInt16, kUInt8, kFloat8 };
 
 int element_size(DType dtype);
 const char* name_of(DType dtype);

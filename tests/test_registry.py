@@ -109,7 +109,8 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    own = {"fused": None, "state_dtype": None, "master_weights": False, "max_grad_norm": None}
+    own = {"fused": None, "state_dtype": None, "master_weights": False, "rounding": None, "seed": 0}
+    own["max_grad_norm"] = None
     own = {name: unset for name, unset in own.items() if name not in parameters[1]}
     keyword = inspect.Parameter.KEYWORD_ONLY
     assert described[0] == [*described[1], *((name, keyword, own[name]) for name in own)]

@@ -27,7 +27,7 @@ from fusedstep.optim._saved import (
     check_tensor,
     options_of,
 )
-from fusedstep.optim._states import MASTER
+from fusedstep.optim._weights import MASTER, asked_way
 
 #: Options that choose among torch's implementations. They say nothing about the choice here.
 _CHOICES = ("foreach", "fused")
@@ -391,7 +391,7 @@ def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:
     """A state as a weight's has to be; that of a 16-bit weight may be float32, or be asked to."""
     if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
         return value
-    asked = own_option(group, "state_dtype") is torch.float32 or own_option(group, "master_weights")
+    asked = own_option(group, "state_dtype") is torch.float32 or asked_way(group)
     wide = value.itemsize > 2 or asked
     is_small = weight.dtype in (torch.bfloat16, torch.float16)
     return value.to(weight.device, torch.float32 if wide and is_small else weight.dtype)

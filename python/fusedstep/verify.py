@@ -19,7 +19,7 @@ from fusedstep import _twin
 from fusedstep.convert import check_is_ours
 from fusedstep.optim import _dtensor
 from fusedstep.optim._codes import is_codes
-from fusedstep.optim._imperative import MASTER, value_of
+from fusedstep.optim._weights import BESIDE, MASTER, value_of, way_of
 
 
 def verify(
@@ -263,7 +263,7 @@ class _Watch:
         _twin.step(twin, *args, **kwargs)
         self.report.reference_ms = min(self.report.reference_ms, _ms_since(started))
 
-        call = self._call()
+        call, ways = self._call(), _ways_of(optimizer)
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
             _twin.step(twin, *args, **kwargs)
@@ -272,12 +272,15 @@ class _Watch:
                 state = optimizer.state.get(p, {})
                 for what in filter(lambda what: is_codes(state[what]), state):
                     del found[what]  # which are rounded to codes
-                before = {"weight": p, **optimizer._store.decoded(p, state)}
+                before = optimizer._store.decoded(p, state)
+                before["weight"] = _value(ways[p], p, optimizer)
                 if MASTER in before:  # in double nothing is rounded from it
                     found[MASTER] = weight
                 expected = call.expected.setdefault(p, {})
                 for what, value in found.items():
-                    if not _is_inexact(value):
+                    # A count for random numbers alone: in double there are none.
+                    is_count = what == "step" and what not in optimizer._numbers
+                    if is_count or not _is_inexact(value):
                         continue
                     if units == 0:
                         expected[what] = _Expected(before.get(what), value)
@@ -301,7 +304,7 @@ class _Watch:
             print(report)
 
     def _compare(self, optimizer: Optimizer, expected: dict[Tensor, dict[str, _Expected]]) -> None:
-        elements = sum(p.numel() for p in expected)
+        elements, ways = sum(p.numel() for p in expected), _ways_of(optimizer)
         for name, p in _named_parameters(optimizer):
             if p not in self._rows:
                 self._rows[p] = Difference(name, tuple(p.shape))
@@ -310,11 +313,15 @@ class _Watch:
             # Sums over n numbers of the reference's own precision err by about the root of n.
             tolerance = self._tolerance + (elements**0.5 if maths is torch.float64 else 0)
             found = {"weight": p, **optimizer.state.get(p, {})}
+            if ways[p] == "split":
+                found["weight"] = _value(ways[p], p, optimizer)
             for what, right in expected[p].items():
                 actual = found.get(what, torch.empty(0))
                 units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
                 error = _largest_error(actual, right, maths)
-                row.allowed[what] = 0.5 + tolerance * units
+                # One that is rounded at random is one of the two around the value.
+                is_random = what == "weight" and ways[p] == "stochastic"
+                row.allowed[what] = (1.0 if is_random else 0.5) + tolerance * units
                 row.ulp[what] = max(error, row.ulp.get(what, 0.0))
 
 
@@ -326,12 +333,12 @@ def _copy_of(
     Gradients are so many units in the last place larger, and every second one smaller: clipping
     would undo a common factor.
     """
-    copies, states = {}, {}
+    copies, states, ways = {}, {}, _ways_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
     for p in dict.fromkeys(p for params in groups for p in params):
         state = optimizer._store.decoded(p, optimizer.state.get(p, {}))
-        has_copy = copied is _in_double and MASTER in state
-        twin = copies[p] = copied(value_of(p, state[MASTER]) if has_copy else p.detach())
+        in_double = copied is _in_double
+        twin = copies[p] = copied(_value(ways[p], p, optimizer) if in_double else p.detach())
         if p.grad is not None:
             twin.grad = p.grad.detach().to(twin.dtype, copy=True)
             twin.grad *= 1 + units * torch.finfo(p.dtype).eps
@@ -339,9 +346,23 @@ def _copy_of(
         states[twin] = {
             name: copied(value) if _is_rounded(optimizer, name, value) else copy.deepcopy(value)
             for name, value in state.items()
+            if not in_double or name == MASTER or name not in BESIDE.values()
         }
     groups = [[copies[p] for p in params] for params in groups]
     return _twin.imperative_twin(optimizer, groups, states), copies
+
+
+def _ways_of(optimizer: Optimizer) -> dict[Tensor, str | None]:
+    """How the values of weights are kept."""
+    return {p: way_of(group, p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _value(way: str | None, weight: Tensor, optimizer: Optimizer) -> Tensor:
+    """The value of a weight, which has as many bits as the way that it is kept in allows."""
+    state, weight = optimizer.state.get(weight, {}), weight.detach()
+    if way in BESIDE and BESIDE[way] in state:
+        return value_of(way, weight, state)
+    return weight
 
 
 def _named_parameters(optimizer: Optimizer) -> list[tuple[str, Tensor]]:

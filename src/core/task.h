@@ -4,6 +4,7 @@
 
 #include "src/core/operands.h"
 #include "src/core/walk.h"
+#include "src/core/weight_code.h"
 
 namespace fusedstep {
 
@@ -36,6 +37,16 @@ struct TensorTask {
 
   bool is_coded(int operand) const { return operand >= kFirstState && coded[operand - kFirstState].map; }
   bool has_codes = false;
+
+  // How the weight keeps its value, if there is no float32 copy. The last operand is then what it keeps
+  // beside the weight; it has no memory where the weight is rounded at random.
+  WeightCode weight_code = WeightCode::kPlain;
+  uint64_t draws = 0;  // the key of the step's random numbers
+
+  bool keeps_value(int operand) const {
+    return weight_code != WeightCode::kPlain && (operand == kWeight || operand == operands - 1);
+  }
+  bool is_on_tiles() const { return has_codes || weight_code != WeightCode::kPlain; }
 };
 
 }  // namespace fusedstep

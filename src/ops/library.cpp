@@ -21,6 +21,11 @@ bool plan_bind(int64_t plan, const Tensors& weights, const Tensors& grads) {
   return bind_plan(*find_plan(plan), views(weights, "weight"), views(grads, "gradient"));
 }
 
+// Makes steps over a plan round its weights at random. To be called before operands are bound.
+void plan_round_at_random(int64_t plan, int64_t seed, const std::vector<int64_t>& places) {
+  find_plan(plan)->plan.round_at_random(static_cast<uint64_t>(seed), places);
+}
+
 // Sets the numbers that the next step over a plan reads on its device, in place of arguments.
 void plan_device_inputs(int64_t plan, std::optional<Tensor> lr, std::optional<Tensor> grad_factor,
                         std::optional<Tensor> found_inf) {
@@ -93,6 +98,7 @@ std::vector<std::string> capabilities() {
 
 STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_new(Tensor[] weights, Tensor[] states, Tensor[] steps, bool masters=False) -> int");
+  m.def("plan_round_at_random(int plan, int seed, int[] places) -> ()");
   m.def("plan_bind(int plan, Tensor[] weights, Tensor[] grads) -> bool");
   m.def("plan_device_inputs(int plan, Tensor? lr, Tensor? grad_factor, Tensor? found_inf) -> ()");
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
@@ -130,6 +136,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, ZeroTensor, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("plan_round_at_random", TORCH_BOX(&plan_round_at_random));
   m.impl("plan_device_inputs", TORCH_BOX(&plan_device_inputs));
   m.impl("plan_add_grad_norm2", TORCH_BOX(&plan_add_grad_norm2));
   m.impl("plan_delete", TORCH_BOX(&plan_delete));

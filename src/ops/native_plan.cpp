@@ -66,6 +66,12 @@ std::optional<DType> dtype_of_codes(const Tensor& tensor) {
   return {};
 }
 
+// The dtype of a state: as codes and the lower bits of weights have it, or one of numbers.
+DType dtype_of_state(const Tensor& tensor) {
+  if (const std::optional<DType> codes = dtype_of_codes(tensor)) return *codes;
+  return dtype_code(tensor) == aoti_torch_dtype_int16() ? DType::kInt16 : dtype_of(tensor, "state");
+}
+
 // A number that a step reads on the plan's device; null if there is none.
 template <class T>
 const T* number(const std::optional<Tensor>& tensor) {
@@ -195,15 +201,14 @@ TensorView view_as(const Tensor& tensor, DType dtype, const char* what) {
 
 }  // namespace
 
-TensorView view(const Tensor& tensor, const char* what) { return view_as(tensor, dtype_of(tensor, what), what); }
+TensorView view(const Tensor& tensor, const char* what) {
+  return view_as(tensor, dtype_of(tensor, what), what);
+}
 
 std::vector<TensorView> state_views(const Tensors& states, size_t in_slots) {
   std::vector<TensorView> found;
   found.reserve(states.size());
-  for (const Tensor& state : states) {
-    const std::optional<DType> codes = dtype_of_codes(state);
-    found.push_back(codes ? view_as(state, *codes, "state") : view(state, "state"));
-  }
+  for (const Tensor& state : states) found.push_back(view_as(state, dtype_of_state(state), "state"));
   size_t next = in_slots;
   for (size_t i = 0; i < in_slots; ++i) {
     if (!found[i].has_codes()) continue;

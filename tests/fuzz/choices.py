@@ -43,6 +43,8 @@ BY_NAME: dict[str, tuple] = {
     "variant": ("paper", "apex", "nvlamb", "timm", "deepspeed", "cybertron"),
     "debias": (True, False, "lr"),
     "state_dtype": (None, "float32"),
+    "rounding": (None,),
+    "seed": (0,),
     "fused": (None, True),
     "differentiable": (False,),
 }

@@ -29,6 +29,7 @@ ANY = "any"
 #: Entries of a group that are no part of the formula. Clipping is done before it.
 NOT_IN_FORMULAS = {
     "params", "foreach", "capturable", "differentiable", "fused", "state_dtype", "master_weights",
+    "rounding", "seed",
     "keep_grad", "max_grad_norm",
 }  # fmt: skip
 

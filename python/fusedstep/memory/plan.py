@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fusedstep import optim
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
-from fusedstep.optim._states import MASTER
+from fusedstep.optim._weights import BESIDE
 
 #: Values of ``state_dtype`` that a class may accept, by their names.
 STATE_DTYPES: dict[str, Any] = {
@@ -28,7 +28,7 @@ STATE_DTYPES: dict[str, Any] = {
 MASTERS: dict[str, Any] = {"none": False, "float32": True, "split": "split"}
 
 #: States that hold a part of the weight.
-_OF_WEIGHTS = (MASTER,)
+_OF_WEIGHTS = tuple(BESIDE.values())
 
 
 class Choice(NamedTuple):

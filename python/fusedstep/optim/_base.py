@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
+from fusedstep.optim import _weights
 from fusedstep.optim._checks import (
     check_floats,
     check_number,
@@ -35,7 +36,7 @@ from fusedstep.optim._options import own_option, without_unset
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
-from fusedstep.optim._states import StateStore, has_master
+from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._watched import WatchedState
@@ -164,7 +165,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         whole = self._plans.get((index, 0))
         if whole and same(weights, whole.weights):
             return [(weights, grads)]
-        return by_place(weights, grads, [has_master(group, p) for p in weights])
+        return by_place(weights, grads, [_weights.way_of(group, p) for p in weights])
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -228,6 +229,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             raise RuntimeError(
                 "quantised states, by `state_dtype`, do not support `differentiable`"
             )
+        if group["differentiable"]:
+            _weights.refuse_differentiable(group)
         if fused:
             if group["differentiable"]:
                 raise RuntimeError("`fused` does not support `differentiable`")
@@ -240,11 +243,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
         """Returns whether native kernels update these weights; raises if they must but cannot."""
+        for p in weights:
+            _weights.way_of(group, p)  # raises where the value of none can be kept so
         if not self._wants_native(group):
             return False
         reason = self._why_not_native(weights, grads)
         if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
+        if reason is None and (missing := _weights.why_not_native(group, weights)):
+            raise RuntimeError(missing)  # for fused=None as well: nobody asked for the slow way
         return reason is None
 
     def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
@@ -269,9 +276,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         if not native:
             return None
         store.count_together(weights, states, self._may_be_skipped())
-        names, masters = store.names_of(group, weights[0]), has_master(group, weights[0])
-        slots = store.slots(names, states)
-        return Plan(weights, slots, states, names, store.numbers, masters, sparse)
+        names, way = store.names_of(group, weights[0]), _weights.way_of(group, weights[0])
+        slots, has_beside = store.slots(names, states), way in _weights.BESIDE
+        seed, draws = _weights.seed_of(group, weights[0]), None
+        if seed is not None:
+            draws = seed, _weights.places_of(self._groups, group, weights)
+        return Plan(weights, slots, states, names, store.numbers, has_beside, sparse, draws)
 
     def _may_be_skipped(self) -> bool:
         """Returns whether a number on a device tells if a step is skipped."""
@@ -466,6 +476,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             if not (
                 plan
                 and plan.names == self._store.names_of(group, weights[0])
+                and plan.seed == _weights.seed_of(group, weights[0])
                 and same(weights, plan.weights)
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())

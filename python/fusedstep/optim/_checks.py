@@ -12,6 +12,7 @@ from torch.optim.optimizer import _get_capturable_supported_devices
 
 from fusedstep.optim._codes import BLOCKS
 from fusedstep.optim._options import OWN
+from fusedstep.optim._weights import check_ways
 
 
 def check_number(name: str, value: Any) -> None:
@@ -149,6 +150,8 @@ def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> N
             check_eps(value)
         elif name == "state_dtype":
             check_state_dtype(value)
+        elif name in _OF_WAYS:
+            check_ways(options)
         elif name == "max_grad_norm":
             check_max_grad_norm(value)
         elif name == "rho":
@@ -178,6 +181,8 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             check_count(betas, len(default))
         elif name == "state_dtype":
             check_state_dtype(value)
+        elif name in _OF_WAYS:
+            check_ways(group)
         elif name == "max_grad_norm" or (is_number(default) and not isinstance(default, bool)):
             check_number(name, value)
             if isinstance(value, Tensor) and value.numel() != 1:
@@ -209,8 +214,11 @@ def has_text(group: dict[str, Any]) -> bool:
     return any(type(value) is str for name, value in group.items() if name not in _TEXTS)
 
 
+#: Options that tell how the value of a weight is kept.
+_OF_WAYS = ("master_weights", "rounding", "seed")
+
 #: Options that may be texts.
-_TEXTS = ("debias", "state_dtype")
+_TEXTS = ("debias", "state_dtype", *_OF_WAYS)
 
 #: Options that are no numbers, and to which a text is never right, though Python takes it for true.
 _NO_NUMBERS = frozenset(
@@ -225,7 +233,6 @@ _NO_NUMBERS = frozenset(
         "foreach",
         "fused",
         "keep_grad",
-        "master_weights",
         "maximize",
         "nesterov",
         "no_prox",
@@ -294,7 +301,7 @@ def with_name(
 
 def numeric(group: dict[str, Any]) -> str:
     """The options of a group that are numbers or should be, for an error's text."""
-    others = {"params", "param_names", "foreach", "fused", "state_dtype"}
+    others = {"params", "param_names", "foreach", "fused", "state_dtype", *_OF_WAYS}
     return ", ".join(
         f"{name}={value!r}"
         for name, value in group.items()

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._registry import by_name
-from fusedstep.optim._states import has_master
 from fusedstep.optim._support import why_not_readable
+from fusedstep.optim._weights import way_of
 
 
 def trace_update(optimizer: Optimizer) -> bool:
@@ -90,7 +90,8 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
         return False
     if compiles and _is_edited_in_graph(group):
         return False
-    if len({has_master(group, p) for p in weights}) > 1:
+    ways = {way_of(group, p) for p in weights}
+    if len(ways) > 1 or "stochastic" in ways:  # of whose random numbers the operator does not know
         return False
     owner._store.create(group, weights, native=True)
     if why_not_readable(owner._accessed_states(weights), "states"):

@@ -30,10 +30,24 @@ state_dtype (torch.dtype or str, optional): torch.float32 keeps float32 states f
     bits, blocks of which share a float32 scale, for weights of at least 4,096 elements;
     None keeps all states in the weight's dtype (default: None)""",
     "master_weights": """\
-master_weights (bool, optional): keep a float32 copy of bfloat16 and float16 weights in the
-    state ``master_param`` and update that, so that moves too small for the weight's dtype
-    add up; the weight is the copy rounded, and its states are float32. A weight that is
-    changed otherwise is taken as it is then (default: False)""",
+master_weights (bool or str, optional): ``"float32"``, or True, keeps a float32 copy of
+    bfloat16 and float16 weights in the state ``master_param`` and updates that, so that
+    moves too small for the weight's dtype add up; the weight is the copy rounded, and its
+    states are float32. A weight that is changed otherwise is taken as it is then.
+    ``"split"``, for bfloat16 weights, keeps the lower 16 bits of the copy in ``low_param``
+    in its place: the weight has the upper ones, rounded to nearest. To a weight that is
+    changed otherwise these still count: less than half a unit in its last place
+    (default: False)""",
+    "rounding": """\
+rounding (str, optional): how weights of 16 bits are rounded, if not to nearest.
+    ``"stochastic"``, for bfloat16 weights, rounds up or down at random, so that the mean of
+    the roundings is the exact value; nothing is kept beside the weight. ``"kahan"`` keeps
+    the last rounding error in the state ``compensation``, and adds it to the weight at the
+    next step. States are float32 or in codes (default: None)""",
+    "seed": """\
+seed (int, optional): of the random numbers of ``rounding="stochastic"``. They follow from the
+    seed, the step count, the group, the weight's place there and the element's, and are the
+    same for any layout and number of threads, and on every process (default: 0)""",
     "max_grad_norm": """\
 max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
     together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but

@@ -10,12 +10,15 @@ from torch import Tensor
 from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
-from fusedstep.optim._states import MASTER, has_master
-
-
-def value_of(weight: Tensor, master: Tensor) -> Tensor:
-    """Returns the value that a weight was rounded from; itself where it has been changed since."""
-    return torch.where(master.to(weight.dtype) == weight, master, weight.float())
+from fusedstep.optim._weights import (
+    MASTER,
+    key_of_draws,
+    places_of,
+    put_value,
+    seed_of,
+    value_of,
+    way_of,
+)
 
 
 class ImperativeTwin:
@@ -56,14 +59,17 @@ class ImperativeTwin:
         if group["maximize"]:
             grad = -grad
         if weight.is_complex():  # and has no master copy
-            group = group | {"master_weights": False}
+            group = group | {"master_weights": False, "rounding": None}
             state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
             weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
 
         wide = self._widened(group, weight, state)
         grad = grad.to(wide.dtype)
+        count = None if seed_of(group, weight) is None else state["step"].clone()
         if not (group["differentiable"] or group.get("capturable")):
             self._imperative(group, wide, grad, state)
+            if count is not None:  # formulas without bias corrections leave it alone
+                state["step"].copy_(count + 1)
             self._write_back(group, weight, wide, state)
             return
 
@@ -76,20 +82,27 @@ class ImperativeTwin:
         new = self._formula(group, wide.clone(), grad, copies)
         for name, tensor in copies.items():
             state[name].copy_(tensor)
+        if count is not None:
+            state["step"].copy_(count + 1)
         self._write_back(group, weight, new, state)
 
     def _widened(self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> Tensor:
         """Returns the tensor that is updated for a weight: itself or, in float32, its value."""
         if not self._store.has_wide(group, weight):
             return weight
-        if not has_master(group, weight):
-            return weight.float()
-        return value_of(weight, state[MASTER])
+        way = way_of(group, weight)
+        return weight.float() if way is None else value_of(way, weight, state)
 
     def _write_back(
         self, group: dict[str, Any], weight: Tensor, wide: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if wide is not weight:
+        if wide is weight:
+            return
+        way, seed = way_of(group, weight), seed_of(group, weight)
+        if way is None:
             weight.copy_(wide)
-            if has_master(group, weight):
-                state[MASTER].copy_(wide)
+        elif seed is None:
+            put_value(way, weight, wide, state)
+        else:
+            (place,) = places_of(self._groups, group, [weight])
+            put_value(way, weight, wide, state, key_of_draws(seed, int(state["step"]), place))

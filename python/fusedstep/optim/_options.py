@@ -11,6 +11,8 @@ OWN: dict[str, Any] = {
     "fused": None,
     "state_dtype": None,
     "master_weights": False,
+    "rounding": None,
+    "seed": 0,
     "max_grad_norm": None,
 }
 

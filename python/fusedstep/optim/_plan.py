@@ -42,6 +42,7 @@ class Plan:
         "handle",
         "is_distributed",
         "names",
+        "seed",
         "spread_of_sums",
         "weights",
     )
@@ -55,8 +56,11 @@ class Plan:
         numbers: tuple[str, ...],
         has_masters: bool,
         had_sparse: bool,
+        draws: tuple[int, list[int]] | None = None,
     ) -> None:
+        """``draws``: the seed and the places by which weights are rounded at random."""
         self.names = names
+        self.seed = draws[0] if draws else None
         self.weights = list(weights)
         self.device = weights[0].device
         self.spread_of_sums = spread_of_sums(weights[0])
@@ -68,6 +72,8 @@ class Plan:
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
         self._held = _ops.hold_plan(self.handle)
+        if draws:
+            torch.ops.fusedstep.plan_round_at_random(self.handle, *draws)
 
     @property
     def is_on_device(self) -> bool:

@@ -16,7 +16,7 @@ from fusedstep.optim._checks import check_options, name_of
 from fusedstep.optim._codes import absmax_of, check_codes, is_codes
 from fusedstep.optim._options import OWN
 from fusedstep.optim._registry import classes
-from fusedstep.optim._states import MASTER
+from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
 _ALWAYS_SAVED = frozenset(
@@ -74,10 +74,14 @@ def check_state(
     for number in () if weight.is_meta else optimizer._numbers:
         check_count_of_steps(name, state[number], number)
     needed = optimizer._state_names(optimizer._later_options)
-    names = (*needed, *optimizer._state_names(options), MASTER)
+    if asked_way(options) == "stochastic" and "step" in state:
+        check_count_of_steps(name, state["step"])
+    names = (*needed, *optimizer._state_names(options), *BESIDE.values())
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
             check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)))
+        if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
+            raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
 def check_names(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> None:
@@ -178,7 +182,7 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
     needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
     absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
-    names = state.keys() - {"step", MASTER} - absmax
+    names = state.keys() - {"step", *BESIDE.values()} - absmax
     return bool(names) and needed <= names <= {*needed, *cls._states}
 
 

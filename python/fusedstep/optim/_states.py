@@ -13,9 +13,7 @@ from fusedstep.optim import _codes, _dtensor
 from fusedstep.optim._codes import absmax_of, is_codes
 from fusedstep.optim._options import own_option
 from fusedstep.optim._pieces import in_pieces
-
-#: The state that a weight's master copy is.
-MASTER = "master_param"
+from fusedstep.optim._weights import BESIDE, LOW, MASTER, has_master, start_beside, value_of, way_of
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -45,8 +43,8 @@ class StateStore:
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of the weight's shape, in the order of a plan."""
-        names = self._names(group)
-        return (*names, MASTER) if has_master(group, weight) else names
+        names, way = self._names(group), way_of(group, weight)
+        return (*names, BESIDE[way]) if way in BESIDE else names
 
     def has_wide(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
@@ -101,11 +99,15 @@ class StateStore:
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
-        if "step" in self._first:
+        if self._keeps_count(group, weight):
             return self.by_weight[weight]
         # A graph is compiled again when what it reads changes: it reads no state that it needs not.
         state = self.by_weight[weight] if self.names_of(group, weight) else {}
         return state | {"step": self._count_of(group, weight)}
+
+    def _keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether the count is part of the state: random numbers follow from it."""
+        return "step" in self._first or way_of(group, weight) == "stochastic"
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
@@ -116,6 +118,7 @@ class StateStore:
     @torch.no_grad()
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
         """Gives a state to those weights that have none."""
+        all_weights = weights
         weights = [p for p in weights if not self._has_all(group, p)]
         value = group[self._initial_option] if self._initial_option else 0
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
@@ -125,17 +128,41 @@ class StateStore:
                 if not (number in state or number in new):
                     new[number] = _new_number(p, group, self._first[number])
             if name not in state:
-                if name == MASTER:  # sparse gradients do not reach every row of it
-                    in_pieces(Tensor.copy_, tensor, p)
+                if name in BESIDE.values():
+                    self._start_beside(group, p, tensor)
                 elif value != 0:
                     self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
         counts = {} if "step" in self._first else {p: _new_number(p, group) for p in weights}
+        for p, new in made.items():
+            if "step" not in self._first and self._keeps_count(group, p):
+                state = self.by_weight.get(p, {})
+                has_stepped = p in self._counts or any(name in state for name in new)
+                new["step"] = self._count_of(group, p) if has_stepped else counts[p]
         for p, new in made.items():  # all at once: memory may run out before all are there
             self.by_weight[p].update(new)
         self._counts.update(counts)
+        for p in all_weights:
+            self._drop_beside(group, p)
+
+    def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
+        """Sets what a weight keeps beside it, so that its value is what it was in another way."""
+        way, state = way_of(group, weight), self.by_weight.get(weight, {})
+        before = [each for each, name in BESIDE.items() if name in state and each != way]
+        if before:
+            value = value_of(before[0], weight, state)
+            _dtensor.local(beside).copy_(start_beside(way, weight, value))
+        elif way == "float32":  # sparse gradients do not reach every row of it
+            in_pieces(Tensor.copy_, beside, weight)
+
+    def _drop_beside(self, group: dict[str, Any], weight: Tensor) -> None:
+        """Removes what the weight kept beside it in another way: it is of no value any more."""
+        way, state = way_of(group, weight), self.by_weight.get(weight, {})
+        for each, name in BESIDE.items():
+            if name in state and each != way and (way is not None or name != MASTER):
+                del state[name]
 
     def _fill(self, tensor: Tensor, name: str, value: complex, weight: Tensor) -> None:
         """Sets all elements of a state, or its codes, or their absmax, to a first value."""
@@ -180,12 +207,16 @@ class StateStore:
                     state[name] = _new_number(p, group, state[name])
             if "step" not in self._first:
                 self._count_of(group, p)
+                if isinstance(state.get("step"), (int, float)) and self._keeps_count(group, p):
+                    state["step"] = _new_number(p, group, state["step"])
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
         """Takes from a saved state what has been cast to the weight's dtype, and numbers."""
-        for name in self.names_of(group, weight):
+        for name in dict.fromkeys((*self.names_of(group, weight), *BESIDE.values())):
             value, device = saved.get(name), weight.device
-            if is_codes(value):
+            if name == LOW and isinstance(value, Tensor):
+                self.by_weight[weight][name] = value.to(device, torch.int16)
+            elif is_codes(value):
                 self.by_weight[weight][name] = value.to(device)
                 absmax = saved[absmax_of(name)]
                 self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
@@ -201,7 +232,8 @@ class StateStore:
         """Moves states that come from elsewhere to where the native kernels find them fastest."""
         weights = [p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)]
         for p in weights:
-            for name in self._first:
+            count = ("step",) if self._keeps_count(group, p) else ()
+            for name in dict.fromkeys((*self._first, *count)):
                 number = self.by_weight[p][name].reshape(())  # older ones have the shape [1]
                 self.by_weight[p][name] = _new_number(p, group).copy_(number)
         for p, name, tensor in self._zeros(group, weights, native=True):
@@ -239,7 +271,12 @@ class StateStore:
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
         absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
-        return state.keys() >= {*self._first, *names, *absmax}
+        count = ("step",) if self._keeps_count(group, p) else ()
+        if not state.keys() >= {*self._first, *count, *names, *absmax}:
+            return False
+        # Without anything beside the weight: that its value is wide shows in its states.
+        narrow = [n for n in self._names(group) if state[n].dtype in _SIXTEEN_BITS]
+        return not (narrow and way_of(group, p) == "stochastic")
 
     def _zeros(
         self, group: dict[str, Any], weights: list[Tensor], native: bool
@@ -254,15 +291,25 @@ class StateStore:
             if kind is not None:
                 yield from self._zero_codes(kind, self._names(group), some, native)
                 names = names[len(self._names(group)) :]
-            if native:
-                shards = [_dtensor.local(p) for p in some]
-                tensors = torch.ops.fusedstep.new_states(shards, len(names), wide)
-                tensors = map(_dtensor.spread_like, cycle(some), tensors)
-            else:
-                dtype = torch.float32 if wide else None
-                tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in some]
-            for (name, p), tensor in zip(product(names, some), tensors, strict=True):
-                yield p, name, tensor
+            narrow = [name for name in names if name in BESIDE.values() and name != MASTER]
+            names = tuple(name for name in names if name not in narrow)
+            yield from self._zero_numbers(names, some, wide, native)
+            for p, name, tensor in self._zero_numbers(tuple(narrow), some, False, native):
+                yield p, name, _as_low(p, tensor) if name == LOW else tensor
+
+    @staticmethod
+    def _zero_numbers(
+        names: tuple[str, ...], weights: list[Tensor], wide: bool, native: bool
+    ) -> Iterable[tuple[Tensor, str, Tensor]]:
+        if native:
+            shards = [_dtensor.local(p) for p in weights]
+            tensors = torch.ops.fusedstep.new_states(shards, len(names), wide)
+            tensors = map(_dtensor.spread_like, cycle(weights), tensors)
+        else:
+            dtype = torch.float32 if wide else None
+            tensors = [torch.zeros_like(p, dtype=dtype) for _ in names for p in weights]
+        for (name, p), tensor in zip(product(names, weights), tensors, strict=True):
+            yield p, name, tensor
 
     def _zero_codes(
         self, kind: str, names: tuple[str, ...], weights: list[Tensor], native: bool
@@ -281,9 +328,9 @@ def _asked_kind(group: dict[str, Any], weight: Tensor) -> str | None:
     return kind if isinstance(kind, str) and _codes.can_be_coded(weight) else None
 
 
-def has_master(group: dict[str, Any], weight: Tensor) -> bool:
-    """Returns whether the step updates a float32 copy, and rounds the weight from it."""
-    return weight.dtype in _SIXTEEN_BITS and own_option(group, "master_weights")
+def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
+    """The memory of a 16-bit tensor as int16."""
+    return _dtensor.spread_like(weight, _dtensor.local(tensor).view(torch.int16))
 
 
 def _new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:

@@ -91,7 +91,9 @@ class Adam(FusedOptimizer):
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())

@@ -75,7 +75,9 @@ class Adamax(FusedOptimizer):
         capturable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())

@@ -76,7 +76,9 @@ class AdamW(Adam):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         FusedOptimizer.__init__(self, params, locals() | {"decoupled_weight_decay": True})

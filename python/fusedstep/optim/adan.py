@@ -117,7 +117,9 @@ class Adan(FusedOptimizer):
         capturable: bool = False,
         differentiable: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
     ) -> None:
         super().__init__(params, locals())
 

@@ -163,7 +163,9 @@ class Lamb(FusedOptimizer):
         fused: bool | None = None,
         keep_grad: bool = False,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
     ) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {variant!r}")
@@ -194,6 +196,8 @@ class Lamb(FusedOptimizer):
             "keep_grad": keep_grad,
             "state_dtype": state_dtype,
             "master_weights": master_weights,
+            "rounding": rounding,
+            "seed": seed,
         }
         super().__init__(params, options)
 

@@ -92,7 +92,9 @@ class RMSprop(FusedOptimizer):
         *,
         fused: bool | None = None,
         state_dtype: torch.dtype | str | None = None,
-        master_weights: bool = False,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
