@@ -1,43 +1,75 @@
-import json, os, statistics as st, sys, time
+"""Times AdamW steps of GPT-2 (124 M) with states in codes, on the CPU and a GPU.
+
+    python bench/probes/small_states_times.py OUT.json
+
+Writes medians in milliseconds, and those of copies of as many bytes as a step moves.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
 import torch
+
 from fusedstep import optim
-out={}
-def shapes():
-    d=768; s=[(50257,d),(1024,d)]
-    for _ in range(12): s+= [(d,),(d,),(3*d,d),(3*d,),(d,d),(d,),(d,),(d,),(4*d,d),(4*d,),(d,4*d),(d,)]
-    return s+[(d,),(d,)]
-def make(device,dtype,kind,cls=optim.AdamW,**kw):
-    ps=[torch.nn.Parameter(torch.randn(s,device=device).to(dtype)) for s in shapes()]
-    for p in ps: p.grad=torch.randn_like(p)*1e-3
-    if kind=="torch": return torch.optim.AdamW(ps,fused=True)
-    return cls(ps,state_dtype=kind,fused=True,**kw)
-def gpu(o,n=30):
-    for _ in range(3): o.step()
-    ts=[]
-    for _ in range(n):
-        a,b=torch.cuda.Event(True),torch.cuda.Event(True)
-        torch.cuda.synchronize(); a.record(); o.step(); b.record(); torch.cuda.synchronize(); ts.append(a.elapsed_time(b))
-    return st.median(ts)
-def cpu(o,n=15):
-    for _ in range(2): o.step()
-    ts=[]
-    for _ in range(n):
-        t=time.perf_counter(); o.step(); ts.append((time.perf_counter()-t)*1e3)
-    return st.median(ts)
-n=sum(torch.Size(s).numel() for s in shapes()); out["elements"]=n
-for dev,timer in (("cpu",cpu),("cuda",gpu)):
-    for dtype in (torch.float32,torch.bfloat16):
-        for kind in (None,"torch","int8","int4","fp8"):
-            if kind=="torch" and dtype is not torch.float32: continue
-            o=make(dev,dtype,kind); out[f"{dev} {dtype} {kind}"]=timer(o); del o
-    if dev=="cuda":
-        torch.cuda.empty_cache()
-        # limit: same bytes: 16 B an element, 8 read... copy of 8n bytes in, 8n out
-        for b in (16,28):
-            x=torch.empty(n*b//8,dtype=torch.float32,device=dev); y=torch.empty_like(x)
-            ts=[]
-            for _ in range(30):
-                a,c=torch.cuda.Event(True),torch.cuda.Event(True); torch.cuda.synchronize(); a.record(); y.copy_(x); c.record(); torch.cuda.synchronize(); ts.append(a.elapsed_time(c))
-            out[f"cuda copy of {b} B an element"]=st.median(ts); del x,y
-print(json.dumps(out,indent=1)); 
-if os.environ.get("OUT"): json.dump(out,open(os.environ["OUT"]+"/times.json","w"),indent=1)
+
+WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
+STEPS = {"cpu": 15, "cuda": 30}
+
+
+def shapes() -> list[tuple[int, ...]]:
+    d = WIDTH
+    matrices = [(3 * d, d), (3 * d,), (d, d), (d,), (4 * d, d), (4 * d,), (d, 4 * d), (d,)]
+    norms = [(d,)] * 4
+    return [(VOCABULARY, d), (CONTEXT, d), *(matrices + norms) * LAYERS, (d,), (d,)]
+
+
+def milliseconds(run: Callable[[], object], device: str) -> float:
+    for _ in range(3):
+        run()
+    found = []
+    for _ in range(STEPS[device]):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - start))
+    return float(f"{statistics.median(found):.4g}")
+
+
+def optimizer(device: str, dtype: torch.dtype, kind: str | None) -> torch.optim.Optimizer:
+    params = [torch.nn.Parameter(torch.randn(s, device=device).to(dtype)) for s in shapes()]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+    if kind == "torch":
+        return torch.optim.AdamW(params, fused=True)
+    return optim.AdamW(params, state_dtype=kind, fused=True)
+
+
+def main(out: str) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in shapes())
+    table: dict[str, float] = {"elements": elements}
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        for dtype in (torch.float32, torch.bfloat16):
+            for kind in (None, "torch", "int8", "int4", "fp8"):
+                if kind == "torch" and dtype is not torch.float32:
+                    continue
+                step = optimizer(device, dtype, kind).step
+                table[f"{device} {dtype} {kind}"] = milliseconds(step, device)
+    for size in (16, 28) if torch.cuda.is_available() else ():
+        source = torch.empty(elements * size // 8, device="cuda")
+        target = torch.empty_like(source)
+        name = f"cuda copy of {size} B an element"
+        table[name] = milliseconds(lambda s=source, t=target: t.copy_(s), "cuda")
+    with open(out, "w") as file:
+        json.dump(table, file, separators=(",", ":"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
