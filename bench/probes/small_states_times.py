@@ -12,6 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
@@ -67,8 +68,7 @@ def main(out: str) -> None:
         target = torch.empty_like(source)
         name = f"cuda copy of {size} B an element"
         table[name] = milliseconds(lambda s=source, t=target: t.copy_(s), "cuda")
-    with open(out, "w") as file:
-        json.dump(table, file, separators=(",", ":"))
+    Path(out).write_text(json.dumps(table, separators=(",", ":")))
 
 
 if __name__ == "__main__":
