@@ -77,9 +77,10 @@ FUSEDSTEP_FN void decode_kahan_at(const WeightTile& tile, int64_t i) {
 template <class V, class Stored>
 FUSEDSTEP_FN void encode_kahan_at(const WeightTile& tile, int64_t i) {
   using rules::where_equal;
-  const V value = load<V>(static_cast<const float*>(tile.value), i), weight = rounded<Stored>(value);
-  const V error = value - weight, zero(0.0f);
-  store(static_cast<Stored*>(tile.weight), i, weight);
+  auto* const weight = static_cast<Stored*>(tile.weight);
+  const V value = load<V>(static_cast<const float*>(tile.value), i), zero(0.0f);
+  store(weight, i, value);
+  const V error = value - load<V>(static_cast<const Stored*>(weight), i);
   store(static_cast<Stored*>(tile.beside), i, where_equal(error - error, zero, error, zero));
 }
 template <class Stored>

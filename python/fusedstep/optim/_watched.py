@@ -115,7 +115,10 @@ def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
     """
     weight, optimizer = torch.zeros(1), SimpleNamespace()
     optimizer.state = optimizer.store = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
-    plan = Plan([weight], list(optimizer.state.values()), ("sum",), ("step",), False, False)
+    states = list(optimizer.state.values())
+    slots = [state["sum"] for state in states]
+    plan = Plan([weight], slots, states, ("sum",), ("step",), False, False)
+    del slots, states
     snapshot = Snapshot(optimizer.state)
     found = _first_holders(optimizer.state)
     del plan, snapshot
