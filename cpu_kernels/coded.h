@@ -77,8 +77,8 @@ struct CodeRegister {
     if constexpr (kStorage == Storage::kFloat8) {
       const __m512i least = _mm512_set1_epi32(kBias - kFloat8Bias + 1);
       const __m512i e = _mm512_max_epi32(_mm512_srli_epi32(magnitude, kMantissa), least);
-      const __m512i slope = _mm512_slli_epi32(
-          _mm512_sub_epi32(_mm512_set1_epi32(2 * kBias + kFloat8Mantissa), e), kMantissa);
+      const __m512i slope =
+          _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * kBias + kFloat8Mantissa), e), kMantissa);
       const __m512i before = _mm512_slli_epi32(_mm512_sub_epi32(e, least), kFloat8Mantissa);
       const __m512 start = _mm512_add_ps(_mm512_cvtepi32_ps(before), _mm512_set1_ps(0.5f));
       level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, _mm512_castsi512_ps(slope)), start));
@@ -198,7 +198,8 @@ struct CodeRegister {
     if constexpr (kStorage == Storage::kFloat8) {
       const __m256i least = repeated(kBias - kFloat8Bias + 1);
       const __m256i e = _mm256_max_epi32(_mm256_srli_epi32(magnitude, kMantissa), least);
-      const __m256i slope = _mm256_slli_epi32(_mm256_sub_epi32(repeated(2 * kBias + kFloat8Mantissa), e), kMantissa);
+      const __m256i slope =
+          _mm256_slli_epi32(_mm256_sub_epi32(repeated(2 * kBias + kFloat8Mantissa), e), kMantissa);
       const __m256i before = _mm256_slli_epi32(_mm256_sub_epi32(e, least), kFloat8Mantissa);
       const __m256 start = _mm256_add_ps(_mm256_cvtepi32_ps(before), _mm256_set1_ps(0.5f));
       level = _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(size, as_floats(slope)), start));
@@ -208,7 +209,8 @@ struct CodeRegister {
       for (const float threshold : map.threshold) {  // true is -1
         segment = _mm256_sub_epi32(segment, _mm256_cmpgt_epi32(magnitude, repeated(bits_of(threshold))));
       }
-      const __m256 found = _mm256_add_ps(_mm256_mul_ps(size, lookup(map.slope, segment)), lookup(map.start, segment));
+      const __m256 found =
+          _mm256_add_ps(_mm256_mul_ps(size, lookup(map.slope, segment)), lookup(map.start, segment));
       const __m256i lasts = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(map.last));
       level = _mm256_min_epi32(_mm256_cvttps_epi32(found), _mm256_permutevar8x32_epi32(lasts, segment));
       level = _mm256_andnot_si256(_mm256_srai_epi32(segment, 31), level);
@@ -288,7 +290,8 @@ void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t*
   if constexpr (Register::kSize != 0) {
     for (; i < whole; i += Register::kSize) {
       const auto share = Register::times(Register::load(from + i), scale.inverse);
-      Register::template encode<kStorage, kSigned>(map, share, codes + (kStorage == Storage::kInt4 ? i / 2 : i));
+      Register::template encode<kStorage, kSigned>(map, share,
+                                                   codes + (kStorage == Storage::kInt4 ? i / 2 : i));
     }
   }
   for (; i < count; ++i) put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i] * scale.inverse));

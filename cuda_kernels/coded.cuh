@@ -1,5 +1,5 @@
-// The pass of an elementwise rule over tensors whose states are in codes: a warp has a block of codes, or two of
-// int4, and each of its threads eight elements side by side.
+// The pass of an elementwise rule over tensors whose states are in codes: a warp has a block of codes, or two
+// of int4, and each of its threads eight elements side by side.
 #pragma once
 #include "cuda_kernels/elementwise.cuh"
 #include "src/core/code_map.h"
@@ -47,7 +47,8 @@ __device__ __forceinline__ Codes load_codes(const uint8_t* codes, bool halves, i
   }
   return found;
 }
-__device__ __forceinline__ void store_codes(const Codes& found, uint8_t* codes, bool halves, int64_t i, int valid) {
+__device__ __forceinline__ void store_codes(const Codes& found, uint8_t* codes, bool halves, int64_t i,
+                                            int valid) {
   if (valid == kCodedWidth && reinterpret_cast<uintptr_t>(codes) % kCodedWidth == 0) {
     if (halves) {
       *reinterpret_cast<uint32_t*>(codes + i / 2) = found.words[0];
@@ -133,7 +134,9 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight
   Body body(launch, chunk);
   auto* const weight = body.weight + i;
   auto* const grad = body.grad + i;
-  const auto is_aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0; };
+  const auto is_aligned = [](const void* data) {
+    return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
+  };
   const bool weight_aligned = is_aligned(body.weight), grad_aligned = is_aligned(body.grad);
   constexpr float kZeros[kCodedWidth] = {};
   if (left_out(launch.found_inf)) {

@@ -37,7 +37,7 @@ struct alignas(16) Scalars {
 struct TensorTask {
   void* data[kMaxOperands];
   CodedState coded[kMaxStates];  // maps and absmax are on the device
-  BlockLayout layout;  // without sizes: all operands share one dense order
+  BlockLayout layout;            // without sizes: all operands share one dense order
   int64_t first_chunk, last_chunk;
   bool as_double;  // the maths
 };

@@ -45,8 +45,8 @@ class Segments {
   int count_ = 0;
 };
 
-// A map of `decades` up to one, of which the lowest has 2^exponent levels, and each other twice as many as the
-// one below: the middles of equal parts. Besides there are zero and one. Returns the levels.
+// A map of `decades` up to one, of which the lowest has 2^exponent levels, and each other twice as many as
+// the one below: the middles of equal parts. Besides there are zero and one. Returns the levels.
 std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) {
   Segments segments(map);
   std::vector<double> levels = {0};

@@ -1,5 +1,5 @@
-// Codes of 8 and 4 bits that a state may be kept in. A block of elements shares its absolute maximum (absmax),
-// and a code stands for a share of it.
+// Codes of 8 and 4 bits that a state may be kept in. A block of elements shares its absolute maximum
+// (absmax), and a code stands for a share of it.
 //
 //   int8, signed    the dynamic map of Dettmers et al. (2022, 8-bit Optimizers via Block-wise Quantization):
 //                   seven decades, each linear, with twice the codes of the decade below
@@ -9,8 +9,8 @@
 //                   Memory Efficient Optimizers with 4-bit States)
 //   fp8             float8_e4m3fn, where the absolute maximum has the largest code
 //
-// A share is rounded to the nearest code. In the signed map of int8 a negative number does not become zero, as
-// in bitsandbytes.
+// A share is rounded to the nearest code. In the signed map of int8 a negative number does not become zero,
+// as in bitsandbytes.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -31,7 +31,7 @@ struct CodeMap {
   Storage storage = Storage::kPlain;
   int block = 256;      // elements that share an absolute maximum
   int block_shift = 8;  // its logarithm
-  float top = 1;    // the level of the absolute maximum
+  float top = 1;        // the level of the absolute maximum
   // A positive number's code is its level + zero. That of a negative one is (its level ^ flip) + negative,
   // with the level between least and most.
   int32_t zero = 0, flip = 0, negative = 0, least = 0, most = 0;
@@ -47,8 +47,8 @@ struct CodeMap {
   // off, and no more than `last`, with the numbers of the last of them. Others have level zero.
   float threshold[kSegments] = {}, slope[kSegments] = {}, start[kSegments] = {};
   int32_t last[kSegments] = {};
-  // By the exponent % kOctaves of a share that is at least kLeastShare: the thresholds below the shares of this
-  // exponent, less one, and the one among them, of which there is no second.
+  // By the exponent % kOctaves of a share that is at least kLeastShare: the thresholds below the shares of
+  // this exponent, less one, and the one among them, of which there is no second.
   static constexpr int kOctaves = 32;
   static constexpr float kLeastShare = 0x1p-30f;
   int32_t octave_segment[kOctaves] = {};

@@ -362,9 +362,9 @@ class CudaPlan final : public DevicePlan {
       std::copy_n(known.data, kMaxOperands, tasks[i].data);
       for (int k = 0; k < kMaxStates; ++k) tasks[i].coded[k] = on_device(known.coded[k]);
       if (known.has_codes && known.layout != nullptr) {
-        throw std::runtime_error(
-            "tensor " + std::to_string(i) +
-            " of the list: state_dtype: on CUDA a weight with states in codes, and its gradient, must be contiguous");
+        throw std::runtime_error("tensor " + std::to_string(i) +
+                                 " of the list: state_dtype: on CUDA a weight with states in codes, and its "
+                                 "gradient, must be contiguous");
       }
       tasks[i].as_double = plan.format(i) == Format::kDouble;
       if (known.layout == nullptr) continue;

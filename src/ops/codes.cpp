@@ -28,8 +28,9 @@ void for_blocks(const CodeMap& map, int64_t elements, Work work) {
 Tensor new_tensor(Dims sizes, int32_t dtype) {
   const std::vector<int64_t> strides = strides_in_order(sizes);
   AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cpu(), 0, &handle));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(),
+                                                  strides.data(), dtype, aoti_torch_device_type_cpu(), 0,
+                                                  &handle));
   return Tensor(handle);
 }
 
@@ -38,7 +39,8 @@ std::tuple<Tensor, Tensor> encode_state(const Tensor& values, std::string_view s
   const CodeMap& map = code_map(storage, is_signed);
   const TensorView from = view(values, "values");
   check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
-  const int64_t elements = elements_of(from.sizes), bytes = map.bytes_of(elements), blocks = map.blocks_of(elements);
+  const int64_t elements = elements_of(from.sizes), bytes = map.bytes_of(elements),
+                blocks = map.blocks_of(elements);
   const bool in_halves = storage == Storage::kInt4;
   const int32_t dtype =
       storage == Storage::kFloat8 ? aoti_torch_dtype_float8_e4m3fn() : aoti_torch_dtype_uint8();

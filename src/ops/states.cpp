@@ -96,7 +96,8 @@ Tensors empty_states(const Tensors& weights, int64_t slots, bool wide) {
     for (const Tensor& weight : weights) {
       const TensorView layout = view(weight, "weight");
       const int32_t dtype = dtype_of_states(weight, layout, wide);
-      std::optional<Tensor> state = new_state(layout, dense_strides(layout), dtype, slot, static_cast<int>(slots));
+      std::optional<Tensor> state =
+          new_state(layout, dense_strides(layout), dtype, slot, static_cast<int>(slots));
       if (!state) refuse_for_memory(weights, slots, wide);
       states.push_back(std::move(*state));
     }
@@ -137,8 +138,8 @@ Tensors empty_codes(const Tensors& weights, Storage storage, size_t slots) {
                     blocks = map.blocks_of(elements);
       const auto new_tensor = [&](Dims sizes, int32_t of_dtype) {
         const TensorView shape{layout.data, layout.dtype, sizes, {}, layout.device};
-        std::optional<Tensor> made =
-            new_state(shape, strides_in_order(sizes), of_dtype, static_cast<int>(slot), static_cast<int>(slots));
+        std::optional<Tensor> made = new_state(shape, strides_in_order(sizes), of_dtype,
+                                               static_cast<int>(slot), static_cast<int>(slots));
         if (!made) {
           throw NoMemory("there is no memory for the states of the optimizer: " + std::to_string(bytes) +
                          " bytes of one of " + std::to_string(slots * weights.size()));
