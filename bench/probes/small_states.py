@@ -1,6 +1,6 @@
 """Times AdamW steps of GPT-2 (124 M) with states in codes, on the CPU and a GPU.
 
-    python bench/probes/small_states_times.py OUT.json
+    python bench/probes/small_states.py OUT.json
 
 Writes medians in milliseconds, and those of copies of as many bytes as a step moves.
 """
