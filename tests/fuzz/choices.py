@@ -43,12 +43,13 @@ BY_NAME: dict[str, tuple] = {
     "variant": ("paper", "apex", "nvlamb", "timm", "deepspeed", "cybertron"),
     "debias": (True, False, "lr"),
     "state_dtype": (None, "float32"),
-    "rounding": (None,),
-    "seed": (0,),
     "fused": (None, True),
     "differentiable": (False,),
 }
 BETAS = (0.9, 0.99, 0.999, 0.5, 0.0)
+
+#: Arguments that no case sets: the oracle does not round as options of these ask.
+NEVER_SET = {"params", "rounding", "seed"}
 
 #: Options without a value that is the same for all groups, or that the states depend on.
 ONLY_AT_FIRST = {"variant", "max_grad_norm", "state_dtype", "master_weights", "differentiable"}
@@ -76,7 +77,7 @@ def values_of(name: str, default: Any) -> tuple:
 def options_of(row: Any) -> dict[str, Any]:
     """The options of an optimizer with their defaults."""
     parameters = inspect.signature(row.optimizer).parameters
-    return {name: each.default for name, each in parameters.items() if name != "params"}
+    return {name: each.default for name, each in parameters.items() if name not in NEVER_SET}
 
 
 def draw(seed: int) -> dict[str, Any]:
