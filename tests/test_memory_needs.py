@@ -203,7 +203,7 @@ def test_parameter_counts(text, count):
 
 
 def run(capsys, monkeypatch, *arguments):
-    """What the command prints."""
+    """Returns what the command prints."""
     monkeypatch.setattr(sys, "argv", ["fusedstep", "memory", *arguments])
     __main__.main()
     return capsys.readouterr().out

@@ -11,7 +11,7 @@ import fusedstep
 from cases import CASES, KINDS, LOW_PRECISION, PLAIN
 from fusedstep import optim
 from fusedstep.optim import _registry, low_bit
-from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed, contiguous_strides
+from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.codes import MAPS, nearest, values
 from stepping import (
     CHUNK,
@@ -19,7 +19,6 @@ from stepping import (
     as_parameters,
     assert_same_bits,
     assert_same_contents,
-    bits,
     contents,
     forced_isa,
     make_gradients,
@@ -104,6 +103,17 @@ def test_every_code_is_that_of_its_value(kind, signed):
     zero = {"int8": 127 if signed else 0, "fp8": 128}[kind]  # minus zero of fp8 becomes zero
     same = (again.view(torch.uint8) == codes.view(torch.uint8)) | (codes.view(torch.uint8) == zero)
     assert torch.all(same)
+
+
+@pytest.mark.parametrize("isa", fusedstep.isas())
+def test_a_negative_number_does_not_become_zero_in_int8(isa):
+    numbers = torch.tensor([1.0, -1e-9, 1e-9, -0.0, 0.0] * 20)
+    with forced_isa(isa):
+        codes, absmax = torch.ops.fusedstep.encode_state(numbers, "int8", True)
+    found = values(codes, absmax, "int8", True, numbers.shape).view(20, 5)
+    assert torch.all(found[:, 1] < 0)
+    assert torch.all(found[:, 1] > -1e-6)
+    assert torch.all(found[:, 2:] == 0)
 
 
 def test_fp8_is_rounded_as_torch_rounds_it():
@@ -430,7 +440,7 @@ def test_float32_states_become_codes_and_back(case, dtype, kind):
 @CODED
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_a_plain_dictionary_becomes_codes(case, kind):
-    """What a dictionary does not say is as the optimizer was made."""
+    """The optimizer's own option holds for a dictionary without one."""
     _, plain = start(case, None)
     params = as_parameters(make_weights(SHAPES, torch.float32))
     optimizer = case.build(params, state_dtype=kind)
@@ -489,10 +499,3 @@ def test_autograd_does_not_go_through_codes(case):
     params = as_parameters(make_weights(SHAPES, torch.float32))
     with pytest.raises(RuntimeError, match=r"state_dtype.* do not support `differentiable`"):
         case.build(params, state_dtype="int8", differentiable=True, fused=None)
-
-
-def test_bits_of_codes_can_be_compared():
-    """The helper of these tests tells codes apart."""
-    codes = torch.tensor([1, 2], dtype=torch.uint8)
-    assert bits(codes).tolist() == [1, 2]
-    assert contiguous_strides((2, 3)) == (3, 1)

@@ -240,7 +240,7 @@ def test_a_split_weight_with_int8_states_takes_two_bytes_of_each():
 
 @EACH_WAY
 def test_the_imperative_step_has_the_same_bits(way):
-    """Of a rule that rounds nothing else."""
+    """SGD without momentum rounds nothing else."""
     generator = torch.Generator().manual_seed(5)
     start = torch.randn(70_001, generator=generator).to(BF16)
     found = []
@@ -574,7 +574,7 @@ def test_wider_weights_of_the_group_are_as_ever(case, way, fused):
         assert kept[0] == kept[1]
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.Lamb])

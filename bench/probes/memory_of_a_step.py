@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""What training steps of a small GPT need at their peak, beside what the tool says beforehand.
+"""Measures the peak of training steps of a small GPT, beside what the tool says beforehand.
 
     PYTHONPATH=bench:python python bench/probes/memory_of_a_step.py OUT.json [--device cuda]
 
@@ -71,7 +71,7 @@ def predicted(case: Case, factory: str, length: int) -> int:
 
 
 def steps(case: Case, factory: str, length: int, device: str) -> tuple[list[Any], Callable]:
-    """What is there before a step, and the step."""
+    """Returns what is there before a step, and the step."""
     with torch.device(device):
         model = getattr(small_gpt, factory)().to(case.run.weights)
         tokens = torch.randint(1000, (case.batch, length))
@@ -133,7 +133,7 @@ def peak_on_cpu(case: Case, factory: str, length: int) -> int:
 
 
 def peak_on_cuda(case: Case, factory: str, length: int) -> int:
-    """Of a third step, for the first makes states. cuBLAS's workspaces are in it."""
+    """Measures a third step, for the first makes states. cuBLAS's workspaces are in it."""
     gc.collect()
     torch.cuda.empty_cache()
     there, step = steps(case, factory, length, "cuda")

@@ -353,7 +353,7 @@ def _copy_of(
 
 
 def _ways_of(optimizer: Optimizer) -> dict[Tensor, str | None]:
-    """How the values of weights are kept."""
+    """The ways in which weights keep their values."""
     return {p: way_of(group, p) for group in optimizer.param_groups for p in group["params"]}
 
 

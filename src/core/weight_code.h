@@ -53,11 +53,12 @@ FUSEDSTEP_FN uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// What the random numbers of a tensor's step follow from. `place` is that of the tensor among an optimizer's.
+// The key from which the random numbers of a tensor's step follow. `place` is that of the tensor among an
+// optimizer's.
 FUSEDSTEP_FN uint64_t key_of_draws(uint64_t seed, uint64_t step, uint64_t place) {
   return mixed(mixed(mixed(seed) + step) + place);
 }
-// That of 2^32 elements, of which the first has this index by rows and columns.
+// The key of 2^32 elements, of which the first has this index by rows and columns.
 FUSEDSTEP_FN uint64_t key_of_range(uint64_t key, uint64_t first) { return mixed(key + (first >> 32)); }
 
 // 16 random bits for the element at an index, modulo 2^32, under the key of its range. Of all 2^32 elements

@@ -39,15 +39,11 @@ std::tuple<Tensor, Tensor> encode_state(const Tensor& values, std::string_view s
   const CodeMap& map = code_map(storage, is_signed);
   const TensorView from = view(values, "values");
   check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
-  const int64_t elements = elements_of(from.sizes), bytes = map.bytes_of(elements),
-                blocks = map.blocks_of(elements);
-  const bool in_halves = storage == Storage::kInt4;
-  const int32_t dtype =
-      storage == Storage::kFloat8 ? aoti_torch_dtype_float8_e4m3fn() : aoti_torch_dtype_uint8();
-  Tensor codes = new_tensor(in_halves ? Dims(&bytes, 1) : from.sizes, dtype);
-  Tensor absmax = new_tensor(Dims(&blocks, 1), aoti_torch_dtype_float32());
+  const CodesShape shape = codes_shape(storage, from.sizes);
+  Tensor codes = new_tensor(shape.sizes, shape.dtype);
+  Tensor absmax = new_tensor(Dims(&shape.blocks, 1), aoti_torch_dtype_float32());
   const CodedState state{&map, static_cast<float*>(absmax.data_ptr())};
-  for_blocks(map, elements, [&](int64_t begin, int64_t count) {
+  for_blocks(map, elements_of(from.sizes), [&](int64_t begin, int64_t count) {
     kernels().encode(state, static_cast<const float*>(from.data) + begin, begin, count, codes.data_ptr());
   });
   return {codes, absmax};

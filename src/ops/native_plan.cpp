@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "src/code_maps.h"
 #include "src/ops/negative_bit.h"
 #include "src/session.h"
 
@@ -227,6 +228,15 @@ std::vector<TensorView> views(const Tensors& tensors, const char* what) {
   found.reserve(tensors.size());
   for (const Tensor& tensor : tensors) found.push_back(view(tensor, what));
   return found;
+}
+
+CodesShape codes_shape(Storage storage, Dims sizes) {
+  const CodeMap& map = code_map(storage, /*is_signed=*/true);
+  const int64_t elements = elements_of(sizes);
+  CodesShape shape{aoti_torch_dtype_uint8(), {sizes.begin(), sizes.end()}, map.blocks_of(elements)};
+  if (storage == Storage::kFloat8) shape.dtype = aoti_torch_dtype_float8_e4m3fn();
+  if (storage == Storage::kInt4) shape.sizes = {map.bytes_of(elements)};
+  return shape;
 }
 
 int num_threads() {

@@ -17,6 +17,7 @@
 
 #include "src/backend.h"
 #include "src/bound.h"
+#include "src/core/code_map.h"
 #include "src/ops/direct.h"
 #include "src/ops/words_before_sizes.h"
 #include "src/step.h"
@@ -45,6 +46,14 @@ std::vector<TensorView> views(const Tensors& tensors, const char* what);
 
 // The states of a list as a NativePlan has it, of which the first `in_slots` are no absmax.
 std::vector<TensorView> state_views(const Tensors& states, size_t in_slots);
+
+// The tensors that hold a state in codes: the dtype and sizes of the codes, and the count of absmax.
+struct CodesShape {
+  int32_t dtype;
+  std::vector<int64_t> sizes;
+  int64_t blocks;
+};
+CodesShape codes_shape(Storage storage, Dims sizes);
 
 // torch's thread count, asked anew: the user may have changed it.
 int num_threads();

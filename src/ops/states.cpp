@@ -127,28 +127,24 @@ Tensors new_device_states(const Tensors& weights, int64_t slots, bool wide) {
 
 // The codes of each slot and weight, then the absmax of each, without values.
 Tensors empty_codes(const Tensors& weights, Storage storage, size_t slots) {
-  const CodeMap& map = code_map(storage, true);
-  const int32_t dtype =
-      storage == Storage::kFloat8 ? aoti_torch_dtype_float8_e4m3fn() : aoti_torch_dtype_uint8();
   Tensors codes, absmax;
   for (size_t slot = 0; slot < slots; ++slot) {
     for (const Tensor& weight : weights) {
       const TensorView layout = view(weight, "weight");
-      const int64_t elements = elements_of(layout.sizes), bytes = map.bytes_of(elements),
-                    blocks = map.blocks_of(elements);
+      const CodesShape wanted = codes_shape(storage, layout.sizes);
       const auto new_tensor = [&](Dims sizes, int32_t of_dtype) {
         const TensorView shape{layout.data, layout.dtype, sizes, {}, layout.device};
         std::optional<Tensor> made = new_state(shape, strides_in_order(sizes), of_dtype,
                                                static_cast<int>(slot), static_cast<int>(slots));
         if (!made) {
-          throw NoMemory("there is no memory for the states of the optimizer: " + std::to_string(bytes) +
-                         " bytes of one of " + std::to_string(slots * weights.size()));
+          throw NoMemory("there is no memory for the states of the optimizer: " +
+                         std::to_string(elements_of(wanted.sizes)) + " bytes of one of " +
+                         std::to_string(slots * weights.size()));
         }
         return std::move(*made);
       };
-      const bool in_halves = storage == Storage::kInt4;
-      codes.push_back(new_tensor(in_halves ? Dims(&bytes, 1) : layout.sizes, dtype));
-      absmax.push_back(new_tensor(Dims(&blocks, 1), aoti_torch_dtype_float32()));
+      codes.push_back(new_tensor(wanted.sizes, wanted.dtype));
+      absmax.push_back(new_tensor(Dims(&wanted.blocks, 1), aoti_torch_dtype_float32()));
     }
   }
   codes.insert(codes.end(), absmax.begin(), absmax.end());

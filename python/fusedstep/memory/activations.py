@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Activations(NamedTuple):
-    """What lives in a forward and a backward beside the weights: bytes at times of high demand.
+    """Bytes that live in a forward and a backward beside the weights, at times of high demand.
 
     ``times`` are pairs: the bytes that are no gradients of weights, and those that are. No pair is
     below another one in both.

@@ -17,7 +17,7 @@ _WIDTH = 1024
 
 
 class Model(NamedTuple):
-    """What is known of a model."""
+    """A model: its name, weights and buffers, and how it is called."""
 
     name: str
     trained: tuple[torch.Size, ...]

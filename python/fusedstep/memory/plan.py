@@ -60,12 +60,12 @@ class Need(NamedTuple):
 
     weights: int
     copies: int
-    """What autocast casts weights to."""
+    """Weights as autocast casts them."""
     masters: int
     states: int
     gradients: int
     activations: int
-    """What the peak has beyond the other parts."""
+    """The rest of the peak, beyond the other parts."""
 
     @property
     def total(self) -> int:

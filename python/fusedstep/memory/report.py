@@ -1,4 +1,4 @@
-"""What a run needs, as a table, as bars, as JSON and as a plot."""
+"""Prints the bytes of a run: as a table, as bars, as JSON and as a plot."""
 
 from __future__ import annotations
 

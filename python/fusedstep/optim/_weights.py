@@ -71,7 +71,7 @@ def asked_way(group: dict[str, Any]) -> str | None:
 
 
 def way_of(group: dict[str, Any], weight: Tensor) -> str | None:
-    """How the value of a weight is kept. Of a weight that is not of 16 bits it is the weight."""
+    """The way in which a 16-bit weight keeps its value; None if in none, and for others."""
     if weight.dtype not in _SIXTEEN_BITS:
         return None
     way = asked_way(group)
@@ -91,7 +91,7 @@ def seed_of(group: dict[str, Any], weight: Tensor) -> int | None:
 
 
 def why_not_native(group: dict[str, Any], weights: list[Tensor]) -> str | None:
-    """Why native kernels cannot keep the values of weights; raises where nothing can."""
+    """Returns why native kernels cannot keep weights' values; raises where nothing can."""
     ways = {way_of(group, p): p for p in weights}
     for way, p in ways.items():
         if way not in (None, "float32") and p.device.type != "cpu":
@@ -145,7 +145,7 @@ def put_value(
 
 
 def start_beside(way: str, weight: Tensor, value: Tensor) -> Tensor:
-    """What a weight keeps beside it, so that it has this value, which rounds to it."""
+    """The state beside a weight that gives it this value, which rounds to it."""
     return _beside(way, local(weight), local(value))
 
 
@@ -195,7 +195,7 @@ def _mixed(x: int) -> int:
 
 
 def key_of_draws(seed: int, step: int, place: int) -> int:
-    """What the random numbers of a weight's step follow from."""
+    """The key from which the random numbers of a weight's step follow."""
     return _mixed((_mixed((_mixed(seed) + step) & _64_BITS) + place) & _64_BITS)
 
 
