@@ -81,7 +81,7 @@ FUSEDSTEP_FN void encode_kahan_at(const WeightTile& tile, int64_t i) {
   const V value = load<V>(static_cast<const float*>(tile.value), i), zero(0.0f);
   store(weight, i, value);
   const V error = value - load<V>(static_cast<const Stored*>(weight), i);
-  store(static_cast<Stored*>(tile.beside), i, where_equal(error - error, zero, error, zero));
+  store(static_cast<Stored*>(tile.beside), i, where_equal(error * zero, zero, error, zero));
 }
 template <class Stored>
 void decode_kahan(const WeightTile& tile) {

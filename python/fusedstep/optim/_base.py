@@ -139,6 +139,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         values["lr"] = float(group["lr"] if lr is None else lr)
         return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
 
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
+        return False
+
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         """Returns whether a native step may leave anything in the gradients."""
         return False
@@ -245,7 +249,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether native kernels update these weights; raises if they must but cannot."""
         for p in weights:
             _weights.way_of(group, p)  # raises where the value of none can be kept so
-        if not self._wants_native(group):
+        if not self._wants_native(group) or self._is_composite(group):
             return False
         reason = self._why_not_native(weights, grads)
         if reason and own_option(group, "fused"):

@@ -39,7 +39,19 @@ class ImperativeTwin:
     ) -> None:
         """Steps weights of groups: those that have a gradient, with these."""
         for group, weights, grads in groups:
-            self._imperative_steps(group, weights, grads)
+            if self._is_composite(group):
+                self._composite_steps(group, weights, grads)
+            else:
+                self._imperative_steps(group, weights, grads)
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Steps the weights of a group whose step is made of several operations over all of them.
+
+        The gradients are multiplied by the factor of the step, and not negated by ``maximize``.
+        """
+        raise NotImplementedError
 
     def _imperative_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
