@@ -200,7 +200,8 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
         for place, state in enumerate(members):
             if state:
-                check_names(optimizer, name_of(group, index, place), state)
+                weight = group["params"][place]
+                check_names(optimizer, name_of(group, index, place), state, group, weight)
         check_saved_options(optimizer, index, options[index])
         for place, state in enumerate(members):
             check_state(optimizer, group, group, (index, place), state)

@@ -111,7 +111,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
         signed = _ops.signed_states.get(self._rule, frozenset())
-        return StateStore(by_weight, self._numbers, self._state_names, signed, self._initial_option)
+        names = self._state_names, self._state_shapes
+        return StateStore(by_weight, self._numbers, *names, signed, self._initial_option)
 
     # A subclass overrides these
 
@@ -123,6 +124,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns those of the states that the options of a group need."""
         return tuple([s for s in cls._states if s not in cls._needs or group.get(cls._needs[s])])
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        """The shapes of a weight's states by their names, if not all have the weight's shape.
+
+        They are float32 beside a weight of 16 bits.
+        """
+        return None
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""

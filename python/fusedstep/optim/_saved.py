@@ -70,23 +70,33 @@ def check_state(
     check_is_state(name, state)
     if not state:
         return
-    check_names(optimizer, name, state)
+    check_names(optimizer, name, state, options, weight)
     for number in () if weight.is_meta else optimizer._numbers:
         check_count_of_steps(name, state[number], number)
-    needed = optimizer._state_names(optimizer._later_options)
+    shapes = optimizer._state_shapes(options, weight)
+    needed = _needed(optimizer, shapes)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
-    names = (*needed, *optimizer._state_names(options), *BESIDE.values())
+    names = (*needed, *BESIDE.values())
+    if shapes is None:
+        names = (*optimizer._state_names(options), *names)
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
-            check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)))
+            shape = (shapes or {}).get(key, weight.shape)
+            check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)), shape)
         if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
-def check_names(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> None:
-    """Raises if a state lacks what the state of every weight has, whatever the options are."""
-    needed = optimizer._state_names(optimizer._later_options)
+def check_names(
+    optimizer: Optimizer,
+    name: str,
+    state: Mapping[str, Any],
+    options: dict[str, Any],
+    weight: Tensor,
+) -> None:
+    """Raises if the state of a weight lacks what it has whatever other options are."""
+    needed = _needed(optimizer, optimizer._state_shapes(options, weight))
     if missing := sorted({*optimizer._numbers, *needed} - state.keys()):
         likely = [cls for cls in classes if _is_state_of(cls, state)]
         raise ValueError(
@@ -94,6 +104,11 @@ def check_names(optimizer: Optimizer, name: str, state: Mapping[str, Any]) -> No
             f"{type(optimizer).__name__}{_looks_like(likely)}. "
             "fusedstep.import_state_dict loads dictionaries of other optimizers"
         )
+
+
+def _needed(optimizer: Optimizer, shapes: Mapping[str, Any] | None) -> tuple[str, ...]:
+    """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
+    return optimizer._state_names(optimizer._later_options) if shapes is None else tuple(shapes)
 
 
 def check_is_state(name: str, state: Any) -> None:
@@ -114,17 +129,26 @@ def check_count_of_steps(name: str, count: Any, what: str = "step") -> None:
         raise ValueError(f"{what} of {name} must be finite and at least 0, not {steps}")
 
 
-def check_tensor(name: str, value: Any, weight: Tensor, absmax: Any = None) -> None:
-    """Raises unless it is a state of the weight: numbers, or codes with their ``absmax``."""
+def check_tensor(
+    name: str,
+    value: Any,
+    weight: Tensor,
+    absmax: Any = None,
+    shape: torch.Size | None = None,
+) -> None:
+    """Raises unless it is a state of the weight: numbers, or codes with their ``absmax``.
+
+    ``shape``: the state's, if it is not the weight's.
+    """
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or (value.is_meta and not weight.is_meta):
         raise ValueError(f"{name} must be a dense tensor with values, not {_kind(value)}")
     if is_codes(value):
         check_codes(name, value, absmax, weight)
-    elif value.shape != weight.shape:
-        raise ValueError(
-            f"{name} has the shape {list(value.shape)}, but the weight has {list(weight.shape)}"
-        )
+    elif value.shape != (weight.shape if shape is None else shape):
+        needs = "the weight has" if shape in (None, weight.shape) else "must have"
+        shape = weight.shape if shape is None else shape
+        raise ValueError(f"{name} has the shape {list(value.shape)}, but {needs} {list(shape)}")
 
 
 def _kind(value: Any) -> str:

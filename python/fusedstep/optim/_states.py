@@ -23,8 +23,9 @@ class StateStore:
 
     ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
     ``names`` returns the states of the weight's shape that a group's options need, in the native
-    rule's order. ``signed`` are those that may be negative. The option ``initial_option`` is the
-    first value of these, or 0.
+    rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
+    others than the weight's, and None elsewhere. ``signed`` are those that may be negative. The
+    option ``initial_option`` is the first value of these, or 0.
     """
 
     def __init__(
@@ -32,26 +33,35 @@ class StateStore:
         by_weight: dict[Tensor, dict[str, Any]],
         first: dict[str, float],
         names: Callable[[dict[str, Any]], tuple[str, ...]],
+        shapes: Callable[[dict[str, Any], Tensor], dict[str, torch.Size] | None],
         signed: frozenset[str],
         initial_option: str | None,
     ) -> None:
         self.by_weight = by_weight
-        self._first, self._names, self._initial_option = first, names, initial_option
+        self._first, self._initial_option = first, initial_option
+        self._names_in_group, self._shapes = names, shapes
         self._signed = signed
         self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
-        """Names of the states of the weight's shape, in the order of a plan."""
-        names, way = self._names(group), way_of(group, weight)
+        """Names of the states of a weight that are no numbers, in the order of a plan."""
+        names, way = self._names(group, weight), way_of(group, weight)
         return (*names, BESIDE[way]) if way in BESIDE else names
+
+    def _names(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        """Names of these states but for what a weight keeps beside it."""
+        shapes = self._shapes(group, weight)
+        return self._names_in_group(group) if shapes is None else tuple(shapes)
 
     def has_wide(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether a 16-bit weight's states are float32: by its own, else by options."""
         if weight.dtype not in _SIXTEEN_BITS or has_master(group, weight):
             return weight.dtype in _SIXTEEN_BITS
         state = self.by_weight.get(weight, {})
-        dtypes = [state[name].dtype for name in self._names(group) if name in state]
+        if self._shapes(group, weight) is not None:
+            return True
+        dtypes = [state[name].dtype for name in self._names(group, weight) if name in state]
         if dtypes:
             return dtypes[0] in (torch.float32, *_codes.CODES)
         return own_option(group, "state_dtype") is not None
@@ -59,10 +69,10 @@ class StateStore:
     def kind_of(self, group: dict[str, Any], weight: Tensor) -> str | None:
         """The kind of codes that a weight's states are in, by its own, else by options."""
         state = self.by_weight.get(weight, {})
-        present = [state[name] for name in self._names(group) if name in state]
+        present = [state[name] for name in self._names(group, weight) if name in state]
         if present:
             return _codes.kind_of(present[0], weight) if is_codes(present[0]) else None
-        return _asked_kind(group, weight)
+        return self._asked_kind(group, weight)
 
     def slots(self, names: tuple[str, ...], states: list[dict[str, Tensor]]) -> list[Tensor]:
         """States as a plan takes them: slot by slot, and then the absmax of those in codes."""
@@ -242,10 +252,10 @@ class StateStore:
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        state, kind = self.by_weight.get(weight, {}), _asked_kind(group, weight)
+        state, kind = self.by_weight.get(weight, {}), self._asked_kind(group, weight)
         new: dict[str, Tensor] = {}
         gone = []
-        for name in self._names(group):
+        for name in self._names(group, weight):
             if name not in state or self.kind_of(group, weight) == kind:
                 continue
             codes = is_codes(state[name])
@@ -260,13 +270,23 @@ class StateStore:
         for name in gone:
             del state[name]
 
+    def _asked_kind(self, group: dict[str, Any], weight: Tensor) -> str | None:
+        """The kind of codes that the options of a group ask for."""
+        kind = own_option(group, "state_dtype")
+        is_coded = isinstance(kind, str) and self._shapes(group, weight) is None
+        return kind if is_coded and _codes.can_be_coded(weight) else None
+
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether options ask for float32 states."""
         return has_master(group, weight) or own_option(group, "state_dtype") is not None
 
     def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
-        states = [self.by_weight[p][name] for name in self.names_of(group, p)]
-        return all(is_codes(state) or state.shape == p.shape for state in states)
+        shapes, names = self._shapes(group, p) or {}, self.names_of(group, p)
+        states = {name: self.by_weight[p][name] for name in names}
+        return all(
+            is_codes(state) or state.shape == shapes.get(name, p.shape)
+            for name, state in states.items()
+        )
 
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
@@ -275,7 +295,7 @@ class StateStore:
         if not state.keys() >= {*self._first, *count, *names, *absmax}:
             return False
         # Without anything beside the weight: that its value is wide shows in its states.
-        narrow = [n for n in self._names(group) if state[n].dtype in _SIXTEEN_BITS]
+        narrow = [n for n in self._names(group, p) if state[n].dtype in _SIXTEEN_BITS]
         return not (narrow and way_of(group, p) == "stochastic")
 
     def _zeros(
@@ -284,13 +304,17 @@ class StateStore:
         """A zeroed tensor for each state of each weight, and for the absmax of codes."""
         alike: dict[tuple[bool, str | None, tuple[str, ...]], list[Tensor]] = {}
         for p in weights:
-            kind = self.kind_of(group, p)
-            of = self.has_wide(group, p), kind, self.names_of(group, p)
-            alike.setdefault(of, []).append(p)
+            kind, names = self.kind_of(group, p), self.names_of(group, p)
+            for name, shape in (self._shapes(group, p) or {}).items():
+                dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
+                yield p, name, torch.zeros(shape, dtype=dtype, device=p.device)
+                names = names[1:]
+            alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
         for (wide, kind, names), some in alike.items():
             if kind is not None:
-                yield from self._zero_codes(kind, self._names(group), some, native)
-                names = names[len(self._names(group)) :]
+                own = self._names_in_group(group)
+                yield from self._zero_codes(kind, own, some, native)
+                names = names[len(own) :]
             narrow = [name for name in names if name in BESIDE.values() and name != MASTER]
             names = tuple(name for name in names if name not in narrow)
             yield from self._zero_numbers(names, some, wide, native)
@@ -320,12 +344,6 @@ class StateStore:
         names = (*names, *map(absmax_of, names))
         for (name, p), tensor in zip(product(names, weights), made, strict=True):
             yield p, name, _codes.spread_codes(p, tensor)
-
-
-def _asked_kind(group: dict[str, Any], weight: Tensor) -> str | None:
-    """The kind of codes that the options of a group ask for."""
-    kind = own_option(group, "state_dtype")
-    return kind if isinstance(kind, str) and _codes.can_be_coded(weight) else None
 
 
 def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
