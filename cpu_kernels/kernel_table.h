@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "fusedstep/rules/list.h"
+#include "src/core/factored.h"
 #include "src/core/operands.h"
 #include "src/core/reduction.h"
 #include "src/core/task.h"
@@ -62,6 +63,7 @@ struct KernelTable {
   // Elements [begin, begin + count) of a state in codes, which begin with a block, to numbers; and back.
   void (*decode)(const CodedState&, const void* codes, int64_t begin, int64_t count, float* to);
   void (*encode)(const CodedState&, const float* from, int64_t begin, int64_t count, void* codes);
+  const FactoredKernels* (*factored)(FactoredFormat);
 };
 
 namespace base {

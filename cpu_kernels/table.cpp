@@ -1,6 +1,7 @@
 // Compiled once for each instruction set: the table of its kernels, and those that do not depend on a rule.
 #include "cpu_kernels/by_rule.h"
 #include "cpu_kernels/chunk.h"
+#include "cpu_kernels/factored.h"
 #include "cpu_kernels/gradients.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -39,6 +40,7 @@ const char* run(const SpanKernel& kernel, const TensorTask& task, const GradTrea
 
 }  // namespace
 
-extern const KernelTable kTable = {FUSEDSTEP_STRING(FUSEDSTEP_ISA), find, grads, run, decode, encode};
+extern const KernelTable kTable = {
+    FUSEDSTEP_STRING(FUSEDSTEP_ISA), find, grads, run, decode, encode, factored};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

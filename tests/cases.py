@@ -498,6 +498,11 @@ CASES = (
 )
 
 
+#: Optimizers whose steps are composed of operations over whole matrices, with the files of their
+#: laws. Laws that take rows are about weights of any shape, and states of the same shape.
+COMPOSITES = {optim.Adafactor: "test_adafactor.py"}
+
+
 def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[Case, ...]:
     found = {}
     for case in cases:

@@ -3,18 +3,19 @@
 import inspect
 import math
 import re
-from pathlib import Path
 
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import CASES, COMPOSITES, PLAIN
 from fusedstep import optim
 from fusedstep.optim import low_bit
 
 #: Names in torch.optim that scripts use beside its optimizers.
 TORCHS = ("Optimizer", "lr_scheduler", "swa_utils")
 NAMES = sorted(optim.__all__)
+COMPOSED = sorted(cls.__name__ for cls in COMPOSITES)
+WITH_ROWS = sorted(set(NAMES) - set(COMPOSED))
 
 
 def rows_of(name):
@@ -43,17 +44,23 @@ def test_has_what_scripts_use_beside_optimizers(name):
     assert getattr(optim, name) is getattr(torch.optim, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_ROWS)
 def test_has_a_row(name):
     assert rows_of(name)
     assert issubclass(getattr(optim, name), torch.optim.Optimizer)
 
 
+@pytest.mark.parametrize("cls", COMPOSITES, ids=lambda cls: cls.__name__)
+def test_has_laws_of_its_own(cls, repository):
+    assert not any(case.optimizer is cls for case in CASES)
+    laws = (repository / "tests" / COMPOSITES[cls]).read_text()
+    assert f"optim.{cls.__name__}(" in laws
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_has_a_short_reference_of_its_own(name):
-    (case, *_) = rows_of(name)
-    source = Path(inspect.getsourcefile(case.reference))
-    assert source.parent.name == "reference"
+def test_has_a_short_reference_of_its_own(name, repository):
+    file = name.lower() if name in COMPOSED else rule_of(name)
+    source = repository / "tests" / "reference" / f"{file}.py"
     assert len(source.read_text().splitlines()) <= 40
     assert "import fusedstep" not in source.read_text()
     assert "from fusedstep" not in source.read_text()
@@ -62,16 +69,20 @@ def test_has_a_short_reference_of_its_own(name):
 @pytest.mark.parametrize(
     "piece",
     [
-        "docs/optimizers/{name}.md",
         "include/fusedstep/optim/{name}.h",
         "include/fusedstep/rules/{rule}.h",
         "tests/reference/{rule}.py",
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", WITH_ROWS)
 def test_has_its_pieces(name, piece, repository):
     path = piece.format(name=name.lower(), rule=rule_of(name))
     assert (repository / path).is_file(), f"{path} is missing"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_has_a_page(name, repository):
+    assert (repository / f"docs/optimizers/{name.lower()}.md").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -104,7 +115,20 @@ def test_is_documented(name):
     assert "https://" in text
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(torch.optim, name)])
+@pytest.mark.parametrize("name", [name for name in COMPOSED if hasattr(torch.optim, name)])
+def test_composed_has_the_signature_of_the_namesake_and_more(name):
+    ours, theirs = getattr(optim, name), getattr(torch.optim, name)
+    parameters = [list(inspect.signature(each).parameters.values()) for each in (ours, theirs)]
+    described = [[(p.name, p.kind, p.default) for p in each] for each in parameters]
+    shared = [each for each in described[0] if each in described[1]]
+    assert shared == described[1]
+    others = [kind for each in described[0] if each not in shared for kind in each[1:2]]
+    assert set(others) == {inspect.Parameter.KEYWORD_ONLY}
+    param = [torch.zeros(3, 4, requires_grad=True)]
+    assert ours(param).defaults == theirs(param).defaults
+
+
+@pytest.mark.parametrize("name", [name for name in WITH_ROWS if hasattr(torch.optim, name)])
 def test_has_the_signature_of_the_namesake(name):
     ours, theirs = getattr(optim, name), getattr(torch.optim, name)
     parameters = [inspect.signature(each).parameters for each in (ours, theirs)]

@@ -57,6 +57,10 @@ def convert(optimizer: torch.optim.Adadelta, **overrides: Any) -> optim.Adadelta
 
 
 @overload
+def convert(optimizer: torch.optim.Adafactor, **overrides: Any) -> optim.Adafactor: ...
+
+
+@overload
 def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ...
 
 
@@ -101,8 +105,8 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
     Args:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
-            apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed, or
-            ``Adan`` of its authors (module ``adan``) or of timm
+            apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
+            ``Adan`` of its authors (module ``adan``) or of timm, or ``Adafactor`` of transformers
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
@@ -279,6 +283,7 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], type[FusedOptimizer]]] = {
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
     ("timm", "Adan"): lambda optimizer: optim.Adan,
+    ("transformers", "Adafactor"): lambda optimizer: optim.Adafactor,
 }
 
 
@@ -330,6 +335,8 @@ def _translated(
             else state
             for state in states
         ]
+    if issubclass(cls, optim.Adafactor):  # transformers' has a number that follows from the weight
+        states = [{k: v for k, v in state.items() if k != "RMS"} for state in states]
     if issubclass(cls, optim.Adan):
         # Zeros that its authors' restart_opt() has made before a first gradient.
         states = [s if "neg_pre_grad" in s or "exp_avg_diff" not in s else {} for s in states]

@@ -11,6 +11,7 @@ from torch.optim import swa_utils as swa_utils
 
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
 from fusedstep.optim.adadelta import Adadelta
+from fusedstep.optim.adafactor import Adafactor
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamax import Adamax
@@ -37,6 +38,7 @@ from fusedstep.optim.sgd import SGD
 __all__ = [
     "SGD",
     "Adadelta",
+    "Adafactor",
     "Adagrad",
     "Adam",
     "AdamW",

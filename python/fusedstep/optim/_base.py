@@ -75,6 +75,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     #: False if torch has the class without the option ``fused``. If true, every group has it, and
     #: ``foreach`` takes no tensors for numbers.
     _torch_fuses: ClassVar[bool] = True
+    #: The docstring's paragraph on weights and states, where it is not the usual one.
+    _about_weights: ClassVar[str | None] = None
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
@@ -237,19 +239,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether the options of a group ask for native kernels, or allow them."""
         foreach = self._foreach_means_unfused and group["foreach"]
         fused = own_option(group, "fused")
-        if group["differentiable"] and isinstance(own_option(group, "state_dtype"), str):
+        if group.get("differentiable") and isinstance(own_option(group, "state_dtype"), str):
             raise RuntimeError(
                 "quantised states, by `state_dtype`, do not support `differentiable`"
             )
-        if group["differentiable"]:
+        if group.get("differentiable"):
             _weights.refuse_differentiable(group)
         if fused:
-            if group["differentiable"]:
+            if group.get("differentiable"):
                 raise RuntimeError("`fused` does not support `differentiable`")
             if foreach:
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
             return True
-        return fused is None and not (foreach or group["differentiable"])
+        return fused is None and not (foreach or group.get("differentiable"))
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
@@ -369,7 +371,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         if zero_grad not in (False, True, "none"):
             raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
         zero_grad = zero_grad if zero_grad == "none" else bool(zero_grad)  # of numpy, perhaps
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
+        with torch.set_grad_enabled(bool(self.defaults.get("differentiable"))):
             if "capturable" in self.defaults and not self._is_on_host():
                 self._accelerator_graph_capture_health_check()
             loss = None
@@ -537,7 +539,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             if has_text(group):  # which float() might take
                 check_options(group, self.defaults)
             if not plan:
-                if not (group["differentiable"] or group.get("capturable")):
+                if not (group.get("differentiable") or group.get("capturable")):
                     check_floats(group, self.defaults)  # else autograd and graphs follow them
                 return ()
             lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None

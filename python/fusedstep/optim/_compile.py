@@ -32,7 +32,9 @@ def trace_update(optimizer: Optimizer) -> bool:
     for index, group in enumerate(optimizer._groups):
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
-        if not (optimizer._wants_native(group) and _make_ready(name, index, present, compiles)):
+        if not optimizer._wants_native(group) or optimizer._is_composite(group):
+            return False
+        if not _make_ready(name, index, present, compiles):
             return False
         if not (compiles or _can_be_listed([p.grad for p in weights])):
             return False

@@ -88,7 +88,7 @@ def complete(cls: type) -> None:
         for name in inspect.signature(cls).parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
     ]
-    weights = _WEIGHTS.format(
+    weights = cls._about_weights or _WEIGHTS.format(
         states=_listed(cls._states),
         numbers="".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers),
     )

@@ -167,7 +167,7 @@ def _kind(value: Any) -> str:
 
 def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
-    own = optimizer.defaults.keys() | optimizer._later_options.keys() | OWN.keys()
+    own = optimizer.defaults.keys() | options_of(type(optimizer)) | OWN.keys()
     name = type(optimizer).__name__
     likely = [
         cls

@@ -1,0 +1,409 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import check_number, name_of
+from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._options import own_option
+from fusedstep.optim._support import why_not_native
+from fusedstep.optim._weights import way_of
+
+__all__ = ["Adafactor"]
+
+#: transformers' names for options that torch's class has too.
+_RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
+
+#: Options that torch's class lacks, with their values where a group has no such key.
+_BEYOND_TORCH: dict[str, Any] = {
+    "beta1": None,
+    "scale_parameter": True,
+    "relative_step": True,
+    "warmup_init": False,
+    "variant": "torch",
+}
+
+_LR = 1e-2
+
+
+class Adafactor(FusedOptimizer):
+    r"""Implements the Adafactor algorithm: torch's, or transformers'.
+
+    It keeps second moments of the rows and of the columns of a matrix, in place of one for each of
+    its elements. For a weight ``w`` of two dimensions with gradient ``g``, at step ``t`` = 1, 2, …,
+    with ``rms`` the root of the mean square of all elements::
+
+        row = (1 - t**beta2_decay) * row + t**beta2_decay * mean(g**2 + eps1, of each row)
+        col = (1 - t**beta2_decay) * col + t**beta2_decay * mean(g**2 + eps1, of each column)
+        u = g / sqrt(row * col / mean(row))
+        u = u / max(1, rms(u) / d)
+        s = max(eps2, rms(w))
+        w = w - min(lr, 1 / sqrt(t)) * s * (u + weight_decay * w)
+
+    Weights of less than two dimensions have the running average of ``g**2 + eps1`` in place of
+    ``row * col / mean(row)``; those of more are matrices of the last two. This is algorithm 5 of
+    `Adafactor: Adaptive Learning Rates with Sublinear Memory Cost`_, and what
+    ``transformers.Adafactor`` does. ``variant="torch"``, as :class:`torch.optim.Adafactor`, adds no
+    eps1 to the squares; the mean of the rows is at least eps1, the root of ``row * col /
+    mean(row)`` at least eps1 too, and the weight is multiplied by ``1 - lr * weight_decay``.
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            R_t      &= \hat\beta_t R_{t-1} + (1 - \hat\beta_t) (G_t^2 + \epsilon_1) 1_m / m,
+                        \quad \hat\beta_t = 1 - t^{\tau}                                        \\
+            C_t      &= \hat\beta_t C_{t-1} + (1 - \hat\beta_t) 1_n^\top (G_t^2 + \epsilon_1) / n \\
+            U_t      &= G_t / \sqrt{R_t C_t / (1_n^\top R_t / n)}                               \\
+            \alpha_t &= \max(\epsilon_2, \operatorname{RMS}(\theta_{t-1}))
+                        \min(\gamma, 1 / \sqrt{t})                                              \\
+            \theta_t &= \theta_{t-1} - \alpha_t U_t / \max(1, \operatorname{RMS}(U_t) / d)
+        \end{aligned}
+
+    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``beta2_decay``
+    :math:`\tau` and ``eps`` :math:`\epsilon`.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): upper bound of the relative step size; with
+            ``relative_step=False`` the step size itself, before it is scaled (default: 1e-2)
+        beta2_decay (float, optional): exponent of the decay of the second moments, at most 0;
+            transformers' ``decay_rate`` (default: -0.8)
+        eps (tuple[float | None, float], optional): eps1, and the least value that counts as the
+            root mean square of a weight. None is the epsilon of the weight's dtype, and 1e-30
+            with transformers (default: (None, 1e-3))
+        d (float, optional): largest root mean square of an update; transformers'
+            ``clip_threshold`` (default: 1.0)
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+        clip_threshold (float, optional): another name for d
+        decay_rate (float, optional): another name for beta2_decay
+        beta1 (float, optional): coefficient of a running average of the updates, for which the
+            state ``exp_avg`` is kept; None averages nothing (default: None)
+        scale_parameter (bool, optional): multiply the step size by the root mean square of the
+            weight (default: True)
+        relative_step (bool, optional): the step size is at most ``1 / sqrt(t)`` (default: True)
+        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` takes the place of lr
+            (default: False)
+        variant (str, optional): "torch" or "transformers"; None is the latter if an option is given
+            that only transformers' class has (default: None)
+
+    Example::
+
+        >>> optimizer = optim.Adafactor(model.parameters(), lr=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Adafactor\: Adaptive Learning Rates with Sublinear Memory Cost:
+        https://arxiv.org/abs/1804.04235
+    """
+
+    _rule = "adafactor"
+    _states = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")  # those of no other class
+    _elementwise = False
+    _torch_fuses = False
+    _about_weights = """\
+Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
+gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU one
+native operation steps all weights of a group; elsewhere torch operations step each. The states
+``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's dtype,
+float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``, ``exp_avg_sq_col``
+and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a 0-dimensional float32 tensor.
+"""
+    _later_options: ClassVar[dict[str, Any]] = {"foreach": None, "maximize": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = _LR,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+        clip_threshold: float | None = None,
+        decay_rate: float | None = None,
+        beta1: float | None = None,
+        scale_parameter: bool | None = None,
+        relative_step: bool | None = None,
+        warmup_init: bool | None = None,
+        variant: Literal["torch", "transformers"] | None = None,
+    ) -> None:
+        options = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        super().__init__(params, _by_torchs_names(options))
+
+    def _check(self, options: dict[str, Any]) -> None:
+        _check_own(options)
+        super()._check({name: value for name, value in options.items() if name not in _OWN})
+
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        shape = weight.shape
+        if _is_torchs(group):
+            rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])
+            names = {"row_var": rows, "col_var": columns} if len(shape) > 1 else {"variance": shape}
+        elif len(shape) > 1:
+            rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
+            names = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+        else:
+            names = {"exp_avg_sq": shape}
+        if _option(group, "beta1") is not None:
+            names["exp_avg"] = shape
+        return {name: torch.Size(sizes) for name, sizes in names.items()}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        added = _by_torchs_names(param_group)
+        _check_own(self.defaults | added)
+        super().add_param_group(added)
+        group = self.param_groups[-1]
+        try:
+            for place, weight in enumerate(group["params"]):
+                _check_weight(weight, name_of(group, len(self.param_groups) - 1, place))
+        except RuntimeError:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, of this class, torch's or transformers'."""
+        groups = list(map(_by_torchs_names, state_dict["param_groups"]))
+        states = {
+            key: {name: value for name, value in state.items() if name != "RMS"}  # not a state
+            if isinstance(state, dict)
+            else state
+            for key, state in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        super()._is_native(group, weights, grads)
+        if own_option(group, "fused") and (reason := _why_not_fused(weights, grads)):
+            raise RuntimeError(reason)
+        return False
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
+        fuses = self._wants_native(group) and not is_seen
+        fuses_all = fuses and _why_not_fused(weights, grads) is None
+        together: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        for weight, grad in zip(weights, grads, strict=True):
+            fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
+            if fuses_one and weight.numel() > 0:
+                step = self._state[weight]["step"].item() + 1
+                together.setdefault((step, _eps(group, weight)), []).append((weight, grad))
+            else:
+                self._imperative_step(group, weight, grad)
+        for (step, eps), pairs in together.items():
+            self._fused_steps(group, _numbers(group, step, eps), pairs)
+
+    def _fused_steps(
+        self, group: dict[str, Any], numbers: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        weights, grads = (list(tensors) for tensors in zip(*pairs, strict=True))
+        states = [self._state[weight] for weight in weights]
+        wide = [
+            weight if way_of(group, weight) is None else self._widened(group, weight, state)
+            for weight, state in zip(weights, states, strict=True)
+        ]
+        rows, columns = [], []
+        for weight, state in zip(weights, states, strict=True):
+            names = list(self._state_shapes(group, weight))
+            # The moments of a vector's elements are those of the columns of one row.
+            rows.append(state[names[0]] if weight.dim() > 1 else weight.new_empty(0))
+            columns.append(state[names[1 if weight.dim() > 1 else 0]])
+        moments = [] if _option(group, "beta1") is None else [state["exp_avg"] for state in states]
+        options = [float(numbers[name]) for name in torch.ops.fusedstep.factored_options()]
+        torch.ops.fusedstep.factored_step(wide, grads, rows, columns, moments, options)
+        torch._foreach_add_([state["step"] for state in states], 1)
+        for weight, state, value in zip(weights, states, wide, strict=True):
+            self._write_back(group, weight, value, state)
+        increment_version(weights)
+        increment_version(self._accessed_states(weights))
+
+    def _step_on_numbers(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        eps = _eps(group, weight), group["eps"][1]  # of the weight's dtype, not that of the maths
+        super()._step_on_numbers(group | {"eps": eps}, weight, grad, state)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        step = state["step"].add_(1).item()
+        numbers = _numbers(group, step, _eps(group, weight))
+        rate, least = numbers["rate"], numbers["least_mean"]
+        names = list(self._state_shapes(group, weight))
+        keepdim = _is_torchs(group)
+
+        squares = grad * grad + numbers["added"]
+        if weight.dim() > 1:
+            row, column = (
+                state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
+                for name, dim in zip(names, (-1, -2), strict=False)
+            )
+            state[names[0]], state[names[1]] = row, column
+            if not keepdim:
+                row, column = row.unsqueeze(-1), column.unsqueeze(-2)
+            row = row / row.mean(-2, keepdim=True).clamp(min=least)
+            factor = row.rsqrt() * column.rsqrt()
+        else:
+            state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
+            factor = state[names[0]].rsqrt()
+        update = grad * factor.clamp(max=numbers["most"])
+
+        length = numbers["step"]
+        if numbers["scaled"]:
+            length = length * _rms(weight).clamp(min=numbers["least_scale"])
+        update = update * (length / (_rms(update) / numbers["threshold"]).clamp(min=1))
+        if "exp_avg" in names:
+            update = numbers["beta"] * state["exp_avg"] + (1 - numbers["beta"]) * update
+            state["exp_avg"] = update
+        if group["weight_decay"] != 0:
+            decay = numbers["decay"] * (length if numbers["decays_by_length"] else 1)
+            weight = weight * (1 - decay)
+        return weight - update
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+
+
+def _eps(group: dict[str, Any], weight: Tensor) -> float:
+    """The first eps, which may follow from the dtype of the weight."""
+    eps = group["eps"][0]
+    if eps is None:
+        return torch.finfo(weight.dtype).eps if _is_torchs(group) else 1e-30
+    return float(eps)
+
+
+def _numbers(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
+    """The numbers of a step by the native operator's names for them."""
+    lr, is_torch = float(group["lr"]), _is_torchs(group)
+    length = lr
+    if _option(group, "relative_step"):
+        length = min(1e-6 * step if _option(group, "warmup_init") else lr, step**-0.5)
+    return {
+        "rate": step ** group["beta2_decay"],
+        "added": 0.0 if is_torch else eps,
+        "least_mean": eps if is_torch else 0.0,
+        "most": 1 / eps if is_torch and eps else math.inf,
+        "step": length,
+        "scaled": bool(_option(group, "scale_parameter")),
+        "least_scale": group["eps"][1],
+        "threshold": group["d"],
+        "decay": group["weight_decay"] * (lr if is_torch else 1),
+        "decays_by_length": not is_torch,
+        "beta": _option(group, "beta1") or 0.0,
+        "grad_factor": -1.0 if group["maximize"] else 1.0,
+    }
+
+
+def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+    """Returns why the native operation cannot step these weights, or None if it can."""
+    weights = list(weights)
+    for weight in weights:
+        if weight.device.type != "cpu":
+            return (
+                f"Adafactor has no native kernels on {weight.device.type} yet; fused=None or False "
+                "steps it in torch operations"
+            )
+    return why_not_native(weights, grads, elementwise=False)
+
+
+def _check_weight(weight: Tensor, name: str) -> None:
+    if weight.is_complex():
+        raise RuntimeError(f"Adafactor does not support complex parameters: {name} is one")
+    if is_dtensor(weight) and not all(place.is_replicate() for place in weight.placements):
+        raise RuntimeError(
+            f"Adafactor does not support sharded parameters: {name} is a DTensor with the "
+            f"placements {weight.placements}, and the moments are those of whole rows and columns"
+        )
+
+
+# Options
+
+_OWN = {"eps", "beta2_decay", "d", *_BEYOND_TORCH}
+
+
+def _option(group: dict[str, Any], name: str) -> Any:
+    return group.get(name, _BEYOND_TORCH[name])
+
+
+def _is_torchs(group: dict[str, Any]) -> bool:
+    return _option(group, "variant") == "torch"
+
+
+def _by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
+    """Options of either class: those of torch's, and others that were set.
+
+    A group of transformers' class is told by options that only this class has.
+    """
+    options = {name: value for name, value in given.items() if name not in _RENAMED}
+    for name, ours in _RENAMED.items():
+        if given.get(name) is not None:
+            options[ours] = given[name]
+    only = {*_RENAMED, *_BEYOND_TORCH} - {"variant"}
+    if options.get("variant") is None and any(given.get(name) is not None for name in only):
+        options["variant"] = "transformers"
+    for name, unset in _BEYOND_TORCH.items():
+        if options.get(name) in (None, unset):
+            options.pop(name, None)
+    if "lr" in options and options["lr"] is None:  # transformers' way to ask for relative steps
+        options["lr"] = _LR
+    return options
+
+
+def _check_own(options: dict[str, Any]) -> None:
+    """Raises the first of the options that only this class has that is out of range."""
+    eps, variant = options["eps"], _option(options, "variant")
+    if variant not in ("torch", "transformers"):
+        raise ValueError(f"variant must be 'torch' or 'transformers', not {variant!r:.40}")
+    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+        raise TypeError(f"eps must be (eps1, eps2), not {eps!r:.40}")
+    least_d = 1 if variant == "torch" else 0
+    for name, text, value, least in (
+        ("lr", "Learning rate should be >= 0", options["lr"], 0),
+        ("eps[0]", "epsilon1 should be >= 0", eps[0], 0),
+        ("eps[1]", "epsilon2 should be >= 0", eps[1], 0),
+        ("d", f"Clipping threshold d should be >= {least_d}", options["d"], least_d),
+        ("weight_decay", "weight_decay should be >= 0", options["weight_decay"], 0),
+    ):
+        if value is None and name == "eps[0]":
+            continue
+        check_number(name, value)
+        if not value >= least:
+            raise ValueError(f"{text} but is: {value}")
+    check_number("beta2_decay", options["beta2_decay"])
+    if not options["beta2_decay"] <= 0:
+        raise ValueError(f"beta2_decay should be <= 0 but is: {options['beta2_decay']}")
+    beta1 = _option(options, "beta1")
+    if beta1 is not None:
+        check_number("beta1", beta1)
+        if not 0 <= beta1 < 1:
+            raise ValueError(f"Invalid beta1 value: {beta1}")
+    if _option(options, "warmup_init") and not _option(options, "relative_step"):
+        raise ValueError("warmup_init=True requires relative_step=True")

@@ -1,0 +1,172 @@
+// factored_step: a step of weights whose second moments are kept as those of rows and columns.
+#include <algorithm>
+#include <array>
+#include <string>
+#include <vector>
+
+#include "src/factored.h"
+#include "src/operand_checks.h"
+#include "src/ops/native_plan.h"
+#include "src/overlap.h"
+
+namespace fusedstep::ops {
+namespace {
+
+// The options by the names that callers give them.
+struct Option {
+  const char* name;
+  double FactoredOptions::*value;
+};
+constexpr std::array kOptions{
+    Option{"rate", &FactoredOptions::rate},
+    Option{"added", &FactoredOptions::added},
+    Option{"least_mean", &FactoredOptions::least_mean},
+    Option{"most", &FactoredOptions::most},
+    Option{"step", &FactoredOptions::step},
+    Option{"scaled", &FactoredOptions::scaled},
+    Option{"least_scale", &FactoredOptions::least_scale},
+    Option{"threshold", &FactoredOptions::threshold},
+    Option{"decay", &FactoredOptions::decay},
+    Option{"decays_by_length", &FactoredOptions::decays_by_length},
+    Option{"beta", &FactoredOptions::beta},
+    Option{"grad_factor", &FactoredOptions::grad_factor},
+};
+
+FactoredOptions options_of(const std::vector<double>& values) {
+  check(values.size() == kOptions.size(), "an option is missing, or there is one too many");
+  FactoredOptions options{};
+  for (size_t i = 0; i < values.size(); ++i) options.*kOptions[i].value = values[i];
+  return options;
+}
+
+std::vector<std::string> factored_options() {
+  std::vector<std::string> names;
+  for (const Option& option : kOptions) names.emplace_back(option.name);
+  return names;
+}
+
+// A tensor of less than two dimensions is a matrix of one row.
+Matrices as_matrices(const TensorView& tensor) {
+  const Dims strides = tensor.strides;
+  const size_t dims = strides.size();
+  if (dims < 2) return {tensor.data, {}, 0, dims == 1 ? strides[0] : 1};
+  return {tensor.data, strides.first(dims - 2), strides[dims - 2], strides[dims - 1]};
+}
+
+FactoredFormat format_of(size_t i, DType weight, DType grad) {
+  if (weight == grad) {
+    switch (weight) {
+      case DType::kFloat:
+        return FactoredFormat::kFloat;
+      case DType::kDouble:
+        return FactoredFormat::kDouble;
+      case DType::kBFloat16:
+        return FactoredFormat::kBFloat16;
+      case DType::kHalf:
+        return FactoredFormat::kHalf;
+      default:
+        break;
+    }
+  }
+  if (weight == DType::kFloat && grad == DType::kBFloat16) return FactoredFormat::kBFloat16Master;
+  if (weight == DType::kFloat && grad == DType::kHalf) return FactoredFormat::kHalfMaster;
+  refuse(i, std::string("the gradient is ") + name_of(grad) + " but the weight is " + name_of(weight));
+}
+
+// A state of so many elements.
+TensorView checked_moments(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+  const TensorView moments = view(state, what);
+  if (moments.dtype != dtype || elements_of(moments.sizes) != elements) {
+    refuse(i, std::string(what) + " must be " + name_of(dtype) + " and have " + std::to_string(elements) +
+                  " elements");
+  }
+  return moments;
+}
+
+void* checked_sums(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+  if (!state.is_contiguous()) refuse(i, std::string(what) + " must be contiguous");
+  return checked_moments(i, state, dtype, elements, what).data;
+}
+
+bool have_same_sizes(const TensorView& a, const TensorView& b) {
+  return std::equal(a.sizes.begin(), a.sizes.end(), b.sizes.begin(), b.sizes.end());
+}
+
+FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tensor& grad_tensor,
+                              const Tensor& rows, const Tensor& columns, const Tensor* moment_tensor) {
+  const TensorView weight = view(weight_tensor, "weight"), grad = view(grad_tensor, "gradient");
+  const Dims sizes = weight.sizes;
+  if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
+  if (overlaps_itself(sizes, weight.strides)) refuse(i, "the weight overlaps itself in memory");
+  const int64_t elements = elements_of(sizes);
+  if (elements == 0) refuse(i, "the weight has no elements");
+  FactoredTensor tensor{};
+  tensor.format = format_of(i, weight.dtype, grad.dtype);
+  tensor.weight = as_matrices(weight);
+  tensor.grad = as_matrices(grad);
+  tensor.columns = sizes.empty() ? 1 : sizes.back();
+  tensor.rows = 1;
+  const DType maths = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  if (sizes.size() >= 2) {
+    tensor.outer = sizes.first(sizes.size() - 2);
+    tensor.rows = sizes[sizes.size() - 2];
+    tensor.row_moments = checked_sums(i, rows, maths, elements / tensor.columns, "moments of rows");
+  }
+  tensor.count = elements / (tensor.rows * tensor.columns);
+  tensor.column_moments = checked_sums(i, columns, maths, elements / tensor.rows, "moments of columns");
+  if (moment_tensor != nullptr) {
+    const TensorView moment = checked_moments(i, *moment_tensor, maths, elements, "the first moment");
+    if (!have_same_sizes(weight, moment)) refuse(i, "the first moment's shape is not the weight's");
+    tensor.moment = as_matrices(moment);
+  }
+  return tensor;
+}
+
+Elements elements_in_memory(const TensorView& tensor) {
+  const auto* const begin = static_cast<const char*>(tensor.data);
+  return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
+}
+
+void check_apart(const Tensors& weights, const Tensors& grads) {
+  std::vector<Elements> elements;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    elements.push_back(elements_in_memory(view(weights[i], "weight")));
+    const Elements grad = elements_in_memory(view(grads[i], "gradient"));
+    if (grad.begin < elements[i].end && elements[i].begin < grad.end && share_memory(elements[i], grad)) {
+      refuse(i, "the gradient shares memory with the weight");
+    }
+  }
+  std::sort(elements.begin(), elements.end(),
+            [](const Elements& a, const Elements& b) { return a.begin < b.begin; });
+  check(!find_sharing(elements), "weights share memory");
+}
+
+void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
+                   const Tensors& moments, const std::vector<double>& values) {
+  const size_t count = weights.size();
+  check(grads.size() == count && rows.size() == count && columns.size() == count &&
+            (moments.empty() || moments.size() == count),
+        "lists must have an entry for each weight");
+  const FactoredOptions options = options_of(values);
+  check_apart(weights, grads);
+  std::vector<FactoredTensor> tensors;
+  for (size_t i = 0; i < count; ++i) {
+    tensors.push_back(checked_tensor(i, weights[i], grads[i], rows[i], columns[i],
+                                     moments.empty() ? nullptr : &moments[i]));
+  }
+  factored_step(tensors, options, num_threads());
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("factored_options() -> str[]");
+  m.def(
+      "factored_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] rows, Tensor(c!)[] columns, "
+      "Tensor(d!)[] moments, float[] options) -> ()");
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("factored_step", TORCH_BOX(&step_factored)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("factored_options", TORCH_BOX(&factored_options));
+}
+
+}  // namespace
+}  // namespace fusedstep::ops

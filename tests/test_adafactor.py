@@ -1,0 +1,384 @@
+"""Laws of Adafactor in both variants: its formula, bits, checkpoints, options and errors."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+import fusedstep
+from fusedstep import optim
+from fusedstep.memory.plan import Choice, state_bytes
+from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS
+from reference.adafactor import adafactor
+from stepping import ISAS, forced_isa, make_gradients, make_weights, threads
+
+#: Matrices of one block and of several, stacks of matrices, vectors and a number.
+SHAPES = ((7, 5), (300, 2100), (3, 40), (4, 5, 6, 7), (2, 33, 18), (700,), (1, 9), (9, 1), ())
+
+#: Options by torch's names, and those of the reference.
+CASES = {
+    "torch": ({}, {"torchs": True}),
+    "torch-decay": (
+        {"lr": 0.05, "beta2_decay": -0.6, "d": 1.5, "weight_decay": 0.1, "maximize": True},
+        {"torchs": True, "lr": 0.05, "decay": -0.6, "d": 1.5, "weight_decay": 0.1}
+        | {"maximize": True},
+    ),
+    "torch-eps": ({"eps": (0.3, 2.0)}, {"torchs": True, "eps1": 0.3, "eps2": 2.0}),
+    "transformers": ({"variant": "transformers"}, {"torchs": False}),
+    "transformers-warmup": (
+        {"warmup_init": True, "beta1": 0.8, "weight_decay": 0.1, "clip_threshold": 0.5},
+        {"torchs": False, "warmup": True, "beta1": 0.8, "weight_decay": 0.1, "d": 0.5},
+    ),
+    "transformers-fixed": (
+        {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "decay_rate": -0.7},
+        {"torchs": False, "lr": 1e-3, "relative": False, "scale": False, "decay": -0.7},
+    ),
+}
+NAMES = {"row": ("row_var", "exp_avg_sq_row"), "column": ("col_var", "exp_avg_sq_col")}
+WAYS = {
+    "float32": {"master_weights": True},
+    "split": {"master_weights": "split"},
+    "kahan": {"rounding": "kahan"},
+    "stochastic": {"rounding": "stochastic", "seed": 3},
+}
+
+
+def case(function):
+    return pytest.mark.parametrize("name", CASES)(function)
+
+
+def steps_of(weights, steps=3, options=(), grads=None, **more):
+    """An optimizer of these weights after some steps; the weights are changed."""
+    optimizer = optim.Adafactor(weights, **{"fused": True, **dict(options), **more})
+    for step in range(steps):
+        found = grads or make_gradients([w.shape for w in weights], weights[0].dtype, step)
+        for weight, grad in zip(weights, found, strict=True):
+            weight.grad = grad
+        optimizer.step()
+    return optimizer
+
+
+def moments(optimizer, weight):
+    """The state of a weight by the reference's names, in shapes without dimensions of one."""
+    state = dict(optimizer.state[weight])
+    found = {"moment": state.get("exp_avg")}
+    for ours, names in NAMES.items():
+        found[ours] = next((state[name] for name in names if name in state), None)
+    if weight.dim() < 2:
+        found["column"] = state.get("variance", state.get("exp_avg_sq"))
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@case
+def test_is_the_formula(name, dtype, fused):
+    options, formula = CASES[name]
+    weights = make_weights(SHAPES, dtype)
+    eps = torch.finfo(dtype).eps
+    units = 8 if fused else 512  # torch's norms of 630,000 elements are less exact
+    if formula["torchs"]:
+        formula = {"eps1": eps} | formula
+    expected = [(weight.double(), {}) for weight in weights]
+    moved = [torch.zeros_like(weight) for weight, _ in expected]
+    for step in range(3):
+        for i, grad in enumerate(make_gradients(SHAPES, dtype, step)):
+            before = expected[i][0]
+            expected[i] = adafactor(before, grad.double(), expected[i][1], step + 1.0, **formula)
+            moved[i] += (expected[i][0] - before).abs()
+    optimizer = steps_of(weights, options=options, fused=fused)
+    for weight, (value, state), move in zip(weights, expected, moved, strict=True):
+        error = (weight.double() - value).abs()
+        assert (error <= 4 * eps * weight.double().abs() + units * eps * move).all()
+        found = moments(optimizer, weight)
+        assert found.keys() == state.keys()
+        for key, moment in state.items():
+            torch.testing.assert_close(
+                found[key].double().reshape(moment.shape),
+                moment,
+                rtol=0,
+                atol=units * eps * moment.abs().max().item(),
+            )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@case
+def test_16_bits_are_computed_in_float32(name, dtype):
+    """A step is that of float32 weights and gradients with these values, rounded at its end."""
+    options = CASES[name][0]
+    if "eps" not in options and CASES[name][1]["torchs"]:
+        options = options | {"eps": (1e-3, 1e-3)}  # that of the dtype is another one
+    weights, grads = make_weights(SHAPES, dtype), make_gradients(SHAPES, dtype, 0)
+    wide = [weight.float() for weight in weights]
+    steps_of(wide, 1, options, [grad.float() for grad in grads])
+    narrow = steps_of(weights, 1, options, grads)
+    assert narrow.state[weights[0]].keys() == narrow.state[weights[1]].keys()
+    for weight, value in zip(weights, wide, strict=True):
+        assert torch.equal(weight, value.to(dtype))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@case
+def test_same_bits_on_every_isa_and_number_of_threads(name, dtype, isa):
+    shapes = ((600, 2100), (3, 5000), (70, 33), (5,))
+    expected, weights = make_weights(shapes, dtype), make_weights(shapes, dtype)
+    with threads(1), forced_isa("base"):
+        steps_of(expected, 2, CASES[name][0])
+    with threads(5), forced_isa(isa):
+        steps_of(weights, 2, CASES[name][0])
+    assert all(map(torch.equal, weights, expected))
+
+
+@pytest.mark.parametrize("grad_layout", GRADIENT_LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [each for each in WEIGHT_LAYOUTS if 0 not in each.shape], ids=str
+)
+def test_same_bits_in_every_layout(layout, grad_layout):
+    (values,), (gradient,) = (
+        make([layout.shape], torch.float32, 1) for make in (make_weights, make_gradients)
+    )
+    strides = GRADIENT_LAYOUTS[grad_layout](layout)
+    kept = copy.deepcopy(layout)
+    object.__setattr__(kept, "strides", strides)
+    object.__setattr__(kept, "offset", 0)
+    for dim, stride in enumerate(strides):
+        if stride == 0 and gradient.shape[dim] > 1:
+            gradient = gradient.narrow(dim, 0, 1).expand(layout.shape)
+    placed, grad = layout.place(values), kept.place(gradient)
+    expected = values.clone()
+    options = CASES["transformers-warmup"][0] | {"warmup_init": False}
+    steps_of([expected], 2, options, [gradient.contiguous()])
+    steps_of([placed.view], 2, options, [grad.view])
+    assert torch.equal(placed.view, expected)
+    placed.assert_outside_untouched("weight")
+    grad.assert_outside_untouched("gradient")
+
+
+def theirs(name, params):
+    if CASES[name][1]["torchs"]:
+        return torch.optim.Adafactor(params, foreach=False, **CASES[name][0])
+    transformers = pytest.importorskip("transformers")
+    options = {k: v for k, v in CASES[name][0].items() if k != "variant"}
+    return transformers.Adafactor(params, **options)
+
+
+@case
+def test_goes_on_from_checkpoints_of_the_namesakes(name, tmp_path):
+    weights, others = make_weights(SHAPES, torch.float32), make_weights(SHAPES, torch.float32)
+    gradients = [make_gradients(SHAPES, torch.float32, step) for step in range(4)]
+    ours, namesake = optim.Adafactor(weights, **CASES[name][0]), theirs(name, others)
+    for step, grads in enumerate(gradients):
+        if step == 2:  # each goes on with the other's state
+            dictionaries = [copy.deepcopy(each.state_dict()) for each in (ours, namesake)]
+            torch.save(dictionaries[1], tmp_path / "saved.pt")
+            ours = optim.Adafactor(weights, fused=True)
+            ours.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
+            if CASES[name][1]["torchs"]:
+                namesake = theirs(name, others)
+                namesake.load_state_dict(dictionaries[0])
+        for weight, other, grad in zip(weights, others, grads, strict=True):
+            weight.grad, other.grad = grad.clone(), grad.clone()
+        ours.step()
+        namesake.step()
+    for weight, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(weight, other, rtol=1e-5, atol=5e-6)
+
+
+@case
+def test_resumes_with_the_same_bits(name, tmp_path):
+    whole, halves = make_weights(SHAPES, torch.float32), make_weights(SHAPES, torch.float32)
+    steps_of(whole, 4, CASES[name][0])
+    optimizer = steps_of(halves, 2, CASES[name][0])
+    torch.save(optimizer.state_dict(), tmp_path / "saved.pt")
+    optimizer = optim.Adafactor(halves, fused=True)
+    optimizer.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
+    for step in (2, 3):
+        for weight, grad in zip(halves, make_gradients(SHAPES, torch.float32, step), strict=True):
+            weight.grad = grad
+        optimizer.step()
+    assert all(map(torch.equal, whole, halves))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_bfloat16_weights_can_take_small_steps(way, fused):
+    weight = torch.ones(64, 64, dtype=torch.bfloat16)
+    options = {"lr": 1e-3, "scale_parameter": False, "relative_step": False, "fused": fused}
+    steps_of([weight], 200, options, [torch.ones_like(weight)], **WAYS[way])
+    assert abs(weight.float().mean().item() - 0.8) < 2e-3
+    stays = torch.ones(64, 64, dtype=torch.bfloat16)
+    steps_of([stays], 200, options, [torch.ones_like(stays)])
+    assert torch.equal(stays, torch.ones_like(stays))
+
+
+def test_one_weight_at_a_time_is_all_at_once():
+    together, apart = (make_weights(SHAPES, torch.float32) for _ in range(2))
+    steps_of(together, 3)
+    for i, weight in enumerate(apart):
+        optimizer = optim.Adafactor([weight], fused=True)
+        for step in range(3):
+            weight.grad = make_gradients(SHAPES, torch.float32, step)[i]
+            optimizer.step()
+    assert all(map(torch.equal, together, apart))
+
+
+def test_clipping_and_zeroing_are_those_of_torch():
+    weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
+    optimizers = [optim.Adafactor(each, fused=True) for each in (weights, others)]
+    for step in range(2):
+        for mine, other, grad in zip(
+            weights, others, make_gradients(SHAPES, torch.float32, step), strict=True
+        ):
+            mine.grad, other.grad = grad.clone(), grad.clone()
+        norm = optimizers[0].step(max_norm=0.5, zero_grad=True)
+        expected = torch.nn.utils.clip_grad_norm_(others, 0.5)
+        optimizers[1].step()
+        torch.testing.assert_close(norm.float(), expected)
+        assert not any(weight.grad.any() for weight in weights)
+    for mine, other in zip(weights, others, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+def test_a_nan_damages_its_weight_only():
+    weights, others = (make_weights([(9, 17), (9, 17)], torch.float32) for _ in range(2))
+    grads = make_gradients([(9, 17), (9, 17)], torch.float32, 0)
+    steps_of(others, 1, grads=[grad.clone() for grad in grads])
+    grads[0][3, 4] = torch.nan
+    steps_of(weights, 1, grads=grads)
+    assert weights[0].isnan().all()
+    assert torch.equal(weights[1], others[1])
+
+
+@case
+def test_keeps_a_row_and_a_column(name):
+    weight = torch.randn(300, 200)
+    optimizer = steps_of([weight], 1, CASES[name][0])
+    sizes = sum(t.numel() for key, t in optimizer.state[weight].items() if key != "step")
+    assert sizes == 500 + (weight.numel() if "beta1" in CASES[name][0] else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"eps": 1e-3}, r"eps must be \(eps1, eps2\)"),
+        ({"eps": (None, -1.0)}, "epsilon2 should be >= 0"),
+        ({"eps": (-1.0, 1.0)}, "epsilon1 should be >= 0"),
+        ({"eps": (1e-30, "1")}, r"eps\[1\] must be a number"),
+        ({"beta2_decay": 0.8}, "beta2_decay"),
+        ({"decay_rate": 0.8}, "beta2_decay"),
+        ({"d": 0.5}, "d should be >= 1"),
+        ({"clip_threshold": "1"}, "d must be a number"),
+        ({"beta1": 1.0}, "beta1"),
+        ({"variant": "fairseq"}, "variant"),
+        ({"lr": -1.0}, "Learning rate should"),
+        ({"weight_decay": -1.0}, "weight_decay"),
+        ({"warmup_init": True, "relative_step": False}, "warmup_init"),
+        ({"master_weights": "half"}, "master_weights"),
+    ],
+    ids=str,
+)
+def test_refuses_what_is_out_of_range(options, text):
+    weight = torch.ones(3, 4)
+    with pytest.raises((TypeError, ValueError), match=text):
+        optim.Adafactor([weight], **options)
+    optimizer = optim.Adafactor([weight])
+    with pytest.raises((TypeError, ValueError), match=text):
+        optimizer.add_param_group({"params": [torch.ones(2)], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_refuses_complex_weights_by_name():
+    with pytest.raises(RuntimeError, match="complex parameters: parameter 0 of group 0"):
+        optim.Adafactor([torch.ones(3, 4, dtype=torch.complex64)])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_nothing_has_changed_after_an_error(fused):
+    weights = make_weights([(4, 6), (5,)], torch.float32)
+    optimizer = steps_of(weights, 1, fused=fused)
+    before = copy.deepcopy((weights, optimizer.state_dict()))
+    weights[0].grad, weights[1].grad = torch.ones(4, 6), torch.ones(5).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    weights[1].grad = weights[1].detach()
+    if fused:
+        with pytest.raises(RuntimeError, match="shares memory"):
+            optimizer.step()
+    for weight, value in zip(weights, before[0], strict=True):
+        assert torch.equal(weight, value)
+    for key, state in optimizer.state_dict()["state"].items():
+        for name, value in state.items():
+            assert torch.equal(value, before[1]["state"][key][name])
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda state: state.pop("row_var"), "has no row_var"),
+        (lambda state: state.update(row_var=torch.ones(4, 2)), "row_var .* has the shape"),
+        (lambda state: state.update(step="one"), "step"),
+    ],
+    ids=["missing", "shape", "count"],
+)
+def test_refuses_damaged_checkpoints(change, text):
+    weight = torch.randn(4, 6)
+    optimizer = steps_of([weight], 1)
+    dictionary = copy.deepcopy(optimizer.state_dict())
+    change(dictionary["state"][0])
+    before = copy.deepcopy(optimizer.state_dict()["state"][0])
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(dictionary)
+    assert all(torch.equal(optimizer.state[weight][k], v) for k, v in before.items())
+
+
+def test_is_converted_and_verified():
+    weights = make_weights(SHAPES, torch.float32)
+    namesake = torch.optim.Adafactor(weights, lr=0.05)
+    for weight, grad in zip(weights, make_gradients(SHAPES, torch.float32, 0), strict=True):
+        weight.grad = grad
+    namesake.step()
+    ours = fusedstep.convert(namesake, fused=True)
+    assert type(ours) is optim.Adafactor
+    assert ours.param_groups[0]["lr"] == 0.05
+    fusedstep.verify(ours)
+
+
+def test_groups_have_options_of_their_own():
+    first, second = (make_weights(SHAPES[:2], torch.float32) for _ in range(2))
+    alone = [copy.deepcopy(first), copy.deepcopy(second)]
+    groups = [{"params": first}, {"params": second, "relative_step": False, "lr": 1e-3}]
+    optimizer = optim.Adafactor(groups, fused=True)
+    grads = make_gradients(SHAPES[:2], torch.float32, 0)
+    for weight, grad in zip(itertools.chain(first, second), itertools.cycle(grads), strict=False):
+        weight.grad = grad.clone()
+    optimizer.step()
+    steps_of(alone[0], 1)
+    steps_of(alone[1], 1, {"relative_step": False, "lr": 1e-3})
+    assert all(map(torch.equal, (*first, *second), (*alone[0], *alone[1])))
+    assert optimizer.param_groups[0].keys() >= {"beta2_decay", "d"}
+    assert "variant" not in optimizer.param_groups[0]
+
+
+@case
+def test_memory_is_told_before(name):
+    """`python -m fusedstep memory` asks the class on the meta device."""
+    weights = make_weights(SHAPES, torch.float32)
+    optimizer = steps_of(weights, 1, CASES[name][0])
+    made = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
+    choice = Choice("Adafactor", dict(CASES[name][0]), "default")
+    assert state_bytes(tuple(map(torch.Size, SHAPES)), torch.float32, choice) == (made, 0)
+
+
+def test_transformers_optimizer_is_converted():
+    transformers = pytest.importorskip("transformers")
+    weights = make_weights(SHAPES, torch.float32)
+    other = transformers.Adafactor(weights, beta1=0.5, clip_threshold=0.9)
+    for weight, grad in zip(weights, make_gradients(SHAPES, torch.float32, 0), strict=True):
+        weight.grad = grad
+    other.step()
+    ours = fusedstep.convert(other)
+    group = ours.param_groups[0]
+    assert (group["variant"], group["d"], group["beta1"]) == ("transformers", 0.9, 0.5)
+    assert ours.state[weights[0]].keys() == {"step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"}
