@@ -310,7 +310,7 @@ void refresh(Plan& plan, const BoundRule& rule, const StepOptions& options) {
   }
 }
 
-// The phases of a step that are taken apart: all updates are in the gradients in between.
+// The phases of a step that are taken apart.
 NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                           const StepOptions& options) {
   if (rule.trust_ratio == nullptr) throw std::invalid_argument("the phases of a rule without norms are one");
@@ -318,12 +318,7 @@ NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const dou
     throw std::invalid_argument("the phases would each take the rule's numbers forward");
   refresh(plan, rule, options);
   std::vector<double> counts(steps.begin(), steps.end());
-  NormedPhases phases(plan, rule, prepare_scalars(plan, rule, counts), options);
-  for (uint32_t i = 0; i < plan.tensors(); ++i) {
-    if (!phases.stores(i))
-      throw std::invalid_argument("gradient " + std::to_string(i) + " cannot hold an update");
-  }
-  return phases;
+  return NormedPhases(plan, rule, prepare_scalars(plan, rule, counts), options);
 }
 
 }  // namespace
@@ -388,11 +383,12 @@ std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, st
 std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                                   const StepOptions& options) {
   NormedPhases phases = phases_apart(plan, rule, steps, options);
+  std::vector<Norms2> norms2;
+  norms2.reserve(plan.tensors());
   auto work = [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) phases.accumulate(c);
   };
   run_session(options.threads, plan.cost(), work);
-  std::vector<Norms2> norms2;
   for (uint32_t i = 0; i < plan.tensors(); ++i) norms2.push_back(phases.norms2_of(i));
   return norms2;
 }

@@ -156,9 +156,10 @@ struct Norms2 {
 };
 
 // The phases of a rule with norms apart, on the CPU, for what comes in between: norms over shards, say. The
-// first leaves new states, and updates in the gradients. The second moves the weights along them, each tensor
-// by its ratio. Both throw std::invalid_argument, with nothing changed, if a gradient cannot hold an update
-// or `options` do not allow it.
+// first leaves new states, and updates in those gradients that may hold them. The second moves the weights
+// along the updates, each tensor by its ratio; where no gradient holds an update it computes that again, and
+// the new states. Both take the same arguments, and throw std::invalid_argument, with nothing changed, for a
+// rule without norms.
 std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
                                   const StepOptions& options);
 void run_apply(Plan& plan, const BoundRule& rule, std::span<const double> steps,

@@ -45,6 +45,10 @@ class Process(NamedTuple):
         self.set_gradients(params, spread, placement, step=1)
         return params, spread
 
+    def steps_natively(self, case, placement):
+        """On the CPU all; elsewhere what takes norms needs whole weights."""
+        return case.elementwise or placement.is_replicate() or self.device.type == "cpu"
+
     def set_gradients(self, params, spread, placement, step):
         gradients = make_gradients(SHAPES, torch.float32, step)
         for param, shards, gradient in zip(params, spread, gradients, strict=True):
@@ -60,7 +64,7 @@ def shards_are_stepped_as_the_whole(here):
 
     for case in KINDS:
         for placement in (Shard(0), Replicate()):
-            native = case.elementwise or placement == Replicate()
+            native = here.steps_natively(case, placement)
             params, spread = here.subjects(placement)
             ours = case.build(params)
             theirs = case.build(spread, fused=True if native else None)
@@ -74,10 +78,12 @@ def shards_are_stepped_as_the_whole(here):
                 whole = shards.detach().full_tensor()
                 state = {name: theirs.state[shards][name] for name in case.states}
                 assert all(isinstance(value, DTensor) for value in state.values())
-                if native:
+                for name, value in state.items() if native else ():
+                    assert_same_bits(value.full_tensor(), ours.state[param][name], what)
+                if case.elementwise or placement == Replicate():
                     assert_same_bits(whole, param.detach(), what)
-                    for name, value in state.items():
-                        assert_same_bits(value.full_tensor(), ours.state[param][name], what)
+                elif native:  # but for the last bit of a sum in double
+                    torch.testing.assert_close(whole, param.detach(), rtol=2e-7, atol=2e-7)
                 else:
                     torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
 
@@ -218,7 +224,7 @@ def what_cannot_be_right_is_refused_by_name(here):
 
     for case in KINDS:
         params, spread = here.subjects(Shard(0))
-        if not case.elementwise:
+        if not here.steps_natively(case, Shard(0)):
             with pytest.raises(RuntimeError, match="norm of whole params"):
                 case.build(spread, fused=True)
             continue
@@ -281,7 +287,7 @@ def offloaded_shards_are_stepped_where_they_are(here):
             twin(inputs).square().mean().backward()
             optimizer.step(max_norm=0.5, zero_grad=True)
             reference.step(max_norm=0.5, zero_grad=True)
-        assert bool(optimizer._plans) == case.elementwise
+        assert optimizer._plans
         for weight, other in zip(model.parameters(), twin.parameters(), strict=True):
             assert weight.to_local().is_cpu
             for name in case.states:
@@ -330,7 +336,8 @@ def steps_that_shards_slow_down_are_warned_of_once(here):
     text = "Lamb steps sharded DTensor weights in torch operations"
     assert not warnings_of(optim.Lamb(spread, fused=False).step, text)
     assert not warnings_of(optim.Adam(spread).step, text)
-    assert len(warnings_of(optim.Lamb(spread).step, text)) == 1
+    is_slow = here.device.type != "cpu"
+    assert len(warnings_of(optim.Lamb(spread).step, text)) == is_slow
     assert not warnings_of(optim.Lamb(spread).step, text)
 
 

@@ -402,8 +402,10 @@ bool Rebinding::finish(bool look_at_states) {
   return true;
 }
 
-void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
-  const Stepping stepping(native);
+namespace {
+
+// Checks that the plan is ready for a step of the rule, and reads its counts.
+StepOptions checked_options(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
   const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
   if (native.plan.slots() != states) {
     throw std::runtime_error("the plan has " + std::to_string(native.plan.slots()) +
@@ -424,10 +426,25 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
   for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
     native.counts[i] = *native.count_places[i] + (i < tensors ? 1.0 : 0.0);
   }
-  const StepOptions options{.threads = num_threads(),
-                            .grad_factor = grads.factor,
-                            .maximize = grads.maximize,
-                            .grads = static_cast<GradUse>(grads.use)};
+  return {.threads = num_threads(),
+          .grad_factor = grads.factor,
+          .maximize = grads.maximize,
+          .grads = static_cast<GradUse>(grads.use)};
+}
+
+// Writes the counts, each one more than before.
+void raise_counts(NativePlan& native) {
+  if (!native.steps[0].is_cpu()) return;
+  for (size_t i = 0; i < native.counts.size(); ++i) {
+    *native.count_places[i] = static_cast<float>(native.counts[i]);
+  }
+}
+
+}  // namespace
+
+void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
+  const Stepping stepping(native);
+  const StepOptions options = checked_options(native, rule, grads);
   if (native.device) {
     if (aside) aside();  // first: what is queued may wait for what needs Python's lock
     native.prepared = prepare_on_device(native, rule, options);
@@ -437,21 +454,36 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
 }
 
 void take_step(NativePlan& native, const Aside& aside) {
-  const auto raise_counts = [&] {
-    if (!native.steps[0].is_cpu()) return;
-    for (size_t i = 0; i < native.counts.size(); ++i) {
-      *native.count_places[i] = static_cast<float>(native.counts[i]);
-    }
-  };
   if (native.device) {
     native.prepared->run(aside);
-    raise_counts();  // last: a launch may fail
+    raise_counts(native);  // last: a launch may fail
   } else {
-    raise_counts();  // first: they are in the cache yet
+    raise_counts(native);  // first: they are in the cache yet
     native.prepared->run(aside);
   }
   native.parts.clear();
   forget_step(native);
+}
+
+std::vector<Norms2> take_direction(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
+  const Stepping stepping(native);
+  check(native.device == nullptr, "the phases of a step on a device cannot be taken apart");
+  const StepOptions options = checked_options(native, rule, grads);
+  forget_step(native);
+  return run_direction(native.plan, rule, native.counts, options);
+}
+
+void take_application(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
+                      std::span<const Norms2> norms2) {
+  const Stepping stepping(native);
+  check(native.device == nullptr, "the phases of a step on a device cannot be taken apart");
+  check(rule.trust_ratio != nullptr, "the phases of a rule without norms are one");
+  check(norms2.size() == native.plan.tensors(), "there must be two norms for each tensor");
+  const StepOptions options = checked_options(native, rule, grads);
+  std::vector<double> ratios;
+  for (const auto& [weight, update] : norms2) ratios.push_back(rule.trust_ratio(rule, weight, update));
+  run_apply(native.plan, rule, native.counts, ratios, options);
+  raise_counts(native);
 }
 
 void take_steps(std::span<const int64_t> handles, const Aside& aside) {

@@ -68,7 +68,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _needs: ClassVar[dict[str, str]] = {}
     #: The option that is the first value of the states of the weight's shape, in place of 0.
     _initial_option: ClassVar[str | None] = None
-    #: True if an element's update depends on no other element: shards can then be stepped alone.
+    #: True if an element's update depends on no other element: shards can then be stepped alone. Of
+    #: others a step of shards is two phases, with norms over all processes in between.
     _elementwise: ClassVar[bool] = True
     #: True if ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
@@ -270,7 +271,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
         states = self._accessed_states(weights)
-        return why_not_native(weights, grads, states, elementwise=self._elementwise)
+        whole_on = () if self._elementwise else ("cuda",)
+        return why_not_native(weights, grads, states, whole_on=whole_on)
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
@@ -519,7 +521,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             for item in work
         ]
         untreated = take(
-            self._rule, self._groups, work, factors, self._imperative_update, self._accessed_states
+            self._rule,
+            self._groups,
+            work,
+            factors,
+            self._imperative_update,
+            self._accessed_states,
+            has_norms=not self._elementwise,
         )
         if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
             self._last_step = last_step(

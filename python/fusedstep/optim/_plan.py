@@ -76,6 +76,11 @@ class Plan:
             torch.ops.fusedstep.plan_round_at_random(self.handle, *draws)
 
     @property
+    def is_spread(self) -> bool:
+        """Returns whether other processes have other parts of the weights."""
+        return self.is_distributed and any(each.is_partial() for each in self.spread_of_sums[1])
+
+    @property
     def is_on_device(self) -> bool:
         """Returns whether steps run on an accelerator, after the call that asks for them."""
         return self.device.type != "cpu"

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusedstep import _ops
 from fusedstep.optim._checks import with_name
+from fusedstep.optim._dtensor import total
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._plan import Work
 
@@ -21,11 +23,13 @@ def take(
     factors: Factors,
     by_torch: Callable[[list[Work], Factors], None],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
+    *,
+    has_norms: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Steps all groups, or none if an error is raised.
 
     ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
-    autograd may know of.
+    autograd may know of. ``has_norms``: the rule takes norms of whole weights.
 
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
@@ -45,14 +49,14 @@ def take(
     at_once = uses or len(others) == len(work)
     if at_once:
         by_torch(others, factors)
-    native = [item.plan.handle for item in work if item.plan]
+    native = [item for item in work if item.plan]
     in_order = others and not at_once
-    if native and not in_order:  # in one call: nothing can fail between two groups
-        _ops.take_steps(native)
+    if native and not in_order:
+        _take_native(rule, native, factor, has_norms)
     for item in work:
         if item.plan:
             if in_order:
-                _ops.take_steps([item.plan.handle])
+                _take_native(rule, [item], factor, has_norms)
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
             if item.use:
@@ -64,6 +68,25 @@ def take(
                 by_torch([item], factors)
             untreated.extend(item.pairs())
     return untreated
+
+
+def _take_native(rule: str, work: list[Work], factor: float, has_norms: bool) -> None:
+    """Takes steps that have been prepared."""
+    spread = [item for item in work if has_norms and item.plan.is_spread]
+    # In one call: nothing can fail between two groups.
+    if alone := [item.plan.handle for item in work if not (has_norms and item.plan.is_spread)]:
+        _ops.take_steps(alone)
+    parts: dict[Any, list[tuple[Work, list[float]]]] = {}
+    for item in spread:
+        norms2 = _ops.direction(rule, item.plan.handle, item.options, factor, item.use)
+        parts.setdefault(item.plan.spread_of_sums, []).append((item, norms2))
+    for sums, some in parts.items():
+        own_parts = [norm2 for _, norms2 in some for norm2 in norms2]
+        together = torch.tensor(own_parts, dtype=torch.float64, device="cpu")
+        found = total(together, sums).tolist()  # by one collective for all that are spread alike
+        for item, norms2 in some:
+            own, found = found[: len(norms2)], found[len(norms2) :]
+            _ops.apply(rule, item.plan.handle, item.options, factor, item.use, own)
 
 
 def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
