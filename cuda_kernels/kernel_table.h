@@ -116,13 +116,16 @@ struct TwoPhaseLaunch {
   int slots;  // chunks whose updates a block of threads can hold; the launch finds out
 };
 
-// The trust ratios of tensors from what their chunks have added up.
+// The trust ratios of tensors from what their chunks have added up. With `asked` these sums, [tensors][2],
+// are written there, and no ratios; with `given` the ratios follow from sums that lie there.
 struct RatioLaunch {
   const TensorTask* tensors;
   int64_t tensor_count;
   Hyper hyper;
   const double* partials;
   double* ratios;
+  double* asked;
+  const double* given;
   Stream stream;
 };
 

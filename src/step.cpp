@@ -182,17 +182,15 @@ class NormedPhases {
     plan_.memory().partial_norms[2 * chunk + 1] = sum_lanes(lanes[1]);
   }
 
-  Norms2 norms2_of(uint32_t tensor) const {
-    const auto norm2 = [&](int which) {
-      return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
-                        [&](int64_t c) { return plan_.memory().partial_norms[2 * c + which]; });
-    };
-    return {norm2(0), norm2(1)};
+  // The sum of squares of a tensor's weight, or of its update.
+  double norm2_of(uint32_t tensor, int which) const {
+    return sum_chunks(plan_.first_chunk(tensor), plan_.first_chunk(tensor + 1),
+                      [&](int64_t c) { return plan_.memory().partial_norms[2 * c + which]; });
   }
-  double ratio_of(uint32_t tensor) const {
-    const Norms2 norms2 = norms2_of(tensor);
-    return rule_.trust_ratio(rule_, norms2.weight, norms2.update);
+  double ratio_of(double weight_norm2, double update_norm2) const {
+    return rule_.trust_ratio(rule_, weight_norm2, update_norm2);
   }
+  double ratio_of(uint32_t tensor) const { return ratio_of(norm2_of(tensor, 0), norm2_of(tensor, 1)); }
 
   // Chunks of one tensor.
   void apply(int64_t begin, int64_t end, double ratio) {
@@ -242,6 +240,26 @@ class TwoPhaseStep final : public PreparedStep {
 
   void run(const Aside& aside) noexcept override {
     run_stages(threads_, stages_, *this, aside, &plan_.memory().step_balance);
+  }
+
+  void run_direction(double* norms2) override {
+    auto work = [&](int64_t begin, int64_t end) {
+      for (int64_t c = begin; c < end; ++c) phases_.accumulate(c);
+    };
+    run_session(threads_, plan_.cost(), work);
+    for (uint32_t i = 0; i < plan_.tensors(); ++i) {
+      for (const int which : {0, 1}) norms2[2 * i + which] = phases_.norm2_of(i, which);
+    }
+  }
+
+  void run_apply(const double* norms2) override {
+    auto work = [&](int64_t first, int64_t last) {
+      for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
+        const uint32_t tensor = plan_.chunks()[begin].tensor;
+        phases_.apply(begin, end, phases_.ratio_of(norms2[2 * tensor], norms2[2 * tensor + 1]));
+      });
+    };
+    run_session(threads_, plan_.cost(), work);
   }
 
   void operator()(size_t stage, Pieces& pieces) {
@@ -310,17 +328,6 @@ void refresh(Plan& plan, const BoundRule& rule, const StepOptions& options) {
   }
 }
 
-// The phases of a step that are taken apart.
-NormedPhases phases_apart(Plan& plan, const BoundRule& rule, std::span<const double> steps,
-                          const StepOptions& options) {
-  if (rule.trust_ratio == nullptr) throw std::invalid_argument("the phases of a rule without norms are one");
-  if (!rule.numbers.empty())
-    throw std::invalid_argument("the phases would each take the rule's numbers forward");
-  refresh(plan, rule, options);
-  std::vector<double> counts(steps.begin(), steps.end());
-  return NormedPhases(plan, rule, prepare_scalars(plan, rule, counts), options);
-}
-
 }  // namespace
 
 Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers) {
@@ -378,30 +385,6 @@ std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, st
     return std::make_unique<TwoPhaseStep>(plan, rule, std::move(scalars), options);
   }
   return std::make_unique<ElementwiseStep>(plan, rule, std::move(scalars), options);
-}
-
-std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
-                                  const StepOptions& options) {
-  NormedPhases phases = phases_apart(plan, rule, steps, options);
-  std::vector<Norms2> norms2;
-  norms2.reserve(plan.tensors());
-  auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) phases.accumulate(c);
-  };
-  run_session(options.threads, plan.cost(), work);
-  for (uint32_t i = 0; i < plan.tensors(); ++i) norms2.push_back(phases.norms2_of(i));
-  return norms2;
-}
-
-void run_apply(Plan& plan, const BoundRule& rule, std::span<const double> steps,
-               std::span<const double> ratios, const StepOptions& options) {
-  NormedPhases phases = phases_apart(plan, rule, steps, options);
-  auto work = [&](int64_t first, int64_t last) {
-    for_neighbours(plan, first, last, [&](int64_t begin, int64_t end) {
-      phases.apply(begin, end, ratios[plan.chunks()[begin].tensor]);
-    });
-  };
-  run_session(options.threads, plan.cost(), work);
 }
 
 void sum_entries(Plan& plan, int threads) {

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -129,6 +130,19 @@ class PreparedStep {
   // Updates weights and states of the plan, which is as it was when the step was prepared. On the CPU this
   // allocates nothing and cannot fail; on a device a launch may.
   virtual void run(const Aside& aside) = 0;
+
+  // The phases of a rule with norms apart, for what comes in between: norms over shards, say. The first
+  // leaves new states, and updates in those gradients that may hold them, and writes the sums of squares of
+  // each tensor's weight and update to norms2[tensors][2], which is where the plan is. The second moves the
+  // weights along the updates by the ratios that follow from such sums; where no gradient holds an update it
+  // computes that again, and the new states. Other rules throw std::runtime_error, with nothing changed.
+  virtual void run_direction(double* /*norms2*/) { refuse_phases(); }
+  virtual void run_apply(const double* /*norms2*/) { refuse_phases(); }
+
+ private:
+  [[noreturn]] static void refuse_phases() {
+    throw std::runtime_error("the phases of a rule without norms are one");
+  }
 };
 
 // Does what may fail in a step, and changes no operand. `numbers` as for prepare_scalars(). The plan is
@@ -149,21 +163,6 @@ inline void run_step(Plan& plan, const BoundRule& rule, std::span<const double> 
   std::vector<double> numbers = with_first_numbers(rule, steps);
   prepare_step(plan, rule, numbers, options)->run({});
 }
-
-// The squares of a tensor's norms.
-struct Norms2 {
-  double weight, update;
-};
-
-// The phases of a rule with norms apart, on the CPU, for what comes in between: norms over shards, say. The
-// first leaves new states, and updates in those gradients that may hold them. The second moves the weights
-// along the updates, each tensor by its ratio; where no gradient holds an update it computes that again, and
-// the new states. Both take the same arguments, and throw std::invalid_argument, with nothing changed, for a
-// rule without norms.
-std::vector<Norms2> run_direction(Plan& plan, const BoundRule& rule, std::span<const double> steps,
-                                  const StepOptions& options);
-void run_apply(Plan& plan, const BoundRule& rule, std::span<const double> steps,
-               std::span<const double> ratios, const StepOptions& options);
 
 // Adds up the entries that sparse gradients have for the same row: to be called when these are bound, before
 // they are read.

@@ -45,10 +45,6 @@ class Process(NamedTuple):
         self.set_gradients(params, spread, placement, step=1)
         return params, spread
 
-    def steps_natively(self, case, placement):
-        """On the CPU all; elsewhere what takes norms needs whole weights."""
-        return case.elementwise or placement.is_replicate() or self.device.type == "cpu"
-
     def set_gradients(self, params, spread, placement, step):
         gradients = make_gradients(SHAPES, torch.float32, step)
         for param, shards, gradient in zip(params, spread, gradients, strict=True):
@@ -64,28 +60,25 @@ def shards_are_stepped_as_the_whole(here):
 
     for case in KINDS:
         for placement in (Shard(0), Replicate()):
-            native = here.steps_natively(case, placement)
             params, spread = here.subjects(placement)
             ours = case.build(params)
-            theirs = case.build(spread, fused=True if native else None)
+            theirs = case.build(spread)
             for step in (1, 2):
                 here.set_gradients(params, spread, placement, step)
                 ours.step()
                 theirs.step()
-            assert bool(theirs._plans) == native
+            assert theirs._plans
             what = f"{case}, {placement}"
             for param, shards in zip(params, spread, strict=True):
                 whole = shards.detach().full_tensor()
                 state = {name: theirs.state[shards][name] for name in case.states}
                 assert all(isinstance(value, DTensor) for value in state.values())
-                for name, value in state.items() if native else ():
+                for name, value in state.items():
                     assert_same_bits(value.full_tensor(), ours.state[param][name], what)
                 if case.elementwise or placement == Replicate():
                     assert_same_bits(whole, param.detach(), what)
-                elif native:  # but for the last bit of a sum in double
+                else:  # but for the last bit of a sum in double
                     torch.testing.assert_close(whole, param.detach(), rtol=2e-7, atol=2e-7)
-                else:
-                    torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
 
 
 def a_compiled_step_leaves_shards_to_the_step(here):
@@ -224,10 +217,6 @@ def what_cannot_be_right_is_refused_by_name(here):
 
     for case in KINDS:
         params, spread = here.subjects(Shard(0))
-        if not here.steps_natively(case, Shard(0)):
-            with pytest.raises(RuntimeError, match="norm of whole params"):
-                case.build(spread, fused=True)
-            continue
         optimizer = case.build(spread)
         others = [here.spread(param.grad, Replicate()) for param in params]
         before = [weight.to_local().detach().clone() for weight in spread]
@@ -328,19 +317,6 @@ def warnings_of(act, text):
     return [str(each.message) for each in caught if text in str(each.message)]
 
 
-def steps_that_shards_slow_down_are_warned_of_once(here):
-    from torch.distributed.tensor import Shard
-
-    lamb._warn.cache_clear()  # earlier works have stepped shards
-    _, spread = here.subjects(Shard(0))
-    text = "Lamb steps sharded DTensor weights in torch operations"
-    assert not warnings_of(optim.Lamb(spread, fused=False).step, text)
-    assert not warnings_of(optim.Adam(spread).step, text)
-    is_slow = here.device.type != "cpu"
-    assert len(warnings_of(optim.Lamb(spread).step, text)) == is_slow
-    assert not warnings_of(optim.Lamb(spread).step, text)
-
-
 def flat_parameters_are_warned_of(here):
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -372,7 +348,6 @@ WORKS = (
     gradients_in_the_buckets_of_ddp,
     offloaded_shards_are_stepped_where_they_are,
     a_state_is_the_memory_of_its_shard,
-    steps_that_shards_slow_down_are_warned_of_once,
     flat_parameters_are_warned_of,
 )
 

@@ -124,30 +124,6 @@ def prepare_step(
         torch.ops.fusedstep.plan_prepare.default(plan, rule, numbers, grad_factor, grads)
 
 
-def direction(
-    rule: str, plan: int, options: tuple[Any, ...], grad_factor: float, grads: int
-) -> list[float]:
-    """Takes the first phase of a step of a rule with norms, on the CPU.
-
-    Returns the squared norms of each weight and its update, one behind the other.
-    """
-    numbers = list(map(float, options))
-    return torch.ops.fusedstep.plan_direction.default(plan, rule, numbers, grad_factor, grads)
-
-
-def apply(
-    rule: str,
-    plan: int,
-    options: tuple[Any, ...],
-    grad_factor: float,
-    grads: int,
-    norms2: list[float],
-) -> None:
-    """Takes the second phase, with such norms over all parts of the weights."""
-    numbers = list(map(float, options))
-    torch.ops.fusedstep.plan_apply.default(plan, rule, numbers, grad_factor, grads, norms2)
-
-
 def raise_memory_error(error: RuntimeError) -> None:
     """Raises a MemoryError if an operator had no memory. torch 2.15 has a RuntimeError for that."""
     if str(error).startswith(("std::bad_alloc", "there is no memory")):

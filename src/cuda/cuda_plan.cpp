@@ -257,6 +257,20 @@ class CudaPlan final : public DevicePlan {
       on_device_.run(plan_, rule_, launch_);
     }
 
+    void run_direction(double* norms2) override {
+      if (table(rule_.id).ratio == nullptr) return PreparedStep::run_direction(norms2);
+      const DeviceGuard guard(on_device_.device_);
+      if (count_) table(rule_.id).prepare(*count_);
+      launch_.queue.early = false;
+      on_device_.run_direction(plan_, rule_, launch_, norms2);
+    }
+
+    void run_apply(const double* norms2) override {
+      if (table(rule_.id).ratio == nullptr) return PreparedStep::run_apply(norms2);
+      const DeviceGuard guard(on_device_.device_);
+      on_device_.run_apply(plan_, rule_, launch_, norms2);
+    }
+
    private:
     CudaPlan& on_device_;
     Plan& plan_;
@@ -588,6 +602,35 @@ class CudaPlan final : public DevicePlan {
     }
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
     plan.memory().ran_on = "cuda";
+  }
+
+  // The phases apart, in passes that go over all tensors element by element.
+  void run_direction(const Plan& plan, const BoundRule& rule, Launch launch, double* norms2) {
+    for (const LaunchGroup& group : grads_->groups) {
+      select(launch, group);
+      by_element(rule, group).accumulate(launch);
+    }
+    RatioLaunch sums = ratio_launch(plan, rule, launch.queue.stream);
+    sums.asked = norms2;
+    table(rule.id).ratio(sums);
+    check(cudaGetLastError(), "launching the first phase of a step, or in a kernel before it");
+  }
+
+  void run_apply(Plan& plan, const BoundRule& rule, Launch launch, const double* norms2) {
+    RatioLaunch ratios = ratio_launch(plan, rule, launch.queue.stream);
+    ratios.given = norms2;
+    table(rule.id).ratio(ratios);
+    for (const LaunchGroup& group : grads_->groups) {
+      select(launch, group);
+      const PassKernels& kernels = by_element(rule, group);
+      (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
+    }
+    check(cudaGetLastError(), "launching the second phase of a step, or in a kernel before it");
+    plan.memory().ran_on = "cuda";
+  }
+
+  static const PassKernels& by_element(const BoundRule& rule, const LaunchGroup& group) {
+    return table(rule.id).of_flags[rule.flags].of[static_cast<int>(group.of.format)][kByElement];
   }
 
   RatioLaunch ratio_launch(const Plan& plan, const BoundRule& rule, Stream stream) const {

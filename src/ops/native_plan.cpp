@@ -465,25 +465,30 @@ void take_step(NativePlan& native, const Aside& aside) {
   forget_step(native);
 }
 
-std::vector<Norms2> take_direction(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
-  const Stepping stepping(native);
-  check(native.device == nullptr, "the phases of a step on a device cannot be taken apart");
-  const StepOptions options = checked_options(native, rule, grads);
-  forget_step(native);
-  return run_direction(native.plan, rule, native.counts, options);
+namespace {
+
+double* checked_norms2(const NativePlan& native, const Tensor& norms2) {
+  const TensorView found = view(norms2, "norms2");
+  check(found.dtype == DType::kDouble && norms2.is_contiguous() && found.device == native.plan.device() &&
+            norms2.numel() == 2 * static_cast<int64_t>(native.plan.tensors()),
+        "norms2 must be two float64 numbers for each tensor, on the plan's device");
+  check(native.prepared != nullptr, "no step over the plan is prepared");
+  return static_cast<double*>(found.data);
 }
 
-void take_application(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
-                      std::span<const Norms2> norms2) {
+}  // namespace
+
+void take_direction(NativePlan& native, const Tensor& norms2) {
   const Stepping stepping(native);
-  check(native.device == nullptr, "the phases of a step on a device cannot be taken apart");
-  check(rule.trust_ratio != nullptr, "the phases of a rule without norms are one");
-  check(norms2.size() == native.plan.tensors(), "there must be two norms for each tensor");
-  const StepOptions options = checked_options(native, rule, grads);
-  std::vector<double> ratios;
-  for (const auto& [weight, update] : norms2) ratios.push_back(rule.trust_ratio(rule, weight, update));
-  run_apply(native.plan, rule, native.counts, ratios, options);
+  native.prepared->run_direction(checked_norms2(native, norms2));
+}
+
+void take_application(NativePlan& native, const Tensor& norms2) {
+  const Stepping stepping(native);
+  native.prepared->run_apply(checked_norms2(native, norms2));
   raise_counts(native);
+  native.parts.clear();
+  forget_step(native);
 }
 
 void take_steps(std::span<const int64_t> handles, const Aside& aside) {

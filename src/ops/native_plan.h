@@ -124,11 +124,10 @@ void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments
 // the CPU this cannot fail.
 void take_step(NativePlan& native, const Aside& aside = {});
 
-// The phases of a step of a rule with norms apart, on the CPU (run_direction(), run_apply()). The first
-// returns the norms of each tensor, the second takes those of which these are a part, and raises the counts.
-std::vector<Norms2> take_direction(NativePlan& native, const BoundRule& rule, const GradArguments& grads);
-void take_application(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
-                      std::span<const Norms2> norms2);
+// Takes the phases of the step that has been prepared apart (PreparedStep::run_direction()). `norms2` is a
+// float64 tensor of two numbers for each tensor, on the plan's device. The second raises the counts.
+void take_direction(NativePlan& native, const Tensor& norms2);
+void take_application(NativePlan& native, const Tensor& norms2);
 
 // The `count` numbers in `options`, a float64 tensor on the CPU. Throws std::runtime_error if it is another.
 std::span<const double> numbers(const Tensor& options, size_t count);

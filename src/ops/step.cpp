@@ -15,30 +15,9 @@ void plan_prepare(int64_t plan, std::string_view rule, const std::vector<double>
   prepare_step(plan, rule_named(rule), options, grad_factor, grads, {});
 }
 
-BoundRule bound_rule(std::string_view rule_name, const std::vector<double>& options) {
-  const Rule& rule = rule_named(rule_name);
-  check(options.size() == rule.options.size() + 1, "an option is missing, or there is one too many");
-  return rule.bind(options);
-}
-
-// The first phase of a step. Returns the sums of squares of each tensor's weight and update, a row each.
-std::vector<double> plan_direction(int64_t plan, std::string_view rule, const std::vector<double>& options,
-                                   double grad_factor, int64_t grads) {
-  const std::vector<Norms2> found = take_direction(*find_plan(plan), bound_rule(rule, options),
-                                                   {options.back() != 0, grad_factor, grads});
-  std::vector<double> norms2;
-  for (const auto& [weight, update] : found) norms2.insert(norms2.end(), {weight, update});
-  return norms2;
-}
-
-// The second phase, with such sums over all parts of the tensors. The other arguments are those of the first.
-void plan_apply(int64_t plan, std::string_view rule, const std::vector<double>& options, double grad_factor,
-                int64_t grads, const std::vector<double>& norms2) {
-  std::vector<Norms2> found;
-  for (size_t i = 0; i + 1 < norms2.size(); i += 2) found.push_back({norms2[i], norms2[i + 1]});
-  take_application(*find_plan(plan), bound_rule(rule, options), {options.back() != 0, grad_factor, grads},
-                   found);
-}
+// The phases of the step over a plan that has been prepared, of a rule with norms.
+void plan_direction(int64_t plan, const Tensor& norms2) { take_direction(*find_plan(plan), norms2); }
+void plan_apply(int64_t plan, const Tensor& norms2) { take_application(*find_plan(plan), norms2); }
 
 // Takes the steps over these plans that have been prepared.
 void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
@@ -64,10 +43,8 @@ void step_shapes(const Tensors& /*weights*/, const Tensors& /*grads*/, const Ten
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("plan_prepare(int plan, str rule, float[] options, float grad_factor, int grads) -> ()");
-  m.def(
-      "plan_direction(int plan, str rule, float[] options, float grad_factor, int grads) -> float[]");
-  m.def(
-      "plan_apply(int plan, str rule, float[] options, float grad_factor, int grads, float[] norms2) -> ()");
+  m.def("plan_apply(int plan, Tensor norms2) -> ()");
+  m.def("plan_direction(int plan, Tensor(a!) norms2) -> ()");
   m.def("plans_step(int[] plans) -> ()");
   m.def(
       "step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor options, "

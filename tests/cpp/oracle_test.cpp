@@ -172,8 +172,6 @@ class PhasesTest : public testing::TestWithParam<Case> {
   void expect_step(const StepOptions& options) const;
 };
 
-class RatioTest : public PhasesTest {};
-
 // The trust ratio in between, as a step has it: the same bits.
 TEST_P(PhasesTest, ApartTheyAreAStep) {
   for (const StepOptions& options : {kOptions, kLeaves}) expect_step(options);
@@ -182,16 +180,17 @@ TEST_P(PhasesTest, ApartTheyAreAStep) {
 void PhasesTest::expect_step(const StepOptions& options) const {
   const BoundRule& rule = GetParam().rule.bound;
   Model whole = model(), apart = model();
-  const std::vector<double> counts(whole.tensors().size(), 3);
+  const size_t count = whole.tensors().size();
+  const std::vector<double> counts(count, 3);
   run_step(whole.plan(), rule, counts, options);
-  const std::vector<Norms2> norms2 = run_direction(apart.plan(), rule, counts, options);
-  std::vector<double> ratios;
-  for (const auto& [weight, update] : norms2) ratios.push_back(rule.trust_ratio(rule, weight, update));
-  for (size_t t = 0; t < counts.size(); ++t) {  // weights have not moved
+  std::vector<double> numbers = counts, norms2(2 * count);
+  const auto step = prepare_step(apart.plan(), rule, numbers, options);
+  step->run_direction(norms2.data());
+  for (size_t t = 0; t < count; ++t) {  // weights have not moved
     EXPECT_EQ(apart.tensors()[t].weight.values(), model().tensors()[t].weight.values());
   }
-  run_apply(apart.plan(), rule, counts, ratios, options);
-  for (size_t t = 0; t < counts.size(); ++t) {
+  step->run_apply(norms2.data());
+  for (size_t t = 0; t < count; ++t) {
     EXPECT_EQ(apart.tensors()[t].weight.values(), whole.tensors()[t].weight.values());
     EXPECT_EQ(apart.tensors()[t].grad.values(), whole.tensors()[t].grad.values());
     for (size_t k = 0; k < whole.tensors()[t].states.size(); ++k) {
@@ -203,34 +202,33 @@ void PhasesTest::expect_step(const StepOptions& options) const {
   }
 }
 
-// The weights move by what their ratios say.
-TEST_P(RatioTest, AnotherRatioIsTaken) {
+// The ratios follow from the norms that are given, not from those that were found.
+TEST_P(PhasesTest, OtherNormsAreTaken) {
   const BoundRule& rule = GetParam().rule.bound;
-  const auto weights_with = [&](double ratio) {
-    Model model = this->model();
-    const std::vector<double> counts(model.tensors().size(), 3), ratios(model.tensors().size(), ratio);
-    run_direction(model.plan(), rule, counts, kOptions);
-    run_apply(model.plan(), rule, counts, ratios, kOptions);
-    return model.tensors()[3].weight.values();
-  };
-  const std::vector<double> unmoved = weights_with(0), once = weights_with(1), thrice = weights_with(3);
-  for (size_t i = 0; i < unmoved.size(); ++i) {
-    ASSERT_NE(once[i], unmoved[i]);
-    ASSERT_NEAR(thrice[i] - unmoved[i], 3 * (once[i] - unmoved[i]), 1e-5);
+  Model model = this->model();
+  const size_t count = model.tensors().size();
+  std::vector<double> numbers(count, 3), norms2(2 * count);
+  const auto step = prepare_step(model.plan(), rule, numbers, kOptions);
+  step->run_direction(norms2.data());
+  for (size_t i = 0; i < norms2.size(); ++i) norms2[i] = i % 2 == 0 ? 4.0 : 9.0;
+  step->run_apply(norms2.data());
+  for (size_t t = 1; t < count; ++t) EXPECT_EQ(model.ratio(t), rule.trust_ratio(rule, 4.0, 9.0));
+}
+
+TEST(Phases, OfRulesWithoutNormsAreOne) {
+  for (const Case& each : all_cases()) {
+    if (each.rule.two_phase) continue;
+    Model model(each, dense_tensors(each, {5}));
+    model.fill_grads(1);
+    model.plan().bind(0, model.tensors()[0].operands());
+    std::vector<double> numbers = with_first_numbers(each.rule.bound, std::vector<double>{1}), norms2(2);
+    const auto step = prepare_step(model.plan(), each.rule.bound, numbers, {});
+    EXPECT_THROW(step->run_direction(norms2.data()), std::runtime_error);
+    EXPECT_THROW(step->run_apply(norms2.data()), std::runtime_error);
   }
 }
 
-// The cases without roundings of weights to 16 bits.
-std::vector<Case> precise_cases() {
-  std::vector<Case> cases = two_phase_cases();
-  std::erase_if(cases, [](const Case& c) { return c.dtype != DType::kFloat && c.dtype != DType::kDouble; });
-  return cases;
-}
-
 INSTANTIATE_TEST_SUITE_P(Rules, PhasesTest, testing::ValuesIn(two_phase_cases()),
-                         [](const auto& info) { return name(info.param); });
-
-INSTANTIATE_TEST_SUITE_P(Rules, RatioTest, testing::ValuesIn(precise_cases()),
                          [](const auto& info) { return name(info.param); });
 
 INSTANTIATE_TEST_SUITE_P(Rules, OracleTest, testing::ValuesIn(all_cases()),

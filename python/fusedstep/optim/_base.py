@@ -271,8 +271,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
         states = self._accessed_states(weights)
-        whole_on = () if self._elementwise else ("cuda",)
-        return why_not_native(weights, grads, states, whole_on=whole_on)
+        return why_not_native(weights, grads, states)
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}

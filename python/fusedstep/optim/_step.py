@@ -13,7 +13,7 @@ from fusedstep import _ops
 from fusedstep.optim._checks import with_name
 from fusedstep.optim._dtensor import total
 from fusedstep.optim._factors import PLAIN, Factors, is_one
-from fusedstep.optim._plan import Work
+from fusedstep.optim._plan import Plan, Work
 
 
 def take(
@@ -52,11 +52,11 @@ def take(
     native = [item for item in work if item.plan]
     in_order = others and not at_once
     if native and not in_order:
-        _take_native(rule, native, factor, has_norms)
+        _take_native(native, has_norms)
     for item in work:
         if item.plan:
             if in_order:
-                _take_native(rule, [item], factor, has_norms)
+                _take_native([item], has_norms)
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
             if item.use:
@@ -70,23 +70,22 @@ def take(
     return untreated
 
 
-def _take_native(rule: str, work: list[Work], factor: float, has_norms: bool) -> None:
+def _take_native(work: list[Work], has_norms: bool) -> None:
     """Takes steps that have been prepared."""
     spread = [item for item in work if has_norms and item.plan.is_spread]
     # In one call: nothing can fail between two groups.
     if alone := [item.plan.handle for item in work if not (has_norms and item.plan.is_spread)]:
         _ops.take_steps(alone)
-    parts: dict[Any, list[tuple[Work, list[float]]]] = {}
-    for item in spread:
-        norms2 = _ops.direction(rule, item.plan.handle, item.options, factor, item.use)
-        parts.setdefault(item.plan.spread_of_sums, []).append((item, norms2))
-    for sums, some in parts.items():
-        own_parts = [norm2 for _, norms2 in some for norm2 in norms2]
-        together = torch.tensor(own_parts, dtype=torch.float64, device="cpu")
-        found = total(together, sums).tolist()  # by one collective for all that are spread alike
-        for item, norms2 in some:
-            own, found = found[: len(norms2)], found[len(norms2) :]
-            _ops.apply(rule, item.plan.handle, item.options, factor, item.use, own)
+    alike: dict[Any, list[tuple[Plan, Tensor]]] = {}
+    for plan in (item.plan for item in spread):
+        norms2 = torch.empty(len(plan.weights), 2, dtype=torch.float64, device=plan.device)
+        torch.ops.fusedstep.plan_direction(plan.handle, norms2)
+        alike.setdefault((plan.device, plan.spread_of_sums), []).append((plan, norms2))
+    for (device, sums), parts in alike.items():
+        own = torch.cat([norms2 for _, norms2 in parts])
+        found = total(own, sums).to(device)  # by one collective for all that are spread alike
+        for (plan, _), norms2 in zip(parts, found.split([len(n) for _, n in parts]), strict=True):
+            torch.ops.fusedstep.plan_apply(plan.handle, norms2)
 
 
 def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:

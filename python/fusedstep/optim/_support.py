@@ -18,14 +18,14 @@ def why_not_native(
     grads: Iterable[Tensor] = (),
     states: Iterable[Tensor] = (),
     *,
-    whole_on: tuple[str, ...] = (),
+    needs_whole: bool = False,
 ) -> str | None:
     """Returns the reason in the words of an error, or None if the kernels can.
 
-    ``whole_on``: kinds of devices where the kernels need whole weights, not shards of a DTensor.
+    ``needs_whole``: whether the step cannot take shards of a DTensor.
     """
     for p in weights:
-        if reason := _of_weight(p) or _of_shards(p, whole_on):
+        if reason := _of_weight(p) or _of_shards(p, needs_whole):
             return reason
     if len(set(map(id, weights))) != len(weights):
         return "`fused=True` requires all the params of a group to be different Tensors"
@@ -61,15 +61,11 @@ def _of_weight(p: Tensor) -> str | None:
     return why_not_readable([p], "params")
 
 
-def _of_shards(p: Tensor, whole_on: tuple[str, ...]) -> str | None:
+def _of_shards(p: Tensor, needs_whole: bool) -> str | None:
     if not is_dtensor(p):
         return None
     if any(placement.is_partial() for placement in p.placements):
         return "`fused=True` does not support DTensor params with Partial placements"
-    kind = p.device.type
-    if kind in whole_on and not all(placement.is_replicate() for placement in p.placements):
-        return (
-            "`fused=True` needs the norm of whole params: sharded DTensor params are not "
-            f"supported on {kind}; fused=None or False steps them in plain torch operations"
-        )
+    if needs_whole and not all(placement.is_replicate() for placement in p.placements):
+        return "`fused=True` does not support sharded DTensor params of this optimizer"
     return None

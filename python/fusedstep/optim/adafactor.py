@@ -331,7 +331,7 @@ def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> s
                 f"Adafactor has no native kernels on {weight.device.type} yet; fused=None or False "
                 "steps it in torch operations"
             )
-    return why_not_native(weights, grads, whole_on=("cpu",))
+    return why_not_native(weights, grads, needs_whole=True)
 
 
 def _check_weight(weight: Tensor, name: str) -> None:

@@ -233,15 +233,6 @@ class Lamb(FusedOptimizer):
             and not any(weight.is_complex() for weight in weights)
             for group, weights, _ in groups
         ]
-        if any(
-            is_apart and self._wants_native(group)
-            for (group, *_), is_apart in zip(groups, apart, strict=True)
-        ):
-            _warn(
-                "Lamb steps sharded DTensor weights in torch operations, which takes many times as "
-                "long as native kernels: its norms need the other processes. fused=False asks for "
-                "that without this warning."
-            )
         begun = []
         for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
             for weight, grad in zip(weights, grads, strict=True) if is_apart else ():

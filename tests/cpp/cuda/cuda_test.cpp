@@ -225,6 +225,33 @@ TEST_P(CudaTest, FollowsWhatMoves) {
 class CudaTwoPhaseTest : public CudaTest {};
 
 // They go through both phases by themselves; with a larger one among them all go as that does.
+// Where a norm is that of shards, sums of other processes are added in between.
+TEST_P(CudaTwoPhaseTest, PhasesApartAreThoseOfTheCpu) {
+  for (const GradUse grads : grad_uses(GetParam())) {
+    SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
+    forget_device();
+    Model actual(GetParam(), few_tensors()), expected(GetParam(), few_tensors());
+    for (Model* model : {&actual, &expected}) {
+      model->fill_grads(1);
+      bind(*model);
+    }
+    const BoundRule& rule = actual.rule().bound;
+    const StepOptions options{.threads = 2, .grad_factor = 0.75, .grads = grads};
+    std::vector<double> numbers(actual.tensors().size(), 2), norms2(2 * numbers.size()),
+        on_cpu(norms2.size());
+    const auto there = device().prepare(actual.plan(), rule, numbers, options, {});
+    const auto here = prepare_step(expected.plan(), rule, numbers, options);
+    there->run_direction(norms2.data());
+    here->run_direction(on_cpu.data());
+    EXPECT_EQ(norms2, on_cpu);
+    for (double& norm2 : norms2) norm2 *= 1.5;
+    there->run_apply(norms2.data());
+    here->run_apply(norms2.data());
+    expect_same(actual, expected, grads);
+    if (HasFatalFailure()) return;
+  }
+}
+
 TEST_P(CudaTwoPhaseTest, TensorsOfOneChunk) {
   for (const GradUse grads : {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear}) {
     SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
