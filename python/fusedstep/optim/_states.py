@@ -62,7 +62,7 @@ class StateStore:
         present = [state[name] for name in self._names(group) if name in state]
         if present:
             return _codes.kind_of(present[0], weight) if is_codes(present[0]) else None
-        return _asked_kind(group, weight)
+        return _codes.asked_kind(group, weight)
 
     def slots(self, names: tuple[str, ...], states: list[dict[str, Tensor]]) -> list[Tensor]:
         """States as a plan takes them: slot by slot, and then the absmax of those in codes."""
@@ -242,7 +242,7 @@ class StateStore:
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        state, kind = self.by_weight.get(weight, {}), _asked_kind(group, weight)
+        state, kind = self.by_weight.get(weight, {}), _codes.asked_kind(group, weight)
         new: dict[str, Tensor] = {}
         gone = []
         for name in self._names(group):
@@ -320,12 +320,6 @@ class StateStore:
         names = (*names, *map(absmax_of, names))
         for (name, p), tensor in zip(product(names, weights), made, strict=True):
             yield p, name, _codes.spread_codes(p, tensor)
-
-
-def _asked_kind(group: dict[str, Any], weight: Tensor) -> str | None:
-    """The kind of codes that the options of a group ask for."""
-    kind = own_option(group, "state_dtype")
-    return kind if isinstance(kind, str) and _codes.can_be_coded(weight) else None
 
 
 def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
