@@ -300,7 +300,7 @@ def not_contiguous(dictionary):
     state["state1"] = state["state1"].t().contiguous().t()
 
 
-OF_1 = "of parameter 1 of group 0"
+OF_0, OF_1 = (f"of parameter {place} of group 0" for place in (0, 1))
 REFUSALS = {
     "cut codes": (cut("state1"), rf"state1 {OF_1} has the shape \[5002\].*weight has \[5003\]"),
     "cut codes of the second": (cut("state2"), rf"state2 {OF_1} has the shape \[5002\]"),
@@ -356,6 +356,23 @@ def test_what_does_not_fit_is_refused(what, state_dtype):
 def test_states_of_another_optimizer_are_refused(theirs, cls, text):
     dictionary = bitsandbytes_dictionary(theirs, numbers_of(CLASSES[theirs][1]))
     assert_is_refused(cls, dictionary, text)
+
+
+def test_states_of_lars_are_refused():
+    dictionary = bitsandbytes_dictionary("SGD", numbers_of(CLASSES["SGD"][1]))
+    dictionary["state"][0]["__bnb_optimizer_quant_state__"]["unorm_vec"] = torch.zeros(1)
+    assert_is_refused(optim.SGD, dictionary, f"{OF_0} has unorm_vec: it is one of LARS, not of SGD")
+
+
+def test_states_of_ademamix_are_refused():
+    """It has two first moments in one tensor."""
+    states = [{"state1": torch.ones(2, *shape), "state2": torch.ones(shape)} for shape in SHAPES]
+    dictionary = {
+        "state": {index: {"step": 3} | state for index, state in enumerate(states)},
+        "param_groups": [CLASSES["AdamW"][2] | {"lr": 0.1, "alpha": 5.0, "params": [0, 1, 2]}],
+    }
+    text = rf"state1 {OF_0} has the shape \[2, 64, 80\], but the weight has \[64, 80\]"
+    assert_is_refused(optim.AdamW, dictionary, text)
 
 
 def test_load_state_dict_says_who_reads_them():
@@ -518,9 +535,6 @@ def of_another_shape(dictionary):
     value = dictionary["state"][0]["exp_avg"]
     parts = {name: vars(value)[name] for name in ("codes", "scale", "qmap") if name in vars(value)}
     dictionary["state"][0]["exp_avg"] = InCodes((80, 64), **parts)
-
-
-OF_0 = "of parameter 0 of group 0"
 
 
 @pytest.mark.parametrize("kind", KINDS)

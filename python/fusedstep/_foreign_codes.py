@@ -144,6 +144,10 @@ def _of_bitsandbytes(
             f"the state of {what} has state2: it is one of Adam, AdamW or LAMB, "
             f"not of {cls.__name__}"
         )
+    if "unorm_vec" in state and len(names) == 1:
+        raise ValueError(
+            f"the state of {what} has unorm_vec: it is one of LARS, not of {cls.__name__}"
+        )
     found = {"step": state["step"]} if "step" in state else {}
     for number, name in enumerate(names, 1):
         theirs = f"state{number}"

@@ -35,7 +35,9 @@ def successor(optimizer: Optimizer) -> _Successor:
         return relative(optimizer)
 
     known = sorted(f"torch.optim.{namesake.__name__}" for namesake in namesakes)
-    known += sorted(f"{package}'s {name}" for package, name in _RELATIVES)
+    known += sorted(
+        f"{package}'{'s' * (package[-1] != 's')} {name}" for package, name in _RELATIVES
+    )
     parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
     why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
     raise TypeError(
