@@ -63,7 +63,11 @@ def kind_of(codes: Tensor, weight: Tensor) -> str:
 
 
 def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
-    """Raises ValueError unless these are the codes of a state of the weight, and their absmax."""
+    """Raises ValueError unless these are the codes of a state of the weight, and their absmax.
+
+    Of a weight that is spread over processes the codes are those of this process's part.
+    """
+    codes, weight = local(codes), local(weight)
     kind, elements = kind_of(codes, weight), weight.numel()
     shape = [-(-elements // 2)] if kind == "int4" else list(weight.shape)
     if list(codes.shape) != shape:
