@@ -81,6 +81,34 @@ ONCE_REFUSED = {
 }
 
 
+def _first_steps_of_sgd(changes):
+    """A step that found_inf skips, another, and after some changes a step that is taken."""
+    skipped = {"scale": 2.0, "found_inf": True}
+    momentum = {"momentum": 0.9, "dampening": 0.5}
+    return {
+        "seed": 3,
+        "row": "sgd",
+        "options": momentum,
+        "groups": [{"options": {}, "weights": [{"id": 1, "dtype": "float32", "shape": [6]}]}],
+        "steps": [
+            {"n": 1, "changes": [], "grads": {}, "call": skipped},
+            {"n": 2, "changes": [], "grads": {}, "call": skipped},
+            {"n": 3, "changes": changes, "grads": {}, "call": {}},
+            {"n": 4, "changes": [], "grads": {}, "call": {}},
+        ],
+    }
+
+
+ONCE_REFUSED |= {
+    "a first step after a skipped one": _first_steps_of_sgd([]),
+    "a first step after a skipped one and a larger buffer": _first_steps_of_sgd(
+        [{"do": "scale_state", "weight": 1, "factor": 2.0}]
+    ),
+    "a step after a skipped one that was loaded": _first_steps_of_sgd([{"do": "load"}]),
+    "a step after a skipped one that was copied": _first_steps_of_sgd([{"do": "copy"}]),
+}
+
+
 @pytest.mark.parametrize("what", ONCE_REFUSED)
 def test_results_that_are_right_are_taken(what):
     run.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())

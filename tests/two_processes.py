@@ -16,8 +16,11 @@ import torch.multiprocessing as mp
 
 import fusedstep
 from cases import KINDS, PLAIN
+from foreign import torchao_state
 from fusedstep import optim
 from fusedstep.optim import lamb
+from fusedstep.optim._dtensor import local, spread_like
+from reference.codes import MAPS
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
 SHAPES = ((9, 4), (5,), (1, 3), (40, 50))
@@ -129,6 +132,48 @@ def states_of_shards_are_loaded(here):
         loaded.step()
         for param, twin in zip(spread, twins, strict=True):
             assert_same_bits(param.to_local(), twin.to_local(), str(case))
+
+
+def codes_of_shards_are_loaded(here):
+    from torch.distributed.tensor import Shard
+
+    for kind in ("int8", "int4", "fp8"):
+        weights = [
+            torch.nn.Parameter(here.spread(make_weights([(90, 80)], torch.float32)[0], Shard(0)))
+            for _ in range(2)
+        ]
+        optimizer, other = (optim.AdamW([weight], state_dtype=kind) for weight in weights)
+        for step in (1, 2):
+            weights[0].grad = here.spread(torch.full((90, 80), 0.5 * step), Shard(0))
+            optimizer.step()
+        with torch.no_grad():
+            weights[1].copy_(weights[0])
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for weight, each in zip(weights, (optimizer, other), strict=True):
+            weight.grad = here.spread(torch.full((90, 80), -0.25), Shard(0))
+            each.step()
+        assert_same_bits(*(weight.to_local() for weight in weights), kind)
+
+
+def codes_of_torchao_stay_with_their_shards(here):
+    from torch.distributed.tensor import Shard
+
+    generator = torch.Generator().manual_seed(here.rank)
+    weight = torch.nn.Parameter(here.spread(torch.ones(128, 80), Shard(0)))
+    for kind, block in (("int8", 256), ("int4", 128), ("fp8", 256)):
+        state = {"step": torch.tensor(3.0)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            numbers = torch.rand(64, 80, generator=generator).to(here.device)
+            of_codes = MAPS[kind, name == "exp_avg"][0].to(here.device)
+            state[name] = spread_like(weight, torchao_state(numbers, kind, of_codes, block))
+        group = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1, "params": [0]}
+        optimizer = optim.AdamW([weight], state_dtype=kind)
+        fusedstep.import_state_dict(optimizer, {"state": {0: state}, "param_groups": [group]})
+        for name in ("exp_avg", "exp_avg_sq"):
+            codes = local(optimizer.state[weight][name])
+            assert_same_bits(codes, local(state[name]).codes, name)
+        weight.grad = here.spread(torch.ones(128, 80), Shard(0))
+        optimizer.step()
 
 
 def max_norm_is_that_of_all_shards(here):
@@ -338,6 +383,8 @@ WORKS = (
     a_compiled_step_leaves_shards_to_the_step,
     each_process_verifies_its_shards,
     states_of_shards_are_loaded,
+    codes_of_shards_are_loaded,
+    codes_of_torchao_stay_with_their_shards,
     max_norm_is_that_of_all_shards,
     max_norm_takes_one_collective,
     norms_of_a_step_take_one_collective,

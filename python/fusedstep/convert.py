@@ -1,11 +1,11 @@
-"""Goes on where another optimizer stopped: torch's, apex's or DeepSpeed's."""
+"""Goes on where another optimizer stopped: one of torch or of another library."""
 
 from __future__ import annotations
 
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import optim
+from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
+from fusedstep._relatives import inside, successor
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
+from fusedstep.optim._codes import absmax_of, is_codes
 from fusedstep.optim._foreign import FOREIGN, in_our_words
 from fusedstep.optim._options import own_option
 from fusedstep.optim._registry import classes
@@ -106,13 +109,16 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
             apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
-            ``Adan`` of its authors (module ``adan``) or of timm, or ``Adafactor`` of transformers
+            ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers, one
+            of bitsandbytes but for LAMB, LARS and AdEMAMix, or a class of ``torchao.optim`` with
+            states of 8 or 4 bits. The last two go on with the ``state_dtype`` that they have
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
         TypeError: for another optimizer, a subclass of one of these too, for what it adds would be
             lost; and for an override that is not an option.
-        ValueError: for an option that asks for what the optimizers here do not do.
+        ValueError: for an option that asks for what the optimizers here do not do, and for states
+            in codes that are truncated.
 
     Example::
 
@@ -122,7 +128,8 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         >>> optimizer = scheduler.optimizer = fusedstep.convert(optimizer)
         >>> ...  # train on
     """
-    cls = _counterpart(optimizer)
+    cls, needed = successor(optimizer)
+    overrides = needed | overrides
     masters = None
     if getattr(optimizer, "master_weights", False):  # apex's, which may have taken no step yet
         overrides = {"master_weights": True} | overrides
@@ -133,14 +140,16 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         for name, value in optimizer.defaults.items()
         if name in accepted and name not in _CHOICES
     }
+    given = [[optimizer.state.get(p, {}) for p in g["params"]] for g in optimizer.param_groups]
     groups = [
-        _carried(group, cls) | overrides | {"params": _params(group)}
-        for group in optimizer.param_groups
+        _carried(group, members, cls) | overrides | {"params": _params(group)}
+        for group, members in zip(optimizer.param_groups, given, strict=True)
     ]
     converted = cls(groups, **(defaults | {"fused": None} | overrides))
+    given = _decoded(converted.param_groups, given, cls)
     states = [
-        _translated(group, [optimizer.state.get(p, {}) for p in group["params"]], cls)
-        for group in optimizer.param_groups
+        _translated(group, members, cls)
+        for group, members in zip(optimizer.param_groups, given, strict=True)
     ]
     for group, members in zip(masters, states, strict=True) if masters else ():
         for master, state in zip(group["params"], members, strict=True):
@@ -156,8 +165,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
     (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
-    (``Lamb``, ``Adan``), of Adan's authors, and others of this form. A step count in a group is
-    given to each of its weights.
+    (``Lamb``, ``Adan``), of Adan's authors, of bitsandbytes and torchao with states of 8 and 4
+    bits, and others of this form. A step count in a group is given to each of its weights. Codes
+    are taken over where they are those that ``state_dtype`` asks for, and else decoded.
 
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
@@ -194,13 +204,14 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
             f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
         )
     given = [[state_dict["state"].get(i, {}) for i in group["params"]] for group in groups]
-    options = [_carried(group, cls) for group in groups]
+    options = [_carried(*each, cls) for each in zip(groups, given, strict=True)]
+    new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
+    given = _decoded(new_groups, given, cls)
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
         _check_given(optimizer.param_groups[index], index, group, members)
     states = [
         _translated(group, members, cls) for group, members in zip(groups, given, strict=True)
     ]
-    new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
         for place, state in enumerate(members):
             if state:
@@ -216,75 +227,8 @@ def check_is_ours(optimizer: Any) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
             f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
-            f"{_inside(optimizer)}"
+            f"{inside(optimizer)}"
         )
-
-
-def _inside(optimizer: Any) -> str:
-    """Tells where an optimizer is that Accelerate or Lightning has wrapped."""
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        return ", which wraps the one in its attribute .optimizer: give that"
-    return ""
-
-
-# Whose successor
-
-
-def _counterpart(optimizer: Optimizer) -> type[FusedOptimizer]:
-    """The class that goes on for an optimizer."""
-    ours = set(classes)
-    namesakes = {
-        getattr(torch.optim, cls.__name__): cls
-        for cls in ours
-        if hasattr(torch.optim, cls.__name__)
-    }
-    cls = type(optimizer)
-    if cls in ours:
-        return cls
-    if cls in namesakes:
-        return namesakes[cls]
-    relative = _RELATIVES.get((cls.__module__.partition(".")[0], cls.__name__))
-    if relative:
-        return relative(optimizer)
-
-    known = sorted(f"torch.optim.{namesake.__name__}" for namesake in namesakes)
-    known += sorted(f"{package}'s {name}" for package, name in _RELATIVES)
-    parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
-    why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
-    raise TypeError(
-        f"optimizer is a {cls.__module__}.{cls.__qualname__}{why or _inside(optimizer)}. Taken are "
-        f"the classes of fusedstep.optim, {', '.join(known)}"
-    )
-
-
-def _adam(optimizer: Any) -> type[FusedOptimizer]:
-    return optim.AdamW if optimizer.adam_w_mode else optim.Adam
-
-
-def _apex_adagrad(optimizer: Any) -> type[FusedOptimizer]:
-    if optimizer.adagrad_w_mode:
-        raise ValueError("the optimizer's adagrad_w_mode=True has no counterpart in Adagrad")
-    return optim.Adagrad
-
-
-def _deepspeed_adagrad(optimizer: Any) -> type[FusedOptimizer]:
-    # It adds the decay to what it squares, but not to what it divides by the root.
-    if any(group["weight_decay"] for group in optimizer.param_groups):
-        raise ValueError("DeepSpeedCPUAdagrad's weight_decay has no counterpart in Adagrad")
-    return optim.Adagrad
-
-
-#: Optimizers of other libraries with a formula of ours, by package and name.
-_RELATIVES: dict[tuple[str, str], Callable[[Any], type[FusedOptimizer]]] = {
-    ("adan", "Adan"): lambda optimizer: optim.Adan,
-    ("apex", "FusedAdam"): _adam,
-    ("apex", "FusedAdagrad"): _apex_adagrad,
-    ("deepspeed", "FusedAdam"): _adam,
-    ("deepspeed", "DeepSpeedCPUAdam"): _adam,
-    ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
-    ("timm", "Adan"): lambda optimizer: optim.Adan,
-    ("transformers", "Adafactor"): lambda optimizer: optim.Adafactor,
-}
 
 
 # Groups
@@ -296,8 +240,9 @@ def _params(group: dict[str, Any]) -> list[Any]:
     return list(zip(names, group["params"], strict=True)) if names else list(group["params"])
 
 
-def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
+def _carried(group: dict[str, Any], states: list[Any], cls: type[FusedOptimizer]) -> dict[str, Any]:
     """The options of another optimizer's group that a group of this class goes on with."""
+    group = group | options_of_bitsandbytes(group, states, cls)
     cls = next(each for each in cls.__mro__ if each in classes)
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
     of_others = set().union(*map(options_of, classes)) - options_of(cls)
@@ -320,6 +265,19 @@ def _carried(group: dict[str, Any], cls: type[Optimizer]) -> dict[str, Any]:
 
 
 # States
+
+
+def _decoded(
+    groups: list[dict[str, Any]], states: list[list[Any]], cls: type[FusedOptimizer]
+) -> list[list[Any]]:
+    """The states of groups, those in other libraries' codes in ours, or in numbers."""
+    return [
+        [
+            in_our_codes(name_of(group, index, place), state, cls, group, group["params"][place])
+            for place, state in enumerate(members)
+        ]
+        for index, (group, members) in enumerate(zip(groups, states, strict=True))
+    ]
 
 
 def _translated(
@@ -355,7 +313,8 @@ def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
     moments is not one.
     """
     steps = state.get("step")
-    if steps is not None and steps == 0 and "exp_avg" in state and state["exp_avg"].any():
+    moments = state.get(absmax_of("exp_avg"), state.get("exp_avg"))
+    if steps is not None and steps == 0 and moments is not None and moments.any():
         steps = None
     steps = largest if steps is None else float(steps)
     if not state or steps is None:
@@ -375,7 +334,8 @@ def _check_given(
         if state.get("step") is not None:
             check_count_of_steps(name, state["step"])
         if "exp_avg" in state:
-            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight)
+            absmax = state.get(absmax_of("exp_avg"))
+            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight, absmax)
 
 
 def _give_states(
@@ -397,9 +357,11 @@ def _give_states(
 
 def _fitted(value: Any, weight: Tensor, group: dict[str, Any]) -> Any:
     """A state as a weight's has to be; that of a 16-bit weight may be float32, or be asked to."""
-    if not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())):
+    if not isinstance(value, Tensor):
         return value
-    asked = own_option(group, "state_dtype") is torch.float32 or asked_way(group)
+    if is_codes(value) or not (value.is_floating_point() or value.is_complex()):
+        return value.to(weight.device)
+    asked = own_option(group, "state_dtype") is not None or asked_way(group)
     wide = value.itemsize > 2 or asked
     is_small = weight.dtype in (torch.bfloat16, torch.float16)
     return value.to(weight.device, torch.float32 if wide and is_small else weight.dtype)

@@ -118,6 +118,8 @@ class Step:
     zero_grad: bool | str = False
     scale: float | None = None
     found_inf: bool = False
+    untouched: frozenset[Tensor] = frozenset()
+    """Weights whose states were made by steps that found_inf skipped: their first is to come."""
 
 
 def number(option: Any) -> Any:
@@ -169,6 +171,8 @@ def expected_step(
             and not overlaps(p.shape, p.grad.stride())
         )
         state = optimizer.state.get(p, {})
+        if p in step.untouched:
+            state = {name: state[name] for name in state.keys() & {*row.numbers, MASTER}}
         _expect(expected[p], row, group, p, state, factor * clip, is_rounded)
     return expected, norm
 

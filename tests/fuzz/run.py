@@ -68,6 +68,9 @@ class Run:
         self.params: dict[int, Parameter] = {}
         self.grad_areas: dict[int, Area] = {}
         self.frozen: set[int] = set()
+        #: Those whose states a skipped step has made. An optimizer without a step count in its
+        #: states knows it until they are loaded or copied.
+        self.untouched: set[int] = set()
 
     def run(self) -> Digests:
         threads, digests = torch.get_num_threads(), []
@@ -151,7 +154,10 @@ class Run:
         if self.tally is None:
             self.take_step(call)
             return self._digests({})
-        asked = oracle.Step(**{name: call[name] for name in call if name != "closure"})
+        untouched = frozenset(self.params[identity] for identity in self.untouched)
+        asked = oracle.Step(
+            **{name: call[name] for name in call if name != "closure"}, untouched=untouched
+        )
         expected, norm = oracle.expected_step(self.row, self.optimizer, asked)
         still = {
             identity: self._bits(identity)
@@ -164,6 +170,7 @@ class Run:
             if p.grad is not None and isinstance(expected[p].gradient, str)
         }
         with_gradient = {identity for identity, p in self.params.items() if p.grad is not None}
+        stateless = {i for i in with_gradient if not _states_of(self, self.params[i])}
         returned = self.take_step(call)
         self._check_returned(returned, call, norm)
         self._check_outside(step["n"])
@@ -178,6 +185,10 @@ class Run:
             if identity in with_gradient:
                 oracle.compare_gradient(expected[p], grads.get(p), p, what)
         self._check_isa(set(self.params) - set(still))
+        if not call.get("found_inf"):
+            self.untouched -= with_gradient
+        elif not self.row.counts:
+            self.untouched |= stateless
         return self._digests(expected)
 
     def _check_returned(self, returned: Any, call: dict[str, Any], norm: float) -> None:
@@ -262,6 +273,7 @@ def _group_is_added(run: Run, change: dict[str, Any]) -> None:
 def _is_loaded(run: Run, change: dict[str, Any]) -> None:
     # A dictionary that lacks a part of a weight's state is refused.
     if all(state.keys() >= {*run.row.states} for state in run.optimizer.state.values() if state):
+        run.untouched.clear()
         run.optimizer.load_state_dict(run.optimizer.state_dict())
 
 
@@ -273,6 +285,7 @@ def _is_replaced(run: Run, optimizer: torch.optim.Optimizer) -> None:
     copies = dict(zip(before, after, strict=True))
     run.params = {identity: copies[p] for identity, p in run.params.items()}
     run.optimizer = optimizer
+    run.untouched.clear()
 
 
 def _is_copied(run: Run, change: dict[str, Any]) -> None:

@@ -15,12 +15,14 @@ fp8    float8_e4m3fn, in the weight's shape                                256
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import local, spread_like
+from fusedstep.optim._options import own_option
 
 #: Elements that share an absolute maximum.
 BLOCKS = {"int8": 256, "int4": 128, "fp8": 256}
@@ -42,6 +44,12 @@ def can_be_coded(weight: Tensor) -> bool:
     return weight.numel() >= LEAST_ELEMENTS and weight.dtype in _DTYPES
 
 
+def asked_kind(group: Mapping[str, Any], weight: Tensor) -> str | None:
+    """The kind of codes that the options of a group ask for."""
+    kind = own_option(group, "state_dtype")
+    return kind if isinstance(kind, str) and can_be_coded(weight) else None
+
+
 def is_codes(value: Any) -> bool:
     """Returns whether a value is a state in codes."""
     return isinstance(value, Tensor) and value.dtype in CODES
@@ -55,7 +63,11 @@ def kind_of(codes: Tensor, weight: Tensor) -> str:
 
 
 def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
-    """Raises ValueError unless these are the codes of a state of the weight, and their absmax."""
+    """Raises ValueError unless these are the codes of a state of the weight, and their absmax.
+
+    Of a weight that is spread over processes the codes are those of this process's part.
+    """
+    codes, weight = local(codes), local(weight)
     kind, elements = kind_of(codes, weight), weight.numel()
     shape = [-(-elements // 2)] if kind == "int4" else list(weight.shape)
     if list(codes.shape) != shape:
@@ -65,10 +77,10 @@ def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
         )
     blocks = -(-elements // BLOCKS[kind])
     if not isinstance(absmax, Tensor) or absmax.layout is not torch.strided:
-        raise ValueError(f"{absmax_of(name)} must be a dense tensor, since {name} has codes")
+        raise ValueError(f"the absmax of {name} must be a dense tensor, since it has codes")
     if absmax.numel() != blocks:
         raise ValueError(
-            f"{absmax_of(name)} has {absmax.numel()} numbers, but {name} has {blocks} blocks"
+            f"the absmax of {name} has {absmax.numel()} numbers, but there are {blocks} blocks"
         )
 
 
@@ -104,6 +116,12 @@ def new_codes(weights: list[Tensor], kind: str, signed: list[bool]) -> list[Tens
             codes.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
             absmax.append(torch.zeros(-(-n // BLOCKS[kind]), device=weight.device))
     return codes + absmax
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Codes of 4 bits, two a byte."""
+    pairs = torch.nn.functional.pad(codes, (0, len(codes) % 2)).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1]
 
 
 def spread_codes(weight: Tensor, codes: Tensor) -> Tensor:

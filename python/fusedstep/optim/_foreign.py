@@ -29,7 +29,7 @@ _DECOUPLED = Foreign(
     (True,), lambda on: {"decoupled_weight_decay": bool(on)}, ("AdamW", "Adan", "Lamb")
 )
 
-#: Those of apex, bitsandbytes, DeepSpeed, pytorch_optimizer, timm and transformers.
+#: Those of apex, bitsandbytes, DeepSpeed, pytorch_optimizer, timm, torchao and transformers.
 FOREIGN: dict[str, Foreign] = {
     "adagrad_w_mode": Foreign((False,)),
     "adam": Foreign((False,)),
@@ -37,6 +37,9 @@ FOREIGN: dict[str, Foreign] = {
     "adamw_mode": _DECOUPLED,
     "amsgrad": Foreign((False,)),
     "bias_correction": _DEBIAS,
+    "bf16_stochastic_round": Foreign(
+        (False,), lambda on: {"rounding": "stochastic"} if on else None
+    ),
     "block_wise": Foreign((True, False)),
     "caution": Foreign((False,)),
     "correct_bias": _DEBIAS,
@@ -53,9 +56,11 @@ FOREIGN: dict[str, Foreign] = {
     "max_unorm": Foreign((0,)),
     "min_8bit_size": Foreign((4096,)),
     "min_coeff": Foreign((0,), lambda bound: {"min_ratio": bound}),
-    "optim_bits": Foreign((32,)),
+    "optim_bits": Foreign((32,), {8: {"state_dtype": "int8"}}.get),
     "percentile_clipping": Foreign((100,)),
     "set_grad_none": Foreign((True,)),
+    "t_alpha": Foreign((None,)),
+    "t_beta3": Foreign((None,)),
     "trust_clip": Foreign((False,), lambda on: {"max_ratio": 1.0 if on else math.inf}),
     "use_nvlamb": Foreign((False,), lambda on: {"variant": "nvlamb" if on else "apex"}),
     "weight_decouple": _DECOUPLED,

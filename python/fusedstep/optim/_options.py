@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 #: Each with its value where a group has no such key. torch's distributed checkpoints, and the flat
@@ -17,7 +18,7 @@ OWN: dict[str, Any] = {
 }
 
 
-def own_option(group: dict[str, Any], name: str) -> Any:
+def own_option(group: Mapping[str, Any], name: str) -> Any:
     """The value of such an option in a group."""
     return group.get(name, OWN[name])
 

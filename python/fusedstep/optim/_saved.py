@@ -143,6 +143,10 @@ def check_tensor(
     is_dense = isinstance(value, Tensor) and value.layout is torch.strided
     if not is_dense or (value.is_meta and not weight.is_meta):
         raise ValueError(f"{name} must be a dense tensor with values, not {_kind(value)}")
+    if hasattr(value, "codes"):
+        raise ValueError(
+            f"{name} has the codes of another library; fusedstep.import_state_dict reads torchao's"
+        )
     if is_codes(value):
         check_codes(name, value, absmax, weight)
     elif value.shape != (weight.shape if shape is None else shape):

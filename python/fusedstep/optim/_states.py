@@ -271,10 +271,8 @@ class StateStore:
             del state[name]
 
     def _asked_kind(self, group: dict[str, Any], weight: Tensor) -> str | None:
-        """The kind of codes that the options of a group ask for."""
-        kind = own_option(group, "state_dtype")
-        is_coded = isinstance(kind, str) and self._shapes(group, weight) is None
-        return kind if is_coded and _codes.can_be_coded(weight) else None
+        """The kind of codes that a weight's states are asked for; those of other shapes have none."""
+        return None if self._shapes(group, weight) is not None else _codes.asked_kind(group, weight)
 
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether options ask for float32 states."""

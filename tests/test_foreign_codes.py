@@ -1,0 +1,716 @@
+"""Law: training goes on from the 8- and 4-bit states of bitsandbytes and torchao."""
+
+import copy
+import importlib
+import io
+
+import pytest
+import torch
+
+import fusedstep
+from foreign import InCodes, bitsandbytes_state, torchao_state
+from fusedstep import optim
+from fusedstep.optim import low_bit
+from reference.codes import MAPS
+from stepping import (
+    as_parameters,
+    assert_same_bits,
+    assert_same_contents,
+    contents,
+    make_gradients,
+    make_weights,
+    train,
+)
+
+#: Whole blocks of any kind; an end within a block; too few elements for codes.
+SHAPES = ((64, 80), (5003,), (7,))
+
+SIGNED, UNSIGNED = (MAPS["int8", signed][0] for signed in (True, False))
+
+#: The classes of bitsandbytes: ours, its states with whether they may be negative, the options of
+#: its groups, and what these say here.
+CLASSES = {
+    "Adagrad": (
+        optim.Adagrad, {"sum": False}, {"betas": (0.0, 0.0), "eps": 1e-10}, {"eps": 1e-10},
+    ),
+    "Adam": (
+        optim.Adam, {"exp_avg": True, "exp_avg_sq": False},
+        {"betas": (0.8, 0.95), "eps": 1e-6, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+        {"betas": (0.8, 0.95), "eps": 1e-6, "decoupled_weight_decay": True},
+    ),
+    "AdamW": (
+        optim.AdamW, {"exp_avg": True, "exp_avg_sq": False},
+        {"betas": (0.8, 0.95), "eps": 1e-6, "alpha": 0.0, "t_alpha": None, "t_beta3": None},
+        {"betas": (0.8, 0.95), "eps": 1e-6},
+    ),
+    "Lion": (
+        optim.Lion, {"exp_avg": True}, {"betas": (0.8, 0.95), "eps": 0.0}, {"betas": (0.8, 0.95)},
+    ),
+    "RMSprop": (
+        optim.RMSprop, {"square_avg": False}, {"betas": (0.9, 0), "eps": 1e-6},
+        {"alpha": 0.9, "eps": 1e-6},
+    ),
+    "SGD": (
+        optim.SGD, {"momentum_buffer": True}, {"betas": (0.8, 0.3), "eps": 0.0},
+        {"momentum": 0.8, "dampening": 0},
+    ),
+}  # fmt: skip
+ONE_STATE = {"Adagrad", "Lion", "RMSprop", "SGD"}
+EACH = pytest.mark.parametrize("name", CLASSES)
+
+
+def qmaps(name):
+    """bitsandbytes keeps a single state by the signed map, whatever it is."""
+    return (SIGNED,) if name in ONE_STATE else (SIGNED, UNSIGNED)
+
+
+def numbers_of(states, seed=0):
+    """A state for each weight and name, over six orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in SHAPES:
+        tensors = {}
+        for name, signed in states.items():
+            sizes = torch.randn(shape, generator=generator).double()
+            spread = torch.logspace(-6, 0, sizes.numel(), dtype=torch.float64).view(shape)
+            tensors[name] = (sizes * spread if signed else sizes.abs() * spread).float()
+        found.append(tensors)
+    return found
+
+
+def bitsandbytes_dictionary(name, numbers, block=256, nested=True, maps=None):
+    options = {"lr": 0.25, "weight_decay": 0.125} | CLASSES[name][2]
+    return {
+        "state": {
+            index: bitsandbytes_state(
+                [*tensors.values()], maps or qmaps(name), block=block, nested=nested
+            )
+            for index, tensors in enumerate(numbers)
+        },
+        "param_groups": [options | {"params": list(range(len(numbers)))}],
+    }
+
+
+def flat(state):
+    return state | state.get("__bnb_optimizer_quant_state__", {})
+
+
+def in_numbers(state, number, block):
+    """What a state of bitsandbytes stands for, in float32."""
+    state = flat(state)
+    value = state[f"state{number}"]
+    if value.dtype is torch.float32:
+        return value
+    absmax = state[f"absmax{number}"].repeat_interleave(block)[: value.numel()]
+    return (state[f"qmap{number}"][value.flatten().long()] * absmax).view(value.shape)
+
+
+def weights():
+    return as_parameters(make_weights(SHAPES, torch.float32))
+
+
+def encoded_by_us(numbers, kind, signed):
+    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, signed)
+
+
+def assert_goes_on(optimizer, params):
+    before = [param.detach().clone() for param in params]
+    train(optimizer, params, [4])
+    for param, start in zip(params, before, strict=True):
+        assert param.isfinite().all()
+        assert not torch.equal(param, start)
+
+
+# bitsandbytes
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@EACH
+def test_states_become_numbers(name, nested):
+    cls, states, _, options = CLASSES[name]
+    dictionary = bitsandbytes_dictionary(name, numbers_of(states), nested=nested)
+    given, params = copy.deepcopy(dictionary), weights()
+    optimizer = cls(params, **({"momentum": 0.5} if name == "SGD" else {}))
+    fusedstep.import_state_dict(optimizer, dictionary)
+    (group,) = optimizer.param_groups
+    assert options.items() <= group.items()
+    assert (group["lr"], group["weight_decay"]) == (0.25, 0.125)
+    assert group.keys() == cls(params).param_groups[0].keys()
+    for index, param in enumerate(params):
+        state = optimizer.state[param]
+        assert state.keys() - {"step"} == states.keys()
+        assert state.get("step", 3) == 3
+        for number, ours in enumerate(states, 1):
+            expected = in_numbers(given["state"][index], number, 256)
+            assert_same_bits(state[ours], expected, ours)
+            assert_same_bits(
+                flat(dictionary["state"][index])[f"state{number}"],
+                flat(given["state"][index])[f"state{number}"],
+                "the dictionary",
+            )
+    assert_goes_on(optimizer, params)
+
+
+@EACH
+def test_codes_stay_where_the_map_is_the_same(name):
+    cls, states, _, _ = CLASSES[name]
+    dictionary, params = bitsandbytes_dictionary(name, numbers_of(states)), weights()
+    optimizer = cls(params, state_dtype="int8")
+    fusedstep.import_state_dict(optimizer, dictionary)
+    for index, param in enumerate(params):
+        theirs, state = flat(dictionary["state"][index]), optimizer.state[param]
+        for number, (ours, signed) in enumerate(states.items(), 1):
+            if param.numel() < 4096:
+                assert_same_bits(state[ours], theirs[f"state{number}"], ours)
+                continue
+            if signed is not (number == 1):  # no map of ours for a signed state
+                numbers = in_numbers(theirs, number, 256)
+                codes, absmax = encoded_by_us(numbers, "int8", signed)
+            else:
+                codes, absmax = theirs[f"state{number}"], theirs[f"absmax{number}"]
+            assert_same_bits(state[ours], codes, ours)
+            assert_same_bits(state[f"{ours}_absmax"], absmax, f"{ours}_absmax")
+    assert_goes_on(optimizer, params)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_run_that_moves_there_and_back_has_the_same_bits(nested):
+    def start(steps):
+        params = weights()
+        optimizer = optim.AdamW(params, state_dtype="int8", betas=(0.8, 0.95), eps=1e-6)
+        train(optimizer, params, range(1, steps + 1))
+        return params, optimizer
+
+    params, optimizer = start(3)
+    dictionary = optimizer.state_dict()
+    for state in dictionary["state"].values():
+        quantised = {}
+        for number, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            quantised[f"state{number}"] = state.pop(name)
+            if f"{name}_absmax" in state:
+                quantised[f"absmax{number}"] = state.pop(f"{name}_absmax")
+                quantised[f"qmap{number}"] = (SIGNED, UNSIGNED)[number - 1].float()
+        state["step"] = int(state["step"])
+        state |= {"__bnb_optimizer_quant_state__": quantised} if nested else quantised
+    del dictionary["param_groups"][0]["state_dtype"]
+    again = optim.AdamW(params, state_dtype="int8")
+    fusedstep.import_state_dict(again, dictionary)
+    train(again, params, [4, 5, 6])
+    assert_same_contents(contents(again), contents(start(6)[1]))
+
+
+@pytest.mark.parametrize("block", [64, 128, 512, 1024, 2048, 4096])
+def test_other_blocks_become_numbers_first(block):
+    """bitsandbytes had blocks of 2,048. What the length of absmax tells is not n / length: here
+    5,003 elements are 20 blocks of 256."""
+    states = CLASSES["AdamW"][1]
+    dictionary, params = bitsandbytes_dictionary("AdamW", numbers_of(states), block), weights()
+    coded = optim.AdamW(params, state_dtype="int8")
+    plain = optim.AdamW(params)
+    for optimizer in (coded, plain):
+        fusedstep.import_state_dict(optimizer, dictionary)
+    for index, param in enumerate(params):
+        for number, (ours, signed) in enumerate(states.items(), 1):
+            numbers = in_numbers(dictionary["state"][index], number, block)
+            assert_same_bits(plain.state[param][ours], numbers, ours)
+            if param.numel() >= 4096:
+                codes, _ = encoded_by_us(numbers, "int8", signed)
+                assert_same_bits(coded.state[param][ours], codes, ours)
+
+
+def test_codes_of_a_map_in_another_order_are_renumbered():
+    states = CLASSES["AdamW"][1]
+    order = torch.randperm(256, generator=torch.Generator().manual_seed(0))
+    shuffled = (SIGNED[order], UNSIGNED[order])
+    dictionary = bitsandbytes_dictionary("AdamW", numbers_of(states), maps=shuffled)
+    expected = bitsandbytes_dictionary("AdamW", numbers_of(states))
+    params = weights()
+    optimizer = optim.AdamW(params, state_dtype="int8")
+    fusedstep.import_state_dict(optimizer, dictionary)
+    for index, param in enumerate(params[:2]):
+        for number, ours in enumerate(states, 1):
+            codes = flat(expected["state"][index])[f"state{number}"]
+            assert not torch.equal(flat(dictionary["state"][index])[f"state{number}"], codes)
+            assert_same_bits(optimizer.state[param][ours], codes, ours)
+
+
+def test_codes_of_another_map_become_numbers_first():
+    """With a linear map the values of codes lie between those of ours."""
+    states = CLASSES["AdamW"][1]
+    linear = (torch.linspace(-1, 1, 256).double(), torch.linspace(0, 1, 256).double())
+    dictionary = bitsandbytes_dictionary("AdamW", numbers_of(states), maps=linear)
+    params = weights()
+    optimizer = optim.AdamW(params, state_dtype="int8")
+    fusedstep.import_state_dict(optimizer, dictionary)
+    for number, (ours, signed) in enumerate(states.items(), 1):
+        numbers = in_numbers(dictionary["state"][0], number, 256)
+        codes, absmax = encoded_by_us(numbers, "int8", signed)
+        assert_same_bits(optimizer.state[params[0]][ours], codes, ours)
+        assert_same_bits(optimizer.state[params[0]][f"{ours}_absmax"], absmax, ours)
+
+
+def test_states_of_lamb_are_read():
+    numbers = numbers_of(CLASSES["Adam"][1])
+    dictionary, params = bitsandbytes_dictionary("Adam", numbers), weights()
+    for state in dictionary["state"].values():
+        state["__bnb_optimizer_quant_state__"]["unorm_vec"] = torch.zeros(1)
+    optimizer = optim.Lamb(params, state_dtype="int8")
+    fusedstep.import_state_dict(optimizer, dictionary)
+    codes = flat(dictionary["state"][0])
+    assert_same_bits(optimizer.state[params[0]]["exp_avg"], codes["state1"], "exp_avg")
+    assert "unorm_vec" not in optimizer.state[params[0]]
+    assert_goes_on(optimizer, params)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+def test_float32_states_of_16_bit_weights_stay(state_dtype):
+    numbers = numbers_of(CLASSES["AdamW"][1])
+    params = as_parameters(make_weights(SHAPES, torch.bfloat16))
+    optimizer = optim.AdamW(params, state_dtype=state_dtype)
+    fusedstep.import_state_dict(optimizer, bitsandbytes_dictionary("AdamW", numbers))
+    assert_same_bits(optimizer.state[params[2]]["exp_avg"], numbers[2]["exp_avg"], "exp_avg")
+    dtype = torch.float32 if state_dtype is None else torch.uint8
+    assert optimizer.state[params[0]]["exp_avg"].dtype is dtype
+    assert_goes_on(optimizer, params)
+
+
+# Refusals
+
+
+def edit_state(change):
+    """Changes the tensors of the second weight's state, which has codes."""
+
+    def edit(dictionary):
+        state = dictionary["state"][1]
+        change(state["__bnb_optimizer_quant_state__"])
+
+    return edit
+
+
+def cut(name):
+    return edit_state(lambda state: state.update({name: state[name][:-1]}))
+
+
+def drop(name):
+    return edit_state(lambda state: state.pop(name))
+
+
+def not_contiguous(dictionary):
+    state = dictionary["state"][0]["__bnb_optimizer_quant_state__"]
+    state["state1"] = state["state1"].t().contiguous().t()
+
+
+OF_0, OF_1 = (f"of parameter {place} of group 0" for place in (0, 1))
+REFUSALS = {
+    "cut codes": (cut("state1"), rf"state1 {OF_1} has the shape \[5002\].*weight has \[5003\]"),
+    "cut codes of the second": (cut("state2"), rf"state2 {OF_1} has the shape \[5002\]"),
+    "cut absmax": (cut("absmax2"), rf"absmax2 {OF_1} has the shape \[19\]"),
+    "cut map": (cut("qmap1"), rf"qmap1 {OF_1} must have 256 values, not \[255\]"),
+    "no codes": (drop("state2"), f"the state {OF_1} has no state2, which .* for exp_avg_sq"),
+    "no absmax": (drop("absmax1"), f"absmax1 {OF_1} must be a dense tensor .* is missing"),
+    "no map": (drop("qmap2"), f"qmap2 {OF_1} must be a dense tensor .* is missing"),
+    "a text": (
+        edit_state(lambda state: state.update(state1="?")), f"state1 {OF_1} must be a dense tensor"
+    ),
+    "a number": (
+        lambda d: d["state"].update({1: {"__bnb_optimizer_quant_state__": 3}}),
+        f"__bnb_optimizer_quant_state__ {OF_1} must be a dict",
+    ),
+    "another order": (not_contiguous, "state1 of parameter 0 of group 0 is not contiguous"),
+    "a count": (lambda d: d["state"][1].update(step=-1), f"step {OF_1} must be .* at least 0"),
+    "no count": (lambda d: [s.pop("step") for s in d["state"].values()], "has no step"),
+}  # fmt: skip
+
+
+def assert_is_refused(cls, dictionary, text, **options):
+    """Refused, and nothing has changed."""
+    params = weights()
+    optimizer = cls(params, **options)
+    train(optimizer, params, [1])
+    before, groups = contents(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=text):
+        fusedstep.import_state_dict(optimizer, dictionary)
+    assert_same_contents(contents(optimizer), before)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+@pytest.mark.parametrize("state_dtype", [None, "int8"])
+@pytest.mark.parametrize("what", REFUSALS)
+def test_what_does_not_fit_is_refused(what, state_dtype):
+    edit, text = REFUSALS[what]
+    dictionary = bitsandbytes_dictionary("AdamW", numbers_of(CLASSES["AdamW"][1]))
+    edit(dictionary)
+    assert_is_refused(optim.AdamW, dictionary, text, state_dtype=state_dtype)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "cls", "text"),
+    [
+        ("AdamW", optim.Lion, "has state2: it is one of Adam, AdamW or LAMB, not of Lion"),
+        ("Lion", optim.AdamW, "has no state2, which AdamW takes for exp_avg_sq"),
+        ("Lion", optim.RMSprop, "square_avg of parameter 0 of group 0 has negative numbers"),
+        ("AdamW", optim.RAdam, "is one of bitsandbytes, which RAdam does not read; Adagrad, Adam,"),
+    ],
+    ids=str,
+)
+def test_states_of_another_optimizer_are_refused(theirs, cls, text):
+    dictionary = bitsandbytes_dictionary(theirs, numbers_of(CLASSES[theirs][1]))
+    assert_is_refused(cls, dictionary, text)
+
+
+def test_states_of_lars_are_refused():
+    dictionary = bitsandbytes_dictionary("SGD", numbers_of(CLASSES["SGD"][1]))
+    dictionary["state"][0]["__bnb_optimizer_quant_state__"]["unorm_vec"] = torch.zeros(1)
+    assert_is_refused(optim.SGD, dictionary, f"{OF_0} has unorm_vec: it is one of LARS, not of SGD")
+
+
+def test_states_of_ademamix_are_refused():
+    """It has two first moments in one tensor."""
+    states = [{"state1": torch.ones(2, *shape), "state2": torch.ones(shape)} for shape in SHAPES]
+    dictionary = {
+        "state": {index: {"step": 3} | state for index, state in enumerate(states)},
+        "param_groups": [CLASSES["AdamW"][2] | {"lr": 0.1, "alpha": 5.0, "params": [0, 1, 2]}],
+    }
+    text = rf"state1 {OF_0} has the shape \[2, 64, 80\], but the weight has \[64, 80\]"
+    assert_is_refused(optim.AdamW, dictionary, text)
+
+
+def test_load_state_dict_says_who_reads_them():
+    params = weights()
+    dictionary = bitsandbytes_dictionary("AdamW", numbers_of(CLASSES["AdamW"][1]))
+    with pytest.raises(ValueError, match="import_state_dict loads dictionaries of other"):
+        optim.AdamW(params).load_state_dict(dictionary)
+
+
+# Optimizers of bitsandbytes
+
+
+class _Arguments:
+    def __init__(self, **values):
+        vars(self).update(values)
+
+
+def bitsandbytes_optimizer(name, params, suffix="8bit", prefix="", **arguments):
+    """An optimizer in the middle of its training."""
+    bits = 8 if suffix == "8bit" else 32
+    module = f"bitsandbytes.optim.{name.lower()}"
+    cls = type(f"{prefix}{name}{suffix}", (torch.optim.Optimizer,), {"__module__": module})
+    base = "Adam" if name == "LAMB" else name
+    numbers = numbers_of(CLASSES[base][1])
+    optimizer = cls(params, {"lr": 0.25, "weight_decay": 0.125} | CLASSES[base][2])
+    optimizer.args = _Arguments(optim_bits=bits, max_unorm=0.0, skip_zeros=False)
+    vars(optimizer.args).update(arguments)
+    dictionary = bitsandbytes_dictionary(base, numbers, nested=False)
+    for index, param in enumerate(params):
+        state = dictionary["state"][index]
+        if bits == 32:
+            state = {"step": 3} | {
+                f"state{i}": value for i, value in enumerate(numbers[index].values(), 1)
+            }
+        optimizer.state[param] = state
+    return optimizer
+
+
+@pytest.mark.parametrize("suffix", ["8bit", "32bit", ""])
+@EACH
+def test_converts_optimizers(name, suffix):
+    cls, states, _, options = CLASSES[name]
+    params = weights()
+    other = bitsandbytes_optimizer(name, params, suffix)
+    converted = fusedstep.convert(other)
+    assert type(converted) is cls
+    (group,) = converted.param_groups
+    kind = "int8" if suffix == "8bit" else torch.float32
+    assert (options | {"lr": 0.25, "weight_decay": 0.125, "state_dtype": kind}).items() <= (
+        group.items()
+    )
+    imported = cls(params, state_dtype=kind)
+    fusedstep.import_state_dict(imported, other.state_dict())
+    assert_same_contents(contents(converted), contents(imported))
+    assert converted.state[params[0]].keys() >= states.keys()
+    assert_goes_on(converted, params)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion"])
+def test_converts_paged_optimizers(name):
+    params = weights()
+    converted = fusedstep.convert(bitsandbytes_optimizer(name, params, prefix="Paged"))
+    assert type(converted) is CLASSES[name][0]
+    assert converted.param_groups[0]["state_dtype"] == "int8"
+
+
+def test_overrides_choose_other_states():
+    params = weights()
+    converted = fusedstep.convert(bitsandbytes_optimizer("AdamW", params), state_dtype="int4")
+    assert converted.state[params[0]]["exp_avg"].shape == (64 * 80 // 2,)
+    assert_goes_on(converted, params)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("LAMB", {}, "LAMB8bit has no trust ratio .* load the states by fusedstep.import_state_"),
+        ("AdamW", {"max_unorm": 1.0}, r"max_unorm=1\.0 has no counterpart in AdamW"),
+        ("Adam", {"skip_zeros": True}, "skip_zeros=True has no counterpart in Adam"),
+        ("AdamW", {"percentile_clipping": 5}, "percentile_clipping=5 has no counterpart"),
+    ],
+)
+def test_other_formulas_are_not_converted(name, arguments, text):
+    with pytest.raises(ValueError, match=text):
+        fusedstep.convert(bitsandbytes_optimizer(name, weights(), **arguments))
+
+
+# torchao
+
+KINDS = {"int8": 256, "int4": 128, "fp8": 256}
+
+
+def torchao_dictionary(numbers, kind, block):
+    return {
+        "state": {
+            index: {"step": torch.tensor(3.0)}
+            | {
+                name: torchao_state(value, kind, MAPS[kind, name == "exp_avg"][0], block)
+                for name, value in tensors.items()
+            }
+            for index, tensors in enumerate(numbers)
+        },
+        "param_groups": [
+            {"lr": torch.tensor(0.25), "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.125,
+             "amsgrad": "max_exp_avg_sq" in numbers[0], "params": list(range(len(numbers)))}
+        ],
+    }  # fmt: skip
+
+
+def decoded(value, kind):
+    """What a state of torchao stands for, in float32."""
+    if not isinstance(value, InCodes):
+        return value
+    codes = value.codes.flatten()
+    if kind == "int4":
+        codes = torch.stack([codes >> 4, codes & 15], 1).flatten()
+    values = codes.float() if kind == "fp8" else value.qmap[codes.long()]
+    return (values.view(len(value.scale), -1) * value.scale[:, None]).view(value.shape)
+
+
+ADAM_STATES = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+
+
+@pytest.mark.parametrize("block", [128, 256, 512])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_torchao(kind, block):
+    numbers = numbers_of(ADAM_STATES)
+    dictionary, params = torchao_dictionary(numbers, kind, block), weights()
+    plain, coded = (optim.AdamW(params, state_dtype=each) for each in (None, kind))
+    for optimizer in (plain, coded):
+        fusedstep.import_state_dict(optimizer, dictionary)
+        assert optimizer.param_groups[0]["lr"] == 0.25
+    for index, param in enumerate(params):
+        for name, signed in ADAM_STATES.items():
+            theirs = dictionary["state"][index][name]
+            expected = decoded(theirs, kind)
+            assert_same_bits(plain.state[param][name], expected, name)
+            if not isinstance(theirs, InCodes):
+                continue
+            codes, absmax = theirs.codes, theirs.scale * (448 if kind == "fp8" else 1)
+            if block != KINDS[kind]:
+                codes, absmax = encoded_by_us(expected, kind, signed)
+            assert_same_bits(coded.state[param][name], codes, name)
+            assert_same_bits(coded.state[param][f"{name}_absmax"], absmax, name)
+    assert isinstance(dictionary["state"][0]["exp_avg"], InCodes)
+    assert not isinstance(dictionary["state"][1]["exp_avg"], InCodes)
+    for optimizer in (plain, coded):
+        assert_goes_on(optimizer, params)
+
+
+def cut_part(name, part):
+    def edit(dictionary):
+        value = dictionary["state"][0][name]
+        setattr(value, part, getattr(value, part)[:-1])
+
+    return edit
+
+
+def of_another_shape(dictionary):
+    value = dictionary["state"][0]["exp_avg"]
+    parts = {name: vars(value)[name] for name in ("codes", "scale", "qmap") if name in vars(value)}
+    dictionary["state"][0]["exp_avg"] = InCodes((80, 64), **parts)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (cut_part("exp_avg", "codes"), rf"exp_avg {OF_0} has the shape .*codes of .*\[64, 80\]"),
+        (cut_part("exp_avg_sq", "scale"), rf"scale of exp_avg_sq {OF_0} has \d+ numbers"),
+        (of_another_shape, rf"exp_avg {OF_0} has the shape \[80, 64\] .* has \[64, 80\]"),
+        (
+            lambda d: d["state"][0].pop("exp_avg_sq"),
+            "the state of parameter 0 of group 0 has no exp_avg_sq",
+        ),
+    ],
+    ids=["codes", "scale", "shape", "missing"],
+)
+def test_what_does_not_fit_of_torchao_is_refused(kind, edit, text):
+    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), kind, KINDS[kind])
+    edit(dictionary)
+    assert_is_refused(optim.AdamW, dictionary, text)
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "text"),
+    [
+        ("qmap", torch.zeros(100), r"qmap of 256 or 16 values; it has torch.uint8 and \[100\]"),
+        ("codes", torch.zeros(64, 80, dtype=torch.int32), "it has torch.int32"),
+        ("scale", None, f"the scale of exp_avg {OF_0} must be a dense tensor"),
+        ("qmap", None, f"the qmap of exp_avg {OF_0} must be a dense tensor"),
+    ],
+)
+def test_other_codes_of_torchao_are_refused(part, value, text):
+    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), "int8", 256)
+    setattr(dictionary["state"][0]["exp_avg"], part, value)
+    assert_is_refused(optim.AdamW, dictionary, text)
+
+
+def test_load_state_dict_refuses_tensors_of_torchao():
+    params = weights()
+    optimizer = optim.AdamW(params)
+    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), "int8", 256)
+    text = f"exp_avg {OF_0} has the codes of another library; fusedstep.import_state_dict"
+    with pytest.raises(ValueError, match=text):
+        optimizer.load_state_dict(dictionary)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("rounded", [True, False])
+@pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
+@pytest.mark.parametrize("base", [optim.Adam, optim.AdamW])
+def test_converts_optimizers_of_torchao(base, suffix, kind, rounded):
+    name, params = f"{base.__name__}{suffix}", weights()
+    cls = type(name, (torch.optim.Optimizer,), {"__module__": "torchao.optim.adam"})
+    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), kind, KINDS[kind])
+    options = {k: v for k, v in dictionary["param_groups"][0].items() if k != "params"}
+    other = cls(params, options)
+    other.bf16_stochastic_round = rounded
+    for index, param in enumerate(params):
+        other.state[param] = dictionary["state"][index]
+    converted = fusedstep.convert(other)
+    assert type(converted) is base
+    (group,) = converted.param_groups
+    assert group["state_dtype"] == kind
+    assert group.get("rounding") == ("stochastic" if rounded else None)
+    assert group["lr"] is other.param_groups[0]["lr"]
+    imported = base(params, state_dtype=kind)
+    fusedstep.import_state_dict(imported, dictionary)
+    assert_same_contents(contents(converted), contents(imported))
+    assert_goes_on(converted, params)
+
+
+# Ours
+
+ALIASES = [name for name in vars(low_bit) if name[-3:] in ("bit", "Fp8")]
+
+
+@pytest.mark.parametrize("name", ALIASES)
+def test_our_codes_are_converted_and_imported(name):
+    cls = getattr(low_bit, name)
+    options = {"momentum": 0.9} if name == "SGD8bit" else {}
+
+    def start(steps):
+        params = weights()
+        optimizer = cls(params, **options)
+        train(optimizer, params, range(1, steps + 1))
+        return params, optimizer
+
+    params, optimizer = start(3)
+    before = contents(optimizer)
+    again = cls(params, **options)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    fusedstep.import_state_dict(again, torch.load(file, weights_only=True))
+    assert_same_contents(contents(again), before)
+    converted = fusedstep.convert(optimizer)
+    assert type(converted) is cls
+    assert_same_contents(contents(converted), before)
+    train(converted, params, [4])
+    assert_same_contents(contents(converted), contents(start(4)[1]))
+
+
+# The libraries themselves, where they are installed
+
+
+def trained(cls, params, **options):
+    optimizer = cls(params, lr=0.01, **options)
+    for step in (1, 2, 3):
+        set_gradients(params, step)
+        optimizer.step()
+    return optimizer
+
+
+def set_gradients(params, step):
+    for param, gradient in zip(params, make_gradients(SHAPES, torch.float32, step), strict=True):
+        param.grad = gradient
+
+
+def assert_steps_as(other, params, places=(0, 1, 2)):
+    """A step of the optimizer that goes on, from the same place as one of the other."""
+    before = [param.detach().clone() for param in params]
+    converted = fusedstep.convert(other, lr=0.01)
+    set_gradients(params, 4)
+    other.step()
+    expected = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+    set_gradients(params, 4)
+    converted.step()
+    for place in places:
+        change = (expected[place] - before[place]).abs().max()
+        torch.testing.assert_close(
+            params[place], expected[place], rtol=0, atol=change * 1e-4 + 1e-7
+        )
+
+
+@pytest.mark.parametrize("suffix", ["8bit", "32bit"])
+@EACH
+def test_goes_on_from_bitsandbytes(name, suffix):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    options = {"momentum": 0.9} if name == "SGD" else {}
+    params = weights()
+    other = trained(
+        getattr(bitsandbytes.optim, f"{name}{suffix}"), params, weight_decay=0.1, **options
+    )
+    cls, states, _, _ = CLASSES[name]
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    kind = "int8" if suffix == "8bit" else None
+    imported = cls(params, state_dtype=kind, **options)
+    fusedstep.import_state_dict(imported, torch.load(file, weights_only=True))
+    if kind and name not in ("Adagrad", "RMSprop"):
+        for number, ours in enumerate(states, 1):
+            codes = other.state[params[1]][f"state{number}"]
+            assert_same_bits(imported.state[params[1]][ours], codes, ours)
+    elif kind is None:
+        numbers = other.state[params[1]]["state1"]
+        assert_same_bits(imported.state[params[1]][next(iter(states))], numbers, "state1")
+    if not (kind and name in ("Adagrad", "RMSprop")):  # their states are rounded once more
+        assert_steps_as(other, params)
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
+@pytest.mark.parametrize("base", ["Adam", "AdamW"])
+def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
+    library, params = importlib.import_module("torchao.optim"), weights()
+    other = trained(getattr(library, f"{base}{suffix}"), params, weight_decay=0.1)
+    file = io.BytesIO()
+    torch.save(other.state_dict(), file)
+    file.seek(0)
+    imported = getattr(optim, base)(params, state_dtype=kind)
+    fusedstep.import_state_dict(imported, torch.load(file, weights_only=True))
+    codes = other.state[params[0]]["exp_avg"].codes
+    assert_same_bits(imported.state[params[0]]["exp_avg"], codes, "exp_avg")
+    assert_steps_as(other, params, places=(0, 2))  # the other has no whole number of blocks
