@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+import small
 from fusedstep import optim
 from pages import INTEGRATIONS, run_section
 
@@ -23,12 +24,14 @@ def test_every_path_is_that_of_a_class():
         )
 
 
-def test_a_line_of_lightnings_cli_makes_the_optimizer(tmp_path):
-    """`--optimizer`, with its arguments: the class that jsonargparse finds."""
+def test_the_line_of_lightnings_cli():
+    """As LightningCLI reads it, and makes the optimizer of it."""
     pytest.importorskip("jsonargparse")
-    lightning = pytest.importorskip("lightning.pytorch.cli")
-    parser = lightning.LightningArgumentParser()
-    parser.add_optimizer_args(optim.Optimizer, "optimizer")
-    (line,) = re.findall(r"--optimizer (fusedstep\S+) (--optimizer\.\S+)", section())
-    given = parser.parse_args([f"--optimizer={line[0]}", line[1]])
-    assert given.optimizer.class_path == "fusedstep.optim.adamw.AdamW"
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    (line,) = re.findall(r"`(--optimizer [^`]+)`", section())
+    parser = cli.LightningArgumentParser()
+    parser.add_optimizer_args((optim.Optimizer,), "optimizer")
+    given = parser.parse_args(line.split()).optimizer
+    optimizer = cli.instantiate_class(small.network().parameters(), given)
+    assert type(optimizer) is optim.AdamW
+    assert optimizer.defaults["lr"] == 1e-3
