@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import recipes
 from cases import PLAIN
 from fusedstep import integrations, optim
 from pages import run_section
@@ -124,3 +125,7 @@ def test_names_are_registered_once_and_removed(timm, caplog):
     assert registry.list_optimizers() == ours
     assert registry.get_optimizer_info("fusedlamb").opt_class is optim.Lamb
     assert not caplog.records
+
+
+def test_the_recipe(timm, capsys):
+    recipes.assert_trains(capsys, "timm_vit", "--batch", "32", steps=40)

@@ -6,6 +6,7 @@ import inspect
 import pytest
 import torch
 
+import recipes
 from cases import PLAIN
 from fusedstep import optim
 from pages import run_section
@@ -164,3 +165,7 @@ def test_the_page_on_peft(transformers, peft):
     model = peft.get_peft_model(gpt2(transformers), config)
     names = run_section("peft", model=model, lines=[line["input_ids"] for line in texts(4)])
     assert_native(names["optimizer"])
+
+
+def test_the_recipe_of_lora(peft, capsys):
+    recipes.assert_trains(capsys, "peft_lora", falls_by=0.02)

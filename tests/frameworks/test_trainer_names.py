@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+import recipes
 from fusedstep import integrations, optim
 from pages import run_section
 from small import assert_native, assert_same_losses, need
@@ -255,3 +256,13 @@ def test_the_page(transformers, tmp_path):
     integrations.transformers.unregister()
     names = run_section("Trainer by name", model=gpt2(transformers), data=texts(), folder=tmp_path)
     assert type(names["trainer"].create_optimizer()) is optim.AdamW8bit
+
+
+def test_the_recipe(transformers, capsys):
+    """The three ways make the same optimizer, of the same groups."""
+    losses = [
+        recipes.assert_trains(capsys, "hf_trainer", "--way", way, falls_by=0.05)
+        for way in ("name", "class", "object")
+    ]
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(losses[2], losses[0], rtol=1e-5, atol=0)
