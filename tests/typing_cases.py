@@ -21,6 +21,13 @@ def steps(optimizer: optim.Lamb) -> float:
     return optimizer.step(max_norm=1.0).item() + norm.item() + loss + len(text)
 
 
+def created(model: torch.nn.Module) -> tuple[str, ...]:
+    fused: optim.FusedOptimizer = optim.create("lamb", model, lr=0.1, no_decay=("bias", "norm"))
+    optim.create("adamw", [{"params": parameters}], no_decay=0)  # type: ignore[arg-type]
+    fused.step()
+    return optim.names()
+
+
 def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> None:
     adamw: optim.AdamW = fusedstep.convert(torch.optim.AdamW(parameters))
     adam: optim.Adam = fusedstep.convert(torch.optim.Adam(parameters))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fusedstep
+import recipes
 from cases import PLAIN
 from fusedstep import _ops, optim
 from pages import run_section
@@ -196,3 +197,7 @@ def test_tools_ask_for_the_optimizer_inside(accelerate, tool):
 def test_the_page(accelerate):
     names = run_section("Accelerate", model=network(), batches=batches(), loss_of=loss_of)
     assert_native(names["optimizer"].optimizer)
+
+
+def test_the_recipe(accelerate, capsys):
+    recipes.assert_trains(capsys, "hf_accelerate")

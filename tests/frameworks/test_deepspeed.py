@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 import two_processes
 from cases import PLAIN
-from fusedstep import optim
+from fusedstep import integrations, optim
+from fusedstep.optim import low_bit
 from pages import run_section
 from small import (
     assert_native,
@@ -135,6 +136,39 @@ def both_flags_are_needed(here):
             )
 
 
+def registered_classes_are_taken_by_zero(here):
+    """Those that step element by element; LAMB is refused still, and all are once removed."""
+    import deepspeed
+    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+
+    set_environment(here)
+    before = list(ZERO_SUPPORTED_OPTIMIZERS)
+    config = configuration(1)
+    del config["zero_allow_untested_optimizer"]
+
+    def start(name):
+        model = network()
+        optimizer = getattr(optim, name)(model.parameters())
+        deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+
+    for _ in range(2):
+        integrations.deepspeed.register()
+    assert ZERO_SUPPORTED_OPTIMIZERS[: len(before)] == before
+    added = [cls.__name__ for cls in ZERO_SUPPORTED_OPTIMIZERS[len(before) :]]
+    assert len(added) == len(set(added))
+    assert {"AdamW", "SGD", "Lion", "AdamW8bit"} <= set(added) <= {*optim.__all__, *vars(low_bit)}
+    assert not {"Lamb", "Lamb8bit"} & set(added)
+    for name in ("AdamW", "AdamW8bit"):
+        start(name)
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        start("Lamb")
+    for _ in range(2):
+        integrations.deepspeed.unregister()
+    assert before == ZERO_SUPPORTED_OPTIMIZERS
+    with pytest.raises(AssertionError, match="zero_allow_untested_optimizer"):
+        start("AdamW")
+
+
 def the_page_is_right(here):
     set_environment(here)
     inputs, labels = batches(1, SIZE * PROCESSES)[0]
@@ -149,6 +183,7 @@ WORKS = (
     bfloat16_weights_train_as_ones_of_float32_rounded,
     states_are_offloaded,
     both_flags_are_needed,
+    registered_classes_are_taken_by_zero,
     the_page_is_right,
 )
 

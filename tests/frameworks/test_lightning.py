@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fusedstep
+import recipes
 from cases import PLAIN, WITH_NAMESAKE
 from pages import run_section
 from small import (
@@ -206,3 +207,7 @@ def test_fabric_clips_under_a_scaler(lightning, case):
 def test_the_page(lightning):
     names = run_section("Lightning", model=network(), batches=batches(), loss_of=loss_of)
     assert_native(names["module"].optimizers().optimizer)
+
+
+def test_the_recipe(lightning, capsys):
+    recipes.assert_trains(capsys, "lightning_amp")

@@ -2,25 +2,21 @@
 
 import importlib
 import inspect
+import logging
 import sys
 
 import pytest
 import torch
 
+import recipes
 from cases import PLAIN
-from fusedstep import optim
+from fusedstep import integrations, optim
 from pages import run_section
 from small import assert_native, assert_same_losses, need
 
 need("timm")
 
 CLASSES = {case.optimizer.__name__.lower(): case.optimizer for case in PLAIN}
-VARIANT = {
-    "lamb": {"variant": "timm"},
-    "rmsprop": {"alpha": 0.9},
-    "sgd": {"nesterov": True},
-}
-"""Options for ours to be timm's of that name. Most of its other classes are torch's."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +65,7 @@ def train(timm, name, options, **more):
 def test_by_name(timm, name, prefix, more):
     has_eps = "eps" in inspect.signature(CLASSES[name]).parameters
     eps = {"eps": 1e-8} if has_eps else {}  # timm has one of its own for Adagrad
-    optimizer, losses = train(timm, f"{prefix}fs{name}", VARIANT.get(name, {}) | eps, **more)
+    optimizer, losses = train(timm, f"{prefix}fused{name}", eps, **more)
     _, expected = train(timm, f"{prefix}{name}", eps, **more)
     inner = optimizer._base_optimizer if prefix else optimizer
     assert type(inner) is CLASSES[name]
@@ -83,27 +79,53 @@ def test_by_a_class_named_by_a_string(timm):
     register.register(info(name="bystring", opt_class="fusedstep.optim.AdamW", has_betas=True))
     optimizer, losses = train(timm, "bystring", {})
     assert type(optimizer) is optim.AdamW
-    assert losses == train(timm, "fsadamw", {})[1]
+    assert losses == train(timm, "fusedadamw", {})[1]
 
 
 def test_options_of_the_command_line(timm):
-    """`--opt fsadan --opt-betas … --opt-eps … --opt-foreach`, which selects torch operations."""
+    """`--opt fusedadan --opt-betas … --opt-eps … --opt-foreach`, which selects torch operations."""
     betas, eps = (0.9, 0.8, 0.95), 1e-6
-    optimizer, losses = train(timm, "fsadan", {"betas": betas, "eps": eps})
+    optimizer, losses = train(timm, "fusedadan", {"betas": betas, "eps": eps})
     assert optimizer.defaults["betas"] == betas
     assert_same_losses(losses, train(timm, "adan", {"betas": betas, "eps": eps})[1], 2e-5)
-    optimizer, _ = train(timm, "fsadamw", {}, foreach=True)
+    optimizer, _ = train(timm, "fusedadamw", {}, foreach=True)
     assert not optimizer._plans
 
 
 def test_a_name_with_an_underscore_is_another_optimizer(timm):
-    """As the page warns: a registered one too."""
-    register, info = timm.optim._optim_factory.default_registry, timm.optim.OptimInfo
-    register.register(info(name="fusedstep_adamw", opt_class=optim.AdamW, has_betas=True))
-    optimizer = timm.optim.create_optimizer_v2(vit(timm), "fusedstep_adamw", lr=1e-3)
+    """As the page warns."""
+    optimizer = timm.optim.create_optimizer_v2(vit(timm), "fused_adamw", lr=1e-3)
     assert type(optimizer) is torch.optim.AdamW
 
 
 def test_an_option_that_has_another_name_here(timm):
     with pytest.raises(TypeError, match="max_ratio"):
-        train(timm, "fslamb", {"trust_clip": True})
+        train(timm, "fusedlamb", {"trust_clip": True})
+
+
+@pytest.mark.parametrize("name", optim.names())
+def test_every_name_of_ours_is_one_of_timms(timm, name):
+    optimizer = timm.optim.create_optimizer_v2(vit(timm), f"fused{name}", lr=1e-3)
+    assert type(optimizer) is type(optim.create(name, vit(timm)))
+
+
+def test_names_are_registered_once_and_removed(timm, caplog):
+    """In silence, and apex's are there again."""
+    registry = timm.optim._optim_factory.default_registry
+    ours = registry.list_optimizers()
+    with caplog.at_level(logging.WARNING):
+        integrations.timm.register()
+        assert registry.list_optimizers() == ours
+        integrations.timm.unregister()
+        integrations.timm.unregister()
+        theirs = registry.list_optimizers()
+        assert "fusedadan" not in theirs
+        assert registry.get_optimizer_info("fusedlamb").opt_class == "apex.optimizers.FusedLAMB"
+        integrations.timm.register()
+    assert registry.list_optimizers() == ours
+    assert registry.get_optimizer_info("fusedlamb").opt_class is optim.Lamb
+    assert not caplog.records
+
+
+def test_the_recipe(timm, capsys):
+    recipes.assert_trains(capsys, "timm_vit", "--batch", "32", steps=40)

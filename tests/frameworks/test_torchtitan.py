@@ -7,7 +7,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from cases import PLAIN, WITH_NAMESAKE
-from fusedstep import optim
+from fusedstep import integrations, optim
 from pages import ROOT, run_section
 from small import assert_native, assert_same_losses, batches, loss_of, need, network
 
@@ -109,5 +109,40 @@ def test_our_checkpoints_are_loaded(titan, tmp_path, case, options):
 
 def test_the_page(titan):
     names = run_section("torchtitan", model=network())
+    integrations.torchtitan.unregister()
     (optimizer,) = names["optimizers"]
     assert type(optimizer) is optim.AdamW
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [("AdamW", optim.AdamW), ("Lamb", optim.Lamb), ("AdamW8bit", optim.AdamW8bit)],
+)
+def test_names_select_ours_once_registered(titan, name, cls):
+    def optimizers(name):
+        groups = [
+            titan.ParamGroupConfig(
+                pattern=".*", optimizer_name=name, optimizer_kwargs={"lr": 0.1, "betas": (0.8, 0.7)}
+            )
+        ]
+        config = titan.OptimizersContainer.Config(param_groups=groups)
+        return titan.OptimizersContainer(config, model_parts=[network()])
+
+    theirs = vars(titan.OptimizersContainer)["_resolve_optimizer_factory"].__func__
+    try:
+        for _ in range(2):
+            integrations.torchtitan.register()
+        (optimizer,) = optimizers(name)
+        assert type(optimizer) is cls
+        (group,) = optimizer.param_groups
+        assert (group["lr"], group["betas"], group["fused"]) == (0.1, (0.8, 0.7), True)
+        with pytest.raises(NotImplementedError, match="Optimizer xyz not added"):
+            optimizers("xyz")
+        resolve = titan.OptimizersContainer._resolve_optimizer_factory
+        assert resolve("DistMuon") is theirs("DistMuon")
+    finally:
+        for _ in range(2):
+            integrations.torchtitan.unregister()
+    assert vars(titan.OptimizersContainer)["_resolve_optimizer_factory"].__func__ is theirs
+    with pytest.raises(NotImplementedError):
+        optimizers("Lamb")

@@ -6,15 +6,14 @@ import inspect
 import pytest
 import torch
 
+import recipes
 from cases import PLAIN
 from fusedstep import optim
 from pages import run_section
 from small import assert_native, assert_same_losses, need, ours, reference
+from small_trainer import STEPS, arguments, gpt2, inner, losses_of, texts, trainer
 
 need("transformers")
-
-STEPS = 4
-WORDS = 32
 
 
 @pytest.fixture(scope="module")
@@ -28,31 +27,6 @@ def peft():
     return pytest.importorskip("peft")
 
 
-def gpt2(transformers):
-    torch.manual_seed(0)
-    config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, use_cache=False
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def texts(count=64):
-    generator = torch.Generator().manual_seed(1)
-    words = torch.randint(WORDS, (count, 8), generator=generator)
-    return [{"input_ids": line, "labels": line} for line in words]
-
-
-def arguments(transformers, folder, **options):
-    return transformers.TrainingArguments(
-        **{"output_dir": str(folder), "max_steps": STEPS, "use_cpu": True, "report_to": []}
-        | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-        | {"max_grad_norm": 0.5, "lr_scheduler_type": "cosine", "weight_decay": 0.1}
-        | {"learning_rate": 5e-3, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
-        | {"save_strategy": "no", "logging_steps": 1, "disable_tqdm": True}
-        | options
-    )
-
-
 def from_arguments(kind, args):
     """As the page says: what the arguments set is handed on by name."""
     cls, options = kind
@@ -62,21 +36,6 @@ def from_arguments(kind, args):
     if "eps" in names:
         options = options | {"eps": args.adam_epsilon}
     return cls, options | {"lr": args.learning_rate}
-
-
-def trainer(transformers, args, **options):
-    return transformers.Trainer(
-        model=gpt2(transformers), args=args, train_dataset=texts(), **options
-    )
-
-
-def losses_of(it):
-    return [entry["loss"] for entry in it.state.log_history if "loss" in entry]
-
-
-def inner(it):
-    """The optimizer that Accelerate has wrapped."""
-    return getattr(it.optimizer, "optimizer", it.optimizer)
 
 
 @pytest.mark.parametrize(
@@ -206,3 +165,7 @@ def test_the_page_on_peft(transformers, peft):
     model = peft.get_peft_model(gpt2(transformers), config)
     names = run_section("peft", model=model, lines=[line["input_ids"] for line in texts(4)])
     assert_native(names["optimizer"])
+
+
+def test_the_recipe_of_lora(peft, capsys):
+    recipes.assert_trains(capsys, "peft_lora", falls_by=0.02)

@@ -10,6 +10,8 @@ from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
+from fusedstep.optim._create import create as create
+from fusedstep.optim._create import names as names
 from fusedstep.optim.adadelta import Adadelta
 from fusedstep.optim.adafactor import Adafactor
 from fusedstep.optim.adagrad import Adagrad

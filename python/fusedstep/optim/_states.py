@@ -271,7 +271,7 @@ class StateStore:
             del state[name]
 
     def _asked_kind(self, group: dict[str, Any], weight: Tensor) -> str | None:
-        """The kind of codes that a weight's states are asked for; those of other shapes have none."""
+        """The kind of codes that options ask for; states of other shapes have none."""
         return None if self._shapes(group, weight) is not None else _codes.asked_kind(group, weight)
 
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:

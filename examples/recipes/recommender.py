@@ -1,0 +1,40 @@
+"""A recommender with sparse embeddings: Adagrad reads and writes the rows of a batch alone."""
+
+import recipe
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fusedstep import optim
+
+ITEMS, FEATURES, WIDTH = 100_000, 8, 16
+
+
+def clicks(steps: int, batch: int, device: str):
+    """Yields items and whether they were clicked, which depends on the first one."""
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        # A few items are seen often, as is usual.
+        items = (ITEMS * torch.rand(batch, FEATURES, generator=generator) ** 8).long()
+        yield items.to(device), (items[:, 0] % 2).float().to(device)
+
+
+def main(argv: list[str] | None = None) -> recipe.Run:
+    args = recipe.arguments(__doc__, steps=200, batch=1024).parse_args(argv)
+    torch.manual_seed(0)
+    table = nn.Embedding(ITEMS, WIDTH, sparse=True)
+    head = nn.Sequential(nn.Linear(FEATURES * WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
+    model = nn.Sequential(table, nn.Flatten(), head).to(args.device)
+    optimizer = optim.Adagrad(model.parameters(), lr=0.1)
+    with recipe.Run(args.device) as run:
+        for items, clicked in clicks(args.steps, args.batch, args.device):
+            loss = F.binary_cross_entropy_with_logits(model(items).squeeze(1), clicked)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            run.add(loss, len(items))
+    return run
+
+
+if __name__ == "__main__":
+    main()

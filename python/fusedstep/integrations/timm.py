@@ -1,0 +1,69 @@
+"""timm: ``create_optimizer_v2(model, "fusedlamb")`` and ``--opt fusedlamb``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from fusedstep import optim
+from fusedstep.optim._create import find
+
+if TYPE_CHECKING:
+    from timm.optim import OptimInfo
+
+#: Options that timm's optimizer of the same name has under other names.
+_OPTIONS: dict[str, dict[str, Any]] = {"lamb": {"variant": "timm"}}
+
+#: What had a name before, by the name.
+_replaced: dict[str, OptimInfo | None] = {}
+
+
+def register() -> None:
+    """Registers every name of :func:`fusedstep.optim.names` with ``fused`` in front of it.
+
+    So ``create_optimizer_v2(model, "fusedadamw")`` makes an ``optim.AdamW``; ``"fusedsgd"``,
+    ``"fusedadam"``, ``"fusedadamw"`` and ``"fusedlamb"`` are no longer apex's. Defaults are those
+    that timm gives its own optimizer of the name: ``"fusedsgd"`` has ``nesterov=True``, and
+    ``"fusedlamb"`` is ``variant="timm"``.
+    """
+    if _replaced:
+        return
+    from timm.optim import OptimInfo
+    from timm.optim._optim_factory import default_registry
+
+    known = default_registry.list_optimizers()
+    for name in optim.names():
+        cls, theirs = find(name), {}
+        if name in known:
+            theirs = default_registry.get_optimizer_info(name).defaults or {}
+        accepted = inspect.signature(cls).parameters
+        defaults = {option: value for option, value in theirs.items() if option in accepted}
+        fused = f"fused{name}"
+        replaced = default_registry.get_optimizer_info(fused) if fused in known else None
+        info = OptimInfo(
+            name=fused,
+            opt_class=cls,
+            description=f"fusedstep.optim.{cls.__name__}",
+            has_eps="eps" in accepted,
+            has_momentum="momentum" in accepted,
+            has_betas="betas" in accepted,
+            num_betas=cls._betas,
+            defaults=defaults | _OPTIONS.get(name, {}),
+        )
+        # register() would warn that apex's are overwritten.
+        default_registry._optimizers[fused] = info
+        _replaced[fused] = replaced
+
+
+def unregister() -> None:
+    """Removes the names, and registers apex's again."""
+    if not _replaced:
+        return
+    from timm.optim._optim_factory import default_registry
+
+    for name, info in _replaced.items():
+        if info is None:
+            del default_registry._optimizers[name]
+        else:
+            default_registry._optimizers[name] = info
+    _replaced.clear()

@@ -1,0 +1,244 @@
+"""transformers: ``TrainingArguments(optim=...)`` selects optimizers of this package."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from fusedstep import optim
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
+
+_Class = type[optim.FusedOptimizer]
+_Groups = list[dict[str, Any]]
+
+#: Names of transformers' option, and the classes that they select where there is the class. Paged
+#: optimizers stay bitsandbytes': these move states between the GPU and the host.
+_NAMES = {
+    "adamw_torch": "AdamW",
+    "adamw_torch_fused": "AdamW",
+    "adamw_torch_8bit": "AdamW8bit",
+    "adamw_torch_4bit": "AdamW4bit",
+    "adamw_bnb_8bit": "AdamW8bit",
+    "adamw_8bit": "AdamW8bit",
+    "adafactor": "Adafactor",
+    "adagrad": "Adagrad",
+    "lion_32bit": "Lion",
+    "lion_8bit": "Lion8bit",
+    "rmsprop": "RMSprop",
+    "rmsprop_bnb": "RMSprop",
+    "rmsprop_bnb_32bit": "RMSprop",
+    "rmsprop_bnb_8bit": "RMSprop8bit",
+    "sgd": "SGD",
+    "galore_adamw": "GaLoreAdamW",
+    "galore_adamw_8bit": "GaLoreAdamW8bit",
+    "galore_adafactor": "GaLoreAdafactor",
+    "apollo_adamw": "APOLLOAdamW",
+}
+#: Those of bitsandbytes with states of 8 bits, under which Trainer keeps embeddings' in 32 bits.
+_WITH_WIDE_EMBEDDINGS = frozenset({"adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb_8bit"})
+_LAYERWISE = "_layerwise"
+#: The options that transformers gives Adafactor.
+_ADAFACTOR = {"scale_parameter": False, "relative_step": False}
+#: The options of groups of low rank, with transformers' defaults; ``optim_args`` sets them.
+_LOW_RANK: dict[str, dict[str, Any]] = {
+    "galore": {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"},
+    "apollo": {
+        "rank": 128,
+        "proj": "random",
+        "scale_type": "channel",
+        "update_proj_gap": 200,
+        "scale": 1.0,
+        "proj_type": "std",
+    },
+}
+
+_theirs: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+
+
+def register() -> None:
+    """Makes ``TrainingArguments(optim=...)`` select the classes of this package.
+
+    The names are ``adamw_torch``, ``adamw_torch_fused``, ``adamw_bnb_8bit``, ``adamw_8bit``,
+    ``adamw_torch_8bit``, ``adamw_torch_4bit``, ``adagrad``, ``lion_32bit``, ``lion_8bit``, ``sgd``,
+    ``rmsprop`` and ``rmsprop_bnb`` with their variants; ``adafactor``, ``galore_*`` and
+    ``apollo_*`` where :mod:`fusedstep.optim` has the class. All other names remain transformers'.
+    Learning rate, betas, eps, and Trainer's groups with and without weight decay are kept, those of
+    GaLore as well. ``optim_args`` sets any option of the class:
+    ``"master_weights=split, max_grad_norm=1"``.
+
+    Every release of transformers from 4.40 on asks the public method
+    ``Trainer.get_optimizer_cls_and_kwargs``, which this replaces. A subclass of ``Trainer`` that
+    overrides the method decides by itself.
+    """
+    global _theirs
+    if _theirs is not None:
+        return
+    from transformers import Trainer
+
+    _theirs = Trainer.get_optimizer_cls_and_kwargs
+    Trainer.get_optimizer_cls_and_kwargs = staticmethod(
+        functools.wraps(_theirs)(functools.partial(_choose, _theirs))
+    )
+
+
+def unregister() -> None:
+    """Makes the names select transformers' classes again."""
+    global _theirs
+    if _theirs is None:
+        return
+    from transformers import Trainer
+
+    Trainer.get_optimizer_cls_and_kwargs = staticmethod(_theirs)
+    _theirs = None
+
+
+def _choose(
+    theirs: Callable[..., tuple[Any, dict[str, Any]]],
+    args: TrainingArguments,
+    model: nn.Module | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Returns a class and its options, as ``Trainer.get_optimizer_cls_and_kwargs`` does."""
+    name = str(getattr(args.optim, "value", args.optim))
+    plain = name.removesuffix(_LAYERWISE)
+    cls: _Class | None = getattr(optim, _NAMES.get(plain, ""), None)
+    if cls is None:
+        return theirs(args, model)
+    given = _parsed(args.optim_args)
+    low_rank = _LOW_RANK.get(plain.partition("_")[0], {})
+    ranks = {option: given.pop(option, default) for option, default in low_rank.items()}
+    _check(cls, given, [*low_rank])
+    options = _options(cls, args) | given
+    if low_rank:
+        cls = _with_group(cls, _targets(name, args, model), ranks)
+    elif name in _WITH_WIDE_EMBEDDINGS and model is not None:
+        cls = _with_group(cls, _embeddings(model), {"state_dtype": torch.float32})
+    if name != plain:
+        if "max_grad_norm" in given:
+            raise ValueError(f"optim={name!r} does not support max_grad_norm")
+        cls = _layerwise(cls, name, args)
+    return cls, options
+
+
+def _options(cls: _Class, args: TrainingArguments) -> dict[str, Any]:
+    """Returns the options of a class that the arguments set."""
+    accepted = inspect.signature(cls).parameters
+    options: dict[str, Any] = {"lr": args.learning_rate}
+    if "betas" in accepted:
+        options["betas"] = args.adam_beta1, args.adam_beta2
+        if "eps" in accepted:
+            options["eps"] = args.adam_epsilon
+    return options | (_ADAFACTOR if cls.__name__.endswith("Adafactor") else {})
+
+
+def _parsed(text: str | None) -> dict[str, Any]:
+    """Returns the options of ``optim_args``: ``"momentum=0.9, nesterov=True"``."""
+    options = {}
+    for pair in filter(None, (text or "").replace(" ", "").split(",")):
+        name, equals, value = pair.partition("=")
+        if not (name and equals and value):
+            raise ValueError(f"optim_args must be 'name=value, name=value', not {text!r}")
+        options[name] = _value(value)
+    return options
+
+
+def _value(text: str) -> Any:
+    known = {"true": True, "yes": True, "false": False, "no": False, "none": None}
+    if text.lower() in known:
+        return known[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _check(cls: _Class, options: Iterable[str], of_groups: list[str]) -> None:
+    accepted = inspect.signature(cls).parameters.keys() - {"params"}
+    for option in options:
+        if option not in accepted:
+            near = difflib.get_close_matches(option, [*accepted, *of_groups])
+            advice = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise ValueError(f"optim_args: {cls.__name__} has no option {option!r}{advice}")
+
+
+def _with_group(cls: _Class, chosen: set[int], options: dict[str, Any]) -> _Class:
+    """Returns a class that makes a ``cls`` of groups that are split: chosen weights have options.
+
+    Trainer makes the groups after it has been given the class, and wants a class.
+    """
+
+    def new(_: _Class, groups: Iterable[dict[str, Any]], **others: Any) -> optim.FusedOptimizer:
+        return cls(_split(groups, chosen, options), **others)
+
+    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
+
+
+def _split(groups: Iterable[dict[str, Any]], chosen: set[int], options: dict[str, Any]) -> _Groups:
+    halves = []
+    for group in groups:
+        taken = [weight for weight in group["params"] if id(weight) in chosen]
+        others = [weight for weight in group["params"] if id(weight) not in chosen]
+        halves += [group | {"params": others}, group | options | {"params": taken}]
+    return [half for half in halves if half["params"]]
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    modules = (each for each in model.modules() if isinstance(each, nn.Embedding))
+    return {id(weight) for module in modules for weight in module.parameters()}
+
+
+def _targets(name: str, args: TrainingArguments, model: nn.Module | None) -> set[int]:
+    """Returns the weights of linear layers that ``optim_target_modules`` names."""
+    from transformers.trainer_utils import check_target_module_exists
+
+    wanted = args.optim_target_modules
+    if wanted is None:
+        raise ValueError(f"optim={name!r} needs optim_target_modules: names, or 'all-linear'")
+    if model is None:
+        raise ValueError(f"optim={name!r} needs the model")
+    every = isinstance(wanted, str) and wanted.replace("_", "-") == "all-linear"
+    found = {
+        id(module.weight)
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and (every or check_target_module_exists(wanted, path))
+    }
+    if not found:
+        raise ValueError(f"optim_target_modules={wanted!r} names no linear layer of the model")
+    return found
+
+
+def _layerwise(cls: _Class, name: str, args: TrainingArguments) -> _Class:
+    """Returns a class whose optimizers step each weight during backward, and free its gradient.
+
+    Trainer's own call of ``step()`` finds no gradients then.
+    """
+    from transformers.training_args import ParallelMode
+
+    if args.gradient_accumulation_steps != 1:
+        raise ValueError(f"optim={name!r} does not support gradient_accumulation_steps above 1")
+    if args.parallel_mode == ParallelMode.DISTRIBUTED:
+        raise NotImplementedError(f"optim={name!r} does not support DDP")
+
+    def new(_: _Class, groups: Iterable[dict[str, Any]], **options: Any) -> optim.FusedOptimizer:
+        optimizer = cls(groups, **options)
+
+        def step(_: torch.Tensor) -> None:
+            optimizer.step()  # of one weight: no other has a gradient
+            optimizer.zero_grad()
+
+        for group in optimizer.param_groups:
+            for weight in group["params"]:
+                if weight.requires_grad:
+                    weight.register_post_accumulate_grad_hook(step)
+        return optimizer
+
+    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)

@@ -1,0 +1,87 @@
+"""The recipes run and train; tests/frameworks has those inside of a framework."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import recipes
+from pages import ROOT
+
+PLAIN = ("mixed_precision", "bf16_split", "checkpointing", "int8_states", "accumulation")
+PAGE = ROOT / "docs" / "recipes.md"
+
+
+def test_every_recipe_is_on_the_page_and_run_by_a_test():
+    paths = re.findall(r"examples/recipes/(\w+)\.py", PAGE.read_text())
+    assert sorted(set(paths)) == sorted([*recipes.NAMES, "recipe"])
+    sources = [*(ROOT / "tests").glob("*.py"), *(ROOT / "tests" / "frameworks").glob("*.py")]
+    tests = "".join(path.read_text() for path in sources)
+    missing = [name for name in recipes.NAMES if f'"{name}"' not in tests]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_recipe(capsys, name):
+    """All train one model on the same data: in float32 to the same losses, or nearly so."""
+    losses = recipes.assert_trains(capsys, name)
+    expected = {"mixed_precision": 0.02, "bf16_split": 0.05, "int8_states": 0.02}
+    reference = torch.tensor(
+        [float(each) for each in recipes.run("checkpointing", "--steps", "3").losses]
+    )
+    torch.testing.assert_close(losses[:3], reference, rtol=0, atol=expected.get(name, 1e-4))
+
+
+def test_lamb_with_warmup(capsys):
+    recipes.assert_trains(capsys, "lamb_warmup", "--batch", "16", steps=20)
+
+
+def test_recommender(capsys):
+    recipes.assert_trains(capsys, "recommender", "--batch", "256", steps=60)
+
+
+def test_ladder(capsys):
+    small = ("--width", "64", "--layers", "2", "--length", "32", "--steps", "2")
+    rungs = recipes.run("ladder", *small)
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 2 + len(rungs)
+    for line, (name, (speed, memory, loss)) in zip(table[2:], rungs.items(), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells == [name, f"{speed:,.1f}", f"{memory / 2**20:,.1f}", f"{loss:.4f}"]
+        assert speed > 0
+    _, memory, losses = ({n: r[i] for n, r in rungs.items()} for i in range(3))
+    assert memory["baseline"] > memory["accumulation"] > memory["all"] > memory["all, int8"]
+    assert memory["baseline"] > memory["checkpointing"] > memory["all"]
+    assert memory["baseline"] > memory["bf16"] > memory["all"]
+    assert losses["accumulation"] == pytest.approx(losses["baseline"], rel=1e-5)
+    assert losses["checkpointing"] == losses["baseline"]
+    assert losses["all, int8"] == pytest.approx(losses["baseline"], rel=2e-2)
+
+
+def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):
+    (tmp_path / "shakespeare").mkdir()
+    (tmp_path / "shakespeare" / "input.txt").write_text("abcab")
+    monkeypatch.syspath_prepend(str(recipes.FOLDER))
+    monkeypatch.setenv("FUSEDSTEP_DATA", str(tmp_path))
+    import recipe
+
+    try:
+        tokens, symbols = recipe.encoded()
+    finally:
+        del sys.modules["recipe"]
+    assert (tokens.tolist(), symbols) == ([0, 1, 2, 0, 1], 3)
+
+
+def test_as_it_is_typed(tmp_path):
+    run = subprocess.run(
+        [sys.executable, str(recipes.FOLDER / "bf16_split.py"), "--steps", "2"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "FUSEDSTEP_DATA": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.fullmatch(recipes.CLOSING_LINE, run.stdout.strip())
