@@ -218,7 +218,7 @@ def has_text(group: dict[str, Any]) -> bool:
 _OF_WAYS = ("master_weights", "rounding", "seed")
 
 #: Options that may be texts.
-_TEXTS = ("debias", "state_dtype", *_OF_WAYS)
+_TEXTS = ("debias", "proj", "proj_type", "scale_type", "state_dtype", "svd", *_OF_WAYS)
 
 #: Options that are no numbers, and to which a text is never right, though Python takes it for true.
 _NO_NUMBERS = frozenset(
@@ -301,7 +301,7 @@ def with_name(
 
 def numeric(group: dict[str, Any]) -> str:
     """The options of a group that are numbers or should be, for an error's text."""
-    others = {"params", "param_names", "foreach", "fused", "state_dtype", *_OF_WAYS}
+    others = {"params", "param_names", "foreach", "fused", *_TEXTS}
     return ", ".join(
         f"{name}={value!r}"
         for name, value in group.items()

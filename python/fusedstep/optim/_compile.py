@@ -23,6 +23,8 @@ from fusedstep.optim._weights import way_of
 
 def trace_update(optimizer: Optimizer) -> bool:
     """Adds an update to the graph that is being made; returns False if it cannot be there."""
+    if not optimizer._traceable:
+        return False
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False
     if optimizer._max_grad_norm() < math.inf:
