@@ -101,8 +101,9 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
     Args:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
-            apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed, or
-            ``Adan`` of its authors (module ``adan``) or of timm
+            apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
+            ``Adan`` of its authors (module ``adan``) or of timm, ``GaLoreAdamW`` of galore_torch,
+            or ``APOLLOAdamW`` of apollo_torch, whose projections go on with other random numbers
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
@@ -138,6 +139,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         _translated(group, [optimizer.state.get(p, {}) for p in group["params"]], cls)
         for group in optimizer.param_groups
     ]
+    states = _in_form(converted, converted.param_groups, states)
     for group, members in zip(masters, states, strict=True) if masters else ():
         for master, state in zip(group["params"], members, strict=True):
             if state:
@@ -152,8 +154,8 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
     (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
-    (``Lamb``, ``Adan``), of Adan's authors, and others of this form. A step count in a group is
-    given to each of its weights.
+    (``Lamb``, ``Adan``), of Adan's authors, of galore_torch and apollo_torch with their pickled
+    projectors, and others of this form. A step count in a group is given to each of its weights.
 
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
@@ -191,12 +193,13 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         )
     given = [[state_dict["state"].get(i, {}) for i in group["params"]] for group in groups]
     options = [_carried(group, cls) for group in groups]
+    new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
-        _check_given(optimizer.param_groups[index], index, group, members)
+        _check_given(optimizer, new_groups[index], index, group, members)
     states = [
         _translated(group, members, cls) for group, members in zip(groups, given, strict=True)
     ]
-    new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
+    states = _in_form(optimizer, new_groups, states)
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
         for place, state in enumerate(members):
             if state:
@@ -270,14 +273,22 @@ def _deepspeed_adagrad(optimizer: Any) -> type[FusedOptimizer]:
     return optim.Adagrad
 
 
+def _low_rank(optimizer: Any) -> type[FusedOptimizer]:
+    """GaLore's and APOLLO's packages call their classes AdamW, and APOLLO's has GaLore's too."""
+    is_apollo = type(optimizer).__module__ == "apollo_torch.apollo"
+    return optim.APOLLOAdamW if is_apollo else optim.GaLoreAdamW
+
+
 #: Optimizers of other libraries with a formula of ours, by package and name.
 _RELATIVES: dict[tuple[str, str], Callable[[Any], type[FusedOptimizer]]] = {
     ("adan", "Adan"): lambda optimizer: optim.Adan,
+    ("apollo_torch", "AdamW"): _low_rank,
     ("apex", "FusedAdam"): _adam,
     ("apex", "FusedAdagrad"): _apex_adagrad,
     ("deepspeed", "FusedAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
+    ("galore_torch", "AdamW"): _low_rank,
     ("timm", "Adan"): lambda optimizer: optim.Adan,
 }
 
@@ -356,8 +367,25 @@ def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
     return {"step": steps} | {name: value for name, value in state.items() if name != "step"}
 
 
+def _in_form(
+    optimizer: FusedOptimizer, groups: list[dict[str, Any]], states: list[list[dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
+    """The states of groups with what only the optimizer itself can read put into its form."""
+    return [
+        [
+            optimizer._in_form(group, weight, state) if state else state
+            for weight, state in zip(group["params"], members, strict=True)
+        ]
+        for group, members in zip(groups, states, strict=True)
+    ]
+
+
 def _check_given(
-    own: dict[str, Any], index: int, group: dict[str, Any], states: list[dict[str, Any]]
+    optimizer: FusedOptimizer,
+    own: dict[str, Any],
+    index: int,
+    group: dict[str, Any],
+    states: list[dict[str, Any]],
 ) -> None:
     """Raises what cannot be translated. Neither counts nor moments need be there."""
     if group.get("step") is not None:
@@ -368,7 +396,9 @@ def _check_given(
         if state.get("step") is not None:
             check_count_of_steps(name, state["step"])
         if "exp_avg" in state:
-            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight)
+            shapes = optimizer._state_shapes(own, weight) or {}
+            shape = shapes.get("exp_avg", weight.shape)
+            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight, shape=shape)
 
 
 def _give_states(

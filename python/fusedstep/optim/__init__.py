@@ -16,6 +16,7 @@ from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
+from fusedstep.optim.apollo import APOLLOAdamW as APOLLOAdamW
 from fusedstep.optim.galore import GaLoreAdamW as GaLoreAdamW
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion

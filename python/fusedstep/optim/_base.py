@@ -134,6 +134,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """
         return None
 
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A state of another library's optimizer with objects in it made tensors of ours."""
+        return state
+
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
         return f"{type(self).__name__} does not support sparse gradients"

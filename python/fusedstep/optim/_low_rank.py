@@ -1,15 +1,8 @@
 """AdamW on low-rank gradients: the part that GaLore and APOLLO share.
 
 Groups with a ``rank`` are projected; all others are AdamW in the same step, by a native plan. The
-formula of both is that of transformers' AdamW, which these optimizers come from::
-
-    m = beta1 * m + (1 - beta1) * g
-    v = beta2 * v + (1 - beta2) * g**2
-    w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
-    w = w - lr * weight_decay * w
-
-A native Adam step says the same with other numbers (``native_numbers``). That of low-rank gradients
-has a plan over scratch memory in place of weights.
+formula of both is that of ``_transformers_adamw.py``. The native step of low-rank gradients has a
+plan over scratch memory in place of weights.
 """
 
 from __future__ import annotations
@@ -24,7 +17,6 @@ from torch.autograd.graph import increment_version
 
 from fusedstep import _ops
 from fusedstep.optim._checks import (
-    as_number,
     check_at_least_zero,
     check_operands,
     floats,
@@ -44,38 +36,8 @@ from fusedstep.optim._projection import (
     why_not_projected,
 )
 from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._transformers_adamw import native_numbers
 from fusedstep.optim._weights import key_of_draws, places_of, way_of
-
-#: The least factor that decay may leave of a weight, for a division.
-_TINY = 2.0**-500
-
-
-def native_numbers(
-    betas: tuple[float, float],
-    eps: float,
-    count: int,
-    lr: float,
-    weight_decay: float,
-    correct_bias: bool,
-) -> dict[str, float]:
-    """The numbers with which the native Adam rule takes step ``count`` of the formula above.
-
-    The rule divides by ``sqrt(v) / sqrt(1 - beta2**t) + eps``, decays before the update, and always
-    corrects the biases.
-    """
-    beta1, beta2 = betas
-    bias1, bias2 = 1 - beta1**count, math.sqrt(1 - beta2**count)
-    keep = 1 - lr * weight_decay or _TINY
-    length = lr * keep * (1 if correct_bias else bias1 / bias2)
-    return {
-        "lr": length,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps / bias2,
-        "weight_decay": lr * weight_decay / length if length else 0.0,
-        "amsgrad": 0.0,
-        "decoupled_weight_decay": 1.0,
-    }
 
 
 class LowRankSteps:
@@ -108,11 +70,17 @@ class LowRankSteps:
         raise NotImplementedError
 
     def _move(
-        self, item: Work, scratch: Scratch, index: int, target: Tensor, state: dict[str, Tensor]
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        target: Tensor,
+        state: dict[str, Tensor],
+        factor: float,
     ) -> None:
         """Moves a weight, as a matrix, by the update in the scratch memory.
 
-        ``target``: the weight, or the float32 value of one of 16 bits.
+        ``target``: the weight, or the float32 value of one of 16 bits. ``factor``: of gradients.
         """
         raise NotImplementedError
 
@@ -181,6 +149,30 @@ class LowRankSteps:
     def _step_supports_amp_scaling(self) -> bool:
         """Returns False: the numbers of a step follow from counts, which the host has to know."""
         return False
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
+        if "exp_avg" not in state:  # it has taken no step
+            return {}
+        shapes = self._state_shapes(group, weight)
+        if shapes is None:
+            return {name: value for name, value in state.items() if name != "seed"}
+        found = getattr(state.get("projector"), "ortho_matrix", None)
+        found = list(found) if isinstance(found, (list, tuple)) else [found]
+        bases = dict(zip(self._sides(group, weight), found, strict=False))
+        known = state | {side: basis for side, basis in bases.items() if basis is not None}
+        formed = {}
+        for name in ("step", *shapes):
+            value = known.get(name)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                formed[name] = value.float() if value.itemsize == 2 else value
+            elif value is not None:
+                formed[name] = value
+            elif not shapes.get(name, weight.shape):  # a number
+                formed[name] = torch.zeros((), device=weight.device)
+        return formed
 
     # Counts, which the numbers of a native step follow from
 
@@ -338,16 +330,17 @@ class LowRankSteps:
             scratch.step()
             for index, weight in enumerate(item.weights):
                 state = self._store.with_count(item.group, weight)
-                self._move_weight(item, scratch, index, weight, state)
+                self._move_weight(item, scratch, index, state, factors.on_host)
             increment_version(self._accessed_states(item.weights))
 
     def _move_weight(
-        self, item: Work, scratch: Scratch, index: int, weight: Tensor, state: dict[str, Tensor]
+        self, item: Work, scratch: Scratch, index: int, state: dict[str, Tensor], factor: float
     ) -> None:
+        weight = item.weights[index]
         is_wide = way_of(item.group, weight) is not None
         target = self._widened(item.group, weight, state) if is_wide else weight.detach()
         matrix = as_matrix(target)
-        self._move(item, scratch, index, matrix, state)
+        self._move(item, scratch, index, matrix, state, factor)
         if matrix.data_ptr() != target.data_ptr():  # strides that no matrix has
             target.copy_(matrix.view(target.shape))
         if is_wide:
@@ -384,24 +377,3 @@ class LowRankSteps:
         """The key of a weight's random numbers."""
         (place,) = places_of(self._groups, group, [weight])
         return key_of_draws(group.get("seed", 0), draw, place)
-
-    # The formula
-
-    @staticmethod
-    def _adam_direction(
-        group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, float]:
-        """Takes the moments forward; returns the direction and the length of the step along it."""
-        beta1, beta2 = map(float, group["betas"])
-        exp_avg, exp_avg_sq, step = state["exp_avg"], state["exp_avg_sq"], state["step"]
-        step += 1
-        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        length, count = float(as_number(group["lr"])), step.item()
-        if group["correct_bias"]:
-            length *= math.sqrt(1 - beta2**count) / (1 - beta1**count)
-        return exp_avg / exp_avg_sq.sqrt().add_(group["eps"]), length
-
-    @staticmethod
-    def _decay(group: dict[str, Any], weight: Tensor) -> Tensor:
-        return weight.mul_(1 - float(group["lr"]) * group["weight_decay"])

@@ -22,6 +22,7 @@ from fusedstep.optim._projection import (
 )
 from fusedstep.optim._scratch import Scratch
 from fusedstep.optim._subspace import bases_of, overlap
+from fusedstep.optim._transformers_adamw import advance, move
 from fusedstep.optim._weights import way_of
 
 __all__ = ["GaLoreAdamW"]
@@ -196,11 +197,16 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         return found | {_DOUBLINGS: doublings}
 
     def _move(
-        self, item: Work, scratch: Scratch, index: int, target: Tensor, state: dict[str, Tensor]
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        target: Tensor,
+        state: dict[str, Tensor],
+        factor: float,
     ) -> None:
-        group = item.group
-        lr, bases, update = float(group["lr"]), scratch.bases(index), scratch.update(index)
-        between = scratch.between
+        group, lr, bases = item.group, float(item.group["lr"]), scratch.bases(index)
+        update, between = scratch.update(index), scratch.between
         if way_of(group, item.weights[index]) is not None:
             bases = {side: state[side] for side in bases}
             update, between = scratch.updates[index], None
@@ -211,11 +217,9 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
-        if bases:
-            grad = project(as_matrix(grad), bases)
-        direction, length = self._adam_direction(group, grad, state)
-        if bases:
-            for side in bases:
-                direction = bases[side] @ direction if side == LEFT else direction @ bases[side]
-            direction = direction.view_as(weight) * group["scale"]
-        return self._decay(group, weight.add_(direction, alpha=-length))
+        if not bases:
+            return move(group, weight, *advance(group, grad, state))
+        update, length = advance(group, project(as_matrix(grad), bases), state)
+        for side in bases:
+            update = bases[side] @ update if side == LEFT else update @ bases[side]
+        return move(group, weight, update * group["scale"], length)
