@@ -33,7 +33,9 @@ def test_every_class_is_exported():
         if isinstance(member, type) and issubclass(member, torch.optim.Optimizer):
             is_base = member in (torch.optim.Optimizer, optim.FusedOptimizer)
             is_alias = member in vars(low_bit).values() and member.__module__ == low_bit.__name__
-            assert (name in optim.__all__) != (is_base or is_alias)
+            # Steps of several operations have no rule, no C++ class and no rows: their own tests.
+            is_composite = getattr(member, "_composite", False)
+            assert (name in optim.__all__) != (is_base or is_alias or is_composite)
     assert NAMES
     assert all(issubclass(getattr(optim, name), optim.FusedOptimizer) for name in NAMES)
 

@@ -75,8 +75,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     #: False if torch has the class without the option ``fused``. If true, every group has it, and
     #: ``foreach`` takes no tensors for numbers.
     _torch_fuses: ClassVar[bool] = True
-    #: False if a step is never part of a graph of torch.compile: it runs between two graphs.
-    _traceable: ClassVar[bool] = True
+    #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
+    _composite: ClassVar[bool] = False
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 

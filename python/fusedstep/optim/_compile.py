@@ -23,7 +23,7 @@ from fusedstep.optim._weights import way_of
 
 def trace_update(optimizer: Optimizer) -> bool:
     """Adds an update to the graph that is being made; returns False if it cannot be there."""
-    if not optimizer._traceable:
+    if optimizer._composite:
         return False
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False

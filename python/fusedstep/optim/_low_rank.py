@@ -45,7 +45,7 @@ class LowRankSteps:
 
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq")
-    _traceable: ClassVar[bool] = False
+    _composite: ClassVar[bool] = True
 
     # What a class says of its projection
 
