@@ -232,8 +232,10 @@ class LowRankSteps:
         if self._takes_scratch(group, weights, grads):
             scratch = self._new_scratch(group, weights)
             self._plans[place], self._seen = scratch.plan, None
-            live = set(map(id, self._plans.values()))
-            kept = {p: each for p, each in self._scratch.items() if id(each.plan) in live}
+            # A weight has one scratch memory, which has its last bases.
+            mine = set(map(id, weights))
+            others = self._scratch.items()
+            kept = {p: each for p, each in others if mine.isdisjoint(map(id, each.weights))}
             self._scratch = kept | {weights[0]: scratch}
         return work
 
