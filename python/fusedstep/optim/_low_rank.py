@@ -30,6 +30,7 @@ from fusedstep.optim._products import as_matrix
 from fusedstep.optim._projection import (
     basis_shapes,
     check_whole_number,
+    is_due,
     low_shape,
     matrix_shape,
     sides,
@@ -56,17 +57,18 @@ class LowRankSteps:
         """The shapes of states beside the moments."""
         raise NotImplementedError
 
-    def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_held: bool
-    ) -> dict[str, Tensor]:
-        """Bases and other states that are made at this step, by name; nothing is changed by this.
-
-        ``grad``: finite, and a matrix. ``is_held``: whether there is a basis from before.
-        """
-        raise NotImplementedError
-
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        """Returns whether bases are made from the gradient at this step."""
+        """Returns whether the step after so many makes new bases."""
+        return is_due(count, group["update_proj_gap"], 0)
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        """Bases and other states that a step makes, by name; nothing is changed by this.
+
+        It is asked where they are due, and where no memory holds bases that are no states.
+        ``grad``: a matrix, and finite where bases are due.
+        """
         raise NotImplementedError
 
     def _move(
@@ -288,17 +290,18 @@ class LowRankSteps:
 
     def _make_ready(self, item: Work, factors: Factors) -> None:
         """Makes new bases and low-rank gradients of a group with a rank, beside what there is."""
-        group, count = item.group, self._count(item.weights[0])
+        group, count, factor = item.group, self._count(item.weights[0]), factors.on_host
         scratch = self._scratch.get(item.weights[0])
         for index, (weight, grad) in enumerate(item.pairs()):
-            matrix, held = as_matrix(grad), scratch.bases(index) if scratch else {}
-            if scratch is None or self._is_due(group, weight, count):
+            matrix, due = as_matrix(grad), self._is_due(group, weight, count)
+            if due or scratch is None:
                 self._check_finite(group, weight, matrix)
-            fresh = self._new_bases(group, weight, matrix, count, bool(held))
-            self._fresh[weight] = fresh
+            bases = scratch.bases(index) if scratch else {}
+            if due or not bases:
+                self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+                bases = self._bases_of(group, weight)
             if scratch:
-                bases = held if held and not fresh else self._bases_of(group, weight)
-                scratch.project(index, matrix, bases, factors.on_host)
+                scratch.project(index, matrix, bases, factor)
         if scratch is None:
             return
         if not scratch.is_finite():
@@ -321,18 +324,19 @@ class LowRankSteps:
             )
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
+        factor = factors.on_host if work else 1.0
         for item in work:
             scratch = self._scratch.get(item.weights[0])
             if scratch is None or not self._is_composite(item.group):
                 super()._imperative_update([item], factors)
                 continue
             for index, weight in enumerate(item.weights):
-                if self._commit(weight) or not scratch.bases(index):
+                if weight in self._fresh:
+                    self._commit(weight)
                     scratch.keep_bases(index, self._bases_of(item.group, weight))
             scratch.step()
             for index, weight in enumerate(item.weights):
-                state = self._store.with_count(item.group, weight)
-                self._move_weight(item, scratch, index, state, factors.on_host)
+                self._move_weight(item, scratch, index, self._state[weight], factor)
             increment_version(self._accessed_states(item.weights))
 
     def _move_weight(
@@ -353,13 +357,11 @@ class LowRankSteps:
         known = self._state[weight] | self._fresh[weight]
         return {side: known[side] for side in self._sides(group, weight)}
 
-    def _commit(self, weight: Tensor) -> bool:
-        """Writes new bases into the state where they are part of it; returns if there were any."""
+    def _commit(self, weight: Tensor) -> None:
+        """Writes new bases into the state where they are part of it."""
         fresh, state = self._fresh[weight], self._state[weight]
-        is_new = bool(fresh)
         for name in fresh.keys() & state.keys():
             state[name].copy_(fresh.pop(name))
-        return is_new
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -100,6 +100,4 @@ def is_due(count: int, gap: int, offset: int) -> bool:
 
 def offset_of(group: dict[str, Any], index: int) -> int:
     """The steps by which the refreshes of a group's weight come before the multiples of the gap."""
-    if not group["stagger"]:
-        return 0
     return index * group["update_proj_gap"] // len(group["params"])

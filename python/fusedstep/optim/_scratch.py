@@ -74,7 +74,8 @@ class Scratch:
 
     def project(self, index: int, matrix: Tensor, bases: dict[str, Tensor], factor: float) -> None:
         """Writes the low-rank gradient times a factor."""
-        bases = {side: basis.to(self.dtype) for side, basis in bases.items()}
+        if bases is not self._bases[index]:
+            bases = {side: basis.to(self.dtype) for side, basis in bases.items()}
         project(matrix, bases, self.low(index), self.between, factor)
 
     def is_finite(self) -> bool:

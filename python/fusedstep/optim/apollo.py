@@ -16,7 +16,6 @@ from fusedstep.optim._projection import (
     RIGHT,
     basis_shapes,
     check_one_of,
-    is_due,
     matrix_shape,
 )
 from fusedstep.optim._scratch import Scratch
@@ -171,20 +170,15 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         norm = {_NORM: torch.Size(())}
         return norm if group["proj"] == "random" else norm | self._basis_shapes(group, weight)
 
-    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        return group["proj"] == "svd" and is_due(count, group["update_proj_gap"], 0)
-
     def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_held: bool
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
     ) -> dict[str, Tensor]:
         gap, sides = group["update_proj_gap"], self._sides(group, weight)
         wide = self._state[weight]["exp_avg"].dtype
         if group["proj"] == "svd":
-            if not is_due(count, gap, 0):
+            if not is_due:
                 return {}
             return bases_of(grad.to(wide), group["rank"], sides, "exact", None, 0)
-        if is_held and not is_due(count, gap, 0):
-            return {}
         key = self._key(group, weight, count // gap)
         like = torch.empty(0, dtype=wide, device=weight.device)
         (side,) = sides

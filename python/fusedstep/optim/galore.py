@@ -171,7 +171,7 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
 
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        offset = offset_of(group, self._place(group, weight))
+        offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
         if not is_due(count, group["update_proj_gap"], offset):
             return False
         if count == 0 or group["svd"] != "lazy":
@@ -180,9 +180,9 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         return times % 2 ** int(self._state[weight][_DOUBLINGS]) == 0
 
     def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_held: bool
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
     ) -> dict[str, Tensor]:
-        if not self._is_due(group, weight, count):
+        if not is_due:
             return {}
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
         last = {name: state[name] for name in side} if count else None
