@@ -498,9 +498,14 @@ CASES = (
 )
 
 
-#: Optimizers whose steps are composed of operations over whole matrices, with the files of their
-#: laws. Laws that take rows are about weights of any shape, and states of the same shape.
-COMPOSITES = {optim.Adafactor: "test_adafactor.py"}
+#: Optimizers whose steps are composed of operations over whole matrices, with the name of their
+#: page, reference and laws. Laws that take rows are about weights of any shape, and states of the
+#: same shape.
+COMPOSITES = {
+    optim.APOLLOAdamW: "apollo",
+    optim.Adafactor: "adafactor",
+    optim.GaLoreAdamW: "galore",
+}
 
 
 def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[Case, ...]:

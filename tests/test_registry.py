@@ -53,13 +53,13 @@ def test_has_a_row(name):
 @pytest.mark.parametrize("cls", COMPOSITES, ids=lambda cls: cls.__name__)
 def test_has_laws_of_its_own(cls, repository):
     assert not any(case.optimizer is cls for case in CASES)
-    laws = (repository / "tests" / COMPOSITES[cls]).read_text()
-    assert f"optim.{cls.__name__}(" in laws
+    laws = (repository / "tests" / f"test_{COMPOSITES[cls]}.py").read_text()
+    assert f"optim.{cls.__name__}" in laws
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_short_reference_of_its_own(name, repository):
-    file = name.lower() if name in COMPOSED else rule_of(name)
+    file = COMPOSITES.get(getattr(optim, name)) or rule_of(name)
     source = repository / "tests" / "reference" / f"{file}.py"
     assert len(source.read_text().splitlines()) <= 40
     assert "import fusedstep" not in source.read_text()
@@ -82,7 +82,8 @@ def test_has_its_pieces(name, piece, repository):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_page(name, repository):
-    assert (repository / f"docs/optimizers/{name.lower()}.md").is_file()
+    page = COMPOSITES.get(getattr(optim, name), name.lower())
+    assert (repository / f"docs/optimizers/{page}.md").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES)

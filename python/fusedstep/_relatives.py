@@ -74,6 +74,12 @@ def _deepspeed_adagrad(optimizer: Any) -> _Successor:
     return optim.Adagrad, {}
 
 
+def _low_rank(optimizer: Any) -> _Successor:
+    """GaLore's and APOLLO's packages call their classes AdamW, and APOLLO's has GaLore's too."""
+    is_apollo = type(optimizer).__module__ == "apollo_torch.apollo"
+    return (optim.APOLLOAdamW if is_apollo else optim.GaLoreAdamW), {}
+
+
 def _torchao(cls: type[FusedOptimizer], kind: str) -> Callable[[Any], _Successor]:
     def relative(optimizer: Any) -> _Successor:
         rounding = {"rounding": "stochastic"} if optimizer.bf16_stochastic_round else {}
@@ -109,6 +115,7 @@ def _bitsandbytes(cls: type[FusedOptimizer]) -> Callable[[Any], _Successor]:
 #: By package and name.
 _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
     ("adan", "Adan"): _adan,
+    ("apollo_torch", "AdamW"): _low_rank,
     ("apex", "FusedAdam"): _adam,
     ("apex", "FusedAdagrad"): _apex_adagrad,
     **{
@@ -128,6 +135,7 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
     ("deepspeed", "FusedAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
+    ("galore_torch", "AdamW"): _low_rank,
     ("timm", "Adan"): _adan,
     **{
         ("torchao", f"{cls.__name__}{suffix}"): _torchao(cls, kind)

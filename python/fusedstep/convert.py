@@ -109,9 +109,11 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         optimizer (Optimizer): exactly a ``torch.optim`` class that has a namesake in
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
             apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
-            ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers, one
-            of bitsandbytes but for LAMB, LARS and AdEMAMix, or a class of ``torchao.optim`` with
-            states of 8 or 4 bits. The last two go on with the ``state_dtype`` that they have
+            ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers,
+            ``GaLoreAdamW`` of galore_torch, ``APOLLOAdamW`` of apollo_torch, whose projections go
+            on with other random numbers, one of bitsandbytes but for LAMB, LARS and AdEMAMix, or a
+            class of ``torchao.optim`` with states of 8 or 4 bits. The last two go on with the
+            ``state_dtype`` that they have
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:
@@ -151,6 +153,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         _translated(group, members, cls)
         for group, members in zip(optimizer.param_groups, given, strict=True)
     ]
+    states = _in_form(converted, converted.param_groups, states)
     for group, members in zip(masters, states, strict=True) if masters else ():
         for master, state in zip(group["params"], members, strict=True):
             if state:
@@ -165,9 +168,10 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     Read are dictionaries of optimizers that store what the optimizer here stores: of torch's
     namesakes, of apex (``FusedAdam``, ``FusedLAMB``, ``FusedAdagrad``), of DeepSpeed without ZeRO
     (``FusedAdam``, ``DeepSpeedCPUAdam``, ``FusedLamb``, ``DeepSpeedCPUAdagrad``), of timm
-    (``Lamb``, ``Adan``), of Adan's authors, of bitsandbytes and torchao with states of 8 and 4
-    bits, and others of this form. A step count in a group is given to each of its weights. Codes
-    are taken over where they are those that ``state_dtype`` asks for, and else decoded.
+    (``Lamb``, ``Adan``), of Adan's authors, of galore_torch and apollo_torch with their pickled
+    projectors, of bitsandbytes and torchao with states of 8 and 4 bits, and others of this form. A
+    step count in a group is given to each of its weights. Codes are taken over where they are those
+    that ``state_dtype`` asks for, and else decoded.
 
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
@@ -208,10 +212,11 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     given = _decoded(new_groups, given, cls)
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
-        _check_given(optimizer.param_groups[index], index, group, members)
+        _check_given(optimizer, new_groups[index], index, group, members)
     states = [
         _translated(group, members, cls) for group, members in zip(groups, given, strict=True)
     ]
+    states = _in_form(optimizer, new_groups, states)
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
         for place, state in enumerate(members):
             if state:
@@ -322,8 +327,25 @@ def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
     return {"step": steps} | {name: value for name, value in state.items() if name != "step"}
 
 
+def _in_form(
+    optimizer: FusedOptimizer, groups: list[dict[str, Any]], states: list[list[dict[str, Any]]]
+) -> list[list[dict[str, Any]]]:
+    """The states of groups with what only the optimizer itself can read put into its form."""
+    return [
+        [
+            optimizer._in_form(group, weight, state) if state else state
+            for weight, state in zip(group["params"], members, strict=True)
+        ]
+        for group, members in zip(groups, states, strict=True)
+    ]
+
+
 def _check_given(
-    own: dict[str, Any], index: int, group: dict[str, Any], states: list[dict[str, Any]]
+    optimizer: FusedOptimizer,
+    own: dict[str, Any],
+    index: int,
+    group: dict[str, Any],
+    states: list[dict[str, Any]],
 ) -> None:
     """Raises what cannot be translated. Neither counts nor moments need be there."""
     if group.get("step") is not None:
@@ -334,8 +356,9 @@ def _check_given(
         if state.get("step") is not None:
             check_count_of_steps(name, state["step"])
         if "exp_avg" in state:
+            shape = (optimizer._state_shapes(own, weight) or {}).get("exp_avg", weight.shape)
             absmax = state.get(absmax_of("exp_avg"))
-            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight, absmax)
+            check_tensor(f"exp_avg of {name}", state["exp_avg"], weight, absmax, shape)
 
 
 def _give_states(

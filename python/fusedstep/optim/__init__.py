@@ -19,6 +19,8 @@ from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
+from fusedstep.optim.apollo import APOLLOAdamW
+from fusedstep.optim.galore import GaLoreAdamW
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
 from fusedstep.optim.low_bit import Adagrad8bit as Adagrad8bit
@@ -39,6 +41,7 @@ from fusedstep.optim.sgd import SGD
 
 __all__ = [
     "SGD",
+    "APOLLOAdamW",
     "Adadelta",
     "Adafactor",
     "Adagrad",
@@ -46,6 +49,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Adan",
+    "GaLoreAdamW",
     "Lamb",
     "Lion",
     "NAdam",

@@ -78,6 +78,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _torch_fuses: ClassVar[bool] = True
     #: The docstring's paragraph on weights and states, where it is not the usual one.
     _about_weights: ClassVar[str | None] = None
+    #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
+    _composite: ClassVar[bool] = False
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
@@ -134,6 +136,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         They are float32 beside a weight of 16 bits.
         """
         return None
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A state of another library's optimizer with objects in it made tensors of ours."""
+        return state
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""

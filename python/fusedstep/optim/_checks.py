@@ -218,7 +218,16 @@ def has_text(group: dict[str, Any]) -> bool:
 _OF_WAYS = ("master_weights", "rounding", "seed")
 
 #: Options that may be texts.
-_TEXTS = ("debias", "state_dtype", "variant", *_OF_WAYS)
+_TEXTS = (
+    "debias",
+    "proj",
+    "proj_type",
+    "scale_type",
+    "state_dtype",
+    "svd",
+    "variant",
+    *_OF_WAYS,
+)
 
 #: Options that are no numbers, and to which a text is never right, though Python takes it for true.
 _NO_NUMBERS = frozenset(

@@ -23,6 +23,8 @@ from fusedstep.optim._weights import way_of
 
 def trace_update(optimizer: Optimizer) -> bool:
     """Adds an update to the graph that is being made; returns False if it cannot be there."""
+    if optimizer._composite:
+        return False
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False
     if optimizer._max_grad_norm() < math.inf:
@@ -32,9 +34,7 @@ def trace_update(optimizer: Optimizer) -> bool:
     for index, group in enumerate(optimizer._groups):
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
-        if not optimizer._wants_native(group) or optimizer._is_composite(group):
-            return False
-        if not _make_ready(name, index, present, compiles):
+        if not (optimizer._wants_native(group) and _make_ready(name, index, present, compiles)):
             return False
         if not (compiles or _can_be_listed([p.grad for p in weights])):
             return False

@@ -208,6 +208,8 @@ def options_of(cls: type[Optimizer]) -> set[str]:
 
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
+    if cls._composite:  # whose groups may have the states of Adam
+        return False
     needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
     absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
     names = state.keys() - {"step", *BESIDE.values()} - absmax

@@ -107,8 +107,9 @@ class Adafactor(FusedOptimizer):
     """
 
     _rule = "adafactor"
-    _states = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")  # those of no other class
+    _states = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg")
     _elementwise = False
+    _composite = True
     _torch_fuses = False
     _about_weights = """\
 Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their

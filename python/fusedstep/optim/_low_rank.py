@@ -1,0 +1,383 @@
+"""AdamW on low-rank gradients: the part that GaLore and APOLLO share.
+
+Groups with a ``rank`` are projected; all others are AdamW in the same step, by a native plan. The
+formula of both is that of ``_transformers_adamw.py``. The native step of low-rank gradients has a
+plan over scratch memory in place of weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusedstep import _ops
+from fusedstep.optim._checks import (
+    check_at_least_zero,
+    check_operands,
+    floats,
+    name_of,
+    with_name,
+)
+from fusedstep.optim._factors import Factors
+from fusedstep.optim._grads import by_place
+from fusedstep.optim._plan import Work, same
+from fusedstep.optim._products import as_matrix
+from fusedstep.optim._projection import (
+    basis_shapes,
+    check_whole_number,
+    is_due,
+    low_shape,
+    matrix_shape,
+    sides,
+    why_not_projected,
+)
+from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._transformers_adamw import native_numbers
+from fusedstep.optim._weights import key_of_draws, places_of, way_of
+
+
+class LowRankSteps:
+    """Steps groups with a rank through a projection, and all others by the native plan."""
+
+    _rule = "adam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _composite: ClassVar[bool] = True
+
+    # What a class says of its projection
+
+    def _sides(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        return sides(group["proj_type"], *matrix_shape(weight))
+
+    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        """The shapes of states beside the moments."""
+        raise NotImplementedError
+
+    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+        """Returns whether the step after so many makes new bases."""
+        return is_due(count, group["update_proj_gap"], 0)
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        """Bases and other states that a step makes, by name; nothing is changed by this.
+
+        It is asked where they are due, and where no memory holds bases that are no states.
+        ``grad``: a matrix, and finite where bases are due.
+        """
+        raise NotImplementedError
+
+    def _move(
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        target: Tensor,
+        state: dict[str, Tensor],
+        factor: float,
+    ) -> None:
+        """Moves a weight, as a matrix, by the update in the scratch memory.
+
+        ``target``: the weight, or the float32 value of one of 16 bits. ``factor``: of gradients.
+        """
+        raise NotImplementedError
+
+    # Options, and which groups
+
+    def _check_projection(self, options: dict[str, Any]) -> None:
+        """Raises an option of the projection that is none."""
+        if options["rank"] is not None:
+            check_whole_number("rank", options["rank"])
+        check_whole_number("update_proj_gap", options["update_proj_gap"])
+        check_at_least_zero("scale", options["scale"])
+
+    def _check(self, options: dict[str, Any]) -> None:
+        self._check_projection(options)
+        own = {"rank", "update_proj_gap", "proj", "proj_type", "scale_type", "svd"}
+        shared = {name: value for name, value in options.items() if name not in own}
+        super()._check(shared)
+        options.update(shared)
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return group.get("rank") is not None
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not self._is_composite(group):
+            return None
+        self._check_projection(group)
+        if reason := why_not_projected(group, weight):
+            raise ValueError(f"a weight of a group with a rank {reason}")
+        shape = low_shape(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+        return {"exp_avg": shape, "exp_avg_sq": shape} | self._more_shapes(group, weight)
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        if self._is_composite(group):
+            self._check_projection(group)
+            for p in weights:
+                if reason := why_not_projected(group, p):
+                    raise ValueError(f"{self._name_of(group, p)} {reason}")
+            self._takes_scratch(group, weights, grads)
+        return super()._is_native(group, weights, grads)
+
+    def _takes_scratch(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether products and a native step do a group with a rank; raises if they must.
+
+        Otherwise the formula does.
+        """
+        if not self._wants_native(group):
+            return False
+        reason = self._why_not_native(weights, grads)
+        if reason and group.get("fused"):
+            raise RuntimeError(reason)
+        return reason is None
+
+    def _name_of(self, group: dict[str, Any], weight: Tensor) -> str:
+        index = next(i for i, each in enumerate(self._groups) if each["params"] is group["params"])
+        return name_of(group, index, self._place(group, weight))
+
+    @staticmethod
+    def _place(group: dict[str, Any], weight: Tensor) -> int:
+        return next(i for i, p in enumerate(group["params"]) if p is weight)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Returns False: the numbers of a step follow from counts, which the host has to know."""
+        return False
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
+        if "exp_avg" not in state:  # it has taken no step
+            return {}
+        shapes = self._state_shapes(group, weight)
+        if shapes is None:
+            return {name: value for name, value in state.items() if name != "seed"}
+        found = getattr(state.get("projector"), "ortho_matrix", None)
+        found = list(found) if isinstance(found, (list, tuple)) else [found]
+        bases = dict(zip(self._sides(group, weight), found, strict=False))
+        known = state | {side: basis for side, basis in bases.items() if basis is not None}
+        formed = {}
+        for name in ("step", *shapes):
+            value = known.get(name)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                formed[name] = value.float() if value.itemsize == 2 else value
+            elif value is not None:
+                formed[name] = value
+            elif not shapes.get(name, weight.shape):  # a number
+                formed[name] = torch.zeros((), device=weight.device)
+        return formed
+
+    # Counts, which the numbers of a native step follow from
+
+    def _count(self, weight: Tensor) -> int:
+        """The steps of a weight so far."""
+        return int(self._state.get(weight, {}).get("step", 0))
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        return by_place(
+            weights, grads, [(way_of(group, p), p.dtype, self._count(p)) for p in weights]
+        )
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        if item.plan:
+            item = item._replace(group=item.group | {"count": self._count(item.weights[0]) + 1})
+        return super()._checked_options(item, factors)
+
+    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
+        return self._numbers_of(group, group["count"], float(group["lr"]), group["weight_decay"])
+
+    def _numbers_of(
+        self, group: dict[str, Any], count: int, lr: float, weight_decay: float
+    ) -> tuple[Any, ...]:
+        betas, eps = floats(group["betas"], 2), float(group["eps"])
+        numbers = native_numbers(
+            betas, eps, count, lr, float(weight_decay), bool(group["correct_bias"])
+        )
+        return *map(numbers.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
+
+    # The step: all that may fail comes before the first change
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._scratch: dict[Tensor, Scratch] = {}  # by the first weight of a launch
+        self._fresh: dict[Tensor, dict[str, Tensor]] = {}  # bases made for the step under way
+
+    def _bind(
+        self, place: tuple[int, int], group: dict[str, Any], weights: list[Tensor], grads: Any
+    ) -> Work:
+        if not self._is_composite(group):
+            return super()._bind(place, group, weights, grads)
+        scratch = self._scratch.get(weights[0])
+        if (
+            scratch is not None
+            and self._plans.get(place) is scratch.plan
+            and self._fits(scratch, group, weights)
+        ):
+            try:
+                check_operands(weights, grads)
+            except RuntimeError as error:
+                raise with_name(error, self._groups, group, weights) from None
+            return Work(group, weights, grads, None)
+        work = super()._bind(place, group, weights, grads)
+        self._check_states(group, weights)
+        if self._takes_scratch(group, weights, grads):
+            scratch = self._new_scratch(group, weights)
+            self._plans[place], self._seen = scratch.plan, None
+            # A weight has one scratch memory, which has its last bases.
+            mine = set(map(id, weights))
+            others = self._scratch.items()
+            kept = {p: each for p, each in others if mine.isdisjoint(map(id, each.weights))}
+            self._scratch = kept | {weights[0]: scratch}
+        return work
+
+    def _fits(self, scratch: Scratch, group: dict[str, Any], weights: list[Tensor]) -> bool:
+        return (
+            self._wants_native(group)
+            and same(weights, scratch.weights)
+            and scratch.kind == self._kind(group, weights)
+        )
+
+    def _kind(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:
+        """All that scratch memory is made for."""
+        options = [group.get(name) for name in ("rank", "proj_type", "proj", "svd", "scale_type")]
+        shapes = [(p.shape, p.dtype, p.device) for p in weights]
+        return *options, way_of(group, weights[0]), *shapes
+
+    def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if states are no longer those that the options of a group ask for."""
+        for p in weights:
+            for name, shape in self._state_shapes(group, p).items():
+                found = self._state[p][name]
+                if found.shape != shape or found.device != p.device:
+                    raise RuntimeError(
+                        f"{name} of {self._name_of(group, p)} is {list(found.shape)} on "
+                        f"{found.device}, but the options of its group ask for {list(shape)} on "
+                        f"{p.device}. The rank and the sides of a projection cannot be changed, "
+                        "nor weights moved, while there are states: make a new optimizer, or load "
+                        "a state dictionary that fits"
+                    )
+
+    def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
+        states = [self._store.with_count(group, p) for p in weights]
+        bases = [
+            basis_shapes(group["rank"], self._sides(group, p), *matrix_shape(p)) for p in weights
+        ]
+        return Scratch(weights, states, bases, self._kind(group, weights))
+
+    def _update_groups(
+        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
+    ) -> list[tuple[Tensor, Tensor]]:
+        try:
+            for item in work:
+                self._checked_options(item, factors)
+                if self._is_composite(item.group):
+                    self._make_ready(item, factors)
+            return super()._update_groups(work, factors, zero_grad)
+        finally:
+            self._fresh = {}
+            self._last_step = None  # the numbers of the next one are others
+
+    def _make_ready(self, item: Work, factors: Factors) -> None:
+        """Makes new bases and low-rank gradients of a group with a rank, beside what there is."""
+        group, count, factor = item.group, self._count(item.weights[0]), factors.on_host
+        scratch = self._scratch.get(item.weights[0])
+        for index, (weight, grad) in enumerate(item.pairs()):
+            matrix, due = as_matrix(grad), self._is_due(group, weight, count)
+            if due or scratch is None:
+                self._check_finite(group, weight, matrix)
+            bases = scratch.bases(index) if scratch else {}
+            if due or not bases:
+                self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+                bases = self._bases_of(group, weight)
+            if scratch:
+                scratch.project(index, matrix, bases, factor)
+        if scratch is None:
+            return
+        if not scratch.is_finite():
+            for index, (weight, grad) in enumerate(item.pairs()):
+                if not scratch.low(index).isfinite().all():
+                    self._check_finite(group, weight, grad)
+                    raise RuntimeError(
+                        f"the low-rank gradient of {self._name_of(group, weight)} overflows "
+                        f"{weight.dtype}"
+                    )
+        numbers = self._numbers_of(group, count + 1, 1.0, 0.0)
+        scratch.prepare(self._rule, numbers)
+
+    def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
+        total = grad.sum(dtype=torch.float64 if grad.dtype is torch.float64 else torch.float32)
+        if not (math.isfinite(total.item()) or grad.isfinite().all()):
+            raise RuntimeError(
+                f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
+                "infinite: no weight or state has been changed"
+            )
+
+    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
+        factor = factors.on_host if work else 1.0
+        for item in work:
+            scratch = self._scratch.get(item.weights[0])
+            if scratch is None or not self._is_composite(item.group):
+                super()._imperative_update([item], factors)
+                continue
+            for index, weight in enumerate(item.weights):
+                if weight in self._fresh:
+                    self._commit(weight)
+                    scratch.keep_bases(index, self._bases_of(item.group, weight))
+            scratch.step()
+            for index, weight in enumerate(item.weights):
+                self._move_weight(item, scratch, index, self._state[weight], factor)
+            increment_version(self._accessed_states(item.weights))
+
+    def _move_weight(
+        self, item: Work, scratch: Scratch, index: int, state: dict[str, Tensor], factor: float
+    ) -> None:
+        weight = item.weights[index]
+        is_wide = way_of(item.group, weight) is not None
+        target = self._widened(item.group, weight, state) if is_wide else weight.detach()
+        matrix = as_matrix(target)
+        self._move(item, scratch, index, matrix, state, factor)
+        if matrix.data_ptr() != target.data_ptr():  # strides that no matrix has
+            target.copy_(matrix.view(target.shape))
+        if is_wide:
+            self._write_back(item.group, weight, target, state)
+
+    def _bases_of(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        """The bases of a weight by side: those of its state, where they are part of it."""
+        known = self._state[weight] | self._fresh[weight]
+        return {side: known[side] for side in self._sides(group, weight)}
+
+    def _commit(self, weight: Tensor) -> None:
+        """Writes new bases into the state where they are part of it."""
+        fresh, state = self._fresh[weight], self._state[weight]
+        for name in fresh.keys() & state.keys():
+            state[name].copy_(fresh.pop(name))
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Steps weights one by one by the formula."""
+        self._imperative_steps(group, weights, grads)
+
+    def _step_on_numbers(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if self._is_composite(group):
+            self._commit(weight)
+            state = state | self._fresh[weight]
+        super()._step_on_numbers(group, weight, grad, state)
+
+    def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:
+        """The key of a weight's random numbers."""
+        (place,) = places_of(self._groups, group, [weight])
+        return key_of_draws(group.get("seed", 0), draw, place)

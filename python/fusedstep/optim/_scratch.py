@@ -1,0 +1,97 @@
+"""Memory for the low-rank gradients and updates of a list of weights, and the step over it."""
+
+from __future__ import annotations
+
+import math
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep import _ops
+from fusedstep.optim._plan import GradUse, Plan
+from fusedstep.optim._products import project, size_between
+
+#: Tensors in scratch memory begin at multiples of so many elements.
+_ALIGNED = 64
+
+
+class Scratch:
+    """Low-rank gradients and updates of weights of one dtype on one device.
+
+    The native step takes the updates for weights that are 0, and so leaves in them what it would
+    add to a weight. Products of 16-bit weights have their dtype; the step is float32.
+    """
+
+    def __init__(
+        self,
+        weights: list[Tensor],
+        states: list[dict[str, Tensor]],
+        bases: list[dict[str, torch.Size]],
+        kind: tuple[Any, ...],
+    ) -> None:
+        """``bases``: their shapes by side. ``kind``: all that this memory is made for."""
+        self.weights, self.kind = list(weights), kind
+        self.dtype, device = weights[0].dtype, weights[0].device
+        exp_avg = [state["exp_avg"] for state in states]
+        shapes = [each.shape for each in exp_avg]
+        ends = list(accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes))
+
+        def memory(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+            flat = torch.zeros(ends[-1], dtype=dtype, device=device)
+            begins = [0, *ends[:-1]]
+            return flat, [
+                flat[begin : begin + shape.numel()].view(shape)
+                for begin, shape in zip(begins, shapes, strict=True)
+            ]
+
+        wide = exp_avg[0].dtype
+        self._flat_grads, self.grads = memory(wide)
+        self._flat_updates, self.updates = memory(wide)
+        self._flat_narrow, self._narrow = memory(self.dtype) if wide != self.dtype else (None, [])
+        between = max(map(size_between, bases))
+        self.between = torch.empty(between, dtype=self.dtype, device=device) if between else None
+        self._bases: list[dict[str, Tensor]] = [{} for _ in weights]
+        slots = exp_avg + [state["exp_avg_sq"] for state in states]
+        names = ("exp_avg", "exp_avg_sq")
+        self.plan = Plan(self.updates, slots, states, names, ("step",), False, False)
+
+    def bases(self, index: int) -> dict[str, Tensor]:
+        """The bases of a weight, in its dtype; none before the first step."""
+        return self._bases[index]
+
+    def keep_bases(self, index: int, bases: dict[str, Tensor]) -> None:
+        self._bases[index] = {side: basis.to(self.dtype) for side, basis in bases.items()}
+
+    def low(self, index: int) -> Tensor:
+        """The low-rank gradient of a weight, as its product has left it."""
+        return (self._narrow or self.grads)[index]
+
+    def update(self, index: int) -> Tensor:
+        """The update of a weight in its dtype, when the step has been taken."""
+        return (self._narrow or self.updates)[index]
+
+    def project(self, index: int, matrix: Tensor, bases: dict[str, Tensor], factor: float) -> None:
+        """Writes the low-rank gradient times a factor."""
+        if bases is not self._bases[index]:
+            bases = {side: basis.to(self.dtype) for side, basis in bases.items()}
+        project(matrix, bases, self.low(index), self.between, factor)
+
+    def is_finite(self) -> bool:
+        """Returns whether all low-rank gradients are, by one pass over them."""
+        flat = self._flat_grads if self._flat_narrow is None else self._flat_narrow
+        return math.isfinite(flat.sum(dtype=self._flat_grads.dtype).item())
+
+    def prepare(self, rule: str, numbers: tuple[Any, ...]) -> None:
+        """Does what may fail in the step, and changes no state yet."""
+        if self._flat_narrow is not None:
+            self._flat_grads.copy_(self._flat_narrow)
+        self._flat_updates.zero_()
+        self.plan.bind(self.updates, self.grads, False)
+        _ops.prepare_step(rule, self.plan.handle, numbers, 1.0, GradUse.LEAVE)
+
+    def step(self) -> None:
+        _ops.take_steps([self.plan.handle])
+        if self._flat_narrow is not None:
+            self._flat_narrow.copy_(self._flat_updates)

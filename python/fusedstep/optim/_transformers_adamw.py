@@ -1,0 +1,72 @@
+"""AdamW as transformers had it, which GaLore's and APOLLO's authors took over::
+
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g**2
+    w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
+    w = w - lr * weight_decay * w
+
+It differs from torch's: eps is added before the bias of v is corrected, and the decay comes last.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+
+#: The least factor that decay may leave of a weight, for a division.
+_TINY = 2.0**-500
+
+
+def native_numbers(
+    betas: tuple[float, float],
+    eps: float,
+    count: int,
+    lr: float,
+    weight_decay: float,
+    correct_bias: bool,
+) -> dict[str, float]:
+    """The numbers with which the native Adam rule takes step ``count`` of the formula above.
+
+    The rule divides by ``sqrt(v) / sqrt(1 - beta2**t) + eps``, decays before the update, and always
+    corrects the biases.
+    """
+    beta1, beta2 = betas
+    bias1, bias2 = 1 - beta1**count, math.sqrt(1 - beta2**count)
+    keep = 1 - lr * weight_decay or _TINY
+    length = lr * keep * (1 if correct_bias else bias1 / bias2)
+    return {
+        "lr": length,
+        "beta1": beta1,
+        "beta2": beta2,
+        "eps": eps / bias2,
+        "weight_decay": lr * weight_decay / length if length else 0.0,
+        "amsgrad": 0.0,
+        "decoupled_weight_decay": 1.0,
+    }
+
+
+def bias_correction(group: dict[str, Any], count: int) -> float:
+    """The factor by which the biases of both moments are corrected at a step."""
+    if not group["correct_bias"]:
+        return 1.0
+    beta1, beta2 = map(float, group["betas"])
+    return math.sqrt(1 - beta2**count) / (1 - beta1**count)
+
+
+def advance(group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """Takes the moments forward; returns the direction and the length of the step along it."""
+    beta1, beta2 = map(float, group["betas"])
+    state["step"] += 1
+    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+    exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    length = float(group["lr"]) * bias_correction(group, int(state["step"]))
+    return exp_avg / exp_avg_sq.sqrt().add_(group["eps"]), length
+
+
+def move(group: dict[str, Any], weight: Tensor, direction: Tensor, length: float) -> Tensor:
+    """Moves a weight against a direction in place, and decays it."""
+    weight.add_(direction.view_as(weight), alpha=-length)
+    return weight.mul_(1 - float(group["lr"]) * group["weight_decay"])

@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._low_rank import LowRankSteps
+from fusedstep.optim._plan import Work
+from fusedstep.optim._products import as_matrix, project
+from fusedstep.optim._projection import (
+    LEFT,
+    RIGHT,
+    basis_shapes,
+    check_one_of,
+    matrix_shape,
+)
+from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._subspace import bases_of, gaussian
+from fusedstep.optim._transformers_adamw import advance, bias_correction, move
+
+__all__ = ["APOLLOAdamW"]
+
+#: The largest growth of an update's norm from one step to the next.
+_GROWTH = 1.01
+
+#: What is added to norms that are divided by.
+_EPSILON = 1e-8
+
+#: The state that is the norm of the last scaled gradient.
+_NORM = "scaled_grad"
+
+
+class APOLLOAdamW(LowRankSteps, FusedOptimizer):
+    r"""Implements the APOLLOAdamW algorithm, in groups and formula apollo_torch's.
+
+    For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
+    2, …; here of the type that projects from the right::
+
+        B = random [r, N], normal with variance 1 / r    at steps 1, 1 + gap, 1 + 2 * gap, …
+        R = G @ B.T                                      [M, r]
+        m = beta1 * m + (1 - beta1) * R
+        v = beta2 * v + (1 - beta2) * R**2
+        u = m / (sqrt(v) + eps)
+        s = norm(u) / (norm(R) + 1e-8)                   of each row, or of all
+        S = s * G
+        if norm(S) > 1.01 * norm of the last S:
+            S = S * 1.01 * norm of the last S / norm(S)
+        w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * sqrt(scale) * S
+        w = w - lr * weight_decay * w
+
+    From the left, ``R = A.T @ G`` [r, N] and the factors ``s`` are those of columns. In the usual
+    notation
+
+    .. math::
+        \theta_t = (1 - \gamma \lambda) \left( \theta_{t-1} - \gamma
+                   \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \sqrt{\alpha} \; G_t \,
+                   \mathrm{diag}(s_t) \right), \qquad
+        s_{t,j} = \frac{\lVert u_{t,j} \rVert_2}{\lVert R_{t,j} \rVert_2}
+
+    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``weight_decay`` :math:`\lambda` and ``scale`` :math:`\alpha`. This is algorithm
+    1 of `APOLLO`_, as its authors' code has it; its APOLLO-Mini is ``rank=1``,
+    ``scale_type="tensor"`` and ``scale=128``. Groups without a rank are AdamW, as in
+    :class:`GaLoreAdamW`.
+
+    A random basis follows from ``seed``, the step count, the group and the weight's place there: it
+    is the same on every device, and no part of the state. The states ``exp_avg`` and ``exp_avg_sq``
+    have the shape of ``R``, ``scaled_grad`` is the norm of the last ``S``, and with
+    ``proj="svd"`` there are ``projector_left`` [M, r] or ``projector_right`` [r, N]. All are
+    float32 beside 16-bit weights. A weight of more than two dimensions is the matrix of its first
+    one and all others together.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
+            running averages of the gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the root of the second moment (default: 1e-6)
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+        correct_bias (bool, optional): correct the biases of the averages (default: True)
+        scale_front (bool, optional): multiply by the root of ``scale`` before the growth of
+            the norm is limited (default: False)
+        disable_nl (bool, optional): leave out the limit of the norm's growth (default: False)
+        rank (int, optional): rank of the projected gradients of a group; None projects
+            nothing (default: None)
+        proj (str, optional): ``"random"``, or ``"svd"`` for the gradient's singular vectors
+            (default: "random")
+        scale_type (str, optional): a factor for each ``"channel"``, or for the ``"tensor"``
+            (default: "channel")
+        update_proj_gap (int, optional): steps from one basis to the next (default: 200)
+        scale (float, optional): its root is a factor of projected updates (default: 1.0)
+        proj_type (str, optional): the side that is projected: ``"std"`` the shorter one,
+            ``"reverse_std"`` the longer one, ``"left"`` or ``"right"`` (default: "std")
+        seed (int, optional): of the bases and of ``rounding="stochastic"`` (default: 0)
+
+    Raises:
+        ValueError: if an option is out of range or unknown, ``params`` is empty, or a weight of a
+            group with a rank has fewer than two dimensions, a side shorter than the rank, or is a
+            DTensor or complex; the error names the parameter.
+        RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
+            update, or a missing native library; at :meth:`step`, before anything is changed, for
+            sparse gradients and for NaN and infinite elements in gradients of a group with a rank.
+
+    Example::
+
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> others = [p for p in model.parameters() if p.ndim != 2]
+        >>> groups = [{"params": others}, {"params": matrices, "rank": 256}]
+        >>> optimizer = optim.APOLLOAdamW(groups, lr=1e-2)
+
+    .. _APOLLO:
+        https://arxiv.org/abs/2412.05270
+    """
+
+    _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
+        "correct_bias": True,
+        "scale_front": False,
+        "disable_nl": False,
+        "rank": None,
+        "proj": "random",
+        "scale_type": "channel",
+        "update_proj_gap": 200,
+        "scale": 1.0,
+        "proj_type": "std",
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        scale_front: bool = False,
+        disable_nl: bool = False,
+        *,
+        rank: int | None = None,
+        proj: str = "random",
+        scale_type: str = "channel",
+        update_proj_gap: int = 200,
+        scale: float = 1.0,
+        proj_type: str = "std",
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals() | {"differentiable": False})
+
+    def _check_projection(self, options: dict[str, Any]) -> None:
+        super()._check_projection(options)
+        check_one_of("proj", options["proj"], ("random", "svd"))
+        check_one_of("scale_type", options["scale_type"], ("channel", "tensor"))
+        check_one_of("proj_type", options["proj_type"], ("std", "reverse_std", "right", "left"))
+
+    def _basis_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        return basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+
+    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        norm = {_NORM: torch.Size(())}
+        return norm if group["proj"] == "random" else norm | self._basis_shapes(group, weight)
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        gap, sides = group["update_proj_gap"], self._sides(group, weight)
+        wide = self._state[weight]["exp_avg"].dtype
+        if group["proj"] == "svd":
+            if not is_due:
+                return {}
+            return bases_of(grad.to(wide), group["rank"], sides, "exact", None, 0)
+        key = self._key(group, weight, count // gap)
+        like = torch.empty(0, dtype=wide, device=weight.device)
+        (side,) = sides
+        shape = self._basis_shapes(group, weight)[side]
+        return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
+
+    def _move(
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        target: Tensor,
+        state: dict[str, Tensor],
+        factor: float,
+    ) -> None:
+        """Scales the gradient by norms in the scratch memory, without waiting for a device."""
+        group, grad = item.group, as_matrix(item.grads[index])
+        length = bias_correction(group, int(state["step"]))
+        dim = _reduced(group, scratch.bases(index))
+        # The scratch memory has the direction times the length.
+        norms = _norm(scratch.updates[index], dim) / length
+        scales = factor * norms / (_norm(scratch.grads[index], dim) + _EPSILON)
+        norm = _norm(scales * _norm(grad, dim, scales.dtype), None)
+        lr = float(group["lr"])
+        keep = 1 - lr * group["weight_decay"]
+        scales *= _limited(group, norm, state) * (length * lr * keep)
+        if keep != 1:
+            target.mul_(keep)
+        scales = scales.to(target.dtype)
+        target.addcmul_(grad.to(target.dtype), scales, value=1.0 if group["maximize"] else -1.0)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
+        if not bases:
+            return move(group, weight, *advance(group, grad, state))
+        matrix, dim = as_matrix(grad), _reduced(group, bases)
+        low = project(matrix, bases)
+        direction, length = advance(group, low, state)
+        scaled = matrix * (_norm(direction, dim) / (_norm(low, dim) + _EPSILON))
+        scaled *= _limited(group, _norm(scaled, None), state)
+        return move(group, weight, scaled, length)
+
+
+def _reduced(group: dict[str, Any], bases: dict[str, Tensor]) -> int | None:
+    """The dimension that norms are taken along, which is the projected one; None for all."""
+    return None if group["scale_type"] == "tensor" else int(RIGHT in bases)
+
+
+def _norm(tensor: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None, dtype=dtype)
+
+
+def _limited(group: dict[str, Any], norm: Tensor, state: dict[str, Tensor]) -> Tensor | float:
+    """The factor of a scaled gradient of this norm, by ``scale`` and by the limit of its growth.
+
+    Notes the norm that it then has. A last norm of 0 limits nothing.
+    """
+    root, last = math.sqrt(group["scale"]), state[_NORM]
+    if group["disable_nl"]:
+        return root
+    if group["scale_front"]:
+        norm = norm * root
+    limit = (norm / (last + _EPSILON)).clamp(min=_GROWTH) / _GROWTH
+    limit = torch.where(last > 0, limit, 1.0)
+    last.copy_(norm / limit)
+    return root / limit

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._low_rank import LowRankSteps
+from fusedstep.optim._plan import Work
+from fusedstep.optim._products import add_back, as_matrix, project
+from fusedstep.optim._projection import (
+    LEFT,
+    PROJ_TYPES,
+    RIGHT,
+    basis_shapes,
+    check_one_of,
+    is_due,
+    matrix_shape,
+    offset_of,
+)
+from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._subspace import bases_of, overlap
+from fusedstep.optim._transformers_adamw import advance, move
+from fusedstep.optim._weights import way_of
+
+__all__ = ["GaLoreAdamW"]
+
+SVDS = ("exact", "randomized", "power", "lazy")
+
+#: The state that counts how often ``svd="lazy"`` has doubled the gap of a weight.
+_DOUBLINGS = "gap_doublings"
+
+#: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.
+_AT_REST, _MOST_DOUBLINGS = 0.4, 4
+
+
+class GaLoreAdamW(LowRankSteps, FusedOptimizer):
+    r"""Implements the GaLoreAdamW algorithm, in groups and formula galore_torch's.
+
+    For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
+    2, …; here of the type that projects from the right, by a basis ``B`` [r, N]::
+
+        B = the first r right singular vectors of G      at steps 1, 1 + gap, 1 + 2 * gap, …
+        R = G @ B.T                                      [M, r]
+        m = beta1 * m + (1 - beta1) * R
+        v = beta2 * v + (1 - beta2) * R**2
+        u = m / (sqrt(v) + eps)
+        w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * scale * u @ B
+        w = w - lr * weight_decay * w
+
+    From the left, ``R = A.T @ G`` [r, N] and the update is ``A @ u`` with the left singular vectors
+    ``A`` [M, r]; ``"full"`` does both, with ``R = A.T @ G @ B.T`` [r, r]. In the usual notation
+
+    .. math::
+        \begin{aligned}
+            R_t      &= P_t^\top G_t                                                          \\
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) R_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) R_t^2                                 \\
+            \theta_t &= (1 - \gamma \lambda) \left( \theta_{t-1} - \gamma
+                        \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \, \alpha \, P_t
+                        \frac{m_t}{\sqrt{v_t} + \epsilon} \right)
+        \end{aligned}
+
+    with gradient :math:`G_t` (negated if maximizing), basis :math:`P_t`, ``lr`` :math:`\gamma`,
+    ``betas`` :math:`\beta`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and
+    ``scale`` :math:`\alpha`. This is algorithm 2 of `GaLore`_, as its authors' code has it. Groups
+    without a rank have the same formula with ``R = G`` and no scale: eps stands beside the root
+    of v before the bias is corrected, and the decay comes after the update.
+
+    A weight of more than two dimensions is the matrix of its first one and all others together. The
+    states ``exp_avg`` and ``exp_avg_sq`` have the shape of ``R``; ``projector_left`` [M, r] and
+    ``projector_right`` [r, N] are the bases; with ``svd="lazy"`` there is the number
+    ``gap_doublings`` too. All are float32 beside 16-bit weights.
+
+    With ``fused=None`` or True a group with a rank takes one library product for each weight into
+    memory that the optimizer holds, one native step over all low-rank gradients, and one product
+    that adds the update to the weight. Products of 16-bit weights have their dtype.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
+            running averages of the gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the root of the second moment (default: 1e-6)
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+        correct_bias (bool, optional): correct the biases of the averages (default: True)
+        rank (int, optional): rank of the projected gradients of a group; None projects
+            nothing (default: None)
+        update_proj_gap (int, optional): steps from one basis to the next (default: 200)
+        scale (float, optional): factor of projected updates (default: 0.25)
+        proj_type (str, optional): the side that is projected: ``"std"`` the shorter one,
+            ``"reverse_std"`` the longer one, ``"left"``, ``"right"``, or both with ``"full"``
+            (default: "std")
+        svd (str, optional): how a basis is made. ``"exact"``: by a full decomposition.
+            ``"randomized"``: by a random product with 8 columns more than the rank, and two
+            power steps. ``"power"``: by one power step from the last basis.
+            ``"lazy"``: randomized, and the gap of a weight doubles, up to 16 times the group's,
+            while the mean squared cosine between a basis and the next is at least 0.4
+            (default: "exact")
+        stagger (bool, optional): spread the refreshes of a group over the gap, so that no
+            step but the first one has them all (default: False)
+        seed (int, optional): of the random numbers of ``svd`` and of ``rounding="stochastic"``.
+            They follow from the seed, the step count, the group and the weight's place there,
+            and are the same on every device (default: 0)
+
+    Raises:
+        ValueError: if an option is out of range or unknown, ``params`` is empty, or a weight of a
+            group with a rank has fewer than two dimensions, a side shorter than the rank, or is a
+            DTensor or complex; the error names the parameter.
+        RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
+            update, or a missing native library; at :meth:`step`, before anything is changed, for
+            sparse gradients and for NaN and infinite elements in gradients of a group with a rank.
+
+    Example::
+
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> others = [p for p in model.parameters() if p.ndim != 2]
+        >>> groups = [{"params": others}, {"params": matrices, "rank": 128}]
+        >>> optimizer = optim.GaLoreAdamW(groups, lr=1e-2)
+
+    .. _GaLore:
+        https://arxiv.org/abs/2403.03507
+    """
+
+    _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
+        "correct_bias": True,
+        "rank": None,
+        "update_proj_gap": 200,
+        "scale": 1.0,
+        "proj_type": "std",
+        "svd": "exact",
+        "stagger": False,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        correct_bias: bool = True,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        svd: str = "exact",
+        stagger: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals() | {"differentiable": False})
+
+    def _check_projection(self, options: dict[str, Any]) -> None:
+        super()._check_projection(options)
+        check_one_of("proj_type", options["proj_type"], PROJ_TYPES)
+        check_one_of("svd", options["svd"], SVDS)
+
+    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        shapes = basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+        return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
+
+    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+        offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
+        if not is_due(count, group["update_proj_gap"], offset):
+            return False
+        if count == 0 or group["svd"] != "lazy":
+            return True
+        times = (count + offset) // group["update_proj_gap"]
+        return times % 2 ** int(self._state[weight][_DOUBLINGS]) == 0
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        if not is_due:
+            return {}
+        state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
+        last = {name: state[name] for name in side} if count else None
+        key = self._key(group, weight, count)
+        wide = grad.to(state[side[0]].dtype)
+        found = bases_of(wide, group["rank"], side, svd, last, key)
+        if svd != "lazy":
+            return found
+        doublings = torch.zeros_like(state[_DOUBLINGS])
+        if last is not None and overlap(last, found) >= _AT_REST:
+            doublings = (state[_DOUBLINGS] + 1).clamp(max=_MOST_DOUBLINGS)
+        return found | {_DOUBLINGS: doublings}
+
+    def _move(
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        target: Tensor,
+        state: dict[str, Tensor],
+        factor: float,
+    ) -> None:
+        group, lr, bases = item.group, float(item.group["lr"]), scratch.bases(index)
+        update, between = scratch.update(index), scratch.between
+        if way_of(group, item.weights[index]) is not None:
+            bases = {side: state[side] for side in bases}
+            update, between = scratch.updates[index], None
+        keep = 1 - lr * group["weight_decay"]
+        add_back(target, update, bases, keep, lr * keep * group["scale"], between)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
+        if not bases:
+            return move(group, weight, *advance(group, grad, state))
+        update, length = advance(group, project(as_matrix(grad), bases), state)
+        for side in bases:
+            update = bases[side] @ update if side == LEFT else update @ bases[side]
+        return move(group, weight, update * group["scale"], length)
