@@ -1,4 +1,7 @@
-"""bfloat16 weights and gradients; the step keeps the lower 16 bits of the weights beside them."""
+"""bfloat16 weights and gradients; the step keeps the lower 16 bits of the weights beside them.
+
+On a GPU, where split weights have no kernels yet, it keeps float32 copies.
+"""
 
 import recipe
 import torch
@@ -10,7 +13,10 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     args = recipe.arguments(__doc__).parse_args(argv)
     model = recipe.LanguageModel().to(args.device, torch.bfloat16)
     optimizer = optim.AdamW(
-        model.parameters(), lr=3e-3, state_dtype=torch.float32, master_weights="split"
+        model.parameters(),
+        lr=3e-3,
+        state_dtype=torch.float32,
+        master_weights="split" if args.device == "cpu" else True,
     )
     with recipe.Run(args.device) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
