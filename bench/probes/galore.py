@@ -2,9 +2,9 @@
 
     python bench/probes/galore.py [--device cuda] [--layers 2] [--json OUT.json]
 
-Steps, median ms: ``GaLoreAdamW`` with products and a native step in between, the same by its formula
-in torch operations, as the published optimizer has it, and the products alone. Weights of one
-dimension and the embeddings are AdamW in the same step, and no part of the products alone.
+Steps, median ms: ``GaLoreAdamW`` with products and a native step in between, the same by its
+formula in torch operations, as the published optimizer has it, and the products alone. Weights of
+one dimension and the embeddings are AdamW in the same step, and no part of the products alone.
 
 Refreshes of one projector [4096, 4096], or of what ``--side`` says: ms by way, and the part of the
 gradient's squared norm that the projection keeps, by that of the exact one. The gradient is that of
