@@ -55,15 +55,22 @@ def bias_correction(group: dict[str, Any], count: int) -> float:
     return math.sqrt(1 - beta2**count) / (1 - beta1**count)
 
 
-def advance(group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, float]:
-    """Takes the moments forward; returns the direction and the length of the step along it."""
-    beta1, beta2 = map(float, group["betas"])
-    state["step"] += 1
-    exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+def direction(
+    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, betas: tuple[float, float], eps: float
+) -> Tensor:
+    """Takes the moments forward, in place, and returns the direction of the step."""
+    beta1, beta2 = betas
     exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
     exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-    length = float(group["lr"]) * bias_correction(group, int(state["step"]))
-    return exp_avg / exp_avg_sq.sqrt().add_(group["eps"]), length
+    return exp_avg / exp_avg_sq.sqrt().add_(eps)
+
+
+def advance(group: dict[str, Any], grad: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, float]:
+    """Counts a step; returns its direction and the length of it."""
+    state["step"] += 1
+    betas = tuple(map(float, group["betas"]))
+    found = direction(state["exp_avg"], state["exp_avg_sq"], grad, betas, group["eps"])
+    return found, float(group["lr"]) * bias_correction(group, int(state["step"]))
 
 
 def move(group: dict[str, Any], weight: Tensor, direction: Tensor, length: float) -> Tensor:

@@ -1,0 +1,181 @@
+"""Command line: ``python -m fusedstep.galore``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusedstep.galore.kernels import KERNELS, errors, median, milliseconds, problem, why_not
+
+#: The published tables.
+RANKS, SHAPES = (32, 64, 128, 256, 512), ((4096, 4096), (4096, 11008))
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m fusedstep.galore",
+        description="Checks or times GaLore's step of one matrix [M, N], between two refreshes.",
+    )
+    add = parser.add_argument
+    add("--mode", choices=("test", "benchmark"), default="test", help="(default: test)")
+    add(
+        "--kernel",
+        choices=("torch", "hybrid", "fused", "compiled"),
+        default="hybrid",
+        help="what --mode=test looks at (default: hybrid)",
+    )
+    add("--M", type=int, help="rows (default: 4096; a benchmark has the published shapes)")
+    add("--N", type=int, help="columns (default: 4096)")
+    add("--rank", type=int, help="(default: 128; a benchmark has the published ranks)")
+    add("--dtype", choices=_DTYPES, default="float32", help="(default: float32)")
+    add("--allow_tf32", action="store_true", help="products in TF32, on a GPU that has it")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--repeats", type=int, default=10, help="steps that are timed (default: 10)")
+    add("--json", type=Path, metavar="FILE", help="write what was found")
+    add("--plot", type=Path, metavar="FILE", help="draw a benchmark; needs matplotlib")
+    add("--verbose", action="store_true", help="print every time, and every table row when done")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    shapes, ranks = _sizes(given)
+    if reason := why_not(given.kernel) if given.mode == "test" else None:
+        parser.error(reason)
+    if given.repeats < 1:
+        parser.error("--repeats must be at least 1")
+    for (rows, columns), rank in product(shapes, ranks):
+        if not 1 <= rank <= min(rows, columns):
+            parser.error(f"--rank {rank} is not from 1 to the smaller side of {rows} x {columns}")
+    found = _test(given, *shapes[0], ranks[0]) if given.mode == "test" else _benchmark(given)
+    if given.json:
+        given.json.write_text(json.dumps(found, indent=1) + "\n")
+    if given.plot and given.mode == "benchmark":
+        _draw(found, given.plot)
+
+
+def _sizes(given: argparse.Namespace) -> tuple[list[tuple[int, int]], list[int]]:
+    """The shapes and the ranks that the options ask for."""
+    if given.mode == "benchmark" and given.M is None and given.N is None:
+        shapes = list(SHAPES)
+    else:
+        shapes = [(given.M or 4096, given.N or 4096)]
+    if given.rank is not None:
+        return shapes, [given.rank]
+    smallest = min(map(min, shapes))
+    ranks = [rank for rank in RANKS if rank <= smallest] if given.mode == "benchmark" else [128]
+    return shapes, ranks
+
+
+def _settings(given: argparse.Namespace) -> dict[str, Any]:
+    is_gpu = torch.device(given.device).type == "cuda"
+    name = (
+        torch.cuda.get_device_name(given.device)
+        if is_gpu
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "device": given.device,
+        "name": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "dtype": given.dtype,
+    }
+
+
+def _allow_tf32(allowed: bool) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = allowed
+
+
+def _test(given: argparse.Namespace, rows: int, columns: int, rank: int) -> dict[str, Any]:
+    _allow_tf32(given.allow_tf32)
+    kernel, settings = given.kernel, _settings(given)
+    example = problem(rows, columns, rank, _DTYPES[given.dtype], given.device)
+    shapes = {name: list(value.shape) for name, value in example.state.items() if value.dim()}
+    shapes = {"weight": [rows, columns]} | shapes
+    for name, value in ({"kernel": kernel, "allow_tf32": given.allow_tf32} | settings).items():
+        print(f"{name:>12}  {value}")
+    for name, shape in shapes.items():
+        print(f"{name:>16}  {' x '.join(map(str, shape))}")
+    found = errors(example, kernel)
+    print(f"\n{'':>12}  largest error  relative error")
+    for name, error in found.items():
+        print(f"{name:>12}  {error['largest']:13.2e}  {error['relative']:14.2e}")
+    times = {}
+    for each in dict.fromkeys(("torch", kernel)):
+        all_times = milliseconds(example, each, given.repeats)
+        times[each] = median(all_times)
+        print(f"{each:>12}  {times[each]:10.3f} ms")
+        if given.verbose:
+            print(f"{'':>12}  " + " ".join(f"{value:.3f}" for value in all_times))
+    return {"settings": settings, "kernel": kernel, "shapes": shapes, "errors": found, "ms": times}
+
+
+def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
+    shapes, ranks = _sizes(given)
+    is_gpu = torch.device(given.device).type == "cuda"
+    precisions = (False, True) if is_gpu and given.dtype == "float32" else (False,)
+    tables = []
+    total, done = len(shapes) * len(ranks) * len(precisions) * len(KERNELS), 0
+    for (rows, columns), tf32 in product(shapes, precisions):
+        _allow_tf32(tf32)
+        table: dict[str, Any] = {"M": rows, "N": columns, "tf32": tf32, "rows": []}
+        for rank in ranks:
+            example = problem(rows, columns, rank, _DTYPES[given.dtype], given.device)
+            row: dict[str, Any] = {"rank": rank}
+            for kernel in KERNELS:
+                done += 1
+                print(
+                    f"\r[{done}/{total}] {rows} x {columns}, rank {rank}, {kernel:<10}",
+                    end="",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                row[kernel] = median(milliseconds(example, kernel, given.repeats))
+            table["rows"].append(row)
+            if given.verbose:
+                print(f"\n{row}", file=sys.stderr)
+        tables.append(table)
+    print(file=sys.stderr)
+    for table in tables:
+        print("\n".join(_lines(table)))
+    return {"settings": _settings(given), "tables": tables}
+
+
+def _lines(table: dict[str, Any]) -> Iterator[str]:
+    precision = ", TF32" if table["tf32"] else ""
+    yield f"\n{table['M']} x {table['N']}{precision}, median ms"
+    yield "rank  " + "  ".join(f"{kernel:>9}" for kernel in KERNELS)
+    for row in table["rows"]:
+        yield f"{row['rank']:>4}  " + "  ".join(f"{row[kernel]:9.3f}" for kernel in KERNELS)
+
+
+def _draw(found: dict[str, Any], file: Path) -> None:
+    from matplotlib.figure import Figure
+
+    tables = found["tables"]
+    figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
+    for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
+        ranks = [row["rank"] for row in table["rows"]]
+        for kernel in KERNELS:
+            axes.plot(ranks, [row[kernel] for row in table["rows"]], marker="o", label=kernel)
+        axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="ms")
+        axes.set_xticks(ranks, map(str, ranks))
+        axes.set_title(f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else ""))
+        axes.legend()
+    figure.savefig(file)
+
+
+if __name__ == "__main__":
+    main()

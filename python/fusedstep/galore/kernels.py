@@ -1,0 +1,167 @@
+"""Ways to take GaLore's step of one matrix, and what they differ by.
+
+=========  =========================================================================================
+torch      the formula in torch operations: ``GaLoreAdamW(fused=False)``
+hybrid     two library products and a native Adam step in between: ``GaLoreAdamW(fused=True)``
+compiled   the formula of a whole step in one graph of torch.compile
+=========  =========================================================================================
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._products import project
+from fusedstep.optim._projection import LEFT, low_shape, sides
+from fusedstep.optim._transformers_adamw import bias_correction, direction
+from fusedstep.optim.galore import GaLoreAdamW
+
+#: Steps that a run has taken before the one that is looked at.
+_STEPS_BEFORE = 10
+
+_OPTIONS = {"lr": 1e-2, "weight_decay": 0.01, "scale": 0.25, "update_proj_gap": 10**9}
+
+
+class Problem(NamedTuple):
+    """A matrix in the middle of a training run."""
+
+    weight: Tensor
+    grad: Tensor
+    state: dict[str, Tensor]
+
+    def copied(self, dtype: torch.dtype | None = None) -> Problem:
+        """The same in other memory; in float64 the states are, too."""
+        wide = torch.float64 if dtype is torch.float64 else None
+        state = {
+            name: value.clone() if name == "step" else value.to(wide or value.dtype, copy=True)
+            for name, value in self.state.items()
+        }
+        dtype = dtype or self.weight.dtype
+        return Problem(self.weight.to(dtype, copy=True), self.grad.to(dtype, copy=True), state)
+
+
+def problem(rows: int, columns: int, rank: int, dtype: torch.dtype, device: str) -> Problem:
+    """A problem with numbers that depend on its shape alone."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    (side,) = sides("std", rows, columns)
+    shape = low_shape(rank, (side,), rows, columns)
+    basis = torch.linalg.qr(normal(rows if side == LEFT else columns, rank))[0]
+    state = {
+        "exp_avg": 0.1 * normal(*shape),
+        "exp_avg_sq": 0.5 + torch.rand(shape, generator=generator),
+        side: basis if side == LEFT else basis.t().contiguous(),
+    }
+    state = {name: value.to(device) for name, value in state.items()}
+    state["step"] = torch.tensor(float(_STEPS_BEFORE))
+    weight, grad = (normal(rows, columns).to(device, dtype) for _ in range(2))
+    return Problem(weight, grad, state)
+
+
+def _by_optimizer(given: Problem, fused: bool) -> Callable[[], None]:
+    weight = torch.nn.Parameter(given.weight)
+    weight.grad = given.grad
+    rank = min(given.state["exp_avg"].shape)
+    optimizer = GaLoreAdamW([weight], rank=rank, fused=fused, **_OPTIONS)
+    optimizer.state[weight] = given.state
+    return optimizer.step
+
+
+def _compiled(given: Problem) -> Callable[[], None]:
+    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
+    state, mode = given.state, "max-autotune" if given.weight.is_cuda else "default"
+
+    def formula(weight: Tensor, grad: Tensor, state: dict[str, Tensor], length: Tensor) -> None:
+        basis = state[side]
+        low = project(grad, {side: basis.to(grad.dtype)}).to(basis.dtype)
+        update = direction(state["exp_avg"], state["exp_avg_sq"], low, group["betas"], group["eps"])
+        basis, update = basis.to(grad.dtype), update.to(grad.dtype)
+        update = basis @ update if side == LEFT else update @ basis
+        weight.sub_(update * length.to(grad.dtype))
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+
+    compiled = torch.compile(formula, fullgraph=True, mode=mode)
+    tensors = {name: value for name, value in state.items() if name != "step"}
+
+    def step() -> None:
+        state["step"] += 1
+        length = group["lr"] * group["scale"] * bias_correction(group, int(state["step"]))
+        # A tensor: a graph for each number would be compiled otherwise.
+        compiled(given.weight, given.grad, tensors, torch.tensor(length, device=given.grad.device))
+
+    return step
+
+
+#: The ways that there are, by name. Each is given a problem, and returns a step over its memory.
+KERNELS: dict[str, Callable[[Problem], Callable[[], None]]] = {
+    "torch": lambda given: _by_optimizer(given, fused=False),
+    "hybrid": lambda given: _by_optimizer(given, fused=True),
+    "compiled": _compiled,
+}
+
+
+def why_not(kernel: str) -> str | None:
+    """Returns why there is no such kernel here, or None."""
+    if kernel in KERNELS:
+        return None
+    return (
+        "kernel=fused, Adam in the epilogue of the first product, is not part of this build: "
+        f"there are {', '.join(KERNELS)}"
+    )
+
+
+@torch.no_grad()
+def errors(given: Problem, kernel: str) -> dict[str, dict[str, float]]:
+    """The errors of a step, against the formula in float64.
+
+    ``largest``: of an element. ``relative``: of all, in the 2-norm, by that of the right values.
+    """
+    exact, found = given.copied(torch.float64), given.copied()
+    KERNELS["torch"](exact)()
+    KERNELS[kernel](found)()
+    pairs = {
+        "mean": (found.state["exp_avg"], exact.state["exp_avg"]),
+        "variance": (found.state["exp_avg_sq"], exact.state["exp_avg_sq"]),
+        "parameters": (found.weight, exact.weight),
+    }
+    result = {}
+    for name, (value, right) in pairs.items():
+        difference = value.double() - right
+        result[name] = {
+            "largest": difference.abs().max().item(),
+            "relative": (difference.norm() / right.norm()).item(),
+        }
+    return result
+
+
+@torch.no_grad()
+def milliseconds(given: Problem, kernel: str, repeats: int) -> list[float]:
+    """Times of steps, after one that is not counted: it makes memory, or compiles."""
+    step, times = KERNELS[kernel](given.copied()), []
+    for index in range(repeats + 1):
+        _wait(given)
+        start = time.perf_counter()
+        step()
+        _wait(given)
+        if index:
+            times.append(1e3 * (time.perf_counter() - start))
+    return times
+
+
+def median(times: list[float]) -> float:
+    return float(f"{statistics.median(times):.4g}")
+
+
+def _wait(given: Problem) -> None:
+    if given.weight.is_cuda:
+        torch.cuda.synchronize(given.weight.device)
