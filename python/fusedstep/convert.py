@@ -61,6 +61,10 @@ def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ..
 
 
 @overload
+def convert(optimizer: torch.optim.Muon, **overrides: Any) -> optim.Muon: ...
+
+
+@overload
 def convert(optimizer: torch.optim.NAdam, **overrides: Any) -> optim.NAdam: ...
 
 
@@ -200,7 +204,7 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
         for place, state in enumerate(members):
             if state:
-                check_names(optimizer, name_of(group, index, place), state)
+                check_names(optimizer, name_of(group, index, place), state, group)
         check_saved_options(optimizer, index, options[index])
         for place, state in enumerate(members):
             check_state(optimizer, group, group, (index, place), state)
@@ -332,7 +336,7 @@ def _translated(
     if issubclass(cls, optim.Adan):
         # Zeros that its authors' restart_opt() has made before a first gradient.
         states = [s if "neg_pre_grad" in s or "exp_avg_diff" not in s else {} for s in states]
-    if "step" not in cls._numbers:
+    if not cls._counts_steps(group):
         return [{k: value for k, value in state.items() if k != "step"} for state in states]
     counts = [group.get("step"), *(state.get("step") for state in states)]
     largest = max((float(steps) for steps in counts if steps is not None), default=None)

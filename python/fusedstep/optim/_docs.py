@@ -88,10 +88,10 @@ def complete(cls: type) -> None:
         for name in inspect.signature(cls).parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
     ]
-    weights = _WEIGHTS.format(
-        states=_listed(cls._states),
-        numbers="".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers),
-    )
+    numbers = "".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers)
+    weights = _WEIGHTS.format(states=_listed(cls._states), numbers=numbers)
+    if "\n\nWeights " in before:  # it says itself which it takes
+        weights = ""
     args = "\n".join([own, *(textwrap.indent(text, "    ") for text in shared)])
     if not after.startswith("Raises:"):
         after = f"{_RAISES}\n{after}"

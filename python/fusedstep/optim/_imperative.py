@@ -68,7 +68,7 @@ class ImperativeTwin:
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if group["maximize"]:
+        if group.get("maximize"):
             grad = -grad
         if weight.is_complex():  # and has no master copy
             group = group | {"master_weights": False, "rounding": None}
@@ -78,14 +78,14 @@ class ImperativeTwin:
         wide = self._widened(group, weight, state)
         grad = grad.to(wide.dtype)
         count = None if seed_of(group, weight) is None else state["step"].clone()
-        if not (group["differentiable"] or group.get("capturable")):
+        if not (group.get("differentiable") or group.get("capturable")):
             self._imperative(group, wide, grad, state)
             if count is not None:  # formulas without bias corrections leave it alone
                 state["step"].copy_(count + 1)
             self._write_back(group, weight, wide, state)
             return
 
-        if group["differentiable"] and state["step"].requires_grad:
+        if group.get("differentiable") and state["step"].requires_grad:
             raise RuntimeError("`requires_grad` is not supported for `step` in differentiable mode")
         if group.get("capturable"):
             check_capturable(weight, state["step"], group)

@@ -23,8 +23,8 @@ class StateStore:
 
     ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
     ``names`` returns the states of the weight's shape that a group's options need, in the native
-    rule's order. ``signed`` are those that may be negative. The option ``initial_option`` is the
-    first value of these, or 0.
+    rule's order, and ``counts`` whether its states have a step count. ``signed`` are those that may
+    be negative. The option ``initial_option`` is the first value of these, or 0.
     """
 
     def __init__(
@@ -32,12 +32,13 @@ class StateStore:
         by_weight: dict[Tensor, dict[str, Any]],
         first: dict[str, float],
         names: Callable[[dict[str, Any]], tuple[str, ...]],
+        counts: Callable[[dict[str, Any]], bool],
         signed: frozenset[str],
         initial_option: str | None,
     ) -> None:
         self.by_weight = by_weight
         self._first, self._names, self._initial_option = first, names, initial_option
-        self._signed = signed
+        self._counts_steps, self._signed = counts, signed
         self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
 
@@ -107,7 +108,7 @@ class StateStore:
 
     def _keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
-        return "step" in self._first or way_of(group, weight) == "stochastic"
+        return self._counts_steps(group) or way_of(group, weight) == "stochastic"
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
