@@ -525,6 +525,14 @@ def per_optimizer(cases: Iterable[Case]) -> tuple[Case, ...]:
     return first_of_each(lambda case: case.optimizer, cases)
 
 
+#: Classes with groups that several operations step: most laws are of single elements, and do not
+#: hold for them. They have no rows here, and tests of their own.
+COMPOSITES = tuple(
+    name
+    for name in optim.__all__
+    if getattr(optim, name)._is_composite is not optim.FusedOptimizer._is_composite
+)
+
 # Names of the states that are one number, in any of them.
 NUMBERS = {name for case in CASES for name in case.numbers}
 WITH_NAMESAKE = tuple(case for case in CASES if case.namesake is not None)

@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from cases import CASES, PLAIN
+from cases import CASES, COMPOSITES, PLAIN
 from fusedstep import optim
 from fusedstep.optim import low_bit
 
 #: Names in torch.optim that scripts use beside its optimizers.
 TORCHS = ("Optimizer", "lr_scheduler", "swa_utils")
 NAMES = sorted(optim.__all__)
+#: Of those with a rule of their own, of which there are rows and a class in C++.
+RULED = sorted({*NAMES} - {*COMPOSITES})
 
 
 def rows_of(name):
@@ -43,16 +45,26 @@ def test_has_what_scripts_use_beside_optimizers(name):
     assert getattr(optim, name) is getattr(torch.optim, name)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RULED)
 def test_has_a_row(name):
     assert rows_of(name)
     assert issubclass(getattr(optim, name), torch.optim.Optimizer)
 
 
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_has_tests_and_a_reference_of_its_own(name, repository):
+    source = (repository / "tests" / f"test_{name.lower()}.py").read_text()
+    assert f"from reference.{name.lower()} import" in source
+    assert f"optim.{name}" in source
+    assert not any(case.optimizer is getattr(optim, name) for case in CASES)
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_has_a_short_reference_of_its_own(name):
-    (case, *_) = rows_of(name)
-    source = Path(inspect.getsourcefile(case.reference))
+def test_has_a_short_reference_of_its_own(name, repository):
+    source = repository / "tests" / "reference" / f"{name.lower()}.py"
+    if name in RULED:
+        (case, *_) = rows_of(name)
+        source = Path(inspect.getsourcefile(case.reference))
     assert source.parent.name == "reference"
     assert len(source.read_text().splitlines()) <= 40
     assert "import fusedstep" not in source.read_text()
@@ -68,10 +80,15 @@ def test_has_a_short_reference_of_its_own(name):
         "tests/reference/{rule}.py",
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RULED)
 def test_has_its_pieces(name, piece, repository):
     path = piece.format(name=name.lower(), rule=rule_of(name))
     assert (repository / path).is_file(), f"{path} is missing"
+
+
+@pytest.mark.parametrize("name", COMPOSITES)
+def test_a_composite_has_a_page(name, repository):
+    assert (repository / "docs" / "optimizers" / f"{name.lower()}.md").is_file()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -111,13 +128,16 @@ def test_has_the_signature_of_the_namesake(name):
     described = [
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
-    own = {"fused": None, "state_dtype": None, "master_weights": False, "rounding": None, "seed": 0}
-    own["max_grad_norm"] = None
+    shared = {"fused": None, "state_dtype": None, "master_weights": False, "rounding": None}
+    shared |= {"seed": 0, "max_grad_norm": None}
+    assert shared.items() <= ours._own_options.items()
+    assert name in COMPOSITES or shared == ours._own_options
+    own = {k: v for k, v in ours._own_options.items() if k not in shared} | shared
     own = {name: unset for name, unset in own.items() if name not in parameters[1]}
     keyword = inspect.Parameter.KEYWORD_ONLY
     assert described[0] == [*described[1], *((name, keyword, own[name]) for name in own)]
-    assert all(case.namesake is theirs for case in rows_of(name))
-    param = [torch.zeros(3, requires_grad=True)]
+    assert name in COMPOSITES or all(case.namesake is theirs for case in rows_of(name))
+    param = [torch.zeros(3, 3, requires_grad=True)]
     assert ours(param).defaults == theirs(param).defaults
     given = {"state_dtype": torch.float32, "master_weights": True, "max_grad_norm": 2.0}
     assert ours(param, **given).defaults == theirs(param).defaults | given

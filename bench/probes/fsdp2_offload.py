@@ -122,6 +122,8 @@ def process(rank: int, folder: str, threads: int, output: Path | None) -> None:
     mesh = init_device_mesh("cuda", (PROCESSES,))
     rows: dict[str, Any] = {}
     for name in optim.__all__:
+        if getattr(optim, name)._is_composite is not optim.FusedOptimizer._is_composite:
+            continue  # it takes no shards
         measure(mesh, name, PEERS.get(name), rows)
     if rank == 0:
         results = {

@@ -145,6 +145,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether the state of a group's weights has a step count."""
         return "step" in cls._numbers
 
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        """Returns weights, or groups of them, as the class takes them if nobody says more."""
+        return weights
+
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         """Raises what is wrong with a group, beyond what check_options() does."""
 

@@ -3,8 +3,9 @@
 A step of coefficients (a, b, c) takes the singular values s of a matrix to ``a s + b s³ + c s⁵``
 and leaves the singular vectors alone. In the usual form it is ``X ← a X + (b A + c A²) X`` with the
 Gram matrix ``A = X Xᵀ``. In the *Gram form* only the small matrices are iterated, A and the product
-Q of all polynomials, and one product ``Q X`` follows. Its products are fewer for long matrices, but
-A has the squares of the singular values: 8 bits of bfloat16 do not hold the small ones.
+Q of all polynomials, and one product ``Q X`` follows. It has fewer operations for long matrices,
+but A has the squares of the singular values, and a rounding that makes a small one negative grows
+from step to step. So after a run of two or three Q is multiplied by X, and A computed anew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 Step = tuple[float, float, float]
 
 #: Keller Jordan's coefficients, for every step.
-_QUINTIC: tuple[Step, ...] = ((3.4445, -4.7750, 2.0315),)
+_QUINTIC: Step = (3.4445, -4.7750, 2.0315)
 
 #: Amsel et al., The Polar Express, arXiv 2505.16932, algorithm 1: the best polynomial for each
 #: step, for singular values of at least 1e-3. The last is that of all steps that follow.
@@ -37,6 +38,11 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
 #: The polynomials of Polar Express take singular values up to 1 to 1 and no further: rounding must
 #: not make one larger. All steps but the last divide them by this first.
 _SAFETY = 1.01
+
+#: Steps from one Gram matrix of the whole to the next, in the Gram form. A run of three in bfloat16
+#: diverges within eight steps where singular values differ much. With these the error is up to
+#: about twice (bfloat16) and four times that of the usual form.
+_RUN_OF_BFLOAT16, _RUN = 2, 3
 
 #: Sets of coefficients by name.
 NAMES = ("quintic", "polar_express")
@@ -59,7 +65,7 @@ def coefficients_of(asked: Any, count: int) -> list[Step]:
                 f"ns_coefficients must be one of {', '.join(map(repr, NAMES))}, three numbers, or "
                 f"three numbers for each step, not {asked!r:.40}"
             )
-        return _QUINTIC * count if asked == "quintic" else _polar_express(count)
+        return [_QUINTIC] * count if asked == "quintic" else _polar_express(count)
     try:
         steps = [asked] if isinstance(asked[0], (int, float)) else asked
         numbers = [tuple(map(float, step)) for step in steps]
@@ -118,21 +124,30 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has else torch.float32
 
 
-def takes_gram_form(
-    shape: Sequence[int], dtype: torch.dtype, count: int, full_precision: bool
-) -> bool:
-    """Returns whether the Gram form needs fewer operations and holds enough bits.
+def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, count: int) -> bool:
+    """Returns whether the Gram form of so many steps has fewer operations than the usual one.
 
-    In float16 it starts again from the matrix after two steps: 11 bits hold no more. float32 is not
-    enough where products round it to fewer bits (``torch.set_float32_matmul_precision``).
+    float32 has to be that: where products round it to fewer bits, as
+    ``torch.set_float32_matmul_precision`` allows, the usual form is taken.
     """
-    if dtype is torch.bfloat16 or count < 3 or not (full_precision or dtype is not torch.float32):
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return False
     ratio = max(shape[-2:]) / max(min(shape[-2:]), 1)
     # In products of two matrices of the small size.
-    usual = count * (1 + 2 * ratio)
-    gram = 4 * count - 6 + 4 * ratio if dtype is torch.float16 else 4 * count - 3 + 2 * ratio
+    usual, gram = count * (1 + 2 * ratio), ratio
+    for index in range(count):
+        begins, ends = index % _run(dtype) == 0, _ends(index, dtype, count)
+        gram += 1 + (not begins) + (ratio if ends else 2) + ratio * (ends and index < count - 1)
     return gram < usual
+
+
+def _run(dtype: torch.dtype) -> int:
+    return _RUN_OF_BFLOAT16 if dtype is torch.bfloat16 else _RUN
+
+
+def _ends(index: int, dtype: torch.dtype, count: int) -> bool:
+    """Returns whether the polynomials are multiplied by the whole matrix after a step."""
+    return index == count - 1 or (index + 1) % _run(dtype) == 0
 
 
 def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
@@ -140,13 +155,12 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
 
     Returns ``x`` or a tensor in the scratch, with the result. ``x`` is overwritten.
     """
-    full_precision = torch.get_float32_matmul_precision() == "highest"
     batch, short = x.shape[0], min(x.shape[1:])
     square = (batch, short, short)
     spare = scratch.take("other", x.shape, x.dtype, x.device)
     names = ["gram", "polynomial"]
     form = _usual_form
-    if takes_gram_form(x.shape, x.dtype, len(steps), full_precision):
+    if takes_gram_form(x.shape, x.dtype, len(steps)):
         form, names = _gram_form, [*names, "product", "other product"]
     squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
     return form(x, spare, squares, steps)
@@ -180,25 +194,22 @@ def _usual_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence
 
 def _gram_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
     gram, polynomial, product, other = squares
-    last, restart = len(steps) - 1, 1 if x.dtype is torch.float16 else None
-    starts = True
+    count = len(steps)
     _gram(x, out=gram)
     for index, (a, b, c) in enumerate(steps):
         # The step multiplies by a I + this. All these matrices are polynomials of one, and commute.
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        if starts:
+        if index % _run(x.dtype) == 0:
             product.copy_(polynomial).diagonal(dim1=1, dim2=2).add_(a)
-            starts = False
         else:
             torch.baddbmm(product, product, polynomial, beta=a, out=other)
             product, other = other, product
-        if index in (restart, last):
-            _times(product, x, 0.0, out=spare)
-            x, spare = spare, x
-        if index == restart != last:
-            starts = True
-            _gram(x, out=gram)
-        elif index != last:
+        if not _ends(index, x.dtype, count):
             torch.baddbmm(gram, gram, polynomial, beta=a, out=other)
             torch.baddbmm(other, other, polynomial, beta=a, out=gram)
+            continue
+        _times(product, x, 0.0, out=spare)
+        x, spare = spare, x
+        if index < count - 1:
+            _gram(x, out=gram)
     return x

@@ -217,6 +217,13 @@ class Muon(Adam):
             param_group = {"betas": of["betas"], "eps": of["adamw_eps"]} | param_group
         super().add_param_group(param_group)
 
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        matrices = [p for p in weights if p.ndim >= 2]
+        others = [p for p in weights if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "use_muon": False}]
+        return [group for group in groups if group["params"]]
+
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         _check_options(group)
         if not _uses_muon(group):
