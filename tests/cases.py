@@ -505,6 +505,7 @@ COMPOSITES = {
     optim.APOLLOAdamW: "apollo",
     optim.Adafactor: "adafactor",
     optim.GaLoreAdamW: "galore",
+    optim.Muon: "muon",
 }
 
 

@@ -21,7 +21,7 @@ def subject(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
     params = [torch.nn.Parameter(torch.ones(ELEMENTS)) for _ in range(WEIGHTS)]
     for param in params:
         param.grad = torch.full_like(param, 0.01)
-    return cls(params, lr=1e-4)
+    return cls(cls._grouped(params), lr=1e-4)
 
 
 def microseconds(step) -> float:

@@ -68,6 +68,10 @@ def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ..
 
 
 @overload
+def convert(optimizer: torch.optim.Muon, **overrides: Any) -> optim.Muon: ...
+
+
+@overload
 def convert(optimizer: torch.optim.NAdam, **overrides: Any) -> optim.NAdam: ...
 
 
@@ -303,7 +307,7 @@ def _translated(
     if issubclass(cls, optim.Adan):
         # Zeros that its authors' restart_opt() has made before a first gradient.
         states = [s if "neg_pre_grad" in s or "exp_avg_diff" not in s else {} for s in states]
-    if "step" not in cls._numbers:
+    if not cls._counts_steps(group):
         return [{k: value for k, value in state.items() if k != "step"} for state in states]
     counts = [group.get("step"), *(state.get("step") for state in states)]
     largest = max((float(steps) for steps in counts if steps is not None), default=None)

@@ -139,7 +139,8 @@ def _build(weights: list[Tensor], choice: Choice, masters: str) -> optim.FusedOp
         options["state_dtype"] = STATE_DTYPES[choice.states]
     if masters != "none":
         options["master_weights"] = MASTERS[masters]
-    return getattr(optim, choice.optimizer)([torch.nn.Parameter(w) for w in weights], **options)
+    cls = getattr(optim, choice.optimizer)
+    return cls(cls._grouped([torch.nn.Parameter(w) for w in weights]), **options)
 
 
 def state_bytes(

@@ -34,6 +34,7 @@ from fusedstep.optim.low_bit import Lamb8bit as Lamb8bit
 from fusedstep.optim.low_bit import Lion8bit as Lion8bit
 from fusedstep.optim.low_bit import RMSprop8bit as RMSprop8bit
 from fusedstep.optim.low_bit import SGD8bit as SGD8bit
+from fusedstep.optim.muon import Muon
 from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop
@@ -52,6 +53,7 @@ __all__ = [
     "GaLoreAdamW",
     "Lamb",
     "Lion",
+    "Muon",
     "NAdam",
     "RAdam",
     "RMSprop",

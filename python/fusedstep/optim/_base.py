@@ -32,7 +32,7 @@ from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
-from fusedstep.optim._options import own_option, without_unset
+from fusedstep.optim._options import OWN, own_option, without_unset
 from fusedstep.optim._plan import GradUse, Plan, Snapshot, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
@@ -59,6 +59,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _rule: ClassVar[str]
     #: Names of the states of the weight's shape, in the order of the native rule.
     _states: ClassVar[tuple[str, ...]]
+    #: States that may be negative, beyond those that the rule says.
+    _signed: ClassVar[frozenset[str]] = frozenset()
     #: The number of betas, where there are any.
     _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
@@ -76,13 +78,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     #: False if torch has the class without the option ``fused``. If true, every group has it, and
     #: ``foreach`` takes no tensors for numbers.
     _torch_fuses: ClassVar[bool] = True
-    #: The docstring's paragraph on weights and states, where it is not the usual one.
-    _about_weights: ClassVar[str | None] = None
     #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
     _composite: ClassVar[bool] = False
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
+    #: Options that a group has only where they were set, with their values where it has not.
+    _own_options: ClassVar[dict[str, Any]] = OWN
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
         "foreach": None,
@@ -112,12 +114,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         # Here, and not first where the state is set: a repeated step takes 7% less.
         self._store = self._new_store({})
         self._name = register(self)
-        super().__init__(params, without_unset(options, self._torch_fuses))
+        super().__init__(params, without_unset(options, self._torch_fuses, self._own_options))
 
     def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
-        signed = _ops.signed_states.get(self._rule, frozenset())
-        names = self._state_names, self._state_shapes
-        return StateStore(by_weight, self._numbers, *names, signed, self._initial_option)
+        signed = _ops.signed_states.get(self._rule, frozenset()) | self._signed
+        of_group = self._state_names, self._state_shapes, self._counts_steps
+        return StateStore(by_weight, self._numbers, *of_group, signed, self._initial_option)
 
     # A subclass overrides these
 
@@ -143,20 +145,38 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """A state of another library's optimizer with objects in it made tensors of ours."""
         return state
 
+    @classmethod
+    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns those that a state has whichever options were set since it was made."""
+        return cls._state_names(cls._later_options)
+
+    @classmethod
+    def _counts_steps(cls, group: dict[str, Any]) -> bool:
+        """Returns whether the state of a group's weights has a step count."""
+        return "step" in cls._numbers
+
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        """Returns weights, or groups of them, as the class takes them if nobody says more."""
+        return weights
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        """Raises what is wrong with a group, beyond what check_options() does."""
+
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
         return f"{type(self).__name__} does not support sparse gradients"
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""
-        betas = floats(group.get("betas", ()), len(self.defaults.get("betas", ())))
+        betas = floats(group.get("betas", ()), self._betas if "betas" in group else 0)
         return group | {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
 
     def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
         """The hyper-parameters in the rule's order and, last, whether to maximize."""
         values = self._rule_options(group)
         values["lr"] = float(group["lr"] if lr is None else lr)
-        return *map(values.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
+        return *map(values.__getitem__, _ops.rule_options[self._rule]), group.get("maximize", False)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
@@ -233,6 +253,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         weights = [p for p in group["params"] if not p.is_meta]
         try:
             check_options(group, self.defaults)
+            self._check_group(len(self.param_groups) - 1, group)
             self._is_native(group, weights)
             self._max_grad_norm()
         except (RuntimeError, TypeError, ValueError):
@@ -246,21 +267,21 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
         """Returns whether the options of a group ask for native kernels, or allow them."""
-        foreach = self._foreach_means_unfused and group["foreach"]
-        fused = own_option(group, "fused")
-        if group.get("differentiable") and isinstance(own_option(group, "state_dtype"), str):
+        foreach = self._foreach_means_unfused and group.get("foreach")
+        fused, differentiable = own_option(group, "fused"), group.get("differentiable", False)
+        if differentiable and isinstance(own_option(group, "state_dtype"), str):
             raise RuntimeError(
                 "quantised states, by `state_dtype`, do not support `differentiable`"
             )
-        if group.get("differentiable"):
+        if differentiable:
             _weights.refuse_differentiable(group)
         if fused:
-            if group.get("differentiable"):
+            if differentiable:
                 raise RuntimeError("`fused` does not support `differentiable`")
             if foreach:
                 raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
             return True
-        return fused is None and not (foreach or group.get("differentiable"))
+        return fused is None and not (foreach or differentiable)
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
@@ -380,7 +401,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         if zero_grad not in (False, True, "none"):
             raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
         zero_grad = zero_grad if zero_grad == "none" else bool(zero_grad)  # of numpy, perhaps
-        with torch.set_grad_enabled(bool(self.defaults.get("differentiable"))):
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
             if "capturable" in self.defaults and not self._is_on_host():
                 self._accelerator_graph_capture_health_check()
             loss = None
@@ -555,7 +576,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 check_options(group, self.defaults)
             if not plan:
                 if not (group.get("differentiable") or group.get("capturable")):
-                    check_floats(group, self.defaults)  # else autograd and graphs follow them
+                    # Else autograd and graphs follow them.
+                    check_floats(group, self.defaults, self._betas)
                 return ()
             lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
             options = self._options(group, None if lr is None else 0.0)

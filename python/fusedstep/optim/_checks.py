@@ -191,12 +191,12 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             raise TypeError(f"{name} must not be a text: {value!r}")
 
 
-def check_floats(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+def check_floats(group: dict[str, Any], defaults: dict[str, Any], betas: int) -> None:
     """Raises if an option whose default is a number, or several, cannot be taken as such."""
     for name, default in defaults.items():
         if name not in OWN and is_number(default) and not isinstance(default, bool):
             float(group[name])
-    floats(group.get("betas", ()), len(defaults.get("betas", ())))
+    floats(group.get("betas", ()), betas if "betas" in group else 0)
 
 
 def floats(betas: tuple[float | Tensor, ...], count: int) -> list[float]:

@@ -88,14 +88,13 @@ def complete(cls: type) -> None:
         for name in inspect.signature(cls).parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
     ]
-    weights = cls._about_weights or _WEIGHTS.format(
-        states=_listed(cls._states),
-        numbers="".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers),
-    )
+    numbers = "".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers)
+    if "\n\nWeights " not in before:  # else it says itself which it takes
+        before += "\n" + _WEIGHTS.format(states=_listed(cls._states), numbers=numbers)
     args = "\n".join([own, *(textwrap.indent(text, "    ") for text in shared)])
     if not after.startswith("Raises:"):
         after = f"{_RAISES}\n{after}"
-    cls.__doc__ = f"{before}\n{weights}{header}{args}{gap}{after}"
+    cls.__doc__ = f"{before}{header}{args}{gap}{after}"
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -68,7 +68,7 @@ class ImperativeTwin:
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if group["maximize"]:
+        if group.get("maximize"):
             grad = -grad
         if weight.is_complex():  # and has no master copy
             group = group | {"master_weights": False, "rounding": None}

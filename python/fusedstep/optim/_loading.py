@@ -70,7 +70,7 @@ class LoadsStates:
         for group in self.param_groups:
             for name, value in self._later_options.items():
                 group.setdefault(name, value)
-            fill_own(group, self.defaults)
+            fill_own(group, self.defaults, self._own_options)
             for p, key in zip(group["params"], keys, strict=False):
                 self._store.keep_wide(group, p, loading["state"].get(key, {}))
             self._store.tidy(group)

@@ -23,15 +23,19 @@ def own_option(group: Mapping[str, Any], name: str) -> Any:
     return group.get(name, OWN[name])
 
 
-def without_unset(options: dict[str, Any], torch_fuses: bool) -> dict[str, Any]:
-    """The options that become defaults: of these only where they were set."""
-    own = OWN.keys() - ({"fused"} if torch_fuses else {})
-    return {name: value for name, value in options.items() if name not in own or value != OWN[name]}
+def without_unset(
+    options: dict[str, Any], torch_fuses: bool, own: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that become defaults: a class's ``own`` only where they were set."""
+    names = own.keys() - ({"fused"} if torch_fuses else {})
+    return {
+        name: value for name, value in options.items() if name not in names or value != own[name]
+    }
 
 
-def fill_own(group: dict[str, Any], defaults: dict[str, Any]) -> None:
+def fill_own(group: dict[str, Any], defaults: dict[str, Any], own: dict[str, Any]) -> None:
     """Completes a group that was loaded: what it does not say is as the optimizer was made."""
-    for name, unset in OWN.items():
+    for name, unset in own.items():
         if name in defaults:
             group.setdefault(name, defaults[name])
         elif (

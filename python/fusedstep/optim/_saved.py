@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
 from fusedstep.optim._codes import absmax_of, check_codes, is_codes
-from fusedstep.optim._options import OWN
 from fusedstep.optim._registry import classes
 from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
@@ -48,6 +47,8 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
 def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
     try:
         check_options(saved, optimizer.defaults)
+        weights = optimizer.param_groups[index]["params"]
+        optimizer._check_group(index, optimizer.defaults | saved | {"params": weights})
     except (TypeError, ValueError) as error:
         raise type(error)(f"group {index} of the dictionary: {error}") from None
     options = optimizer.defaults | optimizer._later_options | saved
@@ -71,10 +72,10 @@ def check_state(
     if not state:
         return
     check_names(optimizer, name, state, options, weight)
-    for number in () if weight.is_meta else optimizer._numbers:
+    for number in () if weight.is_meta else _numbers(optimizer, options):
         check_count_of_steps(name, state[number], number)
     shapes = optimizer._state_shapes(options, weight)
-    needed = _needed(optimizer, shapes)
+    needed = _needed(optimizer, options, shapes)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
     names = (*needed, *BESIDE.values())
@@ -88,6 +89,11 @@ def check_state(
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
+def _numbers(optimizer: Optimizer, options: dict[str, Any]) -> set[str]:
+    """The numbers that the states of a group have."""
+    return {*optimizer._numbers, *(("step",) if optimizer._counts_steps(options) else ())}
+
+
 def check_names(
     optimizer: Optimizer,
     name: str,
@@ -96,8 +102,8 @@ def check_names(
     weight: Tensor,
 ) -> None:
     """Raises if the state of a weight lacks what it has whatever other options are."""
-    needed = _needed(optimizer, optimizer._state_shapes(options, weight))
-    if missing := sorted({*optimizer._numbers, *needed} - state.keys()):
+    needed = _needed(optimizer, options, optimizer._state_shapes(options, weight))
+    if missing := sorted({*_numbers(optimizer, options), *needed} - state.keys()):
         likely = [cls for cls in classes if _is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
@@ -106,9 +112,11 @@ def check_names(
         )
 
 
-def _needed(optimizer: Optimizer, shapes: Mapping[str, Any] | None) -> tuple[str, ...]:
+def _needed(
+    optimizer: Optimizer, options: dict[str, Any], shapes: Mapping[str, Any] | None
+) -> tuple[str, ...]:
     """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
-    return optimizer._state_names(optimizer._later_options) if shapes is None else tuple(shapes)
+    return optimizer._lasting_names(options) if shapes is None else tuple(shapes)
 
 
 def check_is_state(name: str, state: Any) -> None:
@@ -171,7 +179,7 @@ def _kind(value: Any) -> str:
 
 def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
-    own = optimizer.defaults.keys() | options_of(type(optimizer)) | OWN.keys()
+    own = optimizer.defaults.keys() | options_of(type(optimizer)) | optimizer._own_options.keys()
     name = type(optimizer).__name__
     likely = [
         cls
@@ -180,15 +188,17 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
     ]
     shared = [len(saved.keys() & options_of(cls)) for cls in likely]
     likely = [cls for cls, count in zip(likely, shared, strict=True) if count == max(shared)]
-    known = set().union(*map(options_of, classes)) - OWN.keys() - {"fused"}
+    known = set().union(*(options_of(cls) - cls._own_options.keys() for cls in classes))
+    known -= {"fused"}
     stepped = [each for each in states if isinstance(each, Mapping) and each]
     exact = [
         cls
         for cls in classes
-        if options_of(cls) & known == saved.keys() & known
+        if (options_of(cls) - cls._own_options.keys()) & known == saved.keys() & known
         and all(_is_state_of(cls, each) for each in stepped)
     ]
-    missing = sorted(optimizer.defaults.keys() & _ALWAYS_SAVED - saved.keys())
+    kept = optimizer.defaults.keys() - optimizer._own_options.keys()
+    missing = sorted(kept & _ALWAYS_SAVED - saved.keys())
     if exact and (likely or missing):
         likely = exact if saved.keys() & known != own & known else []
     if likely or missing:

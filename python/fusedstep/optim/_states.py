@@ -24,8 +24,9 @@ class StateStore:
     ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
     ``names`` returns the states of the weight's shape that a group's options need, in the native
     rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
-    others than the weight's, and None elsewhere. ``signed`` are those that may be negative. The
-    option ``initial_option`` is the first value of these, or 0.
+    others than the weight's, and None elsewhere. ``counts`` returns whether a group's states have a
+    step count. ``signed`` are those that may be negative. The option ``initial_option`` is the
+    first value of these, or 0.
     """
 
     def __init__(
@@ -34,12 +35,13 @@ class StateStore:
         first: dict[str, float],
         names: Callable[[dict[str, Any]], tuple[str, ...]],
         shapes: Callable[[dict[str, Any], Tensor], dict[str, torch.Size] | None],
+        counts: Callable[[dict[str, Any]], bool],
         signed: frozenset[str],
         initial_option: str | None,
     ) -> None:
         self.by_weight = by_weight
         self._first, self._initial_option = first, initial_option
-        self._names_in_group, self._shapes = names, shapes
+        self._names_in_group, self._shapes, self._counts_steps = names, shapes, counts
         self._signed = signed
         self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
@@ -117,7 +119,7 @@ class StateStore:
 
     def _keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
-        return "step" in self._first or way_of(group, weight) == "stochastic"
+        return self._counts_steps(group) or way_of(group, weight) == "stochastic"
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
         """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""

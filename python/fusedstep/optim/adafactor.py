@@ -70,6 +70,14 @@ class Adafactor(FusedOptimizer):
     with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``beta2_decay``
     :math:`\tau` and ``eps`` :math:`\epsilon`.
 
+    Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
+    gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU one
+    native operation steps all weights of a group; elsewhere torch operations step each. The states
+    ``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's
+    dtype, float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``,
+    ``exp_avg_sq_col`` and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a
+    0-dimensional float32 tensor.
+
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
@@ -111,14 +119,6 @@ class Adafactor(FusedOptimizer):
     _elementwise = False
     _composite = True
     _torch_fuses = False
-    _about_weights = """\
-Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
-gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU one
-native operation steps all weights of a group; elsewhere torch operations step each. The states
-``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's dtype,
-float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``, ``exp_avg_sq_col``
-and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a 0-dimensional float32 tensor.
-"""
     _later_options: ClassVar[dict[str, Any]] = {"foreach": None, "maximize": False}
 
     def __init__(

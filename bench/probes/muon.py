@@ -1,0 +1,114 @@
+"""Times steps of Muon on the matrices of GPT-2 (124 M): torch's, ours and the products alone.
+
+    python bench/probes/muon.py --device cuda --json OUT.json
+
+The products alone are those of the iteration on matrices that lie together already: no momentum, no
+decay, no copies. Medians in milliseconds of steps that take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fusedstep import optim
+from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+
+#: Of a layer: query, key and value; their projection; the two of the feed-forward part.
+LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+}
+
+
+def milliseconds(
+    steps: dict[str, Callable[[], object]], device: torch.device, rounds: int
+) -> dict[str, float]:
+    """Medians: the steps take turns, so that all have their share of a machine's bad moments."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for turn in range(-2, rounds):
+        for name, run in steps.items():
+            wait()
+            start = time.perf_counter()
+            run()
+            wait()
+            if turn >= 0:
+                found[name].append(1e3 * (time.perf_counter() - start))
+    return {name: float(f"{statistics.median(times):.4g}") for name, times in found.items()}
+
+
+def parameters(layers: int, device: torch.device) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(s, device=device) * 0.02) for s in LAYER * layers]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+    return params
+
+
+def products(layers: int, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+    """The iteration on the matrices of each shape."""
+    steps, scratch = coefficients_of("quintic", 5), Scratch()
+    stacks = [
+        torch.randn(layers * count, *shape, device=device).mul_(0.5e-3).to(dtype)
+        for shape, count in Counter(LAYER).items()
+    ]
+
+    def run() -> None:
+        for stack in stacks:
+            orthogonalize(stack, steps, scratch)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, help="of torch on the CPU")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
+    device = torch.device(asked.device)
+
+    steps: dict[str, Callable[[], object]] = {
+        "torch.optim.Muon": torch.optim.Muon(parameters(asked.layers, device)).step
+    }
+    usual = str(usual_dtype(device)).removeprefix("torch.")
+    for name in dict.fromkeys((usual, *asked.dtypes)):
+        ours = optim.Muon(parameters(asked.layers, device), ns_dtype=DTYPES[name])
+        steps[f"Muon, {name}"] = ours.step
+        steps[f"products alone, {name}"] = products(asked.layers, device, DTYPES[name])
+    with torch.no_grad():
+        found = milliseconds(steps, device, asked.rounds)
+
+    width = max(map(len, found))
+    print(f"{asked.layers} layers, {device}, {torch.get_num_threads()} threads, usual: {usual}")
+    for name, time_ in found.items():
+        print(f"{name:{width}}  {time_:10.4g} ms  {found['torch.optim.Muon'] / time_:6.2f} x")
+    if asked.json:
+        about = {"layers": asked.layers, "device": str(device), "usual": usual}
+        about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        if device.type == "cuda":
+            about["name"] = torch.cuda.get_device_name(device)
+        asked.json.write_text(json.dumps(about | {"ms": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

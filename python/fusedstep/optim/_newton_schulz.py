@@ -1,0 +1,215 @@
+"""Newton–Schulz iterations: matrices of one shape go through the library's products together.
+
+A step of coefficients (a, b, c) takes the singular values s of a matrix to ``a s + b s³ + c s⁵``
+and leaves the singular vectors alone. In the usual form it is ``X ← a X + (b A + c A²) X`` with the
+Gram matrix ``A = X Xᵀ``. In the *Gram form* only the small matrices are iterated, A and the product
+Q of all polynomials, and one product ``Q X`` follows. It has fewer operations for long matrices,
+but A has the squares of the singular values, and a rounding that makes a small one negative grows
+from step to step. So after a run of two or three Q is multiplied by X, and A computed anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = tuple[float, float, float]
+
+#: Keller Jordan's coefficients, for every step.
+_QUINTIC: Step = (3.4445, -4.7750, 2.0315)
+
+#: Amsel et al., The Polar Express, arXiv 2505.16932, algorithm 1: the best polynomial for each
+#: step, for singular values of at least 1e-3. The last is that of all steps that follow.
+_POLAR_EXPRESS: tuple[Step, ...] = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+#: The polynomials of Polar Express take singular values up to 1 to 1 and no further: rounding must
+#: not make one larger. All steps but the last divide them by this first.
+_SAFETY = 1.01
+
+#: Steps from one Gram matrix of the whole to the next, in the Gram form. A run of three in bfloat16
+#: diverges within eight steps where singular values differ much. With these the error is up to
+#: about twice (bfloat16) and four times that of the usual form.
+_RUN_OF_BFLOAT16, _RUN = 2, 3
+
+#: Sets of coefficients by name.
+NAMES = ("quintic", "polar_express")
+
+
+def coefficients_of(asked: Any, count: int) -> list[Step]:
+    """The coefficients of so many steps.
+
+    Args:
+        asked: one of ``NAMES``, three numbers for all steps, or a tuple of three for each; the last
+            is repeated
+        count (int): how many steps there are
+
+    Raises:
+        ValueError: if it is none of these.
+    """
+    if isinstance(asked, str):
+        if asked not in NAMES:
+            raise ValueError(
+                f"ns_coefficients must be one of {', '.join(map(repr, NAMES))}, three numbers, or "
+                f"three numbers for each step, not {asked!r:.40}"
+            )
+        return [_QUINTIC] * count if asked == "quintic" else _polar_express(count)
+    try:
+        steps = [asked] if isinstance(asked[0], (int, float)) else asked
+        numbers = [tuple(map(float, step)) for step in steps]
+        is_right = bool(numbers) and all(
+            len(step) == 3 and all(map(math.isfinite, step)) for step in numbers
+        )
+    except (IndexError, KeyError, TypeError, ValueError):
+        is_right = False
+    if not is_right:
+        raise ValueError(
+            "ns_coefficients must be three numbers, three numbers for each step, or one of "
+            f"{', '.join(map(repr, NAMES))}, not {asked!r:.60}"
+        )
+    return [numbers[min(index, len(numbers) - 1)] for index in range(count)]
+
+
+def _polar_express(count: int) -> list[Step]:
+    steps = [_POLAR_EXPRESS[min(index, len(_POLAR_EXPRESS) - 1)] for index in range(count)]
+    return [(a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in steps[:-1]] + steps[-1:]
+
+
+class Scratch:
+    """Memory that is kept from step to step: a buffer for each use, dtype and device."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+
+    def take(
+        self, use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """A tensor with any values, in memory that the next call for this use gets as well."""
+        count, key = math.prod(shape), (use, dtype, device)
+        if key not in self._buffers or self._buffers[key].numel() < count:
+            self._buffers.pop(key, None)  # before the larger one is there
+            self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
+        return self._buffers[key][:count].view(tuple(shape))
+
+    def tensors(self) -> list[Tensor]:
+        return list(self._buffers.values())
+
+
+def usual_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which a device takes products fastest.
+
+    bfloat16, if its products are instructions: on GPUs, on CPUs with AVX512-BF16 or AMX, and on ARM
+    if oneDNN has them. Elsewhere oneDNN converts at each use, which takes twice the time of
+    float32.
+    """
+    if device.type != "cpu":
+        return torch.bfloat16
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        has = any(getattr(torch.cpu, name, bool)() for name in asks)
+    else:
+        has = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.bfloat16 if has else torch.float32
+
+
+def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, count: int) -> bool:
+    """Returns whether the Gram form of so many steps has fewer operations than the usual one.
+
+    float32 has to be that: where products round it to fewer bits, as
+    ``torch.set_float32_matmul_precision`` allows, the usual form is taken.
+    """
+    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        return False
+    ratio = max(shape[-2:]) / max(min(shape[-2:]), 1)
+    # In products of two matrices of the small size.
+    usual, gram = count * (1 + 2 * ratio), ratio
+    for index in range(count):
+        begins, ends = index % _run(dtype) == 0, _ends(index, dtype, count)
+        gram += 1 + (not begins) + (ratio if ends else 2) + ratio * (ends and index < count - 1)
+    return gram < usual
+
+
+def _run(dtype: torch.dtype) -> int:
+    return _RUN_OF_BFLOAT16 if dtype is torch.bfloat16 else _RUN
+
+
+def _ends(index: int, dtype: torch.dtype, count: int) -> bool:
+    """Returns whether the polynomials are multiplied by the whole matrix after a step."""
+    return index == count - 1 or (index + 1) % _run(dtype) == 0
+
+
+def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
+    """Iterates on matrices ``[B, M, N]`` of which no singular value is larger than 1.
+
+    Returns ``x`` or a tensor in the scratch, with the result. ``x`` is overwritten.
+    """
+    batch, short = x.shape[0], min(x.shape[1:])
+    square = (batch, short, short)
+    spare = scratch.take("other", x.shape, x.dtype, x.device)
+    names = ["gram", "polynomial"]
+    form = _usual_form
+    if takes_gram_form(x.shape, x.dtype, len(steps)):
+        form, names = _gram_form, [*names, "product", "other product"]
+    squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
+    return form(x, spare, squares, steps)
+
+
+def _gram(x: Tensor, out: Tensor) -> None:
+    """The Gram matrix of the short side."""
+    if x.shape[1] > x.shape[2]:
+        torch.bmm(x.mT, x, out=out)
+    else:
+        torch.bmm(x, x.mT, out=out)
+
+
+def _times(factor: Tensor, x: Tensor, own: float, out: Tensor) -> None:
+    """``own * x`` and a symmetric matrix times x, from the short side."""
+    if x.shape[1] > x.shape[2]:
+        torch.baddbmm(x, x, factor, beta=own, out=out)
+    else:
+        torch.baddbmm(x, factor, x, beta=own, out=out)
+
+
+def _usual_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
+    gram, polynomial = squares
+    for a, b, c in steps:
+        _gram(x, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        _times(polynomial, x, a, out=spare)
+        x, spare = spare, x
+    return x
+
+
+def _gram_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
+    gram, polynomial, product, other = squares
+    count = len(steps)
+    _gram(x, out=gram)
+    for index, (a, b, c) in enumerate(steps):
+        # The step multiplies by a I + this. All these matrices are polynomials of one, and commute.
+        torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        if index % _run(x.dtype) == 0:
+            product.copy_(polynomial).diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            torch.baddbmm(product, product, polynomial, beta=a, out=other)
+            product, other = other, product
+        if not _ends(index, x.dtype, count):
+            torch.baddbmm(gram, gram, polynomial, beta=a, out=other)
+            torch.baddbmm(other, other, polynomial, beta=a, out=gram)
+            continue
+        _times(product, x, 0.0, out=spare)
+        x, spare = spare, x
+        if index < count - 1:
+            _gram(x, out=gram)
+    return x

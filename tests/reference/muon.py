@@ -1,0 +1,40 @@
+"""Muon in float64: polynomials of the singular values in place of products of matrices."""
+
+import math
+
+import torch
+
+QUINTIC = (3.4445, -4.7750, 2.0315)
+
+
+def iterated(matrix, coefficients, eps):
+    """The matrix whose singular values are those of the given one after all steps."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / max(s.square().sum().sqrt().item(), eps)
+    for a, b, c in coefficients:
+        s = a * s + b * s**3 + c * s**5
+    return u @ torch.diag(s) @ v
+
+
+def muon(
+    weight,
+    gradient,
+    state,
+    *,
+    lr=1e-3,
+    weight_decay=0.1,
+    momentum=0.95,
+    nesterov=True,
+    coefficients=(QUINTIC,) * 5,
+    eps=1e-7,
+    adjust="original",
+    cautious=False,
+):
+    m = state.get("momentum_buffer", torch.zeros_like(weight))
+    m = momentum * m + (1 - momentum) * gradient
+    update = momentum * m + (1 - momentum) * gradient if nesterov else m
+    x = iterated(update, coefficients, eps)
+    rows, columns = weight.shape
+    factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * math.sqrt(max(rows, columns))}
+    decayed = weight * (x * weight >= 0) if cautious else weight
+    return weight - lr * (weight_decay * decayed + factor[adjust] * x), {"momentum_buffer": m}

@@ -1,0 +1,624 @@
+"""Muon: its maths against float64, torch's class, and what it refuses."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import fusedstep
+from fusedstep import optim
+from fusedstep.optim import _newton_schulz
+from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
+from reference.muon import QUINTIC, iterated, muon
+
+SHAPES = ((24, 8), (8, 24), (8, 8), (24, 8), (5, 40))
+
+#: Largest relative errors of an iterated matrix, by the dtype of the products, for gradients whose
+#: singular values are those of random matrices.
+ERRORS = {
+    torch.float64: 1e-13,
+    torch.float32: 3e-5,
+    torch.float16: 1e-2,
+    torch.bfloat16: 8e-2,
+}
+
+
+def parameters(shapes=SHAPES, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def step(optimizer, params, number):
+    generator = torch.Generator().manual_seed(100 + number)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+    return optimizer.step()
+
+
+def trained(make, shapes=SHAPES, dtype=torch.float32, steps=3, **options):
+    params = parameters(shapes, dtype)
+    optimizer = make(params, **({"lr": 0.02} | options))
+    for number in range(steps):
+        step(optimizer, params, number)
+    return params, optimizer
+
+
+def error(found, expected):
+    found, expected = found.detach().double(), expected.detach().double()
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def assert_moved_alike(found, expected, start, bound):
+    """Compares moves of weights, relative to their size."""
+    for a, b, first in zip(found, expected, start, strict=True):
+        first = first.detach().double()
+        assert error(a.detach().double() - first, b.detach().double() - first) < bound
+
+
+def by_reference(shapes=SHAPES, steps=3, blocks=lambda w: [w], **options):
+    """Weights after steps in float64; ``blocks`` are the matrices of a weight, as views."""
+    weights = [p.detach().double() for p in parameters(shapes)]
+    states = [[{} for _ in blocks(w)] for w in weights]
+    for number in range(steps):
+        generator = torch.Generator().manual_seed(100 + number)
+        for weight, kept in zip(weights, states, strict=True):
+            grad = torch.randn(weight.shape, generator=generator).double()
+            for i, (block, g) in enumerate(zip(blocks(weight), blocks(grad), strict=True)):
+                new, kept[i] = muon(block, g, kept[i], **({"lr": 0.02} | options))
+                block.copy_(new)
+    return weights
+
+
+# The iteration
+
+
+@pytest.mark.parametrize("gram", [False, True], ids=["usual form", "Gram form"])
+@pytest.mark.parametrize("name", ["quintic", "polar_express"])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_iterates_singular_values(dtype, name, gram, monkeypatch):
+    monkeypatch.setattr(_newton_schulz, "takes_gram_form", lambda *args: gram)
+    generator = torch.Generator().manual_seed(3)
+    for count in (1, 3, 5, 8):
+        steps = coefficients_of(name, count)
+        for shape in ((2, 16, 64), (1, 64, 16), (3, 12, 30)):
+            x = torch.randn(shape, generator=generator, dtype=torch.float64)
+            x /= torch.linalg.matrix_norm(x)[:, None, None]
+            found = orthogonalize(x.to(dtype, copy=True), steps, Scratch())
+            expected = torch.stack([iterated(each, steps, 1e-7) for each in x])
+            assert error(found, expected) < ERRORS[dtype]
+
+
+@pytest.mark.parametrize("name", ["quintic", "polar_express"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gram_form_errs_about_as_much_where_singular_values_differ(dtype, name, monkeypatch):
+    """From 1 to 1e-3 and to 1e-6: what is lost from squares must not grow."""
+    generator = torch.Generator().manual_seed(5)
+    for count in (5, 8):
+        steps = coefficients_of(name, count)
+        for lowest in (-3, -6):
+            u, _, v = torch.linalg.svd(
+                torch.randn(48, 144, generator=generator, dtype=torch.float64), full_matrices=False
+            )
+            x = u @ torch.diag(torch.logspace(0, lowest, 48, dtype=torch.float64)) @ v
+            expected = iterated(x, steps, 1e-7)
+            x = (x / x.norm())[None]
+            errors = []
+            for gram in (False, True):
+                monkeypatch.setattr(_newton_schulz, "takes_gram_form", lambda *args, g=gram: g)
+                found = orthogonalize(x.to(dtype, copy=True), steps, Scratch())[0]
+                errors.append(error(found, expected))
+            assert errors[1] < 5 * errors[0]
+
+
+def test_the_gram_form_is_for_long_matrices_and_whole_float32(monkeypatch):
+    takes = _newton_schulz.takes_gram_form
+    for dtype in ERRORS:
+        assert takes((3, 10, 40), dtype, 5)
+        assert takes((40, 10), dtype, 5)
+        assert not takes((10, 10), dtype, 5)
+        assert not takes((10, 40), dtype, 1)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert not takes((10, 40), torch.float32, 5)
+    assert takes((10, 40), torch.float16, 5)
+
+
+def test_polar_express_takes_singular_values_to_one():
+    """The coefficients are those of the paper: from 1e-3 on eight steps leave nothing to do."""
+    s = torch.logspace(-3, 0, 500, dtype=torch.float64)
+    for a, b, c in coefficients_of("polar_express", 10):
+        s = a * s + b * s**3 + c * s**5
+    assert (s - 1).abs().max() < 1e-6
+
+
+def test_coefficients_of_each_step():
+    steps = ((1, 2, 3), (4, 5, 6))
+    assert coefficients_of(steps, 3) == [(1, 2, 3), (4, 5, 6), (4, 5, 6)]
+    assert coefficients_of([0.5, 2, 1], 2) == [(0.5, 2, 1)] * 2
+    assert coefficients_of("quintic", 2) == [QUINTIC] * 2
+    assert len(set(coefficients_of("polar_express", 5))) == 5
+
+
+# The step
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    ("options", "reference"),
+    [
+        ({}, {}),
+        ({"nesterov": False, "momentum": 0.8}, {"nesterov": False, "momentum": 0.8}),
+        (
+            {"weight_decay": 0.0, "ns_steps": 3},
+            {"weight_decay": 0.0, "coefficients": [QUINTIC] * 3},
+        ),
+        ({"adjust_lr_fn": "match_rms_adamw"}, {"adjust": "rms"}),
+        ({"adjust_lr_fn": "original", "eps": 1e3}, {"eps": 1e3}),
+        (
+            {"ns_coefficients": "polar_express"},
+            {"coefficients": coefficients_of("polar_express", 5)},
+        ),
+        ({"ns_coefficients": (2, -1.5, 0.5)}, {"coefficients": [(2, -1.5, 0.5)] * 5}),
+        ({"cautious_decay": True, "weight_decay": 5.0}, {"cautious": True, "weight_decay": 5.0}),
+    ],
+    ids=lambda options: ", ".join(map(str, options)) or "defaults",
+)
+def test_steps_as_the_reference(options, reference, fused):
+    found, _ = trained(optim.Muon, ns_dtype=torch.float32, fused=fused, **options)
+    assert_moved_alike(found, by_reference(**reference), parameters(), 1e-4)
+
+
+def test_products_in_double_are_exact():
+    params = parameters(dtype=torch.float64)
+    optimizer = optim.Muon(params, lr=0.02, ns_dtype=torch.float64)
+    for number in range(3):
+        step(optimizer, params, number)
+    assert_moved_alike(params, by_reference(), parameters(), 1e-12)
+
+
+def test_maximize_takes_the_gradient_negated():
+    params = parameters()
+    optimizer = optim.Muon(params, lr=0.02, maximize=True, ns_dtype=torch.float32)
+    generator = torch.Generator().manual_seed(100)
+    for p in params:
+        p.grad = -torch.randn(p.shape, generator=generator)
+    optimizer.step()
+    assert_moved_alike(params, by_reference(steps=1), parameters(), 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_one_by_one_is_what_torch_computes(dtype):
+    """The same operations: but for the last bits, and the dtype of products."""
+    options = {"momentum": 0.9, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.2}
+    expected, theirs = trained(torch.optim.Muon, dtype=dtype, **options)
+    found, ours = trained(optim.Muon, dtype=dtype, fused=False, ns_dtype=torch.bfloat16, **options)
+    bound = 6e-2 if dtype is torch.bfloat16 else 1e-5
+    assert_moved_alike(found, expected, parameters(dtype=dtype), bound)
+    for p, q in zip(found, expected, strict=True):
+        torch.testing.assert_close(
+            ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"]
+        )
+
+
+def test_together_is_within_the_error_of_bfloat16_of_one_by_one():
+    expected, _ = trained(optim.Muon, fused=False, ns_dtype=torch.bfloat16)
+    found, _ = trained(optim.Muon, ns_dtype=torch.bfloat16)
+    assert_moved_alike(found, expected, parameters(), 5e-2)
+    assert any((a != b).any() for a, b in zip(found, expected, strict=True))
+
+
+def test_small_batches_give_the_same(monkeypatch):
+    shapes = [(12, 8)] * 5
+    expected, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32)
+    monkeypatch.setitem(fusedstep.optim.muon._AT_ONCE, "cpu", 200)
+    found, optimizer = trained(optim.Muon, shapes, ns_dtype=torch.float32)
+    assert max(each.numel() for each in optimizer._scratch.tensors()) == 192
+    assert_moved_alike(found, expected, parameters(shapes), 1e-5)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    ("shape", "options", "blocks"),
+    [
+        ((3, 8, 12), {}, list),
+        ((3, 8, 12), {"stacked": False}, lambda w: [w.view(3, 96)]),
+        ((6, 3, 2, 2), {}, lambda w: [w.view(6, 12)]),
+        ((2, 3, 8, 4), {"stacked": True}, lambda w: list(w.view(6, 8, 4))),
+        ((24, 8), {"split_heads": 3}, lambda w: list(w.view(3, 8, 8))),
+        ((2, 12, 8), {"split_heads": 2}, lambda w: list(w.view(4, 6, 8))),
+    ],
+    ids=["stack", "flattened", "convolution", "stacks", "heads", "heads of a stack"],
+)
+def test_weights_are_matrices(shape, options, blocks, fused):
+    shapes = [shape, shape]
+    found, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32, fused=fused, **options)
+    assert_moved_alike(found, by_reference(shapes, blocks=blocks), parameters(shapes), 1e-4)
+
+
+def test_weights_of_other_strides():
+    expected, _ = trained(optim.Muon, [(24, 8), (6, 3, 2, 2)], ns_dtype=torch.float32)
+    (matrix, filters) = parameters([(24, 8), (6, 3, 2, 2)])
+    params = [
+        torch.nn.Parameter(matrix.detach().t().contiguous().t()),
+        torch.nn.Parameter(filters.detach().to(memory_format=torch.channels_last)),
+    ]
+    optimizer = optim.Muon(params, lr=0.02, ns_dtype=torch.float32)
+    for number in range(3):
+        step(optimizer, params, number)
+    for found, other in zip(params, expected, strict=True):
+        assert not found.is_contiguous()
+        torch.testing.assert_close(found, other)
+
+
+def test_a_weight_without_elements_and_one_without_a_gradient():
+    params = [*parameters([(8, 8), (0, 4)]), torch.nn.Parameter(torch.ones(4, 4))]
+    optimizer = optim.Muon(params, lr=0.02)
+    for p in params[:2]:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert (params[2] == 1).all()
+    assert params[2] not in optimizer.state
+
+
+def test_what_is_not_a_number_stays_in_its_matrix():
+    params = parameters([(12, 8)] * 3)
+    optimizer = optim.Muon(params, lr=0.02)
+    for p in params:
+        p.grad = torch.ones_like(p)
+    params[1].grad[2, 3] = float("nan")
+    optimizer.step()
+    assert params[1].isnan().all()
+    assert not params[0].isnan().any()
+    assert not params[2].isnan().any()
+
+
+def test_a_gradient_of_zeros_moves_by_the_decay_alone():
+    params = parameters([(12, 8)])
+    optimizer = optim.Muon(params, lr=0.5, weight_decay=0.25)
+    params[0].grad = torch.zeros_like(params[0])
+    optimizer.step()
+    torch.testing.assert_close(params[0], parameters([(12, 8)])[0] * 0.875)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+def test_bfloat16_without_nesterov_leaves_the_average_alone(fused):
+    """torch normalises it in place, for its bfloat16() is the average itself."""
+    (weight,), optimizer = trained(
+        optim.Muon, [(12, 8)], torch.bfloat16, steps=1, nesterov=False, fused=fused
+    )
+    average = optimizer.state[weight]["momentum_buffer"]
+    assert average.dtype is torch.bfloat16
+    torch.testing.assert_close(average, weight.grad * 0.05, rtol=0.01, atol=1e-3)
+
+
+# Memory
+
+
+def largest_allocation(run):
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as found:
+        run()
+    return max(event.self_cpu_memory_usage for event in found.events())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"ns_dtype": torch.bfloat16}, {"ns_dtype": torch.float32}, {"nesterov": False}],
+    ids=str,
+)
+def test_a_step_allocates_nothing_of_a_weights_size(options):
+    params, optimizer = trained(optim.Muon, [(96, 32), (32, 96), (96, 32)], steps=2, **options)
+    scratch = [each.data_ptr() for each in optimizer._scratch.tensors()]
+    assert largest_allocation(lambda: torch.empty(1000)) >= 4000
+    assert largest_allocation(optimizer.step) < 32 * 32 * 2
+    assert [each.data_ptr() for each in optimizer._scratch.tensors()] == scratch
+    del params
+
+
+def test_copies_have_no_scratch():
+    params, optimizer = trained(optim.Muon, steps=2)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not other._scratch.tensors()
+    step(optimizer, params, 2)
+    expected, _ = trained(optim.Muon)
+    for found, other in zip(params, expected, strict=True):
+        assert (found == other).all()
+
+
+# Groups of AdamW
+
+
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_other_groups_are_adamw(fused):
+    shapes = [(12, 8), (8,), (16, 8)]
+    options = {"lr": 3e-3, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.3}
+
+    def make(params, **_):
+        groups = [{"params": params[:1]}, {"params": params[1:], "use_muon": False, **options}]
+        return optim.Muon(groups, lr=0.02, fused=fused)
+
+    found, optimizer = trained(make, shapes)
+    expected, theirs = trained(lambda params, **_: torch.optim.AdamW(params[1:], **options), shapes)
+    for p, q in zip(found[1:], expected[1:], strict=True):
+        torch.testing.assert_close(p, q)
+        assert optimizer.state[p].keys() == theirs.state[q].keys()
+        assert optimizer.state[p]["step"] == 3
+    alone, _ = trained(optim.Muon, shapes[:1], fused=fused)
+    assert (found[0] == alone[0]).all()
+    assert optimizer.state[found[0]].keys() == {"momentum_buffer"}
+    assert bool(optimizer._plans) == (fused is not False)
+
+
+def test_defaults_of_adamw_are_those_of_the_class():
+    vector = torch.nn.Parameter(torch.ones(3))
+    group = {"params": [vector], "use_muon": False}
+    found = optim.Muon([group]).param_groups[0]
+    assert (found["eps"], found["betas"], found["weight_decay"]) == (1e-8, (0.9, 0.999), 0.1)
+    other = optim.Muon([group], betas=(0.5, 0.6), adamw_eps=0.25, eps=0.75, lr=2)
+    found = other.param_groups[0]
+    assert (found["eps"], found["betas"], found["lr"]) == (0.25, (0.5, 0.6), 2)
+    other.add_param_group({"params": [torch.nn.Parameter(torch.ones(3, 3))]})
+    assert other.param_groups[1]["eps"] == 0.75
+
+
+# Dictionaries and conversions
+
+
+def test_dictionaries_go_to_torchs_and_back():
+    expected, _ = trained(torch.optim.Muon, steps=4)
+    params, theirs = trained(torch.optim.Muon, steps=2)
+    ours = optim.Muon(params, fused=False, ns_dtype=torch.bfloat16)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    step(ours, params, 2)
+    back = torch.optim.Muon(params)
+    back.load_state_dict(copy.deepcopy(ours.state_dict()))
+    step(back, params, 3)
+    for found, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
+    assert optim.Muon(params).param_groups[0].keys() == back.param_groups[0].keys() - {
+        "fused",
+        "ns_dtype",
+    }
+
+
+@pytest.mark.parametrize("load", ["load_state_dict", "import_state_dict", "convert"])
+def test_a_run_goes_on_from_its_dictionary(load):
+    def make(params, **_):
+        groups = [{"params": params[:2]}, {"params": params[2:], "use_muon": False}]
+        return optim.Muon(groups, lr=0.02, ns_coefficients="polar_express")
+
+    shapes = [(12, 8), (8, 12), (8,)]
+    expected, _ = trained(make, shapes, steps=4)
+    params, optimizer = trained(make, shapes, steps=2)
+    if load == "convert":
+        optimizer = fusedstep.convert(optimizer)
+    else:
+        saved, optimizer = copy.deepcopy(optimizer.state_dict()), make(params)
+        if load == "load_state_dict":
+            optimizer.load_state_dict(saved)
+        else:
+            fusedstep.import_state_dict(optimizer, saved)
+    for number in (2, 3):
+        step(optimizer, params, number)
+    for found, other in zip(params, expected, strict=True):
+        assert (found == other).all()
+    assert optimizer.state[params[2]]["step"] == 4
+
+
+def test_dictionaries_of_others_are_refused():
+    params = parameters([(12, 8)])
+    (others, adamw) = trained(torch.optim.AdamW, [(12, 8)])
+    with pytest.raises(ValueError, match="AdamW"):
+        optim.Muon(params).load_state_dict(adamw.state_dict())
+    _, ours = trained(optim.Muon, [(12, 8)])
+    with pytest.raises(ValueError, match="Muon"):
+        optim.AdamW(others).load_state_dict(ours.state_dict())
+    saved = ours.state_dict()
+    del saved["state"][0]["momentum_buffer"]
+    saved["state"][0]["sum"] = torch.ones(12, 8)
+    with pytest.raises(ValueError, match="has no momentum_buffer"):
+        optim.Muon(params).load_state_dict(saved)
+
+
+def test_the_count_of_adamw_must_be_there():
+    vector = parameters([(8,)])
+    group = {"use_muon": False}
+    _, ours = trained(lambda params, **_: optim.Muon([group | {"params": params}]), [(8,)])
+    saved = ours.state_dict()
+    del saved["state"][0]["step"]
+    with pytest.raises(ValueError, match="has no step"):
+        optim.Muon([group | {"params": vector}]).load_state_dict(saved)
+
+
+def test_convert_goes_on_from_torchs():
+    params, theirs = trained(torch.optim.Muon, steps=2, momentum=0.8)
+    ours = fusedstep.convert(theirs, fused=False)
+    assert type(ours) is optim.Muon
+    assert ours.param_groups[0]["momentum"] == 0.8
+    ours.param_groups[0]["ns_dtype"] = torch.bfloat16
+    step(ours, params, 2)
+    expected, _ = trained(torch.optim.Muon, momentum=0.8)
+    for found, other in zip(params, expected, strict=True):
+        torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
+
+
+# What steps offer
+
+
+def test_clipping_scaling_and_closures():
+    shapes = [(12, 8), (8,)]
+
+    def make(params, **options):
+        groups = [{"params": params[:1]}, {"params": params[1:], "use_muon": False}]
+        return optim.Muon(groups, lr=0.02, ns_dtype=torch.float32, **options)
+
+    params = parameters(shapes)
+    optimizer = make(params, max_grad_norm=0.5)
+    by_hand = parameters(shapes)
+    other = make(by_hand)
+    for p, q in zip(params, by_hand, strict=True):
+        p.grad = torch.ones_like(p) * 64
+        q.grad = torch.ones_like(q)
+    norm = torch.nn.utils.clip_grad_norm_(by_hand, 0.5)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(64.0), torch.tensor(0.0)
+    assert optimizer.step(lambda: 7.0) == 7.0
+    other.step()
+    for p, q in zip(params, by_hand, strict=True):
+        torch.testing.assert_close(p, q)
+    assert norm == pytest.approx(104**0.5)
+    before = [p.detach().clone() for p in params]
+    optimizer.found_inf = torch.tensor(1.0)
+    optimizer.step()
+    assert all((p == q).all() for p, q in zip(params, before, strict=True))
+    del optimizer.found_inf, optimizer.grad_scale
+    found = optimizer.step(max_norm=1.0, zero_grad="none")
+    assert found.item() == pytest.approx(104**0.5)  # the scale was taken out of .grad
+    assert params[0].grad is None
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"master_weights": True},
+        {"master_weights": "split"},
+        {"rounding": "kahan"},
+        {"rounding": "stochastic", "seed": 3},
+    ],
+    ids=str,
+)
+def test_values_of_bfloat16_weights_are_kept(options, fused):
+    """Moves of less than half a unit in the last place add up, as those of float32 weights do."""
+    shapes = [(12, 8), (8, 12)]
+    options |= {"lr": 2e-3, "weight_decay": 0.0, "ns_dtype": torch.float32, "fused": fused}
+    start = [p.detach() + p.detach().sign() for p in parameters(shapes, torch.bfloat16)]
+    moved = {}
+    for name, dtype in (("kept", torch.bfloat16), ("exact", torch.float32)):
+        params = [torch.nn.Parameter(p.to(dtype, copy=True)) for p in start]
+        own = ("master_weights", "rounding", "seed") if name == "exact" else ()
+        chosen = {k: v for k, v in options.items() if k not in own}
+        optimizer = optim.Muon(params, **chosen)
+        for _ in range(100):
+            for p in params:
+                p.grad = torch.ones_like(p).tril_()
+            optimizer.step()
+        moves = [p.float() - q.float() for p, q in zip(params, start, strict=True)]
+        moved[name] = torch.cat([each.detach().flatten() for each in moves])
+        if name == "kept":
+            states = [optimizer.state[p]["momentum_buffer"].dtype for p in params]
+            assert states == [torch.float32] * 2
+    assert error(moved["kept"], moved["exact"]) < (0.4 if "seed" in options else 0.1)
+
+
+def test_states_in_codes():
+    shapes = [(64, 80)] * 2
+    found, optimizer = trained(optim.Muon, shapes, state_dtype="int8", ns_dtype=torch.float32)
+    assert optimizer.state[found[0]]["momentum_buffer"].dtype is torch.uint8
+    assert_moved_alike(found, by_reference(shapes), parameters(shapes), 0.05)
+
+
+def test_steps_under_torch_compile_and_a_dispatch_mode():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    expected, _ = trained(optim.Muon, steps=1)
+    params = parameters()
+    optimizer = optim.Muon(params, lr=0.02)
+    with Mode():
+        step(optimizer, params, 0)
+    assert all((p == q).all() for p, q in zip(params, expected, strict=True))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ns_coefficients": "quartic"}, "ns_coefficients must be one of 'quintic', 'polar_expr"),
+        ({"ns_coefficients": (1.0, 2.0)}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": ()}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": ((1, 2, 3), (1, 2))}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": (1, 2, float("nan"))}, "ns_coefficients must be three numbers"),
+        ({"ns_coefficients": None}, "ns_coefficients must be three numbers"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'"),
+        ({"ns_steps": 100}, "ns_steps must be an int from 0 to 99, not 100"),
+        ({"ns_steps": 2.5}, "ns_steps must be an int"),
+        ({"ns_dtype": torch.int8}, "ns_dtype must be None, torch.bfloat16"),
+        ({"split_heads": 0}, "split_heads must be an int of at least 1"),
+        ({"split_heads": 5}, "parameter 0 of group 0 has matrices of 24 rows, which split_heads=5"),
+        ({"lr": -1}, "Invalid learning rate"),
+        ({"momentum": -1}, "Invalid momentum value"),
+        ({"weight_decay": -1}, "Invalid weight_decay value"),
+        ({"betas": (1.0, 0.5)}, "Invalid beta parameter at index 0"),
+        ({"adamw_eps": -1}, "Invalid adamw_eps value"),
+    ],
+    ids=str,
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        optim.Muon(parameters(SHAPES[:1]), **options)
+    with pytest.raises((ValueError, TypeError)):
+        optim.Muon(parameters(SHAPES[:1])).add_param_group(
+            {"params": [torch.nn.Parameter(torch.ones(24, 8))], "use_muon": "no"} | options
+        )
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (torch.ones(3), r"'odd' has the shape \[3\], and Muon steps matrices.*use_muon=False"),
+        (torch.ones(()), r"'odd' has the shape \[\], and Muon steps matrices"),
+        (torch.ones(3, 3, dtype=torch.complex64), "'odd' is complex"),
+    ],
+    ids=["vector", "number", "complex"],
+)
+def test_weights_that_are_no_matrices(weight, message):
+    named = [("even", torch.nn.Parameter(torch.ones(3, 3))), ("odd", torch.nn.Parameter(weight))]
+    with pytest.raises(ValueError, match=message):
+        optim.Muon(named)
+    optimizer = optim.Muon(named[:1])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": named[1:]})
+    assert len(optimizer.param_groups) == 1
+    optimizer.add_param_group({"params": named[1:], "use_muon": False})
+    optimizer.param_groups[1]["use_muon"] = True
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert (named[0][1] == 1).all()
+
+
+def test_sharded_weights(monkeypatch):
+    from torch.distributed.tensor import Shard
+
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    monkeypatch.setattr("fusedstep.optim.muon.is_dtensor", lambda tensor: True)
+    monkeypatch.setattr(torch.nn.Parameter, "placements", (Shard(0),), raising=False)
+    with pytest.raises(ValueError, match="'w' is a sharded DTensor, and Muon needs whole"):
+        optim.Muon([("w", weight)])
+
+
+@pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn"])
+def test_a_bad_option_at_a_step_changes_nothing(name):
+    params = parameters([(12, 8), (8,)])
+    groups = [{"params": params[1:], "use_muon": False}, {"params": params[:1]}]
+    optimizer = optim.Muon(groups)
+    optimizer.param_groups[1][name] = "other"
+    with pytest.raises(ValueError, match=name):
+        step(optimizer, params, 0)
+    assert all((p == q).all() for p, q in zip(params, parameters([(12, 8), (8,)]), strict=True))
+    groups = [{"params": params[1:], "use_muon": False}, {"params": params[:1]}]
+    with pytest.raises(ValueError, match=f"group 1 of the dictionary: {name}"):
+        optim.Muon(groups).load_state_dict(optimizer.state_dict())
+
+
+def test_sparse_gradients():
+    (weight,) = parameters([(12, 8)])
+    weight.grad = torch.ones(12, 8).to_sparse()
+    with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
+        optim.Muon([weight]).step()
