@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Time optimizer steps of FSDP2 with CPU offload: two processes, a GPU each, GPT-2 124 M.
+"""Time optimizer steps of FSDP2 on two GPUs, with CPU offload or without: GPT-2 124 M.
 
-    fsdp2_offload.py [--threads N] [--output FILE.json]
+    fsdp2.py [--on-gpu] [--threads N] [--output FILE.json]
 
 Steps of this package and of torch are taken in turns, on the same gradients: bare, and with the
 gradients' norm clipped. torch clips by a call of its own, whose norm gloo sums. The first steps of
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from fusedstep import optim
 
@@ -63,11 +63,14 @@ class Model(nn.Module):
         return self.norm(self.blocks(self.tokens(tokens) + self.places(places)))
 
 
-def subject(cls: type, mesh: Any, **options: Any) -> tuple[Model, torch.optim.Optimizer]:
+def subject(
+    cls: type, mesh: Any, policy: OffloadPolicy, **options: Any
+) -> tuple[Model, torch.optim.Optimizer]:
     """A sharded model with gradients, and its optimizer."""
     torch.manual_seed(0)
     model = Model()
-    policy = CPUOffloadPolicy()
+    if not isinstance(policy, CPUOffloadPolicy):
+        model.to(mesh.device_type)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=policy)
     fully_shard(model, mesh=mesh, offload_policy=policy)
@@ -82,21 +85,24 @@ def torch_clips(model: Model, optimizer: torch.optim.Optimizer) -> None:
 
 
 def milliseconds(step: Any) -> float:
+    torch.cuda.synchronize()
     dist.barrier()
+    torch.cuda.synchronize()
     began = time.perf_counter()
     step()
+    torch.cuda.synchronize()
     return (time.perf_counter() - began) * 1e3
 
 
-def measure(mesh: Any, name: str, theirs: Any, rows: dict[str, Any]) -> None:
+def measure(mesh: Any, policy: OffloadPolicy, name: str, theirs: Any, rows: dict[str, Any]) -> None:
     """Adds the medians of an optimizer's steps to the rows; torch's where it has the class."""
-    model, ours = subject(getattr(optim, name), mesh)
+    model, ours = subject(getattr(optim, name), mesh, policy)
     ways = {
         "fusedstep": ours.step,
         "fusedstep, clipped": lambda: ours.step(max_norm=MAX_NORM),
     }
     if theirs is not None:
-        their_model, their_optimizer = subject(theirs, mesh, fused=True)
+        their_model, their_optimizer = subject(theirs, mesh, policy, fused=True)
         ways["torch fused"] = their_optimizer.step
         ways["torch fused, clipped"] = lambda: torch_clips(their_model, their_optimizer)
         ours.step(max_norm=MAX_NORM)
@@ -110,7 +116,7 @@ def measure(mesh: Any, name: str, theirs: Any, rows: dict[str, Any]) -> None:
     rows[name] = {way: float(f"{statistics.median(each):.4g}") for way, each in times.items()}
 
 
-def process(rank: int, folder: str, threads: int, output: Path | None) -> None:
+def process(rank: int, folder: str, threads: int, on_gpu: bool, output: Path | None) -> None:
     torch.set_num_threads(threads)
     torch.cuda.set_device(rank)
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -123,14 +129,16 @@ def process(rank: int, folder: str, threads: int, output: Path | None) -> None:
     )
     mesh = init_device_mesh("cuda", (PROCESSES,))
     rows: dict[str, Any] = {}
+    policy = OffloadPolicy() if on_gpu else CPUOffloadPolicy()
     for name in NAMES:
-        measure(mesh, name, PEERS.get(name), rows)
+        measure(mesh, policy, name, PEERS.get(name), rows)
     if rank == 0:
         results = {
             "device": f"{PROCESSES} x {torch.cuda.get_device_name()}",
             "torch": torch.__version__,
             "threads of each process": threads,
-            "weights": "GPT-2 124 M, sharded over two processes, on the CPU",
+            "weights": "GPT-2 124 M, sharded over two processes, on the "
+            + ("GPUs" if on_gpu else "CPU"),
             "ms": rows,
         }
         print(json.dumps(results, indent=1))
@@ -143,10 +151,12 @@ def process(rank: int, folder: str, threads: int, output: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=12, help="of each process (default: 12)")
+    parser.add_argument("--on-gpu", action="store_true", help="without offload")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(process, (folder, arguments.threads, arguments.output), nprocs=PROCESSES)
+        given = arguments.threads, arguments.on_gpu, arguments.output
+        mp.spawn(process, (folder, *given), nprocs=PROCESSES)
 
 
 if __name__ == "__main__":
