@@ -498,14 +498,15 @@ CASES = (
 )
 
 
-#: Optimizers whose steps are composed of operations over whole matrices, with the name of their
-#: page, reference and laws. Laws that take rows are about weights of any shape, and states of the
-#: same shape.
+#: Optimizers that take whole matrices in several operations, or sparse gradients alone, with the
+#: name of their page, reference and laws. Laws that take rows are about weights of any shape with
+#: dense gradients, and states of the same shape.
 COMPOSITES = {
     optim.APOLLOAdamW: "apollo",
     optim.Adafactor: "adafactor",
     optim.GaLoreAdamW: "galore",
     optim.Muon: "muon",
+    optim.SparseAdam: "sparse_adam",
 }
 
 

@@ -103,8 +103,9 @@ def test_an_option_that_has_another_name_here(timm):
         train(timm, "fusedlamb", {"trust_clip": True})
 
 
-@pytest.mark.parametrize("name", optim.names())
+@pytest.mark.parametrize("name", sorted({*optim.names()} - {"muon", "sparseadam"}))
 def test_every_name_of_ours_is_one_of_timms(timm, name):
+    """Muon's groups need another option for vectors, and SparseAdam sparse gradients."""
     optimizer = timm.optim.create_optimizer_v2(vit(timm), f"fused{name}", lr=1e-3)
     assert type(optimizer) is type(optim.create(name, vit(timm)))
 

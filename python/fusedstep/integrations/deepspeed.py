@@ -21,7 +21,7 @@ def register() -> None:
 
     for name in optim.names():
         cls = find(name)
-        composite = cls._is_composite is not optim.FusedOptimizer._is_composite
+        composite = cls._composite or cls._is_composite is not optim.FusedOptimizer._is_composite
         if cls._elementwise and not composite and cls not in ZERO_SUPPORTED_OPTIMIZERS:
             ZERO_SUPPORTED_OPTIMIZERS.append(cls)
             _added.append(cls)

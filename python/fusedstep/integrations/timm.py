@@ -19,7 +19,9 @@ _replaced: dict[str, OptimInfo | None] = {}
 
 
 def register() -> None:
-    """Registers every name of :func:`fusedstep.optim.names` with ``fused`` in front of it.
+    """Registers the names of :func:`fusedstep.optim.names` with ``fused`` in front of them.
+
+    Left out are classes that take sparse gradients alone.
 
     So ``create_optimizer_v2(model, "fusedadamw")`` makes an ``optim.AdamW``; ``"fusedsgd"``,
     ``"fusedadam"``, ``"fusedadamw"`` and ``"fusedlamb"`` are no longer apex's. Defaults are those
@@ -34,6 +36,8 @@ def register() -> None:
     known = default_registry.list_optimizers()
     for name in optim.names():
         cls, theirs = find(name), {}
+        if not cls._takes_dense:
+            continue
         if name in known:
             theirs = default_registry.get_optimizer_info(name).defaults or {}
         accepted = inspect.signature(cls).parameters

@@ -39,6 +39,7 @@ from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop
 from fusedstep.optim.sgd import SGD
+from fusedstep.optim.sparse_adam import SparseAdam
 
 __all__ = [
     "SGD",
@@ -57,4 +58,5 @@ __all__ = [
     "NAdam",
     "RAdam",
     "RMSprop",
+    "SparseAdam",
 ]

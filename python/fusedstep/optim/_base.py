@@ -80,6 +80,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     _torch_fuses: ClassVar[bool] = True
     #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
     _composite: ClassVar[bool] = False
+    #: False if all gradients have to be sparse.
+    _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 

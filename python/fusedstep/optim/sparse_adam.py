@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep import _ops
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import check_at_least_zero, floats, name_of
+from fusedstep.optim._factors import Factors
+from fusedstep.optim._grads import by_place
+from fusedstep.optim._options import OWN
+from fusedstep.optim._plan import Work
+
+__all__ = ["SparseAdam"]
+
+
+class SparseAdam(FusedOptimizer):
+    r"""Implements the SparseAdam algorithm.
+
+    Signature and states are those of :class:`torch.optim.SparseAdam`. Of a weight with a sparse
+    gradient only the rows that it has entries for are read and written: their moments stand still
+    while they have none. For such a row ``w`` with the sum ``g`` of its entries, at step ``t`` = 1,
+    2, … of the weight::
+
+        m = beta1 * m + (1 - beta1) * g
+        v = beta2 * v + (1 - beta2) * g**2
+        w = (1 - lr * weight_decay) * w
+        w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
+            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
+            \theta_t &= (1 - \gamma \lambda) \theta_{t-1} - \gamma
+                        \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \,
+                        \frac{m_t}{\sqrt{v_t} + \epsilon}
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is `Adam`_ in
+    the order of its section 2, row by row.
+
+    Weights are dense, of the native dtypes and in any layout; all gradients must be sparse. Entries
+    for the same row are added up by the step. On a GPU torch operations step weight by weight. The
+    states ``exp_avg`` and ``exp_avg_sq`` have the weight's dtype and dimension order; ``step`` is a
+    0-dimensional float32 tensor.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        betas (tuple[float, float], optional): coefficients of the running averages of the
+            gradient and its square (default: (0.9, 0.999))
+        eps (float, optional): term added to the denominator (default: 1e-8)
+        weight_decay (float, optional): decoupled weight decay of the rows that have entries
+            (default: 0)
+
+    Example::
+
+        >>> embedding = torch.nn.Embedding(10**6, 64, sparse=True)
+        >>> optimizer = optim.SparseAdam(embedding.parameters(), lr=1e-3)
+        >>> loss_fn(model(embedding(input)), target).backward()
+        >>> optimizer.step(zero_grad="none")
+
+    .. _Adam:
+        https://arxiv.org/abs/1412.6980
+    """
+
+    _rule = "adam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _composite = True
+    _takes_dense = False
+    _torch_fuses = False
+    _own_options = OWN | {"weight_decay": 0.0}
+    _later_options: ClassVar[dict[str, Any]] = {"maximize": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        maximize: bool = False,
+        *,
+        fused: bool | None = None,
+        weight_decay: float = 0.0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _check(self, options: dict[str, Any]) -> None:
+        check_at_least_zero("weight_decay", options["weight_decay"])
+        super()._check(options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for place, weight in enumerate(group["params"]):
+            name = name_of(group, len(self.param_groups) - 1, place)
+            if weight.is_sparse or weight.is_complex():
+                self.param_groups.pop()
+                kind = "sparse" if weight.is_sparse else "complex"
+                raise ValueError(f"SparseAdam does not support {kind} parameters: {name} is one")
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return None
+
+    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+        for weight in weights:
+            if weight.device.type != "cpu":
+                return f"SparseAdam has no native kernels on {weight.device.type}"
+        return super()._why_not_native(weights, grads)
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if any(grad.layout is torch.strided for grad in grads):
+            raise RuntimeError(
+                "SparseAdam does not support dense gradients, please consider Adam instead"
+            )
+        # The numbers of a step follow from its count.
+        return by_place(weights, grads, [self._count(weight) for weight in weights])
+
+    def _count(self, weight: Tensor) -> float:
+        return float(self._state.get(weight, {}).get("step", 0.0))
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        count = self._count(item.weights[0]) + 1
+        return super()._checked_options(item._replace(group=item.group | {"count": count}), factors)
+
+    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
+        # The rule divides by sqrt(v) / sqrt(1 - beta2**t) + eps.
+        beta1, beta2 = floats(group["betas"], 2)
+        numbers = {
+            "lr": float(group["lr"] if lr is None else lr),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"] / math.sqrt(1 - beta2 ** group["count"]),
+            "weight_decay": float(group.get("weight_decay", 0.0)),
+            "amsgrad": 0.0,
+            "decoupled_weight_decay": 1.0,
+        }
+        return *map(numbers.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), floats(group["betas"], 2)
+        state["step"] += 1
+        step = state["step"].item()
+        length = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        grad = grad.coalesce()  # the update is not linear: one value an index
+        rows, values = tuple(grad.indices()), grad.values()
+        exp_avg = state["exp_avg"][rows].lerp_(values, 1 - beta1)
+        exp_avg_sq = state["exp_avg_sq"][rows].mul_(beta2).addcmul_(values, values, value=1 - beta2)
+        state["exp_avg"][rows], state["exp_avg_sq"][rows] = exp_avg, exp_avg_sq
+        kept = weight[rows].mul_(1 - lr * group.get("weight_decay", 0.0))
+        weight[rows] = kept.addcdiv_(exp_avg, exp_avg_sq.sqrt().add_(group["eps"]), value=-length)
