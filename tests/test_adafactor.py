@@ -159,7 +159,7 @@ def test_same_bits_in_every_layout(layout, grad_layout):
 def theirs(name, params):
     if CASES[name][1]["torchs"]:
         return torch.optim.Adafactor(params, foreach=False, **CASES[name][0])
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers.optimization", exc_type=ImportError)
     options = {k: v for k, v in CASES[name][0].items() if k != "variant"}
     return transformers.Adafactor(params, **options)
 
@@ -372,7 +372,7 @@ def test_memory_is_told_before(name):
 
 
 def test_transformers_optimizer_is_converted():
-    transformers = pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers.optimization", exc_type=ImportError)
     weights = make_weights(SHAPES, torch.float32)
     other = transformers.Adafactor(weights, beta1=0.5, clip_threshold=0.9)
     for weight, grad in zip(weights, make_gradients(SHAPES, torch.float32, 0), strict=True):
