@@ -1,4 +1,4 @@
-"""A small GPT in plain torch, whose training steps are weighed: probes/memory_of_a_step.py."""
+"""A small GPT in plain torch, for memory_of_a_step.py and training_losses.py in probes."""
 
 from __future__ import annotations
 
