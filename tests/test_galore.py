@@ -242,6 +242,19 @@ def test_a_low_rank_gradient_that_overflows_is_named():
         optimizer.step()
 
 
+@pytest.mark.parametrize("fused", [True, None])
+def test_float16_on_a_cpu_takes_the_formula_unless_asked(fused):
+    """Products of float16 take ten times as long there."""
+    (group,) = as_params([(projected(), [(12, 7)])], torch.float16)
+    optimizer = optim.GaLoreAdamW([group], **OPTIONS, fused=fused)
+    (expected,) = by_reference(
+        galore, as_params([(projected(), [(12, 7)])], torch.float16), range(3), **OPTIONS
+    )
+    (found,) = run(optimizer, range(3))
+    torch.testing.assert_close(found.detach().double(), expected, rtol=5e-3, atol=5e-3)
+    assert bool(optimizer._scratch) == (fused is True)
+
+
 def test_sparse_gradients_are_refused():
     optimizer = optim.GaLoreAdamW(groups())
     weight = optimizer.param_groups[1]["params"][0]
