@@ -1,5 +1,6 @@
 """Runs of optimizers with groups of a rank, beside the same runs by a reference in float64."""
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -82,3 +83,48 @@ def by_reference(
             found.append(weight)
             place += 1
     return found
+
+
+# ---- Of GaLore and APOLLO ------------------------------------------------------------------------
+
+OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}
+#: Tall, wide, square, and of more dimensions.
+SHAPES = [(12, 7), (6, 15), (8, 8), (5, 4, 3)]
+PLAIN = ({"betas": (0.7, 0.9), "weight_decay": 0.3, "lr": 0.05}, [(9,), (), (3, 4)])
+
+
+def projected(**options):
+    return {"rank": 3, "update_proj_gap": 3, "scale": 0.5} | options
+
+
+def groups(dtype=torch.float64, shapes=SHAPES, **options):
+    return as_params([PLAIN, (projected(**options), shapes)], dtype)
+
+
+def saved(optimizer):
+    """A state dictionary as a file gives it back."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def tensors_of(optimizer):
+    """All that a step may change."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [t.detach().clone() for t in (*weights_of(optimizer), *states)]
+
+
+def assert_same(a, b):
+    assert len(a) == len(b)
+    assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def allocated(optimizer):
+    """The largest piece of memory that torch hands out during a step."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(
+        activities=activities, profile_memory=True, acc_events=True
+    ) as profile:
+        optimizer.step()
+    return max(event.self_cpu_memory_usage for event in profile.events())

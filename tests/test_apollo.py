@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from fusedstep import convert, optim
-from low_rank import as_params, by_reference, gradient, run, set_gradients, weights_of
+from low_rank import allocated, as_params, by_reference, gradient, run, set_gradients, weights_of
 from reference.apollo import apollo
 from reference.galore import galore, side_of
 
@@ -253,6 +253,19 @@ def test_a_gradient_that_is_not_finite_is_named_before_anything_moves(fused):
     for p, q in zip(weights_of(optimizer), before, strict=True):
         assert torch.equal(p, q)
     assert all(state["step"] == 2 for state in optimizer.state.values())
+
+
+@pytest.mark.parametrize("scale_type", ["channel", "tensor"])
+def test_a_step_between_refreshes_allocates_nothing_of_weight_size(scale_type):
+    found = {}
+    for fused in (True, False):
+        options = {"rank": 4, "scale_type": scale_type}
+        (group,) = as_params([(options, [(256, 128), (128, 256)])], torch.float32)
+        optimizer = optim.APOLLOAdamW([group], **OPTIONS, fused=fused)
+        run(optimizer, range(1))
+        found[fused] = allocated(optimizer)
+    assert found[True] <= 256 * 128 * 4 // 8
+    assert found[False] >= 256 * 128 * 4  # the control
 
 
 def test_positional_arguments_are_the_published_ones():

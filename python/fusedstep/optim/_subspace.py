@@ -87,12 +87,12 @@ def _orthonormal(columns: Tensor) -> Tensor:
 def _randomized(matrix: Tensor, rank: int, previous: Tensor | None, key: int) -> Tensor:
     rows, columns = matrix.shape
     width = min(rank + OVERSAMPLING, rows, columns)
-    q = _orthonormal(matrix @ gaussian((columns, width), key, matrix))
+    image = matrix @ gaussian((columns, width), key, matrix)
     for _ in range(POWER_STEPS):
-        q = _orthonormal(matrix @ _orthonormal(matrix.t() @ q))
-    rest = q.t() @ matrix
-    _, vectors = torch.linalg.eigh(rest @ rest.t())  # in ascending order
-    return q @ vectors.flip(1)[:, :rank]
+        image = matrix @ _orthonormal(matrix.t() @ _orthonormal(image))
+    # The singular vectors of the matrix within the rows that it has been multiplied by last.
+    _, vectors = torch.linalg.eigh(image.t() @ image)  # in ascending order
+    return _orthonormal(image @ vectors.flip(1)[:, :rank])
 
 
 def _power(matrix: Tensor, rank: int, previous: Tensor, key: int) -> Tensor:
