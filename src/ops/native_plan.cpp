@@ -467,12 +467,16 @@ void take_step(NativePlan& native, const Aside& aside) {
 
 namespace {
 
+PreparedStep& prepared_step(const NativePlan& native) {
+  if (native.prepared == nullptr) throw std::runtime_error("no step over the plan is prepared");
+  return *native.prepared;
+}
+
 double* checked_norms2(const NativePlan& native, const Tensor& norms2) {
   const TensorView found = view(norms2, "norms2");
   check(found.dtype == DType::kDouble && norms2.is_contiguous() && found.device == native.plan.device() &&
             norms2.numel() == 2 * static_cast<int64_t>(native.plan.tensors()),
         "norms2 must be two float64 numbers for each tensor, on the plan's device");
-  check(native.prepared != nullptr, "no step over the plan is prepared");
   return static_cast<double*>(found.data);
 }
 
@@ -480,12 +484,12 @@ double* checked_norms2(const NativePlan& native, const Tensor& norms2) {
 
 void take_direction(NativePlan& native, const Tensor& norms2) {
   const Stepping stepping(native);
-  native.prepared->run_direction(checked_norms2(native, norms2));
+  prepared_step(native).run_direction(checked_norms2(native, norms2));
 }
 
 void take_application(NativePlan& native, const Tensor& norms2) {
   const Stepping stepping(native);
-  native.prepared->run_apply(checked_norms2(native, norms2));
+  prepared_step(native).run_apply(checked_norms2(native, norms2));
   raise_counts(native);
   native.parts.clear();
   forget_step(native);
