@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusedstep
 from fusedstep import optim
+from fusedstep.memory.plan import Choice, state_bytes
 from fusedstep.optim import _newton_schulz
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
 from reference.muon import QUINTIC, iterated, muon
@@ -315,6 +316,13 @@ def test_a_step_allocates_nothing_of_a_weights_size(options):
     del params
 
 
+def test_the_memory_command_knows_it():
+    """Matrices have one state, vectors AdamW's two and a count."""
+    shapes = (torch.Size([100, 80]), torch.Size([50]))
+    found = state_bytes(shapes, torch.float32, Choice("Muon", {}, "default"))
+    assert found == (4 * 8000 + 2 * 4 * 50 + 4, 0)
+
+
 def test_copies_have_no_scratch():
     params, optimizer = trained(optim.Muon, steps=2)
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -597,7 +605,7 @@ def test_sharded_weights(monkeypatch):
     from torch.distributed.tensor import Shard
 
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    monkeypatch.setattr("fusedstep.optim.muon.is_dtensor", lambda tensor: True)
+    monkeypatch.setattr("fusedstep.optim._muon_groups.is_dtensor", lambda tensor: True)
     monkeypatch.setattr(torch.nn.Parameter, "placements", (Shard(0),), raising=False)
     with pytest.raises(ValueError, match="'w' is a sharded DTensor, and Muon needs whole"):
         optim.Muon([("w", weight)])

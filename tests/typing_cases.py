@@ -34,6 +34,7 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     adagrad: optim.Adagrad = fusedstep.convert(torch.optim.Adagrad(parameters), lr=0.1)
     adadelta: optim.Adadelta = fusedstep.convert(torch.optim.Adadelta(parameters))
     adamax: optim.Adamax = fusedstep.convert(torch.optim.Adamax(parameters))
+    muon: optim.Muon = fusedstep.convert(torch.optim.Muon([torch.nn.Parameter(torch.ones(3, 3))]))
     nadam: optim.NAdam = fusedstep.convert(torch.optim.NAdam(parameters))
     radam: optim.RAdam = fusedstep.convert(torch.optim.RAdam(parameters))
     rmsprop: optim.RMSprop = fusedstep.convert(torch.optim.RMSprop(parameters))
@@ -44,7 +45,7 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     fusedstep.verify(fusedstep.convert(base)).worst  # noqa: B018
     wrong: optim.Lamb = fusedstep.convert(other)  # type: ignore[assignment]
     fusedstep.import_state_dict(wrong, other.state_dict())
-    del adamw, adam, adagrad, adadelta, adamax, nadam, radam, rmsprop, sgd, adan
+    del adamw, adam, adagrad, adadelta, adamax, muon, nadam, radam, rmsprop, sgd, adan
 
 
 def mistakes() -> None:

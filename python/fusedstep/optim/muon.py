@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -11,37 +10,29 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import (
-    check_at_least_zero,
     check_betas,
     check_eps,
     check_ranges,
     name_of,
 )
-from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._factors import Factors
-from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep.optim._muon_groups import (
+    MUON_OWN,
+    as_adamw,
+    check_muon_options,
+    matrices_of,
+    ns_dtype_of,
+    ratio_of,
+    uses_muon,
+    why_no_matrix,
+)
+from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep.optim._options import OWN
 from fusedstep.optim._plan import Work
 from fusedstep.optim._weights import seed_of
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]
-
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
-
-_NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-#: Options that torch's class lacks, with their values where a group has none.
-_OWN: dict[str, Any] = {
-    "use_muon": True,
-    "split_heads": 1,
-    "stacked": None,
-    "ns_dtype": None,
-    "cautious_decay": False,
-    "betas": (0.9, 0.999),
-    "adamw_eps": 1e-8,
-    "maximize": False,
-}
 
 #: Options that check_ranges() does not know.
 _OF_MUON = (
@@ -171,7 +162,7 @@ class Muon(Adam):
     _numbers: ClassVar[dict[str, float]] = {}
     _elementwise = False
     _torch_fuses = False
-    _own_options = OWN | _OWN
+    _own_options = OWN | MUON_OWN
     _later_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(
@@ -209,7 +200,7 @@ class Muon(Adam):
         others = {name: value for name, value in options.items() if name not in _OF_MUON}
         check_ranges(others, self._betas, None)
         options |= others
-        _check_options(options)
+        check_muon_options(options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         of = self._own_options | self.defaults
@@ -225,13 +216,13 @@ class Muon(Adam):
         return [group for group in groups if group["params"]]
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        _check_options(group)
-        if not _uses_muon(group):
-            check_betas(group.get("betas", _OWN["betas"]), foreach=None, capturable=True)
+        check_muon_options(group)
+        if not uses_muon(group):
+            check_betas(group.get("betas", MUON_OWN["betas"]), foreach=None, capturable=True)
             check_eps(group["eps"])
             return
         for place, weight in enumerate(group["params"]):
-            if reason := _why_no_matrix(group, weight):
+            if reason := why_no_matrix(group, weight):
                 raise ValueError(f"{name_of(group, index, place)} {reason}")
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
@@ -240,11 +231,11 @@ class Muon(Adam):
         return super()._checked_options(item, factors)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
-        return super()._rule_options(_as_adamw(group))
+        return super()._rule_options(as_adamw(group))
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return cls._states[:1] if _uses_muon(group) else cls._states[1:]
+        return cls._states[:1] if uses_muon(group) else cls._states[1:]
 
     @classmethod
     def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -252,23 +243,23 @@ class Muon(Adam):
 
     @classmethod
     def _counts_steps(cls, group: dict[str, Any]) -> bool:
-        return not _uses_muon(group)
+        return not uses_muon(group)
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         return "Muon does not support sparse gradients"
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
-        return _uses_muon(group) and self._wants_native(group)
+        return uses_muon(group) and self._wants_native(group)
 
     # Matrix by matrix
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if _uses_muon(group):
+        if uses_muon(group):
             FusedOptimizer._imperative(self, group, weight, grad, state)
         else:
-            super()._imperative(_as_adamw(group), weight, grad, state)
+            super()._imperative(as_adamw(group), weight, grad, state)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -278,11 +269,11 @@ class Muon(Adam):
         state["momentum_buffer"] = average
         update = grad.lerp(average, momentum) if group["nesterov"] else average
 
-        shape = _matrices(group, weight)
+        shape = matrices_of(group, weight)
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
         for place, matrix in enumerate(update.reshape(shape)):
-            x = matrix.to(_ns_dtype(group, weight))
+            x = matrix.to(ns_dtype_of(group, weight))
             x = x.T if shape[1] > shape[2] else x
             x = x / x.norm().clamp(min=group["eps"])
             for a, b, c in steps:
@@ -294,7 +285,7 @@ class Muon(Adam):
         decay = lr * group["weight_decay"]
         if group.get("cautious_decay"):
             decay = decay * (orthogonal * weight >= 0)
-        return weight * (1 - decay) - lr * _ratio(group, shape) * orthogonal
+        return weight * (1 - decay) - lr * ratio_of(group, shape) * orthogonal
 
     # Matrices of one shape at a time
 
@@ -316,7 +307,7 @@ class Muon(Adam):
         for place, p in enumerate(weights):
             if p.numel():
                 dtypes = p.dtype, self._store.has_wide(group, p)
-                alike.setdefault((*_matrices(group, p)[1:], p.device, dtypes), []).append(place)
+                alike.setdefault((*matrices_of(group, p)[1:], p.device, dtypes), []).append(place)
         for places in alike.values():
             device = weights[places[0]].device.type
             most = max(_AT_ONCE.get(device, _AT_ONCE_ELSEWHERE) // weights[places[0]].numel(), 1)
@@ -335,8 +326,8 @@ class Muon(Adam):
         torch._foreach_lerp_(averages, grads, 1 - momentum)
 
         dtype, device = wides[0].dtype, wides[0].device
-        counts = [_matrices(group, p)[0] for p in weights]
-        shape = sum(counts), *_matrices(group, weights[0])[1:]
+        counts = [matrices_of(group, p)[0] for p in weights]
+        shape = sum(counts), *matrices_of(group, weights[0])[1:]
         update = self._scratch.take("update", shape, dtype, device)
 
         def parts(of: Tensor) -> list[Tensor]:
@@ -350,7 +341,7 @@ class Muon(Adam):
         norms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         update.div_(norms.clamp_(min=group["eps"]))
 
-        x, ns_dtype = update, _ns_dtype(group, wides[0])
+        x, ns_dtype = update, ns_dtype_of(group, wides[0])
         if ns_dtype is not dtype:
             x = self._scratch.take("matrices", shape, ns_dtype, device).copy_(update)
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
@@ -365,96 +356,10 @@ class Muon(Adam):
                 wide.addcmul_(share, wide, value=-decay)
         elif decay:
             torch._foreach_mul_(wides, 1 - decay)
-        torch._foreach_add_(wides, directions, alpha=-lr * _ratio(group, shape))
+        torch._foreach_add_(wides, directions, alpha=-lr * ratio_of(group, shape))
 
         for p, wide, state, each in zip(weights, wides, states, kept, strict=True):
             if seed_of(group, p) is not None:
                 state["step"] += 1
             self._write_back(group, p, wide, state)
             self._store.encode(p, each, state)
-
-
-def _uses_muon(group: dict[str, Any]) -> bool:
-    return bool(group.get("use_muon", True))
-
-
-def _as_adamw(group: dict[str, Any]) -> dict[str, Any]:
-    """A group with the options of Adam that it has not."""
-    others = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
-    return {"betas": _OWN["betas"]} | group | others
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    """Raises options that are none of those that there are."""
-    steps = options["ns_steps"]
-    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
-        raise ValueError(f"ns_steps must be an int from 0 to 99, not {steps!r:.40}")
-    coefficients_of(options["ns_coefficients"], steps)
-    if options["adjust_lr_fn"] not in _ADJUSTMENTS:
-        raise ValueError(
-            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', "
-            f"not {options['adjust_lr_fn']!r:.40}"
-        )
-    if options.get("ns_dtype") not in _NS_DTYPES:
-        raise ValueError(
-            "ns_dtype must be None, torch.bfloat16, torch.float16, torch.float32 or "
-            f"torch.float64, not {options['ns_dtype']!r:.40}"
-        )
-    heads = options.get("split_heads", 1)
-    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
-    for name in ("use_muon", "stacked", "cautious_decay"):
-        if isinstance(options.get(name), str):
-            raise TypeError(f"{name} must not be a text: {options[name]!r:.40}")
-    for name in ("momentum", "weight_decay"):
-        check_at_least_zero(name, options[name])
-
-
-def _why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
-    """Returns why Muon cannot step a weight; None if it can."""
-    if weight.ndim < 2:
-        return (
-            f"has the shape {list(weight.shape)}, and Muon steps matrices: put biases, the weights "
-            "of norms and other vectors into a group with use_muon=False, which AdamW steps"
-        )
-    if weight.is_complex():
-        return "is complex, which Muon does not support; use_muon=False has AdamW step it"
-    if is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements):
-        return (
-            "is a sharded DTensor, and Muon needs whole matrices: sharded weights are not "
-            "supported yet; use_muon=False has AdamW step it"
-        )
-    heads = group.get("split_heads", 1)
-    rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
-    if rows % heads:
-        return f"has matrices of {rows} rows, which split_heads={heads} does not divide"
-    return None
-
-
-def _is_stacked(group: dict[str, Any], weight: Tensor) -> bool:
-    asked = group.get("stacked")
-    return weight.ndim == 3 if asked is None else bool(asked)
-
-
-def _matrices(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
-    """The number of the matrices of a weight, and their rows and columns."""
-    heads = group.get("split_heads", 1)
-    if _is_stacked(group, weight):
-        *stack, rows, columns = weight.shape
-    else:
-        stack, (rows, *rest) = [], weight.shape
-        columns = math.prod(rest)
-    return math.prod(stack) * heads, rows // heads, columns
-
-
-def _ns_dtype(group: dict[str, Any], weight: Tensor) -> torch.dtype:
-    asked = group.get("ns_dtype")
-    return usual_dtype(weight.device) if asked is None else asked
-
-
-def _ratio(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
-    """The factor of the learning rate for matrices of this shape."""
-    _, rows, columns = shape
-    if group["adjust_lr_fn"] == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))

@@ -1,0 +1,115 @@
+"""Options of Muon's groups, and the matrices that their weights are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._checks import check_at_least_zero
+from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+
+_NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+#: Options that torch's class lacks, with their values where a group has none.
+MUON_OWN: dict[str, Any] = {
+    "use_muon": True,
+    "split_heads": 1,
+    "stacked": None,
+    "ns_dtype": None,
+    "cautious_decay": False,
+    "betas": (0.9, 0.999),
+    "adamw_eps": 1e-8,
+    "maximize": False,
+}
+
+
+def uses_muon(group: dict[str, Any]) -> bool:
+    return bool(group.get("use_muon", True))
+
+
+def as_adamw(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with the options of Adam that it has not."""
+    others = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
+    return {"betas": MUON_OWN["betas"]} | group | others
+
+
+def check_muon_options(options: dict[str, Any]) -> None:
+    """Raises options that are none of those that there are."""
+    steps = options["ns_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps must be an int from 0 to 99, not {steps!r:.40}")
+    coefficients_of(options["ns_coefficients"], steps)
+    if options["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ValueError(
+            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', "
+            f"not {options['adjust_lr_fn']!r:.40}"
+        )
+    if options.get("ns_dtype") not in _NS_DTYPES:
+        raise ValueError(
+            "ns_dtype must be None, torch.bfloat16, torch.float16, torch.float32 or "
+            f"torch.float64, not {options['ns_dtype']!r:.40}"
+        )
+    heads = options.get("split_heads", 1)
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
+    for name in ("use_muon", "stacked", "cautious_decay"):
+        if isinstance(options.get(name), str):
+            raise TypeError(f"{name} must not be a text: {options[name]!r:.40}")
+    for name in ("momentum", "weight_decay"):
+        check_at_least_zero(name, options[name])
+
+
+def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
+    """Returns why Muon cannot step a weight; None if it can."""
+    if weight.ndim < 2:
+        return (
+            f"has the shape {list(weight.shape)}, and Muon steps matrices: put biases, the weights "
+            "of norms and other vectors into a group with use_muon=False, which AdamW steps"
+        )
+    if weight.is_complex():
+        return "is complex, which Muon does not support; use_muon=False has AdamW step it"
+    if is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements):
+        return (
+            "is a sharded DTensor, and Muon needs whole matrices: sharded weights are not "
+            "supported yet; use_muon=False has AdamW step it"
+        )
+    heads = group.get("split_heads", 1)
+    rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
+    if rows % heads:
+        return f"has matrices of {rows} rows, which split_heads={heads} does not divide"
+    return None
+
+
+def _is_stacked(group: dict[str, Any], weight: Tensor) -> bool:
+    asked = group.get("stacked")
+    return weight.ndim == 3 if asked is None else bool(asked)
+
+
+def matrices_of(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
+    """The number of the matrices of a weight, and their rows and columns."""
+    heads = group.get("split_heads", 1)
+    if _is_stacked(group, weight):
+        *stack, rows, columns = weight.shape
+    else:
+        stack, (rows, *rest) = [], weight.shape
+        columns = math.prod(rest)
+    return math.prod(stack) * heads, rows // heads, columns
+
+
+def ns_dtype_of(group: dict[str, Any], weight: Tensor) -> torch.dtype:
+    asked = group.get("ns_dtype")
+    return usual_dtype(weight.device) if asked is None else asked
+
+
+def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
+    """The factor of the learning rate for matrices of this shape."""
+    _, rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
