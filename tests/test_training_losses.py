@@ -44,7 +44,7 @@ def test_losses_are_near_those_of_float32(name, most):
 def test_results_are_summed_up_from_their_rows():
     results = json.loads(RESULTS.read_text())
     for name, found in probe.summary(results["rows"]).items():  # those are of four digits
-        assert found == pytest.approx(results["summary"][name], rel=2e-4)
+        assert found == pytest.approx(results["summary"][name], rel=6e-4)
     assert list(results["summary"]) == list(probe.RUNS)
     assert results["steps"] == probe.STEPS
 
