@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "src/dispatch.h"
@@ -26,20 +27,33 @@ int size_of_grad(FactoredFormat format) {
   return format == FactoredFormat::kFloat ? 4 : format == FactoredFormat::kDouble ? 8 : 2;
 }
 
-// Memory that a thread keeps from step to step.
+// Memory that a thread keeps from step to step, unless it is much.
 class Scratch {
  public:
+  Scratch() = default;
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  ~Scratch() {
+    if (kept().bytes > kMostKept) kept() = {};
+  }
+
   template <class T = std::byte>
   size_t reserve(int64_t count) {
-    const size_t at = size_;
-    size_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    const size_t at = used_;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + kLine - 1) / kLine * kLine;
+    bytes_ = std::max(bytes_, used_);
     return at;
   }
+  // What has been reserved so far is not needed any more when what comes next is.
+  void reuse() { used_ = 0; }
   void allocate() {
-    static thread_local std::vector<std::byte> kept;
-    if (kept.size() < size_ + 64) kept.resize(size_ + 64);
-    const auto address = reinterpret_cast<uintptr_t>(kept.data());
-    begin_ = kept.data() + (64 - address % 64) % 64;
+    Kept& here = kept();
+    if (here.bytes < bytes_ + kLine) {
+      here = {};
+      here = {std::make_unique_for_overwrite<std::byte[]>(bytes_ + kLine), bytes_ + kLine};
+    }
+    const auto address = reinterpret_cast<uintptr_t>(here.memory.get());
+    begin_ = here.memory.get() + (kLine - address % kLine) % kLine;
   }
   template <class T>
   T* at(size_t place) const {
@@ -47,14 +61,24 @@ class Scratch {
   }
 
  private:
-  size_t size_ = 0;
+  static constexpr size_t kLine = 64, kMostKept = size_t{1} << 26;
+  struct Kept {
+    std::unique_ptr<std::byte[]> memory;
+    size_t bytes = 0;
+  };
+  static Kept& kept() {
+    static thread_local Kept here;
+    return here;
+  }
+
+  size_t used_ = 0, bytes_ = 0;
   std::byte* begin_ = nullptr;
 };
 
 // How a tensor is cut into blocks, and where in the scratch memory its sums and factors are.
 struct Cut {
   int64_t row_parts, column_parts, blocks, block_rows;
-  size_t row_sums, column_sums, row_factors, column_factors, norms;
+  size_t row_sums, column_sums, row_factors, column_factors;
   size_t first_item, items;
 };
 
@@ -68,23 +92,9 @@ class Step {
  public:
   Step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads)
       : tensors_(tensors), options_(options), threads_(threads) {
-    // Blocks of wide matrices have fewer rows, but not so few that their column sums need much memory.
-    for (const FactoredTensor& tensor : tensors) {
-      Cut cut{};
-      cut.block_rows =
-          std::clamp(2 * kItemElements / std::min(tensor.columns, kBlockColumns), kBlockRows / 8, kBlockRows);
-      cut.row_parts = parts(tensor.rows, cut.block_rows);
-      cut.column_parts = parts(tensor.columns, kBlockColumns);
-      cut.blocks = tensor.count * cut.row_parts * cut.column_parts;
-      cut.row_sums = scratch_.reserve<double>(tensor.count * cut.column_parts * tensor.rows);
-      const int size = size_of_maths(tensor.format);
-      cut.column_sums = scratch_.reserve(tensor.count * cut.row_parts * tensor.columns * size);
-      cut.row_factors = scratch_.reserve(tensor.count * tensor.rows * size);
-      cut.column_factors = scratch_.reserve(tensor.count * tensor.columns * size);
-      cuts_.push_back(cut);
-    }
+    for (const FactoredTensor& tensor : tensors) cuts_.push_back(cut_of(tensor));
     make_items();
-    norms_ = scratch_.reserve<double>(2 * static_cast<int64_t>(block_items_.size()));
+    norms_.resize(2 * block_items_.size());
     scratch_.allocate();
   }
 
@@ -112,6 +122,27 @@ class Step {
   }
 
  private:
+  // Blocks of wide matrices have fewer rows, but not so few that their column sums need much memory.
+  static Cut cut_of(const FactoredTensor& tensor) {
+    Cut cut{};
+    cut.block_rows =
+        std::clamp(2 * kItemElements / std::min(tensor.columns, kBlockColumns), kBlockRows / 8, kBlockRows);
+    cut.row_parts = parts(tensor.rows, cut.block_rows);
+    cut.column_parts = parts(tensor.columns, kBlockColumns);
+    cut.blocks = tensor.count * cut.row_parts * cut.column_parts;
+    return cut;
+  }
+
+  void reserve(const FactoredTensor& tensor, Cut& cut) {
+    const int size = size_of_maths(tensor.format);
+    cut.row_sums = scratch_.reserve<double>(tensor.count * cut.column_parts * tensor.rows);
+    cut.column_sums = scratch_.reserve(tensor.count * cut.row_parts * tensor.columns * size);
+    cut.row_factors = scratch_.reserve(tensor.count * tensor.rows * size);
+    // Sums of one part are read before the factors are written.
+    cut.column_factors =
+        cut.row_parts == 1 ? cut.column_sums : scratch_.reserve(tensor.count * tensor.columns * size);
+  }
+
   static constexpr size_t kStages = 4;  // sums, their reduction, norms, application
 
   struct Wave {
@@ -127,8 +158,10 @@ class Step {
       Cut& cut = cuts_[t];
       if (elements >= in_wave) {
         waves_.push_back({block_items_.size(), matrix_items_.size()});
+        scratch_.reuse();
         elements = 0;
       }
+      reserve(tensor, cut);
       Wave& wave = waves_.back();
       const int64_t all = tensor.count * tensor.rows * tensor.columns;
       const int64_t each = std::max<int64_t>(1, kItemElements * cut.blocks / std::max<int64_t>(all, 1));
@@ -141,7 +174,7 @@ class Step {
       elements += all;
     }
     for (const Wave& wave : waves_) {
-      stages_.push_back({wave.cost_of_blocks});
+      stages_.push_back({wave.cost_of_blocks, !stages_.empty()});  // memory of the wave before is reused
       stages_.push_back({wave.cost_of_matrices, true});
       stages_.push_back({wave.cost_of_blocks, true, true});
       stages_.push_back({wave.cost_of_blocks, true});
@@ -170,7 +203,7 @@ class Step {
     const Item& item = block_items_[item_index];
     const FactoredTensor& tensor = tensors_[item.tensor];
     const Cut& cut = cuts_[item.tensor];
-    double* const norms = scratch_.at<double>(norms_) + 2 * item_index;
+    double* const norms = norms_.data() + 2 * item_index;
     FactoredBlock block{};
     block.grad_factor = options_.grad_factor;
     block.most = options_.most;
@@ -206,7 +239,7 @@ class Step {
   // Sets what a block multiplies weights and updates by.
   void set_lengths(const FactoredTensor& tensor, const Cut& cut, FactoredBlock& block) const {
     double of_weight = 0, of_update = 0;
-    const double* norms = scratch_.at<double>(norms_) + 2 * cut.first_item;
+    const double* norms = norms_.data() + 2 * cut.first_item;
     for (size_t i = 0; i < cut.items; ++i) {
       of_weight += norms[2 * i];
       of_update += norms[2 * i + 1];
@@ -283,7 +316,7 @@ class Step {
   std::vector<Wave> waves_;
   std::vector<Item> block_items_, matrix_items_;
   std::vector<Stage> stages_;
-  size_t norms_ = 0;
+  mutable std::vector<double> norms_;  // of each item, the squares of weight and update
   Scratch scratch_;
 };
 

@@ -355,7 +355,7 @@ def test_groups_have_options_of_their_own():
         weight.grad = grad.clone()
     optimizer.step()
     steps_of(alone[0], 1)
-    steps_of(alone[1], 1, {"relative_step": False, "lr": 1e-3})
+    steps_of(alone[1], 1, {"relative_step": False, "lr": 1e-3, "variant": "torch"})
     assert all(map(torch.equal, (*first, *second), (*alone[0], *alone[1])))
     assert optimizer.param_groups[0].keys() >= {"beta2_decay", "d"}
     assert "variant" not in optimizer.param_groups[0]
@@ -382,3 +382,82 @@ def test_transformers_optimizer_is_converted():
     group = ours.param_groups[0]
     assert (group["variant"], group["d"], group["beta1"]) == ("transformers", 0.9, 0.5)
     assert ours.state[weights[0]].keys() == {"step", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"}
+
+
+@pytest.mark.parametrize(
+    ("name", "of_all", "of_group"),
+    [
+        ("relative_step", False, True),
+        ("scale_parameter", False, True),
+        ("warmup_init", True, False),
+        ("beta1", 0.9, None),
+        ("variant", "transformers", "torch"),
+    ],
+)
+def test_an_option_of_a_group_wins(name, of_all, of_group):
+    weights = [torch.ones(2, 3), torch.ones(2, 3)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], name: of_group}]
+    optimizer = optim.Adafactor(groups, **{name: of_all})
+    assert [group[name] for group in optimizer.param_groups] == [of_all, of_group]
+
+
+def test_a_variant_that_was_given_is_that_of_all_groups():
+    groups = [{"params": [torch.ones(2)]}, {"params": [torch.ones(2)], "beta1": 0.9}]
+    optimizer = optim.Adafactor(groups, variant="torch")
+    assert not any("variant" in group for group in optimizer.param_groups)
+    assert optimizer.param_groups[1]["beta1"] == 0.9
+
+
+def test_dictionaries_say_which_variant_goes_on():
+    weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
+    for variant, dictionary in (
+        ("transformers", steps_of(weights, 1).state_dict()),
+        ("torch", steps_of(others, 1, variant="transformers").state_dict()),
+    ):
+        optimizer = optim.Adafactor(weights, variant=variant, fused=True)
+        optimizer.load_state_dict(dictionary)
+        optimizer.step()
+        names = optimizer.state[weights[0]].keys()
+        assert ("row_var" in names) == (variant == "transformers")
+
+
+def spoil_a_state(optimizer, weight):
+    optimizer.state[weight]["row_var"] = torch.zeros(3, 3, dtype=weight.dtype)
+
+
+def spoil_an_option(optimizer, weight):
+    optimizer.param_groups[1]["eps"] = 1e-3
+
+
+def spoil_a_gradient(optimizer, weight):
+    weight.grad = weight.detach()
+
+
+def spoil_a_dtype(optimizer, weight):
+    weight.grad = None
+    weight.data = weight.data.float()
+    weight.grad = torch.ones_like(weight)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        (spoil_a_state, "parameter 0 of group 1.*row_var"),
+        (spoil_an_option, "options of group 1"),
+        (spoil_a_gradient, "parameter 0 of group 1.*shares memory"),
+        (spoil_a_dtype, "parameter 0 of group 1.*row_var"),
+    ],
+)
+def test_no_group_steps_if_one_cannot(spoil, text):
+    first, second = make_weights([(4, 6)], torch.float32), make_weights([(5, 7)], torch.float64)
+    groups = [{"params": first}, {"params": second}]
+    optimizer = optim.Adafactor(groups, fused=True)
+    for weight in (*first, *second):
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    spoil(optimizer, second[0])
+    before = first[0].clone(), copy.deepcopy(optimizer.state[first[0]])
+    with pytest.raises((RuntimeError, TypeError), match=text):
+        optimizer.step()
+    assert torch.equal(first[0], before[0])
+    assert all(torch.equal(optimizer.state[first[0]][k], v) for k, v in before[1].items())

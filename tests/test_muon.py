@@ -630,3 +630,16 @@ def test_sparse_gradients():
     weight.grad = torch.ones(12, 8).to_sparse()
     with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
         optim.Muon([weight]).step()
+
+
+def test_no_group_steps_if_a_state_of_another_is_wrong():
+    weights = [torch.nn.Parameter(torch.randn(4, 6)) for _ in range(2)]
+    optimizer = optim.Muon([{"params": [weight]} for weight in weights])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    optimizer.state[weights[1]]["momentum_buffer"] = torch.zeros(3, 3)
+    before = weights[0].detach().clone()
+    with pytest.raises(RuntimeError, match="parameter 0 of group 1: the state momentum_buffer"):
+        optimizer.step()
+    assert torch.equal(weights[0].detach(), before)

@@ -141,6 +141,12 @@ void check_apart(const Tensors& weights, const Tensors& grads) {
   check(!find_sharing(elements), "weights share memory");
 }
 
+// Checks of what lists of weights that are stepped apart have to be together.
+void check_factored(const Tensors& weights, const Tensors& grads) {
+  check(grads.size() == weights.size(), "lists must have an entry for each weight");
+  check_apart(weights, grads);
+}
+
 void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
                    const Tensors& moments, const std::vector<double>& values) {
   const size_t count = weights.size();
@@ -158,12 +164,16 @@ void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
+  m.def("factored_check(Tensor[] weights, Tensor[] grads) -> ()");
   m.def("factored_options() -> str[]");
   m.def(
       "factored_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] rows, Tensor(c!)[] columns, "
       "Tensor(d!)[] moments, float[] options) -> ()");
 }
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("factored_step", TORCH_BOX(&step_factored)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("factored_check", TORCH_BOX(&check_factored));
+  m.impl("factored_step", TORCH_BOX(&step_factored));
+}
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("factored_options", TORCH_BOX(&factored_options));
 }

@@ -535,6 +535,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                     self._plans[place], self._seen = plan, None
                 else:
                     check_operands(weights, grads)
+                    if self._is_composite(group):
+                        self._store.check(group, weights)
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)

@@ -172,7 +172,7 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     defaults = OWN | defaults
     for name in defaults.keys() & group.keys():
         value, default = group[name], defaults[name]
-        if name == "max_grad_norm" and value is None:
+        if name in _NONE_IS_NONE and value is None:
             continue
         if name == "betas":
             betas = _as_tuple(value, len(default))
@@ -194,7 +194,8 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
 def check_floats(group: dict[str, Any], defaults: dict[str, Any], betas: int) -> None:
     """Raises if an option whose default is a number, or several, cannot be taken as such."""
     for name, default in defaults.items():
-        if name not in OWN and is_number(default) and not isinstance(default, bool):
+        is_none = name in _NONE_IS_NONE and group[name] is None
+        if name not in OWN and is_number(default) and not (isinstance(default, bool) or is_none):
             float(group[name])
     floats(group.get("betas", ()), betas if "betas" in group else 0)
 
@@ -216,6 +217,9 @@ def has_text(group: dict[str, Any]) -> bool:
 
 #: Options that tell how the value of a weight is kept.
 _OF_WAYS = ("master_weights", "rounding", "seed")
+
+#: Options of which None says that there is none.
+_NONE_IS_NONE = ("beta1", "max_grad_norm")
 
 #: Options that may be texts.
 _TEXTS = (

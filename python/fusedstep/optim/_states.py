@@ -196,6 +196,24 @@ class StateStore:
             )
         return states
 
+    def check(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if a state is not as its weight needs it: torch operations would stop half way."""
+        for index, p in enumerate(weights):
+            state, shapes = self.by_weight[p], self._shapes(group, p)
+            for name in self._names(group, p):
+                found = state[name]
+                if is_codes(found):
+                    continue
+                shape = p.shape if shapes is None else shapes[name]
+                narrow = p.dtype in _SIXTEEN_BITS
+                dtypes = (torch.float32,) if narrow and shapes is not None else (p.dtype,)
+                dtypes += (torch.float32,) if narrow else ()
+                if found.shape != shape or found.dtype not in dtypes:
+                    raise RuntimeError(
+                        f"tensor {index} of the list: the state {name} is {found.dtype} of the "
+                        f"shape {list(found.shape)}, but has to be {dtypes[0]} of {list(shape)}"
+                    )
+
     def count_together(
         self, weights: list[Tensor], operands: list[dict[str, Tensor]], may_be_skipped: bool
     ) -> None:

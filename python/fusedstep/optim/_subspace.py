@@ -50,6 +50,8 @@ def bases_of(
     try:
         if svd == "exact":
             return _exact(matrix, rank, sides)
+        largest = matrix.abs().amax()
+        matrix = matrix / torch.where(largest > 0, largest, 1)  # squares stay in range
         find = _randomized if previous is None or svd != "power" else _power
         found = {}
         for side in sides:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -10,9 +10,11 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_number, name_of
+from fusedstep.optim._checks import check_number, name_of, numeric, with_name
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._factors import Factors
 from fusedstep.optim._options import own_option
+from fusedstep.optim._plan import Work
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._weights import way_of
 
@@ -146,7 +148,7 @@ class Adafactor(FusedOptimizer):
         variant: Literal["torch", "transformers"] | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        super().__init__(params, _by_torchs_names(options))
+        super().__init__(params, _as_set(_of_a_variant(options)))
 
     def _check(self, options: dict[str, Any]) -> None:
         _check_own(options)
@@ -171,20 +173,18 @@ class Adafactor(FusedOptimizer):
         return {name: torch.Size(sizes) for name, sizes in names.items()}
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        added = _by_torchs_names(param_group)
-        _check_own(self.defaults | added)
-        super().add_param_group(added)
-        group = self.param_groups[-1]
-        try:
-            for place, weight in enumerate(group["params"]):
-                _check_weight(weight, name_of(group, len(self.param_groups) - 1, place))
-        except RuntimeError:
-            self.param_groups.pop()
-            raise
+        super().add_param_group(_by_torchs_names(param_group))
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        _check_own(group)
+        for place, weight in enumerate(group["params"]):
+            _check_weight(weight, name_of(group, index, place))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class, torch's or transformers'."""
-        groups = list(map(_by_torchs_names, state_dict["param_groups"]))
+        groups = [
+            _as_set(_of_a_variant(group), self.defaults) for group in state_dict["param_groups"]
+        ]
         states = {
             key: {name: value for name, value in state.items() if name != "RMS"}  # not a state
             if isinstance(state, dict)
@@ -192,6 +192,26 @@ class Adafactor(FusedOptimizer):
             for key, state in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        index = next(i for i, group in enumerate(self._groups) if group is item.group)
+        try:
+            _check_own(item.group)
+        except (TypeError, ValueError) as error:
+            text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
+            raise type(error)(text) from error
+        pairs = [pair for pair in item.pairs() if pair[0].numel() and pair[0].is_cpu]
+        if (
+            pairs
+            and self._wants_native(item.group)
+            and _why_not_fused(item.weights, item.grads) is None
+        ):
+            try:
+                torch.ops.fusedstep.factored_check(*map(list, zip(*pairs, strict=True)))
+            except RuntimeError as error:
+                weights = [weight for weight, _ in pairs]
+                raise with_name(error, self._groups, item.group, weights) from None
+        return super()._checked_options(item, factors)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return True
@@ -359,23 +379,37 @@ def _is_torchs(group: dict[str, Any]) -> bool:
 
 
 def _by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of either class: those of torch's, and others that were set.
-
-    A group of transformers' class is told by options that only this class has.
-    """
+    """Options of either class by torch's names, without those that are None for not given."""
     options = {name: value for name, value in given.items() if name not in _RENAMED}
     for name, ours in _RENAMED.items():
         if given.get(name) is not None:
             options[ours] = given[name]
-    only = {*_RENAMED, *_BEYOND_TORCH} - {"variant"}
-    if options.get("variant") is None and any(given.get(name) is not None for name in only):
-        options["variant"] = "transformers"
-    for name, unset in _BEYOND_TORCH.items():
-        if options.get(name) in (None, unset):
-            options.pop(name, None)
+    for name in _BEYOND_TORCH.keys() - {"beta1"}:
+        if name in options and options[name] is None:
+            del options[name]
     if "lr" in options and options["lr"] is None:  # transformers' way to ask for relative steps
         options["lr"] = _LR
     return options
+
+
+def _of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of a constructor or a dictionary with their variant, which other ones tell."""
+    own = (*_RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
+    is_torchs = all(given.get(name) is None for name in own)
+    return {"variant": "torch" if is_torchs else "transformers"} | _by_torchs_names(given)
+
+
+def _as_set(options: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The options without what torch's class lacks and what has not been set.
+
+    ``defaults``: those of an optimizer, in whose place a group has to say it all the same.
+    """
+    kept = _BEYOND_TORCH.keys() & (defaults or {}).keys()
+    return {
+        name: value
+        for name, value in options.items()
+        if name in kept or name not in _BEYOND_TORCH or value != _BEYOND_TORCH[name]
+    }
 
 
 def _check_own(options: dict[str, Any]) -> None:
