@@ -32,6 +32,8 @@ Usage:
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
   ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check
+  ./run.sh nanogpt [OPTION...]   a GPT in training: four kinds of attention, with and without torch.compile
+                                 (--preset cpu|full, --optimizer fusedstep:CLASS|torch:CLASS, --commit)
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
   ./run.sh build                 only install what is missing and build
@@ -101,6 +103,12 @@ mnist() {
   launch "$root/build/release/examples/mnist/mnist" "$@"
 }
 
+nanogpt() {
+  need_python_packages bench
+  build release --target fusedstep_python
+  PYTHONPATH=$root/bench:$root/tests:$root/python "$python" "$root/bench/nanogpt/nanonano_matrix.py" "$@"
+}
+
 doctor() {
   build release --target fusedstep_python
   launch -m fusedstep doctor
@@ -123,7 +131,7 @@ main() {
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
-    '' | --full | build | test | fuzz | bench | mnist | doctor | lint | *.py) need_writable_checkout && prepare ;;
+    '' | --full | build | test | fuzz | bench | mnist | nanogpt | doctor | lint | *.py) need_writable_checkout && prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in

@@ -34,11 +34,18 @@ class LateError(WorkerError):
 def events(
     request: Request, env: Env, log: Path | None = None, most_seconds: float | None = None
 ) -> Iterator[dict[str, Any]]:
-    """The events of a worker. Its stderr goes to `log`; after `most_seconds` it is ended.
+    """The events of a worker."""
+    return events_of([sys.executable, str(WORKER), json.dumps(request)], env, log, most_seconds)
 
-    Raises WorkerError in the end, if it failed.
+
+def events_of(
+    command: list[str], env: Env, log: Path | None = None, most_seconds: float | None = None
+) -> Iterator[dict[str, Any]]:
+    """The lines of JSON that a process prints.
+
+    Its stderr goes to `log`; after `most_seconds` it is ended. Raises WorkerError in the end, if it
+    failed.
     """
-    command = [sys.executable, str(WORKER), json.dumps(request)]
     stderr = None if log is None else log.open("w", encoding="utf-8")
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True

@@ -18,6 +18,7 @@ from rich import box
 from rich.table import Table
 
 import adan_report
+import nanogpt_report
 
 Results = dict[str, Any]
 Row = dict[str, Any]
@@ -29,6 +30,7 @@ TITLES = {
     "adan": "Adan over sizes of GPT-2",
     "clipping": "Clipping and clearing in the step",
     "embedding": "Adagrad on an embedding table",
+    "nanogpt": "Training a small GPT",
 }
 
 #: Ours, which others are compared with, and in a CUDA graph.
@@ -156,6 +158,8 @@ def _rate(row: Row) -> str | None:
 def grids(results: Results) -> list[Grid]:
     if results["suite"] == "adan":
         return adan_report.grids(results)
+    if results["suite"] == "nanogpt":
+        return nanogpt_report.grids(results)
     found = [grid(results, *subject) for subject in subjects(results)]
     return [each for each in found if each.lines]
 
@@ -228,6 +232,9 @@ def problems(results: Results) -> Iterator[str]:
 
 def remarks(results: Results) -> Iterator[str]:
     """The lines below the tables."""
+    if results["suite"] == "nanogpt":
+        yield from nanogpt_report.remarks(results)
+        return
     if results["suite"] == "adan":
         yield from adan_report.remarks(results)
     else:
@@ -258,6 +265,8 @@ def page(folder: Path) -> str:
 
 
 def command(table: str, results: Results) -> str:
+    if table == "nanogpt":
+        return nanogpt_report.command(results)
     name = {"steps": "cuda" if "device" in results else ""}.get(table, table)
     device = " --device cuda" if "device" in results and table in ("peers", "embedding") else ""
     return f"`./run.sh bench{' ' * bool(name)}{name}{device}`"
