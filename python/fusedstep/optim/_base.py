@@ -184,6 +184,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
         return False
 
+    def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if a state of a composite group's weights is not as the step needs it."""
+        self._store.check(group, weights)
+
     def _uses_grads(self, group: dict[str, Any]) -> bool:
         """Returns whether a native step may leave anything in the gradients."""
         return False
@@ -536,7 +540,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 else:
                     check_operands(weights, grads)
                     if self._is_composite(group):
-                        self._store.check(group, weights)
+                        self._check_states(group, weights)
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)

@@ -232,7 +232,6 @@ class LowRankSteps:
                 raise with_name(error, self._groups, group, weights) from None
             return Work(group, weights, grads, None)
         work = super()._bind(place, group, weights, grads)
-        self._check_states(group, weights)
         if self._takes_scratch(group, weights, grads):
             scratch = self._new_scratch(group, weights)
             self._plans[place], self._seen = scratch.plan, None
