@@ -78,14 +78,17 @@ def parse(words: list[str] | None) -> argparse.Namespace:
 
 
 def settings_of(arguments: argparse.Namespace) -> list[Settings]:
-    """Returns the settings of all runs that are asked for, by optimizer, then by attention."""
+    """Returns the settings of all runs that are asked for.
+
+    Optimizers follow one another, so that disturbances of the machine affect all alike.
+    """
     base = nanonano_settings.read(arguments.config)
     base = base.with_values(PRESETS[arguments.preset] | nanonano_settings.given(arguments))
     every = [
         dataclasses.replace(base, optimizer=optimizer, attn_type=attention, compile=compiled)
-        for optimizer in dict.fromkeys(arguments.optimizers or [base.optimizer])
         for attention in ATTENTION
         for compiled in (False, True)
+        for optimizer in dict.fromkeys(arguments.optimizers or [base.optimizer])
     ]
     return [each for each in every if re.search(arguments.filter, name_of(each))]
 
