@@ -1,4 +1,4 @@
-"""The pages: their Python runs, and their links lead somewhere."""
+"""The pages: their Python runs, their links lead somewhere, pictures have committed results."""
 
 import re
 from pathlib import Path
@@ -41,3 +41,21 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_a_menu_of_the_site():
+    menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
+    missing = sorted(pages - set(re.findall(r": (\S+\.md)$", menus, re.MULTILINE)))
+    assert not missing, f"mkdocs.yml, nav: has no line for {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_pictures_are_drawn_from_committed_results(page):
+    """A picture has its results beside it, or in a file or folder that the page links to."""
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+    files = [page.parent / path for mark, path in links if not mark and "/results/" in path]
+    given = any(file.suffix == ".json" or list(file.glob("*.json")) for file in files)
+    for picture in [page.parent / path for mark, path in links if mark]:
+        results = picture.with_name(picture.stem.removesuffix("-times") + ".json")
+        assert results.exists() or given, picture
