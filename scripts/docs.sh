@@ -12,8 +12,8 @@ install_site() {
 
 site() { env NO_MKDOCS_2_WARNING=1 "$python" -m mkdocs "$@" --config-file "$root/mkdocs.yml"; }
 
-# A warning is an error.
-build_site() { step site "building the site" site build --quiet --strict; }
+# A warning is an error, and --quiet would hide it from --strict.
+build_site() { step site "building the site" site build --strict; }
 
 docs() {
   [[ $* == @(|build) ]] || die "docs takes no argument but build: $*"
