@@ -57,7 +57,7 @@ def _line(row: Row, shown: list[str]) -> list[str]:
 
 
 def shares(results: Results) -> dict[str, float]:
-    """Returns the optimizer's share, by optimizer: the median over the rows that all of them have."""
+    """Returns the median of each optimizer's share over the rows that all of them have."""
     measured = {
         optimizer: shares
         for optimizer, rows in rows_of(results).items()
