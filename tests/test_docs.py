@@ -1,5 +1,6 @@
 """The pages: their Python runs, their links lead somewhere, pictures have committed results."""
 
+import json
 import re
 from pathlib import Path
 
@@ -59,3 +60,43 @@ def test_pictures_are_drawn_from_committed_results(page):
     for picture in [page.parent / path for mark, path in links if mark]:
         results = picture.with_name(picture.stem.removesuffix("-times") + ".json")
         assert results.exists() or given, picture
+
+
+def results(file):
+    return json.loads((ROOT / "bench" / "results" / file).read_text())
+
+
+def gpt2(file, optimizer):
+    """Milliseconds of ours, over the weights of GPT-2 124 M."""
+    return next(
+        row["results"]["fused"]["ms"]
+        for row in results(file)["rows"]
+        if (row["optimizer"], row["title"]) == (optimizer, "GPT-2 124 M") and "results" in row
+    )
+
+
+def test_times_of_the_choice_are_those_measured():
+    """Of docs/choosing.md the columns CPU and GPU, in units of AdamW's time."""
+    cpu, gpu = "intel-emerald-rapids-16-cores/peers.json", "nvidia-h200/peers.json"
+    steps = "nvidia-h200/steps.json"
+    adafactor, galore, muon = (
+        results(f"nvidia-h100/{n}.json") for n in ("adafactor", "galore", "muon")
+    )
+    on = {device: adafactor[device]["ms"] for device in ("cpu", "cuda")}
+    low_rank = [galore[device]["steps"]["hybrid"] / on[device]["AdamW"] for device in on]
+    expected = {
+        "AdamW": [1, 1],
+        "Lamb": [gpt2(cpu, "lamb") / gpt2(cpu, "adam"), gpt2(gpu, "lamb") / gpt2(gpu, "adam")],
+        "Adan": [None, gpt2(steps, "adan") / gpt2(steps, "adam")],
+        "Adafactor": [on[d]["Adafactor, torch's"] / on[d]["AdamW"] for d in on],
+        "APOLLOAdamW": low_rank,  # of GaLoreAdamW, in the same line
+        "Muon": [None, muon["cuda"]["ms"]["Muon, bfloat16"] / on["cuda"]["AdamW"]],
+        "Adagrad": [gpt2(f, "adagrad") / gpt2(f, "adam") for f in (cpu, gpu)],
+    }
+    table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
+    rows = re.findall(r"^\|[^|]*\| `(\w+)`.*\| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
+    told = {name: list(times) for name, *times in rows}
+    assert told == {
+        name: ["–" if time is None else f"{time:.2g}" for time in times]
+        for name, times in expected.items()
+    }
