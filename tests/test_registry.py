@@ -82,8 +82,10 @@ def test_has_its_pieces(name, piece, repository):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_page(name, repository):
-    page = COMPOSITES.get(getattr(optim, name), name.lower())
-    assert (repository / f"docs/optimizers/{page}.md").is_file()
+    page = repository / f"docs/optimizers/{COMPOSITES.get(getattr(optim, name), name.lower())}.md"
+    assert page.is_file(), f"{page} is missing"
+    for part in ("## When to use it", "```math", "## Source"):
+        assert f"\n{part}\n" in page.read_text(), f"{page.name} has no {part}"
 
 
 @pytest.mark.parametrize("name", NAMES)
