@@ -82,10 +82,11 @@ def test_has_its_pieces(name, piece, repository):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_page(name, repository):
-    page = repository / f"docs/optimizers/{COMPOSITES.get(getattr(optim, name), name.lower())}.md"
-    assert page.is_file(), f"{page} is missing"
+    page = f"docs/optimizers/{COMPOSITES.get(getattr(optim, name), name.lower())}.md"
+    assert (repository / page).is_file(), f"{page} is missing"
+    text = (repository / page).read_text()
     for part in ("## When to use it", "```math", "## Source"):
-        assert f"\n{part}\n" in page.read_text(), f"{page.name} has no {part}"
+        assert f"\n{part}\n" in text, f"{page} has no {part}"
 
 
 @pytest.mark.parametrize("name", NAMES)
