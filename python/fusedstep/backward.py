@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-import weakref
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from fusedstep.optim._arrivals import Arrivals, PreviousNorm, buckets_of, check_buckets
+from fusedstep.optim._arrivals import (
+    Arrivals,
+    PreviousNorm,
+    buckets_of,
+    check_buckets,
+    check_free,
+)
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
@@ -84,8 +89,7 @@ def step_in_backward(
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
-    if optimizer in _steps_in_backward:
-        raise RuntimeError("this optimizer steps in the backward pass already")
+    check_free(optimizer.param_groups)
     if optimizer._max_grad_norm() < math.inf:
         raise RuntimeError(
             "max_grad_norm needs all gradients before the first step: use "
@@ -129,14 +133,12 @@ class BackwardSteps:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
-        _steps_in_backward.add(optimizer)
 
     def remove(self) -> None:
         """Ends the steps in the backward pass; gradients that are there stay."""
         self._arrivals.remove()
         for handle in self._handles:
             handle.remove()
-        _steps_in_backward.discard(self._optimizer)
 
     def __enter__(self) -> BackwardSteps:
         return self
@@ -184,6 +186,3 @@ class BackwardSteps:
     def _after_step(self, *_: Any) -> None:
         self._arrivals.reset()
         self._norm.begin_iteration()
-
-
-_steps_in_backward: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
+from fusedstep.optim._checks import name_of
 from fusedstep.optim._clip import EPSILON
 from fusedstep.optim._plan import Bucket
 
@@ -22,6 +24,21 @@ def check_buckets(bucket_cap_mb: float, accumulation_steps: int) -> None:
         raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
     if not bucket_cap_mb >= 0:
         raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
+
+
+#: Weights that an Arrivals waits for.
+_waited_for: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def check_free(groups: list[dict[str, Any]]) -> None:
+    """Raises if the backward pass steps a weight already."""
+    for index, group in enumerate(groups):
+        for place, weight in enumerate(group["params"]):
+            if weight in _waited_for:
+                raise RuntimeError(
+                    f"{name_of(group, index, place)} is stepped in the backward pass already: call "
+                    "remove() of what does so"
+                )
 
 
 def buckets_of(groups: list[dict[str, Any]], cap: float) -> Iterator[Bucket]:
@@ -70,6 +87,7 @@ class Arrivals:
                 if weight.requires_grad:
                     hook = self._hook(each, place)
                     self._handles.append(weight.register_post_accumulate_grad_hook(hook))
+                    _waited_for[weight] = True
 
     def _hook(self, waiting: _Waiting, place: int) -> Callable[[Tensor], None]:
         def arrived(weight: Tensor) -> None:
@@ -97,6 +115,10 @@ class Arrivals:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        for each in self._waiting:
+            for weight in each.bucket.weights:
+                _waited_for.pop(weight, None)
+        self._waiting = []
 
 
 class PreviousNorm:
