@@ -38,7 +38,10 @@ SIZES = {
 OURS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "float32": (torch.float32, {}),
     "bf16, float32 masters": (torch.bfloat16, {"master_weights": "float32"}),
-    "bf16, split, int8": (torch.bfloat16, {"master_weights": "split", "state_dtype": "int8"}),
+    "bf16, split, int8": (
+        torch.bfloat16,
+        {"master_weights": "split", "state_dtype": "int8", "fused": False},
+    ),
 }
 
 ALL = ("none", "torch", "ours", "after")
@@ -52,7 +55,7 @@ class TorchOffload:
         self.hosts: dict[Tensor, tuple[Tensor, Tensor, torch.optim.AdamW]] = {}
         self.events: dict[Tensor, torch.cuda.Event] = {}
         for p in weights:
-            host = torch.empty_like(p, device="cpu", pin_memory=True).copy_(p)
+            host = torch.empty_like(p.detach(), device="cpu", pin_memory=True).copy_(p.detach())
             host.grad = torch.empty_like(host, pin_memory=True)
             self.hosts[p] = host, host.grad, torch.optim.AdamW([host], fused=True)
             p.register_post_accumulate_grad_hook(self.arrived)
@@ -134,6 +137,7 @@ def main() -> None:
     parser.add_argument("--kind", choices=ALL, help="this one alone, in this process")
     parser.add_argument("--weights", choices=OURS, default="float32")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--only", default="", help="kinds and weights with this in their name")
     asked = parser.parse_args()
     if asked.kind:
         print(json.dumps(measure(asked)))
@@ -144,6 +148,8 @@ def main() -> None:
     wanted += [("after", "bf16, float32 masters")]
     rows = []
     for kind, weights in wanted:
+        if asked.only not in f"{kind}, {weights}":
+            continue
         command = [sys.executable, __file__, "--kind", kind, "--weights", weights]
         command += ["--size", asked.size, "--batch", str(asked.batch)]
         command += ["--iterations", str(asked.iterations), "--bucket", str(asked.bucket)]

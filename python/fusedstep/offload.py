@@ -51,7 +51,8 @@ def offload(
     A weight of 16 bits is kept in float32 there, by ``master_weights="float32"``, unless its group
     says how it keeps its value. The weights are those of the optimizer that was given, with the
     same options and kernels of the CPU, bit for bit. State dictionaries are that optimizer's, both
-    ways.
+    ways. Steps are native ones even if ``fused=False`` was given, as options need it for which
+    there are no kernels where the weights are.
 
     Args:
         optimizer: one of :mod:`fusedstep.optim`. Its states are taken over; do not use it again
@@ -161,6 +162,8 @@ def _available() -> float:
 def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     """The options with which a group is stepped on the CPU."""
     options = {name: value for name, value in group.items() if name != "params"}
+    if options.get("fused") is False:
+        options["fused"] = None
     narrow = any(p.dtype in _SIXTEEN_BITS for p in group["params"])
     if narrow and asked_way(group) is None:
         options["master_weights"] = "float32"
