@@ -327,7 +327,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             return None
         store.count_together(weights, states, self._may_be_skipped())
         names, way = store.names_of(group, weights[0]), _weights.way_of(group, weights[0])
-        slots, has_beside = store.slots(names, states), way in _weights.BESIDE
+        slots, has_beside = store.slots(names, weights, states), way in _weights.BESIDE
         seed, draws = _weights.seed_of(group, weights[0]), None
         if seed is not None:
             draws = seed, _weights.places_of(self._groups, group, weights)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def local(tensor: Tensor) -> Tensor:
 
 def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:
     """Returns this process's part of a gradient, which has to be spread as its weight is."""
-    if is_dtensor(weight) and not (is_dtensor(grad) and _spread(grad) == _spread(weight)):
+    if is_dtensor(weight) and not (is_dtensor(grad) and spread_of(grad) == spread_of(weight)):
         raise RuntimeError(
             "the gradient of a DTensor weight must be a DTensor of the same mesh and placements"
         )
@@ -38,12 +40,30 @@ def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
     """A tensor spread as a weight is, of which this process has `shard`."""
     if not is_dtensor(weight):
         return shard
+    return _of_shard(weight, shard, weight.shape, weight.stride(), spread_of(weight)[1])
+
+
+def spread_as(
+    weight: Tensor, shard: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
+) -> Tensor:
+    """A contiguous DTensor over the mesh of a weight, of which this process has `shard`."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return _of_shard(weight, shard, torch.Size(shape), tuple(strides), placements)
+
+
+def _of_shard(
+    weight: Any,
+    shard: Tensor,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    placements: tuple[Any, ...],
+) -> Tensor:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # from_local() would move the shard to the mesh's device: with its weights offloaded to the CPU,
     # FSDP2 has shards there of a mesh of GPUs.
-    meta = TensorMeta(weight.shape, weight.stride(), shard.dtype)
-    spec = DTensorSpec(*_spread(weight), tensor_meta=meta)
+    meta = TensorMeta(shape, strides, shard.dtype)
+    spec = DTensorSpec(weight.device_mesh, placements, tensor_meta=meta)
     return type(weight)(shard, spec, requires_grad=False)
 
 
@@ -53,7 +73,7 @@ def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         return None
     from torch.distributed.tensor import Partial, Replicate
 
-    mesh, placements = _spread(weight)
+    mesh, placements = spread_of(weight)
     return mesh, tuple(Replicate() if each.is_replicate() else Partial() for each in placements)
 
 
@@ -91,5 +111,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def _spread(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+def spread_of(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and the placements of a DTensor."""
     return tensor.device_mesh, tensor.placements
