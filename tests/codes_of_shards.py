@@ -133,6 +133,26 @@ def blocks_begin_where_shards_do(here):
             assert_same_bits(local(shard.detach()), alone.detach(), kind)
 
 
+def shards_are_rounded_by_numbers_of_their_own(here):
+    from torch.distributed.tensor import Replicate, Shard
+
+    mesh = mesh_of(here)
+    for native in (True, False):
+        for placement in (Shard(0), Replicate()):
+            whole = torch.ones(2 if placement == Replicate() else 200, 100, dtype=torch.bfloat16)
+            weight = torch.nn.Parameter(spread(whole.to(here.device), mesh, [placement]))
+            optimizer = optim.SGD([weight], lr=1e-3, rounding="stochastic", fused=native)
+            weight.grad = spread(torch.ones_like(whole, device=here.device), mesh, [placement])
+            optimizer.step()
+            found = weight.detach().full_tensor()
+            if placement == Shard(0):
+                assert not torch.equal(found[:100], found[100:])
+            else:
+                others = [torch.empty_like(found) for _ in range(PROCESSES)]
+                dist.all_gather(others, found)
+                assert_same_bits(*others, "a copy")
+
+
 # Checkpoints
 
 
@@ -183,6 +203,12 @@ class Training:
             take_gradients(self.weights, step)
             self.optimizer.step()
         return self
+
+    def convert(self, dtype):
+        saved = self.optimizer.state_dict()
+        for group in saved["param_groups"]:
+            group["state_dtype"] = dtype
+        self.optimizer.load_state_dict(saved)
 
     def states(self, **options):
         options = StateDictOptions(**options)
@@ -235,9 +261,7 @@ def whole_dictionaries_are_gathered_and_spread(here):
     begun = Training(here, "FSDP2", shapes, kept).step(0, 1)
     whole = begun.states(full_state_dict=True, cpu_offload=True)
     resumed = Training(here, "FSDP2", shapes, kept)
-    resumed.take(
-        whole if here.rank == 0 else {}, full_state_dict=True, broadcast_from_rank0=True
-    )
+    resumed.take(whole if here.rank == 0 else {}, full_state_dict=True, broadcast_from_rank0=True)
     for weight, twin in zip(begun.weights, resumed.weights, strict=True):
         for name, value in begun.optimizer.state[weight].items():
             assert_same_bits(local(resumed.optimizer.state[twin][name]), local(value), name)
@@ -260,22 +284,50 @@ def blocks_of_other_shards_are_refused_by_name(here):
                 assert_same_bits(local(resumed.optimizer.state[twin][name]), local(value), name)
 
 
-def blocks_of_other_shards_are_not_loaded(here):
-    """Past DCP, which compares sizes: by full dictionaries."""
-    for kind in KINDS[:2]:
-        kept = ((torch.float32, {"state_dtype": kind}),)
-        begun = Training(here, "FSDP2", [INSIDE], kept).step(0)
-        whole = begun.states(full_state_dict=True)
-        alone = Training(here, "one", [INSIDE], kept)
-        with pytest.raises(ValueError, match=r"the absmax of exp_avg .* of the shape \[2, 1, "):
-            alone.take(whole, full_state_dict=True)
+def blocks_of_other_shards_go_by_float32(here):
+    kept = KEPT[:3]
+    begun = Training(here, "FSDP2", [INSIDE], kept).step(0)
+    alone = Training(here, "one", [INSIDE], kept)
+    part = Training(here, "FSDP2", [INSIDE], kept[:2]).step(0)  # gloo knows no float8
+    whole = part.states(full_state_dict=True)
+    other = Training(here, "one", [INSIDE], kept[:2])
+    with pytest.raises(ValueError, match=r"the absmax of exp_avg .* of the shape \[2, 1, "):
+        other.take(whole, full_state_dict=True)
+    numbers = [
+        {
+            name: value.full_tensor() if is_dtensor(value) else value
+            for name, value in begun.optimizer._store.decoded(weight, state).items()
+        }
+        for weight, state in begun.optimizer.state.items()
+    ]
+    for training in (begun, alone):
+        training.convert(torch.float32)
+    with folder_of_both() as folder:
+        begun.save(folder)
+        alone.load(folder)
+    for weight, state in zip(alone.weights, numbers, strict=True):
+        assert_same_state(alone.optimizer.state[weight], state, "float32")
+    alone.convert("int8")
+    assert alone.optimizer.state[alone.weights[0]]["exp_avg"].dtype is torch.uint8
+
+
+def codes_are_not_taken_for_numbers(here):
+    """DCP casts what it loads, and asks for no absmax that the new optimizer has not."""
+    for place, kind in ((0, "int8"), (2, "fp8")):
+        plain = Training(here, "FSDP2", [(64, 256)], ((torch.float32, {}),))
+        with folder_of_both() as folder:
+            Training(here, "FSDP2", [(64, 256)], (KEPT[place],)).step(0, 1).save(folder)
+            with pytest.raises(ValueError, match=f"exp_avg.* has the codes of {kind} states"):
+                plain.load(folder)
 
 
 WORKS = (
     codes_follow_from_whole_weights,
     blocks_begin_where_shards_do,
+    shards_are_rounded_by_numbers_of_their_own,
     small_states_are_saved_and_resharded,
     whole_dictionaries_are_gathered_and_spread,
     blocks_of_other_shards_are_refused_by_name,
-    blocks_of_other_shards_are_not_loaded,
+    blocks_of_other_shards_go_by_float32,
+    codes_are_not_taken_for_numbers,
 )

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from fusedstep.optim._dtensor import is_dtensor, local, spread_like, spread_of
 from fusedstep.optim._options import own_option
@@ -78,13 +79,27 @@ def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
     if not _has_shape(absmax, blocks, weight):
         raise ValueError(
             f"the absmax of {name} has {absmax.numel()} numbers, of the shape "
-            f"{list(absmax.shape)}, but there are blocks of the shape {blocks}. Blocks of shards "
-            "whose borders lie inside of a block are those of as many processes: load them there, "
-            "with state_dtype=torch.float32 in the groups, and save float32 states"
+            f"{list(absmax.shape)}, but there are {math.prod(blocks)} blocks, of the shape {blocks}"
         )
     for tensor in (codes, absmax):
         if _spread(tensor)[0] != _spread(weight)[0]:
             raise ValueError(f"{name} must be a DTensor if, and only if, its weight is one")
+
+
+def cast_codes(value: Tensor) -> str | None:
+    """The kind of codes that numbers seem to be: DCP casts them to the dtype of what it loads into.
+
+    A block has the largest code, but for a few signed ones.
+    """
+    part = local(value.detach())
+    if not part.numel() or part.is_meta or isinstance(part, FakeTensor):
+        return None
+    largest = part.amax().item()
+    if largest == 255 and part.amin() >= 0 and torch.equal(part.round(), part):
+        return "int8"
+    if largest == 448 and torch.equal(part.to(torch.float8_e4m3fn).to(part.dtype), part):
+        return "fp8"
+    return None
 
 
 def _spread(tensor: Tensor) -> tuple[Any, ...]:

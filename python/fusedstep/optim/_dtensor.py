@@ -43,6 +43,17 @@ def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
     return _of_shard(weight, shard, weight.shape, weight.stride(), spread_of(weight)[1])
 
 
+def shard_number(weight: Tensor) -> int:
+    """The place of this process's shard among those of a weight; copies have the same."""
+    number = 0
+    if is_dtensor(weight):
+        mesh, placements = spread_of(weight)
+        for index, placement in enumerate(placements):
+            if not placement.is_replicate():
+                number = number * mesh.size(index) + mesh.get_local_rank(index)
+    return number
+
+
 def spread_as(
     weight: Tensor, shard: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
 ) -> Tensor:
@@ -84,26 +95,6 @@ def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(part, *spread, run_check=False).full_tensor()
-
-
-def _norm2(shard: Tensor) -> Tensor:
-    real = torch.view_as_real(shard) if shard.is_complex() else shard
-    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
-
-
-def norms(tensors: list[Tensor]) -> list[float]:
-    """The 2-norms of whole tensors, by one collective for all that are spread alike."""
-    found: list[float] = [0.0] * len(tensors)
-    alike: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        alike.setdefault(spread_of_sums(tensor), []).append(index)
-    for spread, indices in alike.items():
-        parts = [_norm2(local(tensors[index])) for index in indices]
-        for index, norm in zip(
-            indices, total(torch.stack(parts), spread).sqrt().tolist(), strict=True
-        ):
-            found[index] = norm
-    return found
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
-from fusedstep.optim._codes import absmax_of, check_codes, is_codes
+from fusedstep.optim._codes import absmax_of, can_be_coded, cast_codes, check_codes, is_codes
 from fusedstep.optim._registry import classes
 from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
@@ -161,6 +161,12 @@ def check_tensor(
         needs = "the weight has" if shape in (None, weight.shape) else "must have"
         shape = weight.shape if shape is None else shape
         raise ValueError(f"{name} has the shape {list(value.shape)}, but {needs} {list(shape)}")
+    elif can_be_coded(weight) and value.is_floating_point() and (kind := cast_codes(value)):
+        raise ValueError(
+            f"{name} has the codes of {kind} states as numbers, without their absmax: a "
+            "distributed checkpoint of such states is loaded by an optimizer with "
+            f"state_dtype={kind!r}"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Tensors with one number for a unit of elements of a weight: packed codes, absolute maxima of blocks.
+"""Tensors with one number for a unit of elements of a weight: packed codes, absmax of blocks.
 
 Their shape is ``[rows, units of a row]``, or ``[units]`` where a row is no multiple of a unit. Of a
 DTensor weight they are DTensors with its placements: DCP and ``full_tensor()`` then find each
@@ -17,7 +17,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import is_dtensor, local, spread_as, spread_of
