@@ -57,12 +57,22 @@ def _line(row: Row, shown: list[str]) -> list[str]:
 
 
 def shares(results: Results) -> dict[str, float]:
-    """Returns the median over its rows of the optimizer's share, by optimizer."""
-    found = {}
-    for optimizer, rows in rows_of(results).items():
-        if measured := [row["share"] for row in rows if "share" in row]:
-            found[optimizer] = statistics.median(measured)
-    return found
+    """Returns the median of each optimizer's share over the rows that all of them have."""
+    measured = {
+        optimizer: shares
+        for optimizer, rows in rows_of(results).items()
+        if (shares := {_case(row): row["share"] for row in rows if "share" in row})
+    }
+    common = set.intersection(*map(set, measured.values())) if measured else set()
+    return {
+        optimizer: statistics.median(found[case] for case in common)
+        for optimizer, found in measured.items()
+        if common
+    }
+
+
+def _case(row: Row) -> tuple[str, bool]:
+    return row["attn_type"], row["compile"]
 
 
 def remarks(results: Results) -> Iterator[str]:
@@ -86,7 +96,7 @@ def remarks(results: Results) -> Iterator[str]:
     found = shares(results)
     if len(found) > 1:
         told = ", ".join(f"{name} {100 * share:.2f} %" for name, share in found.items())
-        yield f"The optimizer's share of an iteration, median over the rows: {told}."
+        yield f"The optimizer's share of an iteration, median over the rows of all: {told}."
     for row in results["rows"]:
         if "failed" in row:
             yield f"Not measured: {', '.join(row['name'].split('/'))}: {row['failed']}."

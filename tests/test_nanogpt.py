@@ -462,7 +462,7 @@ def test_what_fails_is_told_and_the_others_are_compared(here, data, capsys):
     page = (here / "README.md").read_text()
     assert "- Not measured: torch:SGD, naive: ended with status 1: no memory." in page
     assert "| naive | failed | no |" in page
-    assert "median over the rows: torch:AdamW " in page
+    assert "median over the rows of all: torch:AdamW " in page
     assert set(nanogpt_report.shares(results)) == {"torch:AdamW", "fusedstep:AdamW"}
     assert set(nanonano_plot.series_of(results)) == {"torch:AdamW", "fusedstep:AdamW"}
     capsys.readouterr()

@@ -58,6 +58,8 @@ def device_of(settings: Settings) -> torch.device:
         raise SettingsError(f"device must be cpu or cuda, not {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingsError("device: torch sees no CUDA device")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
