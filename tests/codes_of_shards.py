@@ -230,7 +230,8 @@ class Training:
 
 
 def small_states_are_saved_and_resharded(here):
-    shapes = list(BETWEEN.values())
+    names = ("a row more for the first process", "shards of whole blocks", "one row, and none")
+    shapes = [BETWEEN[name] for name in names]
     straight = Training(here, "one", shapes).step(0, 1)
     weights = [weight.detach().clone() for weight in straight.weights]
     states = [

@@ -4,9 +4,15 @@ import pytest
 
 import codes_of_shards
 import gradients_of_shards
+import training_of_two
 import two_processes
 
-WORKS = two_processes.WORKS + codes_of_shards.WORKS + gradients_of_shards.WORKS
+WORKS = (
+    *two_processes.WORKS,
+    *codes_of_shards.WORKS,
+    *gradients_of_shards.WORKS,
+    *training_of_two.WORKS,
+)
 
 
 @pytest.fixture(scope="module")
