@@ -106,7 +106,7 @@ def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
         handles = []
         for item in work:
             if item.plan:
-                if place_of(item.weights[0]) == place:
+                if (item.plan.device, item.plan.spread_of_sums) == place:
                     weights += item.weights
                     handles.append(item.plan.handle)
                 continue

@@ -27,13 +27,26 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:
-    """Returns this process's part of a gradient, which has to be spread as its weight is."""
-    if is_dtensor(weight) and not (is_dtensor(grad) and spread_of(grad) == spread_of(weight)):
+def local_pairs(weights: list[Any], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns this process's parts of DTensor weights, and of gradients that are spread alike.
+
+    It runs at every step: attributes are read without properties and checks of each.
+    """
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    for weight, grad in zip(weights, grads, strict=True):
+        if isinstance(grad, dtensor):
+            spec, other = weight._spec, grad._spec
+            same_mesh = spec.mesh is other.mesh or spec.mesh == other.mesh
+            if same_mesh and spec.placements == other.placements:
+                continue
         raise RuntimeError(
             "the gradient of a DTensor weight must be a DTensor of the same mesh and placements"
         )
-    return local(grad)
+    shards = [weight._local_tensor for weight in weights]
+    parts = [grad._local_tensor for grad in grads]
+    if all(type(part) is Tensor for part in (*shards, *parts)):  # none is on its way
+        return shards, parts
+    return list(map(local, weights)), list(map(local, grads))
 
 
 def spread_like(weight: Tensor, shard: Tensor) -> Tensor:

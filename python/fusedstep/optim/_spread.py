@@ -118,12 +118,12 @@ class SpreadWeights:
         mesh, placements = place[1]
         sizes = [mesh.size(i) for i, each in enumerate(placements) if each.is_partial()]
         processes = math.prod(sizes)
-        is_partly = counts % processes != 0
+        partly = counts % processes
         text = "has a gradient in some processes only: a norm over all of them takes all or none"
         if not counts.is_cpu:  # without waiting for the device
-            torch._assert_async(~is_partly.any(), f"a weight {text}")
+            torch._assert_async(partly.sum() == 0, f"a weight {text}")
             return
-        for row in is_partly.nonzero().flatten().tolist()[:1]:
+        for row in partly.nonzero().flatten().tolist()[:1]:
             raise RuntimeError(f"{self._name(place, row)} {text} ({int(counts[row])})")
 
     def _name(self, place: Place, row: int) -> str:
