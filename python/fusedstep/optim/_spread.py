@@ -51,7 +51,7 @@ class SpreadWeights:
             self._groups is groups
             and self._asked == asked
             and all(
-                same(group["params"], params)
+                same(list(group["params"]), params)
                 for group, params in zip(groups, self._params, strict=True)
             )
         )
