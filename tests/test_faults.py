@@ -36,12 +36,14 @@ def dies_while_it_writes(folder: Path) -> None:
         finish(writer, metadata, results)
 
     FileSystemWriter.finish = cut
-    torch.set_num_threads(1)
     recipes.run("resume", *OPTIONS, "--folder", str(folder))
 
 
 def dies_in_a_step(folder: Path, rank: int) -> None:
-    """Saves shards after a step. In the next one a process dies, and the other tells its error."""
+    """Saves shards after a step. In the next one a process dies, and the other tells its error.
+
+    It goes on alone with something else, and dies of that.
+    """
     from torch.distributed.fsdp import fully_shard
 
     from fusedstep import optim
@@ -63,7 +65,8 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
             optimizer.step()
         except RuntimeError:
             (folder / "error").write_text(traceback.format_exc())
-            os._exit(0)
+            dist.destroy_process_group()
+            dies_while_it_writes(folder / "alone")
         resume.save(folder, step, model, optimizer)
         whole = [weight.detach().full_tensor() for weight in model.parameters()]
         if rank == 0:
@@ -71,24 +74,22 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """Where processes have died: while writing, and in a step."""
-    writing, step = (tmp_path_factory.mktemp(name) for name in ("writing", "step"))
+def folder(tmp_path_factory):
+    """Where two processes have died."""
+    found = tmp_path_factory.mktemp("deaths")
     spawn = multiprocessing.get_context("spawn").Process
-    processes = [
-        spawn(target=dies_while_it_writes, args=(writing,)),
-        *(spawn(target=dies_in_a_step, args=(step, rank)) for rank in (0, 1)),
-    ]
+    processes = [spawn(target=dies_in_a_step, args=(found, rank)) for rank in (0, 1)]
     for process in processes:
         process.start()
     for process in processes:
-        process.join()
-    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0, -signal.SIGKILL]
-    return writing, step
+        process.join(60)
+        process.kill()  # if it waits for the other
+    assert [process.exitcode for process in processes] == 2 * [-signal.SIGKILL]
+    return found
 
 
-def test_a_checkpoint_that_was_being_written_replaces_none(folders, tmp_path):
-    folder, _ = folders
+def test_a_checkpoint_that_was_being_written_replaces_none(folder, tmp_path):
+    folder = folder / "alone"
     names = {path.name for path in folder.iterdir()}
     assert names == {"step-00000001", "step-00000002", "partial-00000003"}
     found = recipes.run("resume", *OPTIONS, "--folder", str(folder))
@@ -99,8 +100,7 @@ def test_a_checkpoint_that_was_being_written_replaces_none(folders, tmp_path):
     assert {path.name for path in folder.iterdir()} == {"step-00000003", "step-00000004"}
 
 
-def test_the_others_get_torchs_error_and_checkpoints_stay_readable(folders, monkeypatch):
-    _, folder = folders
+def test_the_others_get_torchs_error_and_checkpoints_stay_readable(folder, monkeypatch):
     error = (folder / "error").read_text()
     assert "in _take_native" in error
     assert re.search("gloo.*Connection (closed|reset) by", error)
