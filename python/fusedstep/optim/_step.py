@@ -82,7 +82,8 @@ def _take_native(work: list[Work], spread: SpreadWeights | None) -> None:
         if each:
             plans.setdefault((item.plan.device, item.plan.spread_of_sums), []).append(item.plan)
     # All of them, though this process may have no gradient there.
-    for place in spread.places(native=True) if spread else ():
+    places = spread.places(native=True) if spread else ()
+    for place in dict.fromkeys((*places, *plans)):
         parts = [([], _no_norms2(0, place[0]))]
         for plan in plans.get(place, []):
             norms2 = _no_norms2(len(plan.weights), plan.device)
