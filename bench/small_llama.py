@@ -1,4 +1,4 @@
-"""A small Llama in plain torch, for galore_training.py in probes: rotary positions, gated layers."""
+"""A small Llama in plain torch, for galore_training.py in probes."""
 
 from __future__ import annotations
 

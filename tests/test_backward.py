@@ -274,7 +274,9 @@ def test_it_ends():
     model = Net()
     optimizer = optim.AdamW(model.parameters())
     with fusedstep.step_in_backward(optimizer, bucket_cap_mb=ALONE) as handle:
-        with pytest.raises(RuntimeError, match="in the backward pass already"):
+        with pytest.raises(
+            RuntimeError, match="parameter 0 of group 0 is stepped in the backward pass"
+        ):
             fusedstep.step_in_backward(optimizer)
         backward(model, batches(1)[0])
         assert not model.grads()

@@ -10,6 +10,7 @@ from fusedstep._version import __version__
 from fusedstep.backward import step_in_backward
 from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
+from fusedstep.offload import offload
 from fusedstep.verify import verify
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "import_state_dict",
     "isa",
     "isas",
+    "offload",
     "optim",
     "step_in_backward",
     "verify",

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import math
-import threading
-import weakref
-from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from fusedstep.optim._arrivals import (
+    Arrivals,
+    PreviousNorm,
+    buckets_of,
+    check_buckets,
+    check_free,
+)
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
-from fusedstep.optim._clip import EPSILON
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._plan import Bucket
 
@@ -79,22 +81,15 @@ def step_in_backward(
             f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
             "that wraps, or convert() it"
         )
-    if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
-        raise TypeError(f"accumulation_steps must be an int, not {accumulation_steps!r:.40}")
-    if accumulation_steps < 1:
-        raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
-    if not bucket_cap_mb >= 0:
-        raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
-    if max_previous_norm is not None and not max_previous_norm >= 0:
-        raise ValueError(f"Invalid max_previous_norm value: {max_previous_norm}")
+    check_buckets(bucket_cap_mb, accumulation_steps)
+    norm = PreviousNorm(max_previous_norm)
     _refuse(optimizer)
-    buckets = list(_buckets(optimizer, bucket_cap_mb * 2**20))
-    return BackwardSteps(optimizer, buckets, accumulation_steps, max_previous_norm)
+    buckets = list(buckets_of(optimizer.param_groups, bucket_cap_mb * 2**20))
+    return BackwardSteps(optimizer, buckets, accumulation_steps, norm)
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
-    if optimizer in _steps_in_backward:
-        raise RuntimeError("this optimizer steps in the backward pass already")
+    check_free(optimizer.param_groups)
     if optimizer._max_grad_norm() < math.inf:
         raise RuntimeError(
             "max_grad_norm needs all gradients before the first step: use "
@@ -122,36 +117,6 @@ def _refuse(optimizer: FusedOptimizer) -> None:
                 )
 
 
-def _buckets(optimizer: FusedOptimizer, cap: float) -> Iterator[Bucket]:
-    """Divides the weights of each group: as many as have room, one at least."""
-    for index, group in enumerate(optimizer.param_groups):
-        number, weights, size = 0, [], 0.0
-        for weight in group["params"]:
-            if weights and size + weight.nbytes > cap:
-                yield Bucket(index, number, weights)
-                number, weights, size = number + 1, [], 0.0
-            weights.append(weight)
-            size += weight.nbytes
-        if weights:
-            yield Bucket(index, number, weights)
-
-
-class _Waiting:
-    """How many backward passes the weights of a bucket have been in since it was stepped."""
-
-    def __init__(self, bucket: Bucket) -> None:
-        self.bucket = bucket
-        # Weights without gradients are not waited for.
-        self._first = [0 if weight.requires_grad else math.inf for weight in bucket.weights]
-        self.reset()
-
-    def reset(self) -> None:
-        self.passes = list(self._first)
-
-    def is_complete(self, count: int) -> bool:
-        return min(self.passes) >= count
-
-
 class BackwardSteps:
     """The handle of :func:`step_in_backward`."""
 
@@ -160,31 +125,20 @@ class BackwardSteps:
         optimizer: FusedOptimizer,
         buckets: list[Bucket],
         accumulation_steps: int,
-        max_previous_norm: float | None,
+        norm: PreviousNorm,
     ) -> None:
-        self._optimizer, self._count = optimizer, accumulation_steps
-        self._max_norm = None if max_previous_norm is None else float(max_previous_norm)
-        self._clip: float | Tensor = 1.0
-        self._norms: list[float | Tensor] = []  # of the buckets that this iteration has stepped
-        # Weights on several devices have their gradients on several threads.
-        self._lock = threading.RLock()
-        self._waiting = [_Waiting(bucket) for bucket in buckets]
-        self._handles: list[Any] = []
-        for each in self._waiting:
-            for place, weight in enumerate(each.bucket.weights):
-                if weight.requires_grad:
-                    hook = self._hook(each, place)
-                    self._handles.append(weight.register_post_accumulate_grad_hook(hook))
-        self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-        self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        _steps_in_backward.add(optimizer)
+        self._optimizer, self._norm = optimizer, norm
+        self._arrivals = Arrivals(buckets, accumulation_steps, self._step)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
 
     def remove(self) -> None:
         """Ends the steps in the backward pass; gradients that are there stay."""
+        self._arrivals.remove()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
-        _steps_in_backward.discard(self._optimizer)
 
     def __enter__(self) -> BackwardSteps:
         return self
@@ -197,29 +151,10 @@ class BackwardSteps:
     ) -> None:
         self.remove()
 
-    def _hook(self, waiting: _Waiting, place: int) -> Callable[[Tensor], None]:
-        def arrived(weight: Tensor) -> None:
-            with self._lock:
-                waiting.passes[place] += 1
-                if waiting.is_complete(self._count):
-                    self._step(waiting)
-
-        return arrived
-
     @torch._disable_dynamo
-    def _step(self, waiting: _Waiting) -> None:
-        clip = None if self._max_norm is None else self._clip
+    def _step(self, bucket: Bucket) -> None:
         with torch.no_grad():
-            norm = self._optimizer._update_bucket(waiting.bucket, clip)
-        waiting.reset()
-        if clip is not None:
-            self._norms.append(norm)
-
-    def _step_the_rest(self) -> None:
-        with self._lock:
-            for each in self._waiting:
-                if any(weight.grad is not None for weight in each.bucket.weights):
-                    self._step(each)
+            self._norm.add(self._optimizer._update_bucket(bucket, self._norm.factor))
 
     def _before_step(
         self, optimizer: FusedOptimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -236,12 +171,12 @@ class BackwardSteps:
             )
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # after the optimizer
         if closure is None:
-            self._step_the_rest()
+            self._arrivals.complete_all()
             return None
 
         def closed() -> Any:
             loss = closure()
-            self._step_the_rest()
+            self._arrivals.complete_all()
             return loss
 
         return (optimizer, closed), {
@@ -249,21 +184,5 @@ class BackwardSteps:
         }
 
     def _after_step(self, *_: Any) -> None:
-        """Begins an iteration."""
-        for each in self._waiting:
-            each.reset()
-        if self._max_norm is None:
-            return
-        norms, self._norms = self._norms, []
-        if any(isinstance(norm, Tensor) for norm in norms):
-            device = next(norm.device for norm in norms if isinstance(norm, Tensor))
-            stacked = torch.stack([torch.as_tensor(norm, device=device) for norm in norms])
-            norm = torch.linalg.vector_norm(stacked)
-            self._clip = (self._max_norm / (norm + EPSILON)).clamp(max=1.0)
-        elif norms:
-            factor = self._max_norm / (math.hypot(*norms) + EPSILON)
-            # Of a norm that is NaN, NaN.
-            self._clip = 1.0 if factor >= 1 else factor
-
-
-_steps_in_backward: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+        self._arrivals.reset()
+        self._norm.begin_iteration()
