@@ -141,4 +141,12 @@ Storage storage_of(std::string_view name) {
   throw std::runtime_error("states are kept as int8, int4 or fp8, not as \"" + std::string(name) + "\"");
 }
 
+std::vector<int64_t> sizes_in_units(Dims sizes, int64_t unit) {
+  if (sizes.size() > 1) {
+    const int64_t row = elements_of(sizes.subspan(1));
+    if (row % unit == 0) return {sizes[0], row / unit};
+  }
+  return {(elements_of(sizes) + unit - 1) / unit};
+}
+
 }  // namespace fusedstep

@@ -1,10 +1,13 @@
 // The maps of codes, made once.
 #pragma once
+#include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "fusedstep/isa.h"
 #include "src/core/code_map.h"
+#include "src/tensor_view.h"
 
 namespace fusedstep {
 
@@ -16,5 +19,9 @@ FUSEDSTEP_API std::span<const CodeMap> code_maps();
 
 // The storage of a name: "int8", "int4" or "fp8". Throws std::runtime_error if it is another.
 FUSEDSTEP_API Storage storage_of(std::string_view name);
+
+// The sizes of a tensor that has one number for so many elements in a row of another, which has these sizes:
+// [rows, units of a row], so that both can be cut between two rows. Flat where a row has no whole units.
+std::vector<int64_t> sizes_in_units(Dims sizes, int64_t unit);
 
 }  // namespace fusedstep

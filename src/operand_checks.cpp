@@ -162,11 +162,14 @@ Storage checked_storage(size_t i, const TensorView& weight, const TensorView& st
   const bool is_float = state.dtype == DType::kFloat8;
   const Storage storage = is_float ? Storage::kFloat8 : is_whole ? Storage::kInt8 : Storage::kInt4;
   const CodeMap& map = code_map(storage, /*is_signed=*/true);
-  if (!is_whole && (is_float || !std::ranges::equal(state.sizes, std::array{map.bytes_of(elements)}))) {
+  const bool is_packed =
+      std::ranges::equal(state.sizes, std::array{map.bytes_of(elements)}) ||
+      std::ranges::equal(state.sizes, sizes_in_units(weight.sizes, map.elements_per_byte()));
+  if (!is_whole && (is_float || !is_packed)) {
     refuse(i, "the codes of a state have the shape " + text(state.sizes) + ", which the weight's, " +
                   text(weight.sizes) + ", does not ask for");
   }
-  if (!std::ranges::equal(state.strides, strides_in_order(state.sizes)) && elements > 1) {
+  if (!is_in_order(state.sizes, state.strides)) {
     refuse(i, "the codes of a state must be contiguous");
   }
   if (state.blocks != map.blocks_of(elements)) {

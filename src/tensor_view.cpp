@@ -52,6 +52,16 @@ std::vector<int64_t> strides_in_order(Dims sizes) {
   return strides;
 }
 
+bool is_in_order(Dims sizes, Dims strides) {
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0;) {
+    if (sizes[d] == 0) return true;
+    if (sizes[d] > 1 && strides[d] != stride) return false;
+    stride *= sizes[d];
+  }
+  return true;
+}
+
 int64_t elements_of(Dims sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
 }

@@ -49,6 +49,8 @@ int64_t span_bytes(const TensorView& view);
 
 // Returns the strides of a tensor of these sizes by rows and columns, without a gap.
 std::vector<int64_t> strides_in_order(Dims sizes);
+// Returns whether a tensor's elements lie in memory by rows and columns, without a gap.
+bool is_in_order(Dims sizes, Dims strides);
 // Returns the number of a tensor's elements.
 int64_t elements_of(Dims sizes);
 

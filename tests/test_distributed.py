@@ -2,15 +2,25 @@
 
 import pytest
 
+import codes_of_shards
+import gradients_of_shards
+import training_of_two
 import two_processes
+
+WORKS = (
+    *two_processes.WORKS,
+    *codes_of_shards.WORKS,
+    *gradients_of_shards.WORKS,
+    *training_of_two.WORKS,
+)
 
 
 @pytest.fixture(scope="module")
 def failures():
-    return two_processes.failures_by_name("gloo")
+    return two_processes.failures_by_name("gloo", WORKS)
 
 
-@pytest.mark.parametrize("name", [work.__name__ for work in two_processes.WORKS])
+@pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
 def test_two_processes(failures, name):
     if name in failures:
         pytest.fail(failures[name], pytrace=False)

@@ -450,6 +450,31 @@ def test_a_plain_dictionary_becomes_codes(case, kind):
 
 
 @CODED
+@pytest.mark.parametrize("fused", [True, False])
+def test_absmax_and_packed_codes_have_rows(kind, fused):
+    """So that they can be cut with the weight; they are flat where a row is no multiple."""
+    block = 128 if kind == "int4" else 256
+    shapes = ((16, 2, 256), (64, 80), (71, 67), (4096,))
+    blocks = ((16, 512 // block), (5120 // block,), (-(-71 * 67 // block),), (4096 // block,))
+    packed = ((16, 256), (64, 40), (-(-71 * 67 // 2),), (2048,))
+    params = as_parameters(make_weights(shapes, torch.float32))
+    optimizer = optim.AdamW(params, lr=0.1, state_dtype=kind, fused=fused)
+    train(optimizer, params, (1, 2))
+    flat = copy.deepcopy(optimizer.state_dict())
+    for param, index, rows, halves in zip(params, range(4), blocks, packed, strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = optimizer.state[param]
+            assert state[name].shape == (halves if kind == "int4" else param.shape)
+            assert state[f"{name}_absmax"].shape == rows
+            for each in (name, f"{name}_absmax"):
+                if each != name or kind == "int4":
+                    flat["state"][index][each] = state[each].flatten()
+    before = contents(optimizer)
+    optimizer.load_state_dict(flat)
+    assert_same_contents(contents(optimizer), before)
+
+
+@CODED
 @pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
 def test_truncated_dictionaries_are_refused(case, kind):
     params, optimizer = start(case, kind)

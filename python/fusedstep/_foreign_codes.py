@@ -19,8 +19,16 @@ from torch import Tensor
 
 from fusedstep import _ops, optim
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._codes import BLOCKS, absmax_of, asked_kind, pack, spread_codes
+from fusedstep.optim._codes import (
+    BLOCKS,
+    absmax_of,
+    asked_kind,
+    pack,
+    spread_absmax,
+    spread_codes,
+)
 from fusedstep.optim._dtensor import local, spread_like
+from fusedstep.optim._units import sizes_in_units
 
 #: Where bitsandbytes nests the tensors of a state, since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
@@ -245,8 +253,12 @@ def _placed(
     codes = _same_codes(found, kind, signed)
     if codes is None:
         return {name: spread_like(weight, numbers.view(shape))}
-    codes = pack(codes) if kind == "int4" else codes.view(shape)
-    return {name: spread_codes(weight, codes), absmax_of(name): found.absmax()}
+    codes = pack(codes).view(sizes_in_units(shape, 2)) if kind == "int4" else codes.view(shape)
+    absmax = found.absmax().view(sizes_in_units(shape, BLOCKS[kind]))
+    return {
+        name: spread_codes(weight, codes, kind),
+        absmax_of(name): spread_absmax(weight, absmax, kind),
+    }
 
 
 def _same_codes(found: _Codes, kind: str | None, signed: bool) -> Tensor | None:

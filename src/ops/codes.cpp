@@ -41,7 +41,7 @@ std::tuple<Tensor, Tensor> encode_state(const Tensor& values, std::string_view s
   check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
   const CodesShape shape = codes_shape(storage, from.sizes);
   Tensor codes = new_tensor(shape.sizes, shape.dtype);
-  Tensor absmax = new_tensor(Dims(&shape.blocks, 1), aoti_torch_dtype_float32());
+  Tensor absmax = new_tensor(shape.absmax, aoti_torch_dtype_float32());
   const CodedState state{&map, static_cast<float*>(absmax.data_ptr())};
   for_blocks(map, elements_of(from.sizes), [&](int64_t begin, int64_t count) {
     kernels().encode(state, static_cast<const float*>(from.data) + begin, begin, count, codes.data_ptr());

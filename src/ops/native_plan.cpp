@@ -214,11 +214,11 @@ std::vector<TensorView> state_views(const Tensors& states, size_t in_slots) {
   for (size_t i = 0; i < in_slots; ++i) {
     if (!found[i].has_codes()) continue;
     const TensorView& absmax = found[next++];
-    check(absmax.dtype == DType::kFloat && absmax.device == found[i].device && absmax.sizes.size() == 1 &&
-              (absmax.sizes[0] <= 1 || absmax.strides[0] == 1),
-          "the absmax of a state must be float32 numbers in a row, on the device of its codes");
+    check(absmax.dtype == DType::kFloat && absmax.device == found[i].device &&
+              is_in_order(absmax.sizes, absmax.strides),
+          "the absmax of a state must be contiguous float32 numbers, on the device of its codes");
     found[i].absmax = static_cast<float*>(absmax.data);
-    found[i].blocks = absmax.sizes[0];
+    found[i].blocks = elements_of(absmax.sizes);
   }
   return found;
 }
@@ -232,10 +232,9 @@ std::vector<TensorView> views(const Tensors& tensors, const char* what) {
 
 CodesShape codes_shape(Storage storage, Dims sizes) {
   const CodeMap& map = code_map(storage, /*is_signed=*/true);
-  const int64_t elements = elements_of(sizes);
-  CodesShape shape{aoti_torch_dtype_uint8(), {sizes.begin(), sizes.end()}, map.blocks_of(elements)};
+  CodesShape shape{aoti_torch_dtype_uint8(), {sizes.begin(), sizes.end()}, sizes_in_units(sizes, map.block)};
   if (storage == Storage::kFloat8) shape.dtype = aoti_torch_dtype_float8_e4m3fn();
-  if (storage == Storage::kInt4) shape.sizes = {map.bytes_of(elements)};
+  if (storage == Storage::kInt4) shape.sizes = sizes_in_units(sizes, map.elements_per_byte());
   return shape;
 }
 

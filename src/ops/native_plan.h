@@ -47,11 +47,10 @@ std::vector<TensorView> views(const Tensors& tensors, const char* what);
 // The states of a list as a NativePlan has it, of which the first `in_slots` are no absmax.
 std::vector<TensorView> state_views(const Tensors& states, size_t in_slots);
 
-// The tensors that hold a state in codes: the dtype and sizes of the codes, and the count of absmax.
+// The tensors that hold a state in codes: the dtype and sizes of the codes, and the sizes of their absmax.
 struct CodesShape {
   int32_t dtype;
-  std::vector<int64_t> sizes;
-  int64_t blocks;
+  std::vector<int64_t> sizes, absmax;
 };
 CodesShape codes_shape(Storage storage, Dims sizes);
 

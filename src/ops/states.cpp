@@ -144,7 +144,7 @@ Tensors empty_codes(const Tensors& weights, Storage storage, size_t slots) {
         return std::move(*made);
       };
       codes.push_back(new_tensor(wanted.sizes, wanted.dtype));
-      absmax.push_back(new_tensor(Dims(&wanted.blocks, 1), aoti_torch_dtype_float32()));
+      absmax.push_back(new_tensor(wanted.absmax, aoti_torch_dtype_float32()));
     }
   }
   codes.insert(codes.end(), absmax.begin(), absmax.end());

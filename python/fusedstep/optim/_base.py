@@ -36,6 +36,7 @@ from fusedstep.optim._options import OWN, own_option, without_unset
 from fusedstep.optim._plan import Bucket, GradUse, Plan, Snapshot, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
+from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
@@ -312,6 +313,21 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         self._plans: dict[_Place, Plan] = {}
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: tuple[Any, ...] | None = None
+        self._spread: SpreadWeights | None = None
+
+    def _spread_weights(self) -> SpreadWeights:
+        """The weights that are spread over processes: steps with norms communicate over them."""
+        native = list(map(self._wants_native, self._groups))
+        if self._spread is None or not self._spread.is_of(self._groups, native):
+            self._spread = SpreadWeights(
+                self._groups,
+                native,
+                [
+                    wants and not self._is_composite(group) and not why_not_native(group["params"])
+                    for wants, group in zip(native, self._groups, strict=True)
+                ],
+            )
+        return self._spread
 
     def _new_plan(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -327,7 +343,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             return None
         store.count_together(weights, states, self._may_be_skipped())
         names, way = store.names_of(group, weights[0]), _weights.way_of(group, weights[0])
-        slots, has_beside = store.slots(names, states), way in _weights.BESIDE
+        slots, has_beside = store.slots(names, weights, states), way in _weights.BESIDE
         seed, draws = _weights.seed_of(group, weights[0]), None
         if seed is not None:
             draws = seed, _weights.places_of(self._groups, group, weights)
@@ -481,7 +497,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
-        factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps)
+        takes_norm = max_norm is not None or own_max_norm < math.inf
+        spread = self._spread_weights() if takes_norm else None
+        factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps, spread)
         if factors is None:
             factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
@@ -517,7 +535,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             )
         work, factors = self._bind_groups(bucket), PLAIN
         if clip is not None:
-            factors = Factors(clip=clip, norm=norm_of(work))
+            factors = Factors(clip=clip, norm=norm_of(work, self._spread_weights()))
         self._update_groups(work, factors, "none")
         for item in work:
             for weight in item.weights:
@@ -593,7 +611,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             factors,
             self._imperative_update,
             self._accessed_states,
-            has_norms=not self._elementwise,
+            spread=None if self._elementwise else self._spread_weights(),
         )
         if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
             self._last_step = last_step(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from fusedstep.optim import _dtensor
+from fusedstep.optim._dtensor import local
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._plan import Work
+from fusedstep.optim._spread import SpreadWeights, norm2, place_of
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
 EPSILON = 1e-6
@@ -24,23 +24,25 @@ def factors_of(
     max_norm: float | None,
     own_max_norm: float,
     own_eps: float,
+    spread: SpreadWeights | None,
 ) -> Factors | None:
     """Returns the factors of a step; None if it is to be skipped.
 
     ``scaler``: its ``found_inf`` and ``grad_scale``. ``own_max_norm`` and ``own_eps``: what the
     optimizer itself clips the norm to, after ``max_norm`` has, and what it adds to the norm.
+    ``spread``: the weights with parts in other processes, where there is a norm.
     """
     found_inf, scale = scaler
     asks_norm = max_norm is not None or own_max_norm < math.inf
     if found_inf is None and scale is None and not asks_norm:
         return PLAIN
     if _is_on_device(work):
-        return _on_device(work, found_inf, scale, max_norm, own_max_norm, own_eps)
+        return _on_device(work, found_inf, scale, max_norm, own_max_norm, own_eps, spread)
     if found_inf is not None and found_inf.item():
         return None
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
     if asks_norm:
-        left = norm = _grad_norm(work) * factor
+        left = norm = _grad_norm(work, spread) * factor
         if max_norm is not None and not (part := max_norm / (norm + EPSILON)) >= 1:
             factor, left = factor * part, left * part
         left += own_eps
@@ -49,11 +51,11 @@ def factors_of(
     return Factors(factor, clip, norm)
 
 
-def norm_of(work: list[Work]) -> float | Tensor:
+def norm_of(work: list[Work], spread: SpreadWeights) -> float | Tensor:
     """The 2-norm of all gradients of a step: on the device, if all of it is on one."""
     if _is_on_device(work):
-        return _device_norm2(work, work[0].plan.device).sqrt()
-    return _grad_norm(work)
+        return _device_norm2(work, spread, work[0].plan.device).sqrt()
+    return _grad_norm(work, spread)
 
 
 def _is_on_device(work: list[Work]) -> bool:
@@ -67,6 +69,7 @@ def _on_device(
     max_norm: float | None,
     own_max_norm: float,
     own_eps: float,
+    spread: SpreadWeights | None,
 ) -> Factors:
     """The same without waiting for a device."""
     device = work[0].plan.device
@@ -76,7 +79,7 @@ def _on_device(
     if scale is not None:
         factor = scale.to(device, torch.float64).reciprocal()
     if max_norm is not None or own_max_norm < math.inf:
-        left = norm = _device_norm2(work, device).sqrt() * factor
+        left = norm = _device_norm2(work, spread, device).sqrt() * factor
         if max_norm is not None:
             part = (max_norm / (norm + EPSILON)).clamp(max=1.0)
             factor, left = part * factor, left * part
@@ -90,46 +93,66 @@ def _on_device(
     return Factors(factor, clip, norm, found_inf)
 
 
-def _device_norm2(work: Iterable[Work], device: torch.device) -> Tensor:
+def _device_norm2(work: Iterable[Work], spread: SpreadWeights, device: torch.device) -> Tensor:
     """The square of the 2-norm of all gradients, added up device by device."""
-    sums: dict[tuple[torch.device, Any], Tensor] = {}
+    sums: dict[torch.device, Tensor] = {}
     for item in work:
-        place = item.plan.device, item.plan.spread_of_sums
-        if place not in sums:
-            sums[place] = torch.zeros((), dtype=torch.float64, device=item.plan.device)
-        torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[place])
-    first, *others = (
-        _dtensor.total(norm2, spread).to(device) for (_, spread), norm2 in sums.items()
-    )
-    for norm2 in others:
-        first = first + norm2
+        if not item.plan.is_spread:
+            there = item.plan.device
+            if there not in sums:
+                sums[there] = torch.zeros((), dtype=torch.float64, device=there)
+            torch.ops.fusedstep.plan_add_grad_norm2(item.plan.handle, sums[there])
+    first, *others = (each.to(device) for each in (*sums.values(), *_spread_norms2(work, spread)))
+    for each in others:
+        first = first + each
     return first
 
 
-def _grad_norm(work: list[Work]) -> float:
+def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
+    """The squares of the 2-norms of gradients that are spread over processes, place by place."""
+    found = []
+    for place in spread.rows:
+        device, _ = place
+        norm2s, weights = torch.zeros((), dtype=torch.float64, device=device), []
+        handles = []
+        for item in work:
+            if item.plan:
+                if (item.plan.device, item.plan.spread_of_sums) == place:
+                    weights += item.weights
+                    handles.append(item.plan.handle)
+                continue
+            for weight, grad in item.pairs():
+                if place_of(weight) == place:
+                    weights.append(weight)
+                    norm2s += norm2(local(grad))
+        if handles and device.type == "cpu":
+            norm2s += torch.ops.fusedstep.plans_grad_norm(handles) ** 2
+        else:
+            for handle in handles:
+                torch.ops.fusedstep.plan_add_grad_norm2(handle, norm2s)
+        found.append(spread.sum(place, norm2s, weights))
+    return found
+
+
+def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     """The 2-norm of all gradients of a step."""
-    on_cpu: dict[Any, list[int]] = {}  # plans, by how their weights are spread over processes
-    on_device, others = [], []
+    on_cpu, on_device, others = [], [], []
     for item in work:
         if not item.plan:
-            others += [g.coalesce().values() if g.is_sparse else g for g in item.grads]
-        elif item.plan.is_on_device:
-            on_device.append(item)
-        else:
-            on_cpu.setdefault(item.plan.spread_of_sums, []).append(item.plan.handle)
+            others += [
+                local(grad.coalesce().values() if grad.is_sparse else grad)
+                for weight, grad in item.pairs()
+                if place_of(weight) is None
+            ]
+        elif not item.plan.is_spread:
+            (on_device if item.plan.is_on_device else on_cpu).append(item)
     norms = []
-    for spread, handles in on_cpu.items():
-        norm = torch.ops.fusedstep.plans_grad_norm(handles)
-        if spread is not None:
-            part = torch.tensor(norm * norm, dtype=torch.float64, device="cpu")
-            norm = math.sqrt(_dtensor.total(part, spread).item())
-        norms.append(norm)
+    if on_cpu:
+        norms.append(torch.ops.fusedstep.plans_grad_norm([item.plan.handle for item in on_cpu]))
     if on_device:
-        norms.append(_device_norm2(on_device, torch.device("cpu")).sqrt().item())
-    # torch sums shards on their own device, where a mesh of GPUs has no way to communicate.
-    shards = [grad for grad in others if _dtensor.is_dtensor(grad)]
-    if whole := [grad for grad in others if not _dtensor.is_dtensor(grad)]:
-        norms.append(get_total_norm(whole).item())
-    if shards:
-        norms.append(math.hypot(*_dtensor.norms(shards)))
+        found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
+        norms.append(found.sqrt().item())
+    if others:
+        norms.append(get_total_norm(others).item())
+    norms += [found.sqrt().item() for found in _spread_norms2(work, spread)]
     return math.hypot(*norms) if len(norms) > 1 else sum(norms)

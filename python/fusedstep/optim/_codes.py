@@ -2,27 +2,30 @@
 
 A state ``name`` in codes is two tensors: the codes under its own name, and the absolute maximum of
 each block of them, float32, under ``name_absmax``. Blocks follow the weight's elements by rows and
-columns, whatever its layout.
+columns, whatever its layout. Bytes of int4, and absolute maxima, have the shapes of ``_units``.
 
-=====  ==================================================================  =====
-kind   codes                                                               block
-=====  ==================================================================  =====
-int8   uint8, in the weight's shape                                        256
-int4   uint8, two a byte, the first in the upper half: ``ceil(n / 2)``     128
-fp8    float8_e4m3fn, in the weight's shape                                256
-=====  ==================================================================  =====
+=====  =========================================================  =====
+kind   codes                                                      block
+=====  =========================================================  =====
+int8   uint8, in the weight's shape                               256
+int4   uint8, two a byte, the first in the upper half             128
+fp8    float8_e4m3fn, in the weight's shape                       256
+=====  =========================================================  =====
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
-from fusedstep.optim._dtensor import local, spread_like
+from fusedstep.optim._dtensor import is_dtensor, local, spread_like, spread_of
 from fusedstep.optim._options import own_option
+from fusedstep.optim._units import part_of_units, shape_of_units, sizes_in_units, spread_units
 
 #: Elements that share an absolute maximum.
 BLOCKS = {"int8": 256, "int4": 128, "fp8": 256}
@@ -63,31 +66,62 @@ def kind_of(codes: Tensor, weight: Tensor) -> str:
 
 
 def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
-    """Raises ValueError unless these are the codes of a state of the weight, and their absmax.
-
-    Of a weight that is spread over processes the codes are those of this process's part.
-    """
-    codes, weight = local(codes), local(weight)
-    kind, elements = kind_of(codes, weight), weight.numel()
-    shape = [-(-elements // 2)] if kind == "int4" else list(weight.shape)
-    if list(codes.shape) != shape:
+    """Raises ValueError unless these are the codes of a state of the weight, and their absmax."""
+    kind = kind_of(codes, weight)
+    packed, blocks = (shape_of_units(weight, unit) for unit in (2, BLOCKS[kind]))
+    if not (_has_shape(codes, packed, weight) if kind == "int4" else codes.shape == weight.shape):
         raise ValueError(
             f"{name} has codes of the shape {list(codes.shape)}; of a weight of the shape "
-            f"{list(weight.shape)} they have {list(weight.shape)}, or [{-(-elements // 2)}] (int4)"
+            f"{list(weight.shape)} they have {list(weight.shape)}, or {packed} (int4)"
         )
-    blocks = -(-elements // BLOCKS[kind])
     if not isinstance(absmax, Tensor) or absmax.layout is not torch.strided:
         raise ValueError(f"the absmax of {name} must be a dense tensor, since it has codes")
-    if absmax.numel() != blocks:
+    if not _has_shape(absmax, blocks, weight):
         raise ValueError(
-            f"the absmax of {name} has {absmax.numel()} numbers, but there are {blocks} blocks"
+            f"the absmax of {name} has {absmax.numel()} numbers, of the shape "
+            f"{list(absmax.shape)}, but there are {math.prod(blocks)} blocks, of the shape {blocks}"
         )
+    for tensor in (codes, absmax):
+        if _spread(tensor)[0] != _spread(weight)[0]:
+            raise ValueError(f"{name} must be a DTensor if, and only if, its weight is one")
+
+
+def cast_codes(value: Tensor) -> str | None:
+    """The kind of codes that numbers seem to be: DCP casts them to the dtype of what it loads into.
+
+    A block has the largest code, but for a few signed ones.
+    """
+    part = local(value.detach())
+    if not part.numel() or part.is_meta or isinstance(part, FakeTensor):
+        return None
+    largest = part.amax().item()
+    if largest == 255 and part.amin() >= 0 and torch.equal(part.round(), part):
+        return "int8"
+    if largest == 448 and torch.equal(part.to(torch.float8_e4m3fn).to(part.dtype), part):
+        return "fp8"
+    return None
+
+
+def _spread(tensor: Tensor) -> tuple[Any, ...]:
+    return spread_of(tensor) if is_dtensor(tensor) else (None,)
+
+
+def _has_shape(units: Tensor, shape: list[int], weight: Tensor) -> bool:
+    """Returns whether units have a shape, or are the flat ones of a weight in one place."""
+    return list(units.shape) == shape or (
+        not is_dtensor(weight) and units.dim() == 1 and units.numel() == math.prod(shape)
+    )
+
+
+def in_form(units: Tensor, weight: Tensor, unit: int) -> Tensor:
+    """Units in the shape that they have here, which were flat perhaps."""
+    return units if is_dtensor(weight) else units.reshape(shape_of_units(weight, unit))
 
 
 @torch.no_grad()
 def decode(codes: Tensor, absmax: Tensor, weight: Tensor, signed: bool) -> Tensor:
     """The float32 numbers of codes, in the weight's shape."""
-    codes, absmax, part = local(codes), local(absmax), local(weight)
+    codes, absmax, part = (*parts(codes, absmax, weight), local(weight))
     numbers = torch.ops.fusedstep.decode_state(
         codes.cpu().contiguous(), absmax.cpu().contiguous(), part.shape, signed
     )
@@ -110,11 +144,11 @@ def new_codes(weights: list[Tensor], kind: str, signed: list[bool]) -> list[Tens
     for is_signed in signed:
         zeros = encode(torch.zeros(2), kind, is_signed)[0].view(torch.uint8)
         for weight in weights:
-            n = weight.numel()
-            shape = (-(-n // 2),) if kind == "int4" else weight.shape
+            shape = sizes_in_units(weight.shape, 2) if kind == "int4" else weight.shape
             made = torch.full(shape, int(zeros[0]), dtype=torch.uint8, device=weight.device)
             codes.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
-            absmax.append(torch.zeros(-(-n // BLOCKS[kind]), device=weight.device))
+            blocks = sizes_in_units(weight.shape, BLOCKS[kind])
+            absmax.append(torch.zeros(blocks, device=weight.device))
     return codes + absmax
 
 
@@ -124,6 +158,18 @@ def pack(codes: Tensor) -> Tensor:
     return pairs[:, 0] << 4 | pairs[:, 1]
 
 
-def spread_codes(weight: Tensor, codes: Tensor) -> Tensor:
-    """Codes spread over processes as their weight is, where they have its shape."""
-    return spread_like(weight, codes) if codes.shape == local(weight).shape else codes
+def parts(codes: Tensor, absmax: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """This process's part of a state in codes, as native steps take it."""
+    kind = kind_of(codes, weight)
+    part = part_of_units(weight, codes, 2) if kind == "int4" else local(codes)
+    return part, part_of_units(weight, absmax, BLOCKS[kind])
+
+
+def spread_codes(weight: Tensor, codes: Tensor, kind: str) -> Tensor:
+    """Codes spread over processes as their weight is, of which this one has these."""
+    return spread_units(weight, codes, 2) if kind == "int4" else spread_like(weight, codes)
+
+
+def spread_absmax(weight: Tensor, absmax: Tensor, kind: str) -> Tensor:
+    """The absmax of a state, spread over processes as its weight is."""
+    return spread_units(weight, absmax, BLOCKS[kind])

@@ -44,7 +44,7 @@ def trace_update(optimizer: Optimizer) -> bool:
         grads = [p.grad for p in weights]
         states = [optimizer._store.with_count(group, p) for p in weights]
         names = optimizer._store.names_of(group, weights[0])
-        slots = optimizer._store.slots(names, states)
+        slots = optimizer._store.slots(names, weights, states)
         steps = [state[name] for name in optimizer._store.numbers for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,25 +27,67 @@ def local(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def local_gradient(weight: Tensor, grad: Tensor) -> Tensor:
-    """Returns this process's part of a gradient, which has to be spread as its weight is."""
-    if is_dtensor(weight) and not (is_dtensor(grad) and _spread(grad) == _spread(weight)):
+def local_pairs(weights: list[Any], grads: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns this process's parts of DTensor weights, and of gradients that are spread alike.
+
+    It runs at every step: attributes are read without properties and checks of each.
+    """
+    dtensor = sys.modules["torch.distributed.tensor"].DTensor
+    for weight, grad in zip(weights, grads, strict=True):
+        if isinstance(grad, dtensor):
+            spec, other = weight._spec, grad._spec
+            same_mesh = spec.mesh is other.mesh or spec.mesh == other.mesh
+            if same_mesh and spec.placements == other.placements:
+                continue
         raise RuntimeError(
             "the gradient of a DTensor weight must be a DTensor of the same mesh and placements"
         )
-    return local(grad)
+    shards = [weight._local_tensor for weight in weights]
+    parts = [grad._local_tensor for grad in grads]
+    if all(type(part) is Tensor for part in (*shards, *parts)):  # none is on its way
+        return shards, parts
+    return list(map(local, weights)), list(map(local, grads))
 
 
 def spread_like(weight: Tensor, shard: Tensor) -> Tensor:
     """A tensor spread as a weight is, of which this process has `shard`."""
     if not is_dtensor(weight):
         return shard
+    return _of_shard(weight, shard, weight.shape, weight.stride(), spread_of(weight)[1])
+
+
+def shard_number(weight: Tensor) -> int:
+    """The place of this process's shard among those of a weight; copies have the same."""
+    number = 0
+    if is_dtensor(weight):
+        mesh, placements = spread_of(weight)
+        for index, placement in enumerate(placements):
+            if not placement.is_replicate():
+                number = number * mesh.size(index) + mesh.get_local_rank(index)
+    return number
+
+
+def spread_as(
+    weight: Tensor, shard: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
+) -> Tensor:
+    """A contiguous DTensor over the mesh of a weight, of which this process has `shard`."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return _of_shard(weight, shard, torch.Size(shape), tuple(strides), placements)
+
+
+def _of_shard(
+    weight: Any,
+    shard: Tensor,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    placements: tuple[Any, ...],
+) -> Tensor:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
     # from_local() would move the shard to the mesh's device: with its weights offloaded to the CPU,
     # FSDP2 has shards there of a mesh of GPUs.
-    meta = TensorMeta(weight.shape, weight.stride(), shard.dtype)
-    spec = DTensorSpec(*_spread(weight), tensor_meta=meta)
+    meta = TensorMeta(shape, strides, shard.dtype)
+    spec = DTensorSpec(weight.device_mesh, placements, tensor_meta=meta)
     return type(weight)(shard, spec, requires_grad=False)
 
 
@@ -53,7 +97,7 @@ def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         return None
     from torch.distributed.tensor import Partial, Replicate
 
-    mesh, placements = _spread(weight)
+    mesh, placements = spread_of(weight)
     return mesh, tuple(Replicate() if each.is_replicate() else Partial() for each in placements)
 
 
@@ -66,30 +110,11 @@ def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
     return DTensor.from_local(part, *spread, run_check=False).full_tensor()
 
 
-def _norm2(shard: Tensor) -> Tensor:
-    real = torch.view_as_real(shard) if shard.is_complex() else shard
-    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
-
-
-def norms(tensors: list[Tensor]) -> list[float]:
-    """The 2-norms of whole tensors, by one collective for all that are spread alike."""
-    found: list[float] = [0.0] * len(tensors)
-    alike: dict[Any, list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        alike.setdefault(spread_of_sums(tensor), []).append(index)
-    for spread, indices in alike.items():
-        parts = [_norm2(local(tensors[index])) for index in indices]
-        for index, norm in zip(
-            indices, total(torch.stack(parts), spread).sqrt().tolist(), strict=True
-        ):
-            found[index] = norm
-    return found
-
-
 def whole(tensor: Tensor) -> Tensor:
     """A norm over all processes, of which ``item()`` would give this one's part."""
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
 
-def _spread(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+def spread_of(tensor: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The mesh and the placements of a DTensor."""
     return tensor.device_mesh, tensor.placements

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedstep import _ops
-from fusedstep.optim._dtensor import local, local_gradient, spread_of_sums
+from fusedstep.optim._dtensor import local, local_pairs, spread_of_sums
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._support import why_not_readable
 
@@ -107,8 +107,7 @@ class Plan:
         since the plan was made. Gradients may be sparse if `sparse` says so.
         """
         if self.is_distributed:
-            grads = list(map(local_gradient, weights, grads))
-            weights = list(map(local, weights))
+            weights, grads = local_pairs(weights, grads)
         # The direct way gives up at a sparse gradient, which takes it half a millisecond.
         direct = _ops.direct()
         if direct and not self.had_sparse and direct.plan_bind(self.handle, weights, grads):

@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
-from fusedstep.optim._codes import absmax_of, check_codes, is_codes
+from fusedstep.optim._codes import absmax_of, can_be_coded, cast_codes, check_codes, is_codes
 from fusedstep.optim._registry import classes
 from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
@@ -85,6 +85,8 @@ def check_state(
         if key in needed or state.get(key) is not None:
             shape = (shapes or {}).get(key, weight.shape)
             check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)), shape)
+            if shapes is None and key not in BESIDE.values():
+                _check_not_cast(f"{key} of {name}", state[key], weight)
         if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
@@ -161,6 +163,16 @@ def check_tensor(
         needs = "the weight has" if shape in (None, weight.shape) else "must have"
         shape = weight.shape if shape is None else shape
         raise ValueError(f"{name} has the shape {list(value.shape)}, but {needs} {list(shape)}")
+
+
+def _check_not_cast(name: str, value: Tensor, weight: Tensor) -> None:
+    """Raises if numbers are codes of another optimizer's state, which DCP has cast."""
+    if can_be_coded(weight) and not is_codes(value) and (kind := cast_codes(value)):
+        raise ValueError(
+            f"{name} has the codes of {kind} states as numbers, without their absmax: a "
+            "distributed checkpoint of such states is loaded by an optimizer with "
+            f"state_dtype={kind!r}"
+        )
 
 
 def _kind(value: Any) -> str:

@@ -76,14 +76,21 @@ class StateStore:
             return _codes.kind_of(present[0], weight) if is_codes(present[0]) else None
         return self._asked_kind(group, weight)
 
-    def slots(self, names: tuple[str, ...], states: list[dict[str, Tensor]]) -> list[Tensor]:
+    @staticmethod
+    def slots(
+        names: tuple[str, ...], weights: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> list[Tensor]:
         """States as a plan takes them: slot by slot, and then the absmax of those in codes."""
-        slots = [state[name] for name in names for state in states]
-        if not any(map(is_codes, slots)):
-            return slots
-        return slots + [
-            state[absmax_of(name)] for name in names for state in states if is_codes(state[name])
-        ]
+        slots, absmax = [], []
+        for name in names:
+            for weight, state in zip(weights, states, strict=True):
+                if is_codes(state[name]):
+                    codes = _codes.parts(state[name], state[absmax_of(name)], weight)
+                    slots.append(codes[0])
+                    absmax.append(codes[1])
+                else:
+                    slots.append(_dtensor.local(state[name]))
+        return slots + absmax
 
     def decoded(self, weight: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """A state with numbers in place of codes."""
@@ -102,9 +109,9 @@ class StateStore:
         """Puts numbers into those parts of a state that are in codes."""
         for name in [name for name, value in state.items() if is_codes(value)]:
             kind = _codes.kind_of(state[name], weight)
-            codes, absmax = self._encode(name, kind, numbers)
-            _dtensor.local(state[name]).copy_(codes)
-            _dtensor.local(state[absmax_of(name)]).copy_(absmax)
+            kept = _codes.parts(state[name], state[absmax_of(name)], weight)
+            for part, new in zip(kept, self._encode(name, kind, numbers), strict=True):
+                part.copy_(new)
 
     def _encode(self, name: str, kind: str, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         return _codes.encode(numbers[name], kind, name in self._signed)
@@ -247,8 +254,11 @@ class StateStore:
             if name == LOW and isinstance(value, Tensor):
                 self.by_weight[weight][name] = value.to(device, torch.int16)
             elif is_codes(value):
+                kind, absmax = _codes.kind_of(value, weight), saved[absmax_of(name)]
+                if kind == "int4":
+                    value = _codes.in_form(value, weight, 2)
+                absmax = _codes.in_form(absmax, weight, _codes.BLOCKS[kind])
                 self.by_weight[weight][name] = value.to(device)
-                absmax = saved[absmax_of(name)]
                 self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
             elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in _SIXTEEN_BITS:
                 self.by_weight[weight][name] = value.to(device, torch.float32)
@@ -281,8 +291,9 @@ class StateStore:
             codes = is_codes(state[name])
             numbers = self._decode(name, weight, state) if codes else state[name]
             if kind is not None:
-                new[name], new[absmax_of(name)] = self._encode(name, kind, {name: numbers})
-                new[name] = _codes.spread_codes(weight, new[name])
+                found, absmax = self._encode(name, kind, {name: numbers})
+                new[name] = _codes.spread_codes(weight, found, kind)
+                new[absmax_of(name)] = _codes.spread_absmax(weight, absmax, kind)
             else:
                 new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
                 gone.append(absmax_of(name))
@@ -359,9 +370,11 @@ class StateStore:
         signed = [name in self._signed for name in names]
         new = torch.ops.fusedstep.new_codes if native else _codes.new_codes
         made = new(list(map(_dtensor.local, weights)), kind, signed)
-        names = (*names, *map(absmax_of, names))
-        for (name, p), tensor in zip(product(names, weights), made, strict=True):
-            yield p, name, _codes.spread_codes(p, tensor)
+        absmax = made[len(names) * len(weights) :]
+        for (name, p), tensor in zip(product(names, weights), made, strict=False):
+            yield p, name, _codes.spread_codes(p, tensor, kind)
+        for (name, p), tensor in zip(product(names, weights), absmax, strict=True):
+            yield p, absmax_of(name), _codes.spread_absmax(p, tensor, kind)
 
 
 def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:

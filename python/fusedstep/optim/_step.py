@@ -11,9 +11,9 @@ from torch.autograd.graph import increment_version
 
 from fusedstep import _ops
 from fusedstep.optim._checks import with_name
-from fusedstep.optim._dtensor import total
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._plan import Plan, Work
+from fusedstep.optim._spread import SpreadWeights
 
 
 def take(
@@ -23,13 +23,13 @@ def take(
     factors: Factors,
     by_torch: Callable[[list[Work], Factors], None],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
-    *,
-    has_norms: bool,
+    spread: SpreadWeights | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Steps all groups, or none if an error is raised.
 
     ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
-    autograd may know of. ``has_norms``: the rule takes norms of whole weights.
+    autograd may know of. ``spread``: weights with parts in other processes, for a rule that takes
+    norms of whole weights.
 
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
@@ -46,17 +46,18 @@ def take(
     others = [item for item in work if not item.plan]
     # First, for what a native step leaves in a gradient is of no use to who shares its memory.
     # Else in the order of the groups, of which some may share weights.
-    at_once = uses or len(others) == len(work)
+    # The collectives of weights that are spread have an order of their own.
+    at_once = uses or len(others) == len(work) or bool(spread and spread.rows)
     if at_once:
         by_torch(others, factors)
     native = [item for item in work if item.plan]
     in_order = others and not at_once
-    if native and not in_order:
-        _take_native(native, has_norms)
+    if not in_order:
+        _take_native(native, spread)
     for item in work:
         if item.plan:
             if in_order:
-                _take_native([item], has_norms)
+                _take_native([item], spread)
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
             if item.use:
@@ -70,22 +71,33 @@ def take(
     return untreated
 
 
-def _take_native(work: list[Work], has_norms: bool) -> None:
+def _take_native(work: list[Work], spread: SpreadWeights | None) -> None:
     """Takes steps that have been prepared."""
-    spread = [item for item in work if has_norms and item.plan.is_spread]
+    is_spread = [spread is not None and item.plan.is_spread for item in work]
     # In one call: nothing can fail between two groups.
-    if alone := [item.plan.handle for item in work if not (has_norms and item.plan.is_spread)]:
+    if alone := [item.plan.handle for item, each in zip(work, is_spread, strict=True) if not each]:
         _ops.take_steps(alone)
-    alike: dict[Any, list[tuple[Plan, Tensor]]] = {}
-    for plan in (item.plan for item in spread):
-        norms2 = torch.empty(len(plan.weights), 2, dtype=torch.float64, device=plan.device)
-        torch.ops.fusedstep.plan_direction(plan.handle, norms2)
-        alike.setdefault((plan.device, plan.spread_of_sums), []).append((plan, norms2))
-    for (device, sums), parts in alike.items():
-        own = torch.cat([norms2 for _, norms2 in parts])
-        found = total(own, sums).to(device)  # by one collective for all that are spread alike
-        for (plan, _), norms2 in zip(parts, found.split([len(n) for _, n in parts]), strict=True):
+    plans: dict[Any, list[Plan]] = {}
+    for item, each in zip(work, is_spread, strict=True):
+        if each:
+            plans.setdefault((item.plan.device, item.plan.spread_of_sums), []).append(item.plan)
+    # All of them, though this process may have no gradient there.
+    places = spread.places(native=True) if spread else ()
+    for place in dict.fromkeys((*places, *plans)):
+        parts = [([], _no_norms2(0, place[0]))]
+        for plan in plans.get(place, []):
+            norms2 = _no_norms2(len(plan.weights), plan.device)
+            torch.ops.fusedstep.plan_direction(plan.handle, norms2)
+            parts.append((plan.weights, norms2))
+        # One collective for all weights that are spread alike.
+        _, *found = spread.sums(place, parts)
+        for plan, norms2 in zip(plans.get(place, []), found, strict=True):
             torch.ops.fusedstep.plan_apply(plan.handle, norms2)
+
+
+def _no_norms2(weights: int, device: torch.device) -> Tensor:
+    """Room for the squared norms of so many weights, and of their updates."""
+    return torch.empty(weights, 2, dtype=torch.float64, device=device)
 
 
 def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:

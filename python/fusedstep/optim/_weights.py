@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim._dtensor import local, spread_like
+from fusedstep.optim._dtensor import local, shard_number, spread_like
 from fusedstep.optim._options import own_option
 
 #: The state that a weight's float32 copy is.
@@ -202,11 +202,14 @@ def key_of_draws(seed: int, step: int, place: int) -> int:
 def places_of(
     groups: list[dict[str, Any]], group: dict[str, Any], weights: list[Tensor]
 ) -> list[int]:
-    """The places of weights of a group among those of an optimizer."""
+    """The places of weights of a group among those of an optimizer, and of this process's shards.
+
+    Random numbers follow from them: shards at different places have different ones.
+    """
     params = group["params"]
     index = next(i for i, each in enumerate(groups) if each["params"] is params)
     places = {id(p): i for i, p in enumerate(params)}
-    return [(index << 32) + places[id(p)] for p in weights]
+    return [(shard_number(p) << 48) + (index << 32) + places[id(p)] for p in weights]
 
 
 def random_bits(key: int, count: int, device: torch.device) -> Tensor:

@@ -16,7 +16,7 @@ from fusedstep.optim._checks import (
     as_number,
     check_number,
 )
-from fusedstep.optim._dtensor import is_dtensor, norms, whole
+from fusedstep.optim._dtensor import is_dtensor, whole
 
 __all__ = ["Lamb"]
 
@@ -242,10 +242,11 @@ class Lamb(FusedOptimizer):
                 update, lr = self._direction(group, wide, grad, state)
                 self._store.encode(weight, self._state[weight], state)
                 begun.append((group, weight, wide, update, lr))
-        found = norms([part for _, _, wide, update, _ in begun for part in (wide, update)])
-        for (group, weight, wide, update, lr), *pair in zip(
-            begun, found[::2], found[1::2], strict=True
-        ):
+        found = self._spread_weights().norms(
+            [weight for _, weight, _, _, _ in begun],
+            [(wide, update) for _, _, wide, update, _ in begun],
+        )
+        for (group, weight, wide, update, lr), pair in zip(begun, found, strict=True):
             _apply(group, wide, update, lr, *pair)
             self._write_back(group, weight, wide, self._state[weight])
         super()._imperative_groups(

@@ -1,0 +1,150 @@
+"""Weights that are spread over processes, and sums over all of their elements.
+
+The collectives of a step, and their shapes, follow from the weights of an optimizer alone. Were
+they to follow from those that have a gradient in this process, one that another process lacks would
+leave a process waiting, or add up numbers of different weights. Each collective also counts the
+processes that have a gradient of each weight: a step of some of them only is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._checks import name_of
+from fusedstep.optim._dtensor import is_dtensor, local, spread_of_sums, total
+from fusedstep.optim._plan import same
+
+#: A device, and how sums over the processes' elements are spread.
+Place = tuple[torch.device, Any]
+
+
+class SpreadWeights:
+    """The weights of an optimizer of which other processes have other parts, by place.
+
+    ``asked``: of each group, whether its options ask for native kernels, or allow them. ``native``:
+    whether they step it.
+    """
+
+    __slots__ = ("_asked", "_groups", "_params", "_places", "rows")
+
+    def __init__(self, groups: list[dict[str, Any]], asked: list[bool], native: list[bool]) -> None:
+        self._groups, self._asked = groups, asked
+        self._params = [list(group["params"]) for group in groups]
+        self.rows: dict[Place, dict[int, int]] = {}
+        """Places, and the numbers of their weights there, by id()."""
+        self._places: dict[bool, dict[Place, None]] = {True: {}, False: {}}
+        for params, is_native in zip(self._params, native, strict=True):
+            for weight in params:
+                if place := place_of(weight):
+                    rows = self.rows.setdefault(place, {})
+                    rows.setdefault(id(weight), len(rows))
+                    self._places[is_native][place] = None
+
+    def is_of(self, groups: list[dict[str, Any]], asked: list[bool]) -> bool:
+        """Returns whether these are the same groups, with the same weights."""
+        return (
+            self._groups is groups
+            and self._asked == asked
+            and all(
+                same(list(group["params"]), params)
+                for group, params in zip(groups, self._params, strict=True)
+            )
+        )
+
+    def places(self, native: bool) -> Iterable[Place]:
+        """The places of weights that native kernels step, or of the others."""
+        return self._places[native]
+
+    def sums(self, place: Place, parts: list[tuple[list[Tensor], Tensor]]) -> list[Tensor]:
+        """Sums over the processes of numbers of weights.
+
+        ``parts``: weights that have a gradient here, and a row of numbers for each.
+        """
+        rows, (device, spread) = self.rows[place], place
+        order = [rows[id(weight)] for weights, _ in parts for weight in weights]
+        own = torch.nn.functional.pad(torch.cat([part for _, part in parts]), (0, 1), value=1.0)
+        has_all = order == list(range(len(rows)))
+        if not has_all:
+            given, own = own, own.new_zeros(len(rows), own.shape[1])
+            own[order] = given
+        found = total(own, spread).to(device)
+        self._check(place, found[:, -1])
+        found = found[:, :-1] if has_all else found[order, :-1]
+        return [part.contiguous() for part in found.split([len(weights) for weights, _ in parts])]
+
+    def sum(self, place: Place, part: Tensor, weights: list[Tensor]) -> Tensor:
+        """The sum over the processes of one number, to which the gradients of weights belong."""
+        rows, (device, spread) = self.rows[place], place
+        own = torch.ones(1 + len(rows), dtype=part.dtype, device=device)
+        if len(weights) != len(rows):
+            own.zero_()
+            own[[1 + rows[id(weight)] for weight in weights]] = 1
+        own[0] = part
+        found = total(own, spread).to(device)
+        self._check(place, found[1:])
+        return found[0]
+
+    def norms(
+        self, weights: list[Tensor], pairs: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[float, float]]:
+        """The 2-norms of two tensors of each weight, by one collective for all in one place.
+
+        Not of weights that native kernels step.
+        """
+        found = [(0.0, 0.0)] * len(weights)
+        alike: dict[Place | None, list[int]] = {}
+        for index, weight in enumerate(weights):
+            alike.setdefault(place_of(weight), []).append(index)
+        for place in dict.fromkeys((*self.places(native=False), *alike)):
+            indices = alike.get(place, [])
+            parts = [norm2(local(tensor)) for index in indices for tensor in pairs[index]]
+            device = place[0] if place else None
+            norms2 = torch.empty(0, 2, dtype=torch.float64, device=device)
+            if parts:
+                norms2 = torch.stack(parts).view(-1, 2)
+            if place:
+                (norms2,) = self.sums(place, [([weights[index] for index in indices], norms2)])
+            for index, (first, second) in zip(indices, norms2.sqrt().tolist(), strict=True):
+                found[index] = first, second
+        return found
+
+    def _check(self, place: Place, counts: Tensor) -> None:
+        """Raises if some processes have a gradient of a weight, and others have not."""
+        mesh, placements = place[1]
+        sizes = [mesh.size(i) for i, each in enumerate(placements) if each.is_partial()]
+        processes = math.prod(sizes)
+        partly = counts % processes
+        text = "has a gradient in some processes only: a norm over all of them takes all or none"
+        if not counts.is_cpu:  # without waiting for the device
+            torch._assert_async(partly.sum() == 0, f"a weight {text}")
+            return
+        for row in partly.nonzero().flatten().tolist()[:1]:
+            raise RuntimeError(f"{self._name(place, row)} {text} ({int(counts[row])})")
+
+    def _name(self, place: Place, row: int) -> str:
+        rows = self.rows[place]
+        return next(
+            name_of(group, index, position)
+            for index, (group, params) in enumerate(zip(self._groups, self._params, strict=True))
+            for position, weight in enumerate(params)
+            if rows.get(id(weight)) == row
+        )
+
+
+def place_of(weight: Tensor) -> Place | None:
+    """The place of a weight; None if no other process has another part of it."""
+    if not is_dtensor(weight):
+        return None
+    spread = spread_of_sums(weight)
+    return (weight.device, spread) if any(each.is_partial() for each in spread[1]) else None
+
+
+def norm2(shard: Tensor) -> Tensor:
+    """The square of the 2-norm of what one process has."""
+    real = torch.view_as_real(shard) if shard.is_complex() else shard
+    return torch.linalg.vector_norm(real, dtype=torch.float64).square()

@@ -1,0 +1,74 @@
+"""Works of two processes of which one has no gradient of a weight, or of none."""
+
+import pytest
+import torch
+from torch.distributed.tensor import Replicate, Shard
+
+from fusedstep import optim
+from fusedstep.optim._dtensor import local
+from stepping import assert_same_bits
+
+#: Steps with a norm over all processes.
+STEPS = (
+    (lambda weights: optim.Lamb(weights), {}),
+    (lambda weights: optim.Lamb(weights, fused=False), {}),
+    (lambda weights: optim.AdamW(weights), {"max_norm": 0.5}),
+    (lambda weights: optim.AdamW(weights, fused=False), {"max_norm": 0.5}),
+    (lambda weights: optim.Adan(weights, max_grad_norm=0.5), {}),
+    (
+        lambda weights: optim.Lamb(
+            [{"params": weights[:2]}, {"params": weights[2:], "fused": False}]
+        ),
+        {},
+    ),
+)
+
+
+def a_gradient_of_one_process_is_refused_by_name(here):
+    for make, options in STEPS:
+        for lost in ((1,), (0, 1, 2, 3)):
+            _, spread = here.subjects(Shard(0))
+            optimizer = make(spread)
+            optimizer.step(**options)
+            before = [local(weight.detach()).clone() for weight in spread]
+            if here.rank == 1:
+                for index in lost:
+                    spread[index].grad = None
+            steps_alike = len({group.get("fused") for group in optimizer.param_groups}) == 1
+            first = rf"{lost[0]} of group 0" if steps_alike else r"\d of group \d"
+            name = f"parameter {first} has a gradient in some processes only"
+            with pytest.raises(RuntimeError, match=name):
+                optimizer.step(**options)
+            for weight, kept in zip(spread, before, strict=True) if steps_alike else ():
+                assert_same_bits(local(weight.detach()), kept, "weight")
+
+
+def gradients_that_all_processes_lack_change_nothing(here):
+    for make, options in STEPS:
+        params, spread = here.subjects(Shard(0))
+        ours, theirs = make(params), make(spread)
+        for weights in (params, spread):
+            weights[1].grad = weights[3].grad = None
+        ours.step(**options)
+        theirs.step(**options)
+        for weights in (params, spread):
+            for weight in weights:
+                weight.grad = None
+        theirs.step(**options)
+        for param, shards in zip(params, spread, strict=True):
+            whole = shards.detach().full_tensor()
+            torch.testing.assert_close(whole, param.detach(), rtol=2e-6, atol=2e-7)
+
+
+def copies_need_no_gradient_of_the_other_process(here):
+    _, spread = here.subjects(Replicate())
+    if here.rank == 1:
+        spread[1].grad = None
+    optim.Lamb(spread).step(max_norm=0.5)
+
+
+WORKS = (
+    a_gradient_of_one_process_is_refused_by_name,
+    gradients_that_all_processes_lack_change_nothing,
+    copies_need_no_gradient_of_the_other_process,
+)
