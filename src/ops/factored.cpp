@@ -74,8 +74,11 @@ FactoredFormat format_of(size_t i, DType weight, DType grad) {
 }
 
 // A state of so many elements.
-TensorView checked_moments(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+TensorView checked_moments(size_t i, const Tensor& state, const TensorView& weight, int64_t elements,
+                           const char* what) {
   const TensorView moments = view(state, what);
+  const DType dtype = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  if (moments.device != weight.device) refuse(i, std::string(what) + " must be on the weight's device");
   if (moments.dtype != dtype || elements_of(moments.sizes) != elements) {
     refuse(i, std::string(what) + " must be " + name_of(dtype) + " and have " + std::to_string(elements) +
                   " elements");
@@ -83,9 +86,10 @@ TensorView checked_moments(size_t i, const Tensor& state, DType dtype, int64_t e
   return moments;
 }
 
-void* checked_sums(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+void* checked_sums(size_t i, const Tensor& state, const TensorView& weight, int64_t elements,
+                   const char* what) {
   if (!state.is_contiguous()) refuse(i, std::string(what) + " must be contiguous");
-  return checked_moments(i, state, dtype, elements, what).data;
+  return checked_moments(i, state, weight, elements, what).data;
 }
 
 bool have_same_sizes(const TensorView& a, const TensorView& b) {
@@ -93,8 +97,10 @@ bool have_same_sizes(const TensorView& a, const TensorView& b) {
 }
 
 FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tensor& grad_tensor,
-                              const Tensor& rows, const Tensor& columns, const Tensor* moment_tensor) {
+                              const Tensor& rows, const Tensor& columns, const Tensor* moment_tensor,
+                              int device) {
   const TensorView weight = view(weight_tensor, "weight"), grad = view(grad_tensor, "gradient");
+  if (weight.device != device || grad.device != device) refuse(i, "weights and gradients must be on one device");
   const Dims sizes = weight.sizes;
   if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
   if (overlaps_itself(sizes, weight.strides)) refuse(i, "the weight overlaps itself in memory");
@@ -106,16 +112,15 @@ FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tenso
   tensor.grad = as_matrices(grad);
   tensor.columns = sizes.empty() ? 1 : sizes.back();
   tensor.rows = 1;
-  const DType maths = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
   if (sizes.size() >= 2) {
     tensor.outer = sizes.first(sizes.size() - 2);
     tensor.rows = sizes[sizes.size() - 2];
-    tensor.row_moments = checked_sums(i, rows, maths, elements / tensor.columns, "moments of rows");
+    tensor.row_moments = checked_sums(i, rows, weight, elements / tensor.columns, "moments of rows");
   }
   tensor.count = elements / (tensor.rows * tensor.columns);
-  tensor.column_moments = checked_sums(i, columns, maths, elements / tensor.rows, "moments of columns");
+  tensor.column_moments = checked_sums(i, columns, weight, elements / tensor.rows, "moments of columns");
   if (moment_tensor != nullptr) {
-    const TensorView moment = checked_moments(i, *moment_tensor, maths, elements, "the first moment");
+    const TensorView moment = checked_moments(i, *moment_tensor, weight, elements, "the first moment");
     if (!have_same_sizes(weight, moment)) refuse(i, "the first moment's shape is not the weight's");
     tensor.moment = as_matrices(moment);
   }
@@ -125,6 +130,14 @@ FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tenso
 Elements elements_in_memory(const TensorView& tensor) {
   const auto* const begin = static_cast<const char*>(tensor.data);
   return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
+}
+
+Tensor new_bytes(size_t count, int device) {
+  const auto size = static_cast<int64_t>(count), stride = int64_t{1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
 }
 
 void check_apart(const Tensors& weights, const Tensors& grads) {
@@ -155,12 +168,18 @@ void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& 
         "lists must have an entry for each weight");
   const FactoredOptions options = options_of(values);
   check_apart(weights, grads);
+  if (weights.empty()) return;
+  const int device = view(weights[0], "weight").device;
   std::vector<FactoredTensor> tensors;
   for (size_t i = 0; i < count; ++i) {
     tensors.push_back(checked_tensor(i, weights[i], grads[i], rows[i], columns[i],
-                                     moments.empty() ? nullptr : &moments[i]));
+                                     moments.empty() ? nullptr : &moments[i], device));
   }
-  factored_step(tensors, options, num_threads());
+  if (device == kHost) return factored_step(tensors, options, num_threads());
+  const std::unique_ptr<DeviceFactoredStep> step = new_factored_step(device, tensors, options);
+  // torch gives the memory to no other stream before this one is done with it.
+  const Tensor scratch = new_bytes(step->scratch_bytes(), device);
+  step->run(static_cast<std::byte*>(scratch.data_ptr()));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
@@ -171,6 +190,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
       "Tensor(d!)[] moments, float[] options) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("factored_check", TORCH_BOX(&check_factored));
+  m.impl("factored_step", TORCH_BOX(&step_factored));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("factored_check", TORCH_BOX(&check_factored));
   m.impl("factored_step", TORCH_BOX(&step_factored));
 }

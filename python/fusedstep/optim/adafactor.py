@@ -73,8 +73,8 @@ class Adafactor(FusedOptimizer):
     :math:`\tau` and ``eps`` :math:`\epsilon`.
 
     Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU one
-    native operation steps all weights of a group; elsewhere torch operations step each. The states
+    gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU and
+    on CUDA one native operation steps all weights of a group, with the same bits. The states
     ``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's
     dtype, float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``,
     ``exp_avg_sq_col`` and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a
@@ -200,7 +200,7 @@ class Adafactor(FusedOptimizer):
         except (TypeError, ValueError) as error:
             text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
             raise type(error)(text) from error
-        pairs = [pair for pair in item.pairs() if pair[0].numel() and pair[0].is_cpu]
+        pairs = [pair for pair in item.pairs() if pair[0].numel()]
         if (
             pairs
             and self._wants_native(item.group)
@@ -230,15 +230,16 @@ class Adafactor(FusedOptimizer):
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
         fuses = self._wants_native(group) and not is_seen
         fuses_all = fuses and _why_not_fused(weights, grads) is None
-        together: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
+        together: dict[tuple[float, float, torch.device], list[tuple[Tensor, Tensor]]] = {}
         for weight, grad in zip(weights, grads, strict=True):
             fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
             if fuses_one and weight.numel() > 0:
                 step = self._state[weight]["step"].item() + 1
-                together.setdefault((step, _eps(group, weight)), []).append((weight, grad))
+                key = step, _eps(group, weight), weight.device
+                together.setdefault(key, []).append((weight, grad))
             else:
                 self._imperative_step(group, weight, grad)
-        for (step, eps), pairs in together.items():
+        for (step, eps, _), pairs in together.items():
             self._fused_steps(group, _numbers(group, step, eps), pairs)
 
     def _fused_steps(
@@ -345,14 +346,7 @@ def _numbers(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
 
 def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
     """Returns why the native operation cannot step these weights, or None if it can."""
-    weights = list(weights)
-    for weight in weights:
-        if weight.device.type != "cpu":
-            return (
-                f"Adafactor has no native kernels on {weight.device.type} yet; fused=None or False "
-                "steps it in torch operations"
-            )
-    return why_not_native(weights, grads, needs_whole=True)
+    return why_not_native(list(weights), grads, needs_whole=True)
 
 
 def _check_weight(weight: Tensor, name: str) -> None:
