@@ -96,10 +96,8 @@ bool have_same_sizes(const TensorView& a, const TensorView& b) {
   return std::equal(a.sizes.begin(), a.sizes.end(), b.sizes.begin(), b.sizes.end());
 }
 
-FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tensor& grad_tensor,
-                              const Tensor& rows, const Tensor& columns, const Tensor* moment_tensor,
-                              int device) {
-  const TensorView weight = view(weight_tensor, "weight"), grad = view(grad_tensor, "gradient");
+FactoredTensor checked_tensor(size_t i, const TensorView& weight, const TensorView& grad, const Tensor& rows,
+                              const Tensor& columns, const Tensor* moment_tensor, int device) {
   if (weight.device != device || grad.device != device) refuse(i, "weights and gradients must be on one device");
   const Dims sizes = weight.sizes;
   if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
@@ -140,11 +138,11 @@ Tensor new_bytes(size_t count, int device) {
   return Tensor(handle);
 }
 
-void check_apart(const Tensors& weights, const Tensors& grads) {
+void check_apart(const std::vector<TensorView>& weights, const std::vector<TensorView>& grads) {
   std::vector<Elements> elements;
   for (size_t i = 0; i < weights.size(); ++i) {
-    elements.push_back(elements_in_memory(view(weights[i], "weight")));
-    const Elements grad = elements_in_memory(view(grads[i], "gradient"));
+    elements.push_back(elements_in_memory(weights[i]));
+    const Elements grad = elements_in_memory(grads[i]);
     if (grad.begin < elements[i].end && elements[i].begin < grad.end && share_memory(elements[i], grad)) {
       refuse(i, "the gradient shares memory with the weight");
     }
@@ -157,7 +155,7 @@ void check_apart(const Tensors& weights, const Tensors& grads) {
 // Checks of what lists of weights that are stepped apart have to be together.
 void check_factored(const Tensors& weights, const Tensors& grads) {
   check(grads.size() == weights.size(), "lists must have an entry for each weight");
-  check_apart(weights, grads);
+  check_apart(views(weights, "weight"), views(grads, "gradient"));
 }
 
 void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
@@ -167,12 +165,13 @@ void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& 
             (moments.empty() || moments.size() == count),
         "lists must have an entry for each weight");
   const FactoredOptions options = options_of(values);
-  check_apart(weights, grads);
   if (weights.empty()) return;
-  const int device = view(weights[0], "weight").device;
+  const std::vector<TensorView> weight = views(weights, "weight"), grad = views(grads, "gradient");
+  check_apart(weight, grad);
+  const int device = weight[0].device;
   std::vector<FactoredTensor> tensors;
   for (size_t i = 0; i < count; ++i) {
-    tensors.push_back(checked_tensor(i, weights[i], grads[i], rows[i], columns[i],
+    tensors.push_back(checked_tensor(i, weight[i], grad[i], rows[i], columns[i],
                                      moments.empty() ? nullptr : &moments[i], device));
   }
   if (device == kHost) return factored_step(tensors, options, num_threads());
