@@ -10,9 +10,11 @@ namespace {
 constexpr int kWarps = kThreads / kWarp, kColumnsOfThread = kTileColumns / kTileLanes;
 static_assert(kTileLanes == kWarp && kMeanRows == kWarp);
 
-// Blocks of threads that a multiprocessor is to hold.
+// Blocks of threads that a multiprocessor is to hold: as many as the registers of some rows allow.
 template <class Stored>
 constexpr int kTilesResident = sizeof(ComputeOf<Stored>) == sizeof(float) ? 3 : 1;
+template <class Way>
+constexpr int kRowsAtOnce = Way::kIsContiguous ? 2 : 1;
 
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -58,34 +60,47 @@ struct Tile {
   }
 };
 
+// The way from an element of a thread to its next where rows are contiguous, which a compiler then knows.
+struct Contiguous {
+  static constexpr bool kIsContiguous = true;
+  static __device__ __forceinline__ constexpr int64_t step(const FactoredArray&) { return kTileLanes; }
+};
+struct Strided {
+  static constexpr bool kIsContiguous = false;
+  static __device__ __forceinline__ int64_t step(const FactoredArray& of) { return of.column * kTileLanes; }
+};
+
 // A thread's elements of a tile.
-template <class Stored>
+template <class Stored, class Way>
 class TileElements {
  public:
   using T = ComputeOf<Stored>;
 
   __device__ TileElements(const Tile& tile, const FactoredArray& of)
-      : first_(tile.first<Stored>(of)), row_(of.row), step_(of.column * kTileLanes), left_(tile.left) {}
+      : first_(tile.first<Stored>(of)), row_(of.row), of_(of), left_(tile.left) {}
 
   // Those beyond the tile are zero.
   __device__ __forceinline__ void load(int row, T (&x)[kColumnsOfThread], T factor = 1) const {
     const Stored* const from = first_ + row * row_;
+    const int64_t step = Way::step(of_);
 #pragma unroll
     for (int k = 0; k < kColumnsOfThread; ++k) {
-      x[k] = k < left_ ? Codec<Stored>::decode(from[k * step_]) * factor : T{0};
+      x[k] = k < left_ ? Codec<Stored>::decode(from[k * step]) * factor : T{0};
     }
   }
   __device__ __forceinline__ void store(int row, const T (&x)[kColumnsOfThread]) const {
     Stored* const to = first_ + row * row_;
+    const int64_t step = Way::step(of_);
 #pragma unroll
     for (int k = 0; k < kColumnsOfThread; ++k) {
-      if (k < left_) to[k * step_] = Codec<Stored>::encode(x[k]);
+      if (k < left_) to[k * step] = Codec<Stored>::encode(x[k]);
     }
   }
 
  private:
   Stored* first_;
-  int64_t row_, step_;
+  int64_t row_;
+  const FactoredArray& of_;
   int left_;
 };
 
@@ -105,25 +120,32 @@ __device__ __forceinline__ void for_rows_of(const Tile& tile, const Load& load, 
   }
 }
 
-// Calls body(tile) for the warp's unit, if there is one. `backwards`: the last come first, for they are those
-// that the pass before has left in the cache.
+// Calls body(tile, way) for the warp's unit, if there is one. `backwards`: the last come first, for they are
+// those that the pass before has left in the cache.
 template <class Body>
 __device__ __forceinline__ void for_tile(const FactoredLaunch& launch, bool backwards, const Body& body) {
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp();
   if (number >= launch.unit_count) return;
   const FactoredUnit unit = launch.units[backwards ? launch.unit_count - 1 - number : number];
-  body(Tile(launch.tasks[unit.tensor], unit.index));
+  const FactoredTask& task = launch.tasks[unit.tensor];
+  const Tile tile(task, unit.index);
+  if (task.weight.column == 1 && task.grad.column == 1 && task.moment.column == 1) {
+    body(tile, Contiguous());
+  } else {
+    body(tile, Strided());
+  }
 }
 
 template <class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Grad>)
     sums_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
-  for_tile(launch, false, [&](const Tile& tile) {
+  for_tile(launch, false, [&](const Tile& tile, auto way) {
+    using Way = decltype(way);
     using T = ComputeOf<Grad>;
-    constexpr int kRows = 4;
+    constexpr int kRows = 2 * kRowsAtOnce<Way>;
     const FactoredTask& task = tile.task;
-    const TileElements<Grad> grads(tile, task.grad);
+    const TileElements<Grad, Way> grads(tile, task.grad);
     const T factor = static_cast<T>(launch.options.grad_factor);
     double* const row_sums =
         task.row_sums +
@@ -309,19 +331,21 @@ template <class Weight, class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     norms_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
-  for_tile(launch, true, [&](const Tile& tile) {
+  for_tile(launch, true, [&](const Tile& tile, auto way) {
+    using Way = decltype(way);
     using T = ComputeOf<Weight>;
-    constexpr int kRows = 2;
-    const TileElements<Weight> weights(tile, tile.task.weight);
-    const TileElements<Grad> grads(tile, tile.task.grad);
+    constexpr int kRows = kRowsAtOnce<Way>;
+    const TileElements<Weight, Way> weights(tile, tile.task.weight);
+    const TileElements<Grad, Way> grads(tile, tile.task.grad);
     const Update<T> update(launch, tile);
     const T factor = static_cast<T>(launch.options.grad_factor);
-    T w[kRows][kColumnsOfThread], g[kRows][kColumnsOfThread];
+    const bool needs_weights = launch.options.scaled != 0;
+    T w[kRows][kColumnsOfThread] = {}, g[kRows][kColumnsOfThread];
     double of_weight = 0, of_update = 0;
     for_rows_of<kRows>(
         tile,
         [&](int i, int row) {
-          weights.load(row, w[i]);
+          if (needs_weights) weights.load(row, w[i]);
           grads.load(row, g[i], factor);
         },
         [&](int i, int row) {
@@ -347,14 +371,15 @@ template <class Weight, class Grad>
 __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     apply_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
-  for_tile(launch, false, [&](const Tile& tile) {
+  for_tile(launch, false, [&](const Tile& tile, auto way) {
+    using Way = decltype(way);
     using T = ComputeOf<Weight>;
     using rules::mul_add;
-    constexpr int kRows = 2;
+    constexpr int kRows = kRowsAtOnce<Way>;
     const FactoredTask& task = tile.task;
-    const TileElements<Weight> weights(tile, task.weight);
-    const TileElements<Grad> grads(tile, task.grad);
-    const TileElements<T> moments(tile, task.moment);
+    const TileElements<Weight, Way> weights(tile, task.weight);
+    const TileElements<Grad, Way> grads(tile, task.grad);
+    const TileElements<T, Way> moments(tile, task.moment);
     const bool averages = task.moment.data != nullptr;
     const Update<T> update(launch, tile);
     const FactoredLengths lengths = *task.lengths;

@@ -258,7 +258,7 @@ class Adafactor(FusedOptimizer):
             if (
                 not same(weights, last.weights)
                 or _choices(group) != last.choices
-                or not all(type(grad) is Tensor and not grad._is_zerotensor() for grad in grads)
+                or any(map(_is_special, grads))
             ):
                 return False
             try:
@@ -491,6 +491,11 @@ def _numbers(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
 def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
     """Returns why the native operation cannot step these weights, or None if it can."""
     return why_not_native(list(weights), grads, needs_whole=True)
+
+
+def _is_special(grad: Tensor) -> bool:
+    """Returns whether the memory of a gradient might not hold its values."""
+    return type(grad) is not Tensor or grad.is_neg() or grad._is_zerotensor()
 
 
 def _check_weight(weight: Tensor, name: str) -> None:
