@@ -10,11 +10,9 @@ namespace {
 constexpr int kWarps = kThreads / kWarp, kColumnsOfThread = kTileColumns / kTileLanes;
 static_assert(kTileLanes == kWarp && kMeanRows == kWarp);
 
-// Blocks of threads that a multiprocessor is to hold: as many as the registers of some rows allow.
+// Blocks of threads that a multiprocessor is to hold. More of them gain more than more rows at a time do.
 template <class Stored>
-constexpr int kTilesResident = sizeof(ComputeOf<Stored>) == sizeof(float) ? 3 : 1;
-template <class Way>
-constexpr int kRowsAtOnce = Way::kIsContiguous ? 2 : 1;
+constexpr int kTilesResident = sizeof(ComputeOf<Stored>) == sizeof(float) ? 4 : 1;
 
 __device__ __forceinline__ int warp() { return static_cast<int>(threadIdx.x) / kWarp; }
 __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -62,11 +60,9 @@ struct Tile {
 
 // The way from an element of a thread to its next where rows are contiguous, which a compiler then knows.
 struct Contiguous {
-  static constexpr bool kIsContiguous = true;
   static __device__ __forceinline__ constexpr int64_t step(const FactoredArray&) { return kTileLanes; }
 };
 struct Strided {
-  static constexpr bool kIsContiguous = false;
   static __device__ __forceinline__ int64_t step(const FactoredArray& of) { return of.column * kTileLanes; }
 };
 
@@ -104,22 +100,6 @@ class TileElements {
   int left_;
 };
 
-// Calls load(i, row) for rows of a tile, kRows at a time and i < kRows, and then work(i, row) for these.
-template <int kRows, class Load, class Work>
-__device__ __forceinline__ void for_rows_of(const Tile& tile, const Load& load, const Work& work) {
-#pragma unroll 1
-  for (int first = 0; first < tile.rows; first += kRows) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (first + i < tile.rows) load(i, first + i);
-    }
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (first + i < tile.rows) work(i, first + i);
-    }
-  }
-}
-
 // Calls body(tile, way) for the warp's unit, if there is one. `backwards`: the last come first, for they are
 // those that the pass before has left in the cache.
 template <class Body>
@@ -143,26 +123,31 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Grad>)
   for_tile(launch, false, [&](const Tile& tile, auto way) {
     using Way = decltype(way);
     using T = ComputeOf<Grad>;
-    constexpr int kRows = 2 * kRowsAtOnce<Way>;
     const FactoredTask& task = tile.task;
     const TileElements<Grad, Way> grads(tile, task.grad);
     const T factor = static_cast<T>(launch.options.grad_factor);
     double* const row_sums =
-        task.row_sums +
-        (tile.matrix * task.column_tiles + tile.column / kTileColumns) * task.rows + tile.row;
-    T columns[kColumnsOfThread] = {}, x[kRows][kColumnsOfThread];
-    for_rows_of<kRows>(
-        tile, [&](int i, int row) { grads.load(row, x[i], factor); },
-        [&](int i, int row) {
-          T of_row = 0;
+        task.row_sums + (tile.matrix * task.column_tiles + tile.column / kTileColumns) * task.rows + tile.row;
+    T columns[kColumnsOfThread] = {};
+    const auto add_row = [&](int row, const T(&x)[kColumnsOfThread]) {
+      T of_row = 0;
 #pragma unroll
-          for (int k = 0; k < kColumnsOfThread; ++k) {
-            of_row = with_square(of_row, x[i][k]);
-            columns[k] = with_square(columns[k], x[i][k]);
-          }
-          const double sum = sum_of_warp(static_cast<double>(of_row));
-          if (lane() == 0) row_sums[row] = sum;
-        });
+      for (int k = 0; k < kColumnsOfThread; ++k) {
+        of_row = with_square(of_row, x[k]);
+        columns[k] = with_square(columns[k], x[k]);
+      }
+      const double sum = sum_of_warp(static_cast<double>(of_row));
+      if (lane() == 0) row_sums[row] = sum;
+    };
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; row += 2) {
+      T x[2][kColumnsOfThread];
+      const bool has_next = row + 1 < tile.rows;
+      grads.load(row, x[0], factor);
+      if (has_next) grads.load(row + 1, x[1], factor);
+      add_row(row, x[0]);
+      if (has_next) add_row(row + 1, x[1]);
+    }
     T* const column_sums = static_cast<T*>(task.column_sums) +
                            (tile.matrix * task.row_tiles + tile.row / kTileRows) * task.columns + tile.column;
 #pragma unroll
@@ -334,30 +319,26 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
   for_tile(launch, true, [&](const Tile& tile, auto way) {
     using Way = decltype(way);
     using T = ComputeOf<Weight>;
-    constexpr int kRows = kRowsAtOnce<Way>;
     const TileElements<Weight, Way> weights(tile, tile.task.weight);
     const TileElements<Grad, Way> grads(tile, tile.task.grad);
     const Update<T> update(launch, tile);
     const T factor = static_cast<T>(launch.options.grad_factor);
     const bool needs_weights = launch.options.scaled != 0;
-    T w[kRows][kColumnsOfThread] = {}, g[kRows][kColumnsOfThread];
     double of_weight = 0, of_update = 0;
-    for_rows_of<kRows>(
-        tile,
-        [&](int i, int row) {
-          if (needs_weights) weights.load(row, w[i]);
-          grads.load(row, g[i], factor);
-        },
-        [&](int i, int row) {
-          T weight_sum = 0, update_sum = 0;
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; ++row) {
+      T w[kColumnsOfThread] = {}, g[kColumnsOfThread];
+      if (needs_weights) weights.load(row, w);
+      grads.load(row, g, factor);
+      T weight_sum = 0, update_sum = 0;
 #pragma unroll
-          for (int k = 0; k < kColumnsOfThread; ++k) {
-            weight_sum = with_square(weight_sum, w[i][k]);
-            if (k < tile.left) update_sum = with_square(update_sum, update(row, k, g[i][k]));
-          }
-          of_weight += static_cast<double>(weight_sum);
-          of_update += static_cast<double>(update_sum);
-        });
+      for (int k = 0; k < kColumnsOfThread; ++k) {
+        weight_sum = with_square(weight_sum, w[k]);
+        if (k < tile.left) update_sum = with_square(update_sum, update(row, k, g[k]));
+      }
+      of_weight += static_cast<double>(weight_sum);
+      of_update += static_cast<double>(update_sum);
+    }
     of_weight = sum_of_warp(of_weight);
     of_update = sum_of_warp(of_update);
     if (lane() == 0) {
@@ -375,7 +356,6 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     using Way = decltype(way);
     using T = ComputeOf<Weight>;
     using rules::mul_add;
-    constexpr int kRows = kRowsAtOnce<Way>;
     const FactoredTask& task = tile.task;
     const TileElements<Weight, Way> weights(tile, task.weight);
     const TileElements<Grad, Way> grads(tile, task.grad);
@@ -386,29 +366,26 @@ __global__ void __launch_bounds__(kThreads, kTilesResident<Weight>)
     const T factor = static_cast<T>(launch.options.grad_factor), keep = static_cast<T>(lengths.keep),
             step = static_cast<T>(lengths.step), beta = static_cast<T>(launch.options.beta),
             one_minus_beta = static_cast<T>(1 - launch.options.beta);
-    T w[kRows][kColumnsOfThread], g[kRows][kColumnsOfThread];
-    for_rows_of<kRows>(
-        tile,
-        [&](int i, int row) {
-          weights.load(row, w[i]);
-          grads.load(row, g[i], factor);
-        },
-        [&](int i, int row) {
+#pragma unroll 1
+    for (int row = 0; row < tile.rows; ++row) {
+      T w[kColumnsOfThread], move[kColumnsOfThread];
+      weights.load(row, w);
+      grads.load(row, move, factor);
 #pragma unroll
-          for (int k = 0; k < kColumnsOfThread; ++k) g[i][k] = update(row, k, g[i][k]) * step;
-          if (averages) {
-            T m[kColumnsOfThread];
-            moments.load(row, m);
+      for (int k = 0; k < kColumnsOfThread; ++k) move[k] = update(row, k, move[k]) * step;
+      if (averages) {
+        T m[kColumnsOfThread];
+        moments.load(row, m);
 #pragma unroll
-            for (int k = 0; k < kColumnsOfThread; ++k) {
-              g[i][k] = mul_add(one_minus_beta, g[i][k], beta * m[k]);
-            }
-            moments.store(row, g[i]);
-          }
+        for (int k = 0; k < kColumnsOfThread; ++k) {
+          move[k] = mul_add(one_minus_beta, move[k], beta * m[k]);
+        }
+        moments.store(row, move);
+      }
 #pragma unroll
-          for (int k = 0; k < kColumnsOfThread; ++k) w[i][k] = w[i][k] * keep - g[i][k];
-          weights.store(row, w[i]);
-        });
+      for (int k = 0; k < kColumnsOfThread; ++k) w[k] = w[k] * keep - move[k];
+      weights.store(row, w);
+    }
   });
 }
 
@@ -419,9 +396,9 @@ void launch_tiles(void (*kernel)(const FactoredLaunch), const FactoredLaunch& la
 }  // namespace
 
 const FactoredPasses& factored_passes(FactoredFormat format) {
-#define FUSEDSTEP_PASSES(name, Weight, Grad)                                                  \
-  {[](const FactoredLaunch& launch) { launch_tiles(sums_kernel<Grad>, launch); },             \
-   [](const FactoredLaunch& launch) { launch_tiles(norms_kernel<Weight, Grad>, launch); },    \
+#define FUSEDSTEP_PASSES(name, Weight, Grad)                                               \
+  {[](const FactoredLaunch& launch) { launch_tiles(sums_kernel<Grad>, launch); },          \
+   [](const FactoredLaunch& launch) { launch_tiles(norms_kernel<Weight, Grad>, launch); }, \
    [](const FactoredLaunch& launch) { launch_tiles(apply_kernel<Weight, Grad>, launch); }},
   static const FactoredPasses passes[] = {FUSEDSTEP_FACTORED_FORMATS(FUSEDSTEP_PASSES)};
 #undef FUSEDSTEP_PASSES

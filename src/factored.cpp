@@ -272,7 +272,8 @@ class Step {
         const double* const sums = scratch_.at<double>(cut.row_sums) + m * cut.column_tiles * rows;
         average(moments, sums, cut.column_tiles, rows, columns);
         const double sum = sum_in_groups(parts(rows, kMeanRows), [&](int64_t part) {
-          return sum_in_tree(moments + part * kMeanRows, std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
+          return sum_in_tree(moments + part * kMeanRows,
+                             std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
         });
         const T mean = static_cast<T>(mean_of_rows(options_, sum, rows));
         find_factors(moments, mean, rows, scratch_.at<T>(cut.row_factors) + m * rows);

@@ -44,8 +44,8 @@ struct FactoredCut {
       : row_tiles(parts(tensor.rows, kTileRows)), column_tiles(parts(tensor.columns, kTileColumns)) {}
 };
 
-// Steps tensors on the CPU, on up to `threads` threads. The bits depend neither on their number nor on the layouts.
-// Throws std::bad_alloc before anything has changed.
+// Steps tensors on the CPU, on up to `threads` threads. The bits depend neither on their number nor on the
+// layouts. Throws std::bad_alloc before anything has changed.
 void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads);
 
 }  // namespace fusedstep

@@ -1,6 +1,6 @@
 """Times Adafactor's step of GPT-2 (124 M parameters) beside transformers', torch's and AdamW's.
 
-And that of 2,000 matrices of 32 by 32.
+And that of 2,000 matrices of 32 by 32; on a GPU also steps of GPT-2 that are queued.
 
     python bench/probes/adafactor.py [--device cuda] [--threads N] [--layers 12] [--json OUT.json]
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,6 +39,22 @@ def steps_of(sizes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[]
     }
 
 
+def milliseconds_queued(step: Callable[[], object]) -> float:
+    """The median of steps that are queued before the first of them begins."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    found = []
+    for _ in range(7):
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)
+        begin.record()
+        for _ in range(10):
+            step()
+        end.record()
+        torch.cuda.synchronize()
+        found.append(begin.elapsed_time(end) / 10)
+    return float(f"{statistics.median(found):.4g}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
@@ -51,10 +68,15 @@ def main() -> None:
     device = torch.device(asked.device)
     matrices, others = shapes(asked.layers)
 
-    models = {"gpt2": [*matrices, *others], "small": [(32, 32)] * 2000}
+    models = {"ms": [*matrices, *others], "small_ms": [(32, 32)] * 2000}
     found = {}
     for model, sizes in models.items():
-        found[model] = milliseconds(steps_of(sizes, asked.device), device, asked.rounds)
+        steps = steps_of(sizes, asked.device)
+        found[model] = milliseconds(steps, device, asked.rounds)
+        if model == "ms" and device.type == "cuda":
+            name = "Adafactor, torch's"
+            found["queued_ms"] = {name: milliseconds_queued(steps[name])}
+            print("queued", found["queued_ms"])
         width = max(map(len, found[model]))
         print(model)
         for name, time_ in found[model].items():
@@ -65,7 +87,7 @@ def main() -> None:
         if device.type == "cuda":
             about |= {"gpu": torch.cuda.get_device_name(device)}
         about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        asked.json.write_text(json.dumps(about | {"ms": found["gpt2"], "small_ms": found["small"]}, separators=(",", ":")) + "\n")
+        asked.json.write_text(json.dumps(about | found, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 // their sums. It decides the last bits, so it is the same on every instruction set, on a GPU, and for every
 // number of threads.
 //
-// A matrix consists of tiles of kTileRows rows and kTileColumns columns. In the type of the maths, squares are
-// added up
+// A matrix consists of tiles of kTileRows rows and kTileColumns columns. In the type of the maths, squares
+// are added up
 //   - along a tile's row, in each lane: its element j is in lane j % kTileLanes;
 //   - down a tile's column.
 // All that follows is in double:

@@ -212,7 +212,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
 
 [[maybe_unused]] const bool registered = [] {
   register_cuda_factored([](int device, std::span<const FactoredTensor> tensors,
-                   const FactoredOptions& options) -> std::unique_ptr<DeviceFactoredStep> {
+                            const FactoredOptions& options) -> std::unique_ptr<DeviceFactoredStep> {
     return std::make_unique<CudaFactoredStep>(device, tensors, options);
   });
   return true;

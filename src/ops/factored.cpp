@@ -98,7 +98,8 @@ bool have_same_sizes(const TensorView& a, const TensorView& b) {
 
 FactoredTensor checked_tensor(size_t i, const TensorView& weight, const TensorView& grad, const Tensor& rows,
                               const Tensor& columns, const Tensor* moment_tensor, int device) {
-  if (weight.device != device || grad.device != device) refuse(i, "weights and gradients must be on one device");
+  if (weight.device != device || grad.device != device)
+    refuse(i, "weights and gradients must be on one device");
   const Dims sizes = weight.sizes;
   if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
   if (overlaps_itself(sizes, weight.strides)) refuse(i, "the weight overlaps itself in memory");

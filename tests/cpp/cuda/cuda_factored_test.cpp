@@ -55,8 +55,8 @@ struct Memory {
 // A tensor and what it owns. Copies own their own.
 class Subject {
  public:
-  Subject(FactoredFormat format, int64_t count, int64_t rows, int64_t columns, Layout layout,
-          bool has_moment, uint64_t seed)
+  Subject(FactoredFormat format, int64_t count, int64_t rows, int64_t columns, Layout layout, bool has_moment,
+          uint64_t seed)
       : format_(format),
         count_(count),
         rows_(rows),
@@ -129,11 +129,30 @@ class CudaFactoredTest : public testing::TestWithParam<FactoredFormat> {
 
 // In transformers' variant and in torch's: factors that are limited are in the latter only.
 constexpr FactoredOptions kOptions[] = {
-    {.rate = 0.3, .added = 1e-3, .least_mean = 0, .most = 1e30, .step = 0.01, .scaled = 1,
-     .least_scale = 1e-3, .threshold = 0.7, .decay = 0.1, .decays_by_length = 1, .beta = 0.9,
+    {.rate = 0.3,
+     .added = 1e-3,
+     .least_mean = 0,
+     .most = 1e30,
+     .step = 0.01,
+     .scaled = 1,
+     .least_scale = 1e-3,
+     .threshold = 0.7,
+     .decay = 0.1,
+     .decays_by_length = 1,
+     .beta = 0.9,
      .grad_factor = 1},
-    {.rate = 0.5, .added = 0, .least_mean = 0.9, .most = 1.5, .step = 0.02, .scaled = 0, .least_scale = 0,
-     .threshold = 2, .decay = 0.001, .decays_by_length = 0, .beta = 0, .grad_factor = -1},
+    {.rate = 0.5,
+     .added = 0,
+     .least_mean = 0.9,
+     .most = 1.5,
+     .step = 0.02,
+     .scaled = 0,
+     .least_scale = 0,
+     .threshold = 2,
+     .decay = 0.001,
+     .decays_by_length = 0,
+     .beta = 0,
+     .grad_factor = -1},
 };
 
 TEST_P(CudaFactoredTest, SameBitsAsOnTheCpu) {
