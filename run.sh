@@ -9,6 +9,8 @@ source "$root/scripts/install.sh"
 source "$root/scripts/fuzz.sh"
 # shellcheck source=scripts/test.sh
 source "$root/scripts/test.sh"
+# shellcheck source=scripts/docs.sh
+source "$root/scripts/docs.sh"
 # shellcheck source=scripts/lint.sh
 source "$root/scripts/lint.sh"
 
@@ -34,6 +36,8 @@ Usage:
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh nanogpt [OPTION...]   a GPT in training: four kinds of attention, with and without torch.compile
                                  (--preset cpu|full, --optimizer fusedstep:CLASS|torch:CLASS, --commit)
+  ./run.sh docs [build]          the documentation as a site: built into build/site, and without `build` served at
+                                 http://127.0.0.1:8000 and built anew when a page changes
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
   ./run.sh build                 only install what is missing and build
@@ -131,7 +135,7 @@ main() {
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
-    '' | --full | build | test | fuzz | bench | mnist | nanogpt | doctor | lint | *.py) need_writable_checkout && prepare ;;
+    '' | --full | build | test | fuzz | bench | mnist | nanogpt | docs | doctor | lint | *.py) need_writable_checkout && prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in

@@ -98,6 +98,7 @@ test_everything() {
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
   bringing=$!
   part "C++" cpp_tests release
+  part "site" test_site
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
   sanitizing=$!

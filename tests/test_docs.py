@@ -1,5 +1,6 @@
-"""The pages: their Python runs, and their links lead somewhere."""
+"""The pages: their Python runs, their links lead somewhere, pictures have committed results."""
 
+import json
 import re
 from pathlib import Path
 
@@ -41,3 +42,63 @@ def test_links_lead_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_page_is_in_a_menu_of_the_site():
+    menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
+    missing = sorted(pages - set(re.findall(r": (\S+\.md)$", menus, re.MULTILINE)))
+    assert not missing, f"mkdocs.yml, nav: has no line for {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("page", named(PAGES))
+def test_pictures_are_drawn_from_committed_results(page):
+    """A picture has its results beside it, or in a file or folder that the page links to."""
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", page.read_text())
+    files = [page.parent / path for mark, path in links if not mark and "/results/" in path]
+    given = any(file.suffix == ".json" or list(file.glob("*.json")) for file in files)
+    for picture in [page.parent / path for mark, path in links if mark]:
+        beside = [
+            file for file in picture.parent.glob("*.json") if picture.stem.startswith(file.stem)
+        ]
+        assert beside or given, picture
+
+
+def results(file):
+    return json.loads((ROOT / "bench" / "results" / file).read_text())
+
+
+def gpt2(file, optimizer):
+    """Milliseconds of ours, over the weights of GPT-2 124 M."""
+    return next(
+        row["results"]["fused"]["ms"]
+        for row in results(file)["rows"]
+        if (row["optimizer"], row["title"]) == (optimizer, "GPT-2 124 M") and "results" in row
+    )
+
+
+def test_times_of_the_choice_are_those_measured():
+    """Of docs/choosing.md the columns CPU and GPU, in units of AdamW's time."""
+    cpu, gpu = "intel-emerald-rapids-16-cores/peers.json", "nvidia-h200/peers.json"
+    steps = "nvidia-h200/steps.json"
+    adafactor, galore, muon = (
+        results(f"nvidia-h100/{n}.json") for n in ("adafactor", "galore", "muon")
+    )
+    on = {device: adafactor[device]["ms"] for device in ("cpu", "cuda")}
+    low_rank = [galore[device]["steps"]["hybrid"] / on[device]["AdamW"] for device in on]
+    expected = {
+        "AdamW": [1, 1],
+        "Lamb": [gpt2(cpu, "lamb") / gpt2(cpu, "adam"), gpt2(gpu, "lamb") / gpt2(gpu, "adam")],
+        "Adan": [None, gpt2(steps, "adan") / gpt2(steps, "adam")],
+        "Adafactor": [on[d]["Adafactor, torch's"] / on[d]["AdamW"] for d in on],
+        "APOLLOAdamW": low_rank,  # of GaLoreAdamW, in the same line
+        "Muon": [None, muon["cuda"]["ms"]["Muon, bfloat16"] / on["cuda"]["AdamW"]],
+        "Adagrad": [gpt2(f, "adagrad") / gpt2(f, "adam") for f in (cpu, gpu)],
+    }
+    table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
+    rows = re.findall(r"^\|[^|]*\| `(\w+)`.*\| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
+    told = {name: list(times) for name, *times in rows}
+    assert told == {
+        name: ["–" if time is None else f"{time:.2g}" for time in times]
+        for name, times in expected.items()
+    }

@@ -82,8 +82,11 @@ def test_has_its_pieces(name, piece, repository):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_has_a_page(name, repository):
-    page = COMPOSITES.get(getattr(optim, name), name.lower())
-    assert (repository / f"docs/optimizers/{page}.md").is_file()
+    page = f"docs/optimizers/{COMPOSITES.get(getattr(optim, name), name.lower())}.md"
+    assert (repository / page).is_file(), f"{page} is missing"
+    text = (repository / page).read_text()
+    for part in ("## When to use it", "```math", "## Source"):
+        assert f"\n{part}\n" in text, f"{page} has no {part}"
 
 
 @pytest.mark.parametrize("name", NAMES)

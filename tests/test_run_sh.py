@@ -1,6 +1,7 @@
 """run.sh in folders with spaces, in those that cannot be written, and on disks that are full."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,3 +114,18 @@ def test_any_other_failure_shows_the_end_of_its_log(checkout):
     assert done.returncode == 4
     log = checkout / "build" / "logs" / "x.log"
     assert done.stderr.splitlines()[1:] == ["why", f"run.sh: the whole output: {log}"]
+
+
+def test_the_site_without_a_network_tells_in_one_line_what_it_needs(checkout):
+    pyproject = checkout / "pyproject.toml"
+    text = pyproject.read_text()
+    pyproject.write_text(
+        re.sub(r"^docs = \[", r'\g<0>"had-nowhere>=1", ', text, flags=re.MULTILINE)
+    )
+    code = 'for part in common install docs; do source "$1/scripts/$part.sh"; done; python=$2; '
+    code += "is_online() { false; }; docs build"
+    done = run("bash", "-c", code, "bash", checkout, sys.executable)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert "the site needs had-nowhere>=1" in line
+    assert line.endswith(", and there is no network to get them by")

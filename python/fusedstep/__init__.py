@@ -7,8 +7,10 @@
 from fusedstep import optim
 from fusedstep._ops import isa, isas
 from fusedstep._version import __version__
+from fusedstep.backward import step_in_backward
 from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
+from fusedstep.offload import offload
 from fusedstep.verify import verify
 
 __all__ = [
@@ -18,6 +20,8 @@ __all__ = [
     "import_state_dict",
     "isa",
     "isas",
+    "offload",
     "optim",
+    "step_in_backward",
     "verify",
 ]

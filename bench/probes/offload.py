@@ -1,0 +1,168 @@
+"""Trains a GPT of 1.3 billion weights on one GPU, with its AdamW on the CPU.
+
+    PYTHONPATH=bench:python python bench/probes/offload.py --json OUT.json
+
+Kinds: `none`, forward and backward pass without an optimizer; `fusedstep.offload`, with steps
+during the backward pass and, as `after`, behind it; `torch`, torch's fused AdamW with a step for
+each weight behind the backward pass and copies on streams of their own, as torchao's
+CPUOffloadOptimizer takes them. Each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import fusedstep
+from fusedstep import optim
+from small_gpt import SmallGPT
+
+VOCABULARY, LENGTH = 50304, 1024
+SIZES = {
+    "1.3B": {"layers": 24, "width": 2048, "heads": 16},
+    "tiny": {"layers": 2, "width": 64, "heads": 2},
+}
+
+#: The dtype of the weights and the options of ours, by the name of the run.
+OURS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "float32": (torch.float32, {}),
+    "bf16, float32 masters": (torch.bfloat16, {"master_weights": "float32"}),
+    "bf16, split, int8": (torch.bfloat16, {"master_weights": "split", "state_dtype": "int8"}),
+}
+
+ALL = ("none", "torch", "ours", "after")
+
+
+class TorchOffload:
+    """torch's fused AdamW on the CPU, one for each weight; gradients are copied as they arrive."""
+
+    def __init__(self, weights: list[Tensor]) -> None:
+        self.out, self.back = torch.cuda.Stream(), torch.cuda.Stream()
+        self.hosts: dict[Tensor, tuple[Tensor, Tensor, torch.optim.AdamW]] = {}
+        self.events: dict[Tensor, torch.cuda.Event] = {}
+        for p in weights:
+            host = torch.empty_like(p, device="cpu", pin_memory=True).copy_(p)
+            host.grad = torch.empty_like(host, pin_memory=True)
+            self.hosts[p] = host, host.grad, torch.optim.AdamW([host], fused=True)
+            p.register_post_accumulate_grad_hook(self.arrived)
+
+    @torch.no_grad()
+    def arrived(self, p: Tensor) -> None:
+        self.out.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.out):
+            self.hosts[p][1].copy_(p.grad, non_blocking=True)
+        p.grad.record_stream(self.out)
+        self.events[p] = self.out.record_event()
+        p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, event in self.events.items():
+            host, _, optimizer = self.hosts[p]
+            event.synchronize()
+            optimizer.step()
+            with torch.cuda.stream(self.back):
+                p.copy_(host, non_blocking=True)
+        self.events = {}
+        torch.cuda.current_stream().wait_stream(self.back)
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """Trains on one batch; returns figures of an iteration."""
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    dtype, options = OURS[asked.weights]
+    with torch.device("cuda"):
+        model = SmallGPT(**SIZES[asked.size], vocabulary=VOCABULARY, length=LENGTH).to(dtype)
+    for block in model.blocks:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    weights, optimizer = list(model.parameters()), None
+    if asked.kind == "torch":
+        optimizer = TorchOffload(weights)
+    elif asked.kind != "none":
+        optimizer = fusedstep.offload(
+            optim.AdamW(weights, **options),
+            overlap=asked.kind == "ours",
+            bucket_cap_mb=asked.bucket,
+        )
+    tokens = torch.randint(VOCABULARY, (asked.batch, LENGTH + 1), device="cuda")
+    times = []
+    for _ in range(asked.iterations + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        with torch.autocast("cuda", torch.bfloat16):
+            scores = model(tokens[:, :-1])
+            loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        if optimizer is None:
+            for p in weights:
+                p.grad = None
+        else:
+            optimizer.step()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times[2:])
+    return {
+        "kind": asked.kind,
+        "weights": asked.weights,
+        "ms": 1e3 * seconds,
+        "tokens_per_second": asked.batch * LENGTH / seconds,
+        "peak_bytes": torch.cuda.max_memory_allocated(),
+        "parameters": sum(p.numel() for p in weights),
+        "loss": loss.item(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--size", choices=SIZES, default="1.3B")
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--bucket", type=float, default=64.0, help="MiB")
+    parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--kind", choices=ALL, help="this one alone, in this process")
+    parser.add_argument("--weights", choices=OURS, default="float32")
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    if asked.kind:
+        print(json.dumps(measure(asked)))
+        return
+    wanted = [(kind, "float32") for kind in ALL] + [("none", "bf16, float32 masters")]
+    wanted += [("torch", "bf16, float32 masters")]
+    wanted += [("ours", name) for name in OURS if name != "float32"]
+    wanted += [("after", "bf16, float32 masters")]
+    rows = []
+    for kind, weights in wanted:
+        command = [sys.executable, __file__, "--kind", kind, "--weights", weights]
+        command += ["--size", asked.size, "--batch", str(asked.batch)]
+        command += ["--iterations", str(asked.iterations), "--bucket", str(asked.bucket)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            print(f"{kind}, {weights}: {done.stderr[-800:]}", flush=True)
+            continue
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        row = rows[-1]
+        print(
+            f"{kind:6} {weights:22} {row['ms']:9.1f} ms {row['tokens_per_second']:9,.0f} tokens/s "
+            f"{row['peak_bytes'] / 2**30:6.2f} GiB",
+            flush=True,
+        )
+        if asked.json:
+            about = {"device": torch.cuda.get_device_name(), "batch": asked.batch}
+            about |= {"length": LENGTH, "bucket_mb": asked.bucket}
+            asked.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,324 @@
+"""Steps on the CPU for a model elsewhere: without a GPU that is there too, and has no streams."""
+
+import importlib
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import fusedstep
+from cases import COMPOSITES, PLAIN, parameters_of
+from fusedstep import optim
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU"))]  # fmt: skip
+BF16 = torch.bfloat16
+MASTERS = {"master_weights": "float32"}
+SMALL = {"bucket_cap_mb": 0.003}
+
+
+class Net(nn.Module):
+    def __init__(self, dtype=torch.float32, device="cpu") -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.unused = nn.Parameter(torch.ones(16, 16))
+        self.to(dtype).to(device)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, 16, generator=generator) for _ in range(count)]
+
+
+def gradients(model, batch, factor=1.0):
+    """Gradients of a model, which the same weights have on every device."""
+    for p in model.parameters():
+        if p is not model.unused:
+            (p.double().cos().sum() * batch.sum().item() * factor).backward()
+
+
+def groups_of(model):
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [{"params": matrices}, {"params": others, "lr": 1e-3}]
+
+
+def trained(make, dtype=torch.float32, device="cpu", offloaded=None, steps=3, **options):
+    """The weights after some steps, and the optimizer. ``offloaded``: arguments of offload()."""
+    model = Net(dtype, device)
+    optimizer = make(model)
+    if offloaded is not None:
+        optimizer = fusedstep.offload(optimizer, **offloaded)
+    for batch in batches(steps):
+        gradients(model, batch)
+        optimizer.step(**options)
+        optimizer.zero_grad()
+    return [p.detach().cpu() for p in model.parameters()], optimizer
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected)
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_steps_are_those_of_the_optimizer(case):
+    expected, _ = trained(lambda model: case.build(groups_of(model)))
+    for offloaded in (SMALL, {"overlap": False}):
+        found, _ = trained(lambda model: case.build(groups_of(model)), offloaded=offloaded)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    "cls", [each for each in COMPOSITES if each is not optim.SparseAdam], ids=lambda c: c.__name__
+)
+def test_of_optimizers_of_matrices(cls):
+    def make(model):
+        groups = groups_of(model)
+        if cls is optim.Muon:
+            groups[1]["use_muon"] = False
+        if "rank" in parameters_of(cls):
+            groups[0] |= {"rank": 4}
+        return cls(groups, lr=1e-2)
+
+    expected, _ = trained(make)
+    found, _ = trained(make, offloaded=SMALL)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "options",
+    [{}, MASTERS, {"master_weights": "split"}, {"rounding": "kahan"},
+     {"rounding": "stochastic", "seed": 2}, MASTERS | {"state_dtype": "int8"}],
+    ids=str,
+)  # fmt: skip
+def test_of_16_bit_weights(options, device):
+    """Without another way they are kept in float32."""
+    expected, _ = trained(
+        lambda model: optim.AdamW(groups_of(model), lr=1e-2, **(options or MASTERS)), BF16
+    )
+    found, optimizer = trained(
+        lambda model: optim.AdamW(groups_of(model), lr=1e-2, **options), BF16, device, SMALL
+    )
+    assert_same(found, expected)
+    assert all(value.is_cpu for state in optimizer.state.values() for value in state.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clipping(device):
+    def make(model):
+        return optim.AdamW(groups_of(model), lr=1e-2)
+
+    expected, _ = trained(make, max_norm=0.5)
+    found, _ = trained(make, device=device, offloaded={"overlap": False}, max_norm=0.5)
+    assert_same(found, expected)
+    found, _ = trained(
+        lambda model: optim.AdamW(groups_of(model), lr=1e-2, max_grad_norm=0.5),
+        device=device,
+        offloaded={"overlap": False},
+    )
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_clipping_by_the_norm_of_the_iteration_before(device):
+    def make(model):
+        return optim.SGD(groups_of(model), lr=1e-2, momentum=0.9)
+
+    model = Net()
+    optimizer = make(model)
+    fusedstep.step_in_backward(optimizer, max_previous_norm=0.5, **SMALL)
+    for batch in batches(3):
+        gradients(model, batch)
+        optimizer.step()
+    found, _ = trained(make, device=device, offloaded=SMALL | {"max_previous_norm": 0.5})
+    assert_same(found, [p.detach() for p in model.parameters()])
+
+
+def test_steps_are_taken_by_another_thread_during_the_backward_pass():
+    model = Net()
+    optimizer = fusedstep.offload(optim.AdamW(model.parameters()), bucket_cap_mb=0)
+    threads = []
+    step = optimizer._inner._update_bucket
+    optimizer._inner._update_bucket = lambda *args: (
+        threads.append(threading.current_thread()) or step(*args)
+    )
+    gradients(model, batches(1)[0])
+    assert all(p.grad is None for p in model.parameters())
+    optimizer._finish()
+    assert len(threads) == 8
+    assert threading.current_thread() not in threads
+
+
+def test_accumulation():
+    def train(offloaded):
+        model = Net()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            optimizer = fusedstep.offload(optimizer, accumulation_steps=2, **SMALL)
+        for batch in batches(3):
+            gradients(model, batch)
+            gradients(model, batch, 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert_same(train(True), train(False))
+
+
+def test_schedulers_and_closures():
+    def train(offloaded):
+        model = Net()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            optimizer = fusedstep.offload(optimizer, **SMALL)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        for batch in batches(3):
+
+            def closure(batch=batch):
+                optimizer.zero_grad()
+                gradients(model, batch)
+                return 7.0
+
+            assert optimizer.step(closure) == 7.0
+            scheduler.step()
+        return [p.detach() for p in model.parameters()]
+
+    assert_same(train(True), train(False))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
+def test_dictionaries_are_those_of_the_optimizer(dtype):
+    """A run goes on with or without offloading, from a dictionary of either."""
+    options = {"lr": 1e-2} | (MASTERS if dtype is BF16 else {})
+
+    def go_on(model, dictionary, offloaded):
+        optimizer = optim.AdamW(groups_of(model), **options)
+        if offloaded:
+            optimizer = fusedstep.offload(optimizer, **SMALL)
+        if dictionary:
+            optimizer.load_state_dict(dictionary)
+        for batch in batches(2):
+            gradients(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        dictionary = optimizer.state_dict()
+        if offloaded:
+            optimizer.remove()
+        return dictionary
+
+    ends = []
+    for ways in ((False, False), (False, True), (True, False), (True, True)):
+        model, dictionary = Net(dtype), None
+        for offloaded in ways:
+            dictionary = go_on(model, dictionary, offloaded)
+        assert dictionary["param_groups"][1]["lr"] == 1e-3
+        states = [v for _, state in sorted(dictionary["state"].items()) for v in state.values()]
+        ends.append([*(p.detach() for p in model.parameters()), *states])
+    for end in ends[1:]:
+        assert_same(end, ends[0])
+
+
+def test_states_are_taken_over():
+    def make(model):
+        return optim.AdamW(groups_of(model), lr=1e-2)
+
+    expected, _ = trained(make, steps=4)
+    model = Net()
+    optimizer = make(model)
+    for n, batch in enumerate(batches(4)):
+        if n == 2:
+            optimizer = fusedstep.offload(optimizer, **SMALL)
+        gradients(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same([p.detach() for p in model.parameters()], expected)
+
+
+def test_changes_of_weights_are_taken_over():
+    def train(offloaded):
+        model = Net()
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        if offloaded:
+            optimizer = fusedstep.offload(optimizer, **SMALL)
+        for batch in batches(2):
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.mul_(0.5)
+            gradients(model, batch)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [p.detach() for p in model.parameters()]
+
+    assert_same(train(True), train(False))
+
+
+def test_an_error_of_a_step_comes_out_of_step():
+    model = Net()
+    optimizer = fusedstep.offload(optim.AdamW(groups_of(model)), **SMALL)
+    optimizer.param_groups[0]["lr"] = "much"
+    gradients(model, batches(1)[0])
+    with pytest.raises((TypeError, ValueError), match="lr"):
+        optimizer.step()
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    model, module = Net(BF16), importlib.import_module("fusedstep.offload")
+    monkeypatch.setattr(module, "_available", lambda: 2**10)
+    optimizer = optim.AdamW(model.parameters())
+    with pytest.raises(MemoryError, match=r"of the host's memory.*int8"):
+        fusedstep.offload(optimizer)
+    assert "master_weights" not in optimizer.param_groups[0]
+    elements = sum(p.numel() for p in model.parameters())
+    needed = 16 * elements + 4 * len(list(model.parameters()))  # 2 + 2 + 4 + 4 + 4, and a count
+    monkeypatch.setattr(module, "_available", lambda: needed - 1)
+    with pytest.raises(MemoryError):
+        fusedstep.offload(optimizer)
+    monkeypatch.setattr(module, "_available", lambda: needed)
+    fusedstep.offload(optimizer)
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 is stepped in the backward"):
+        fusedstep.offload(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "error", "text"),
+    [
+        ({}, {"device": "meta"}, ValueError, "device must be 'cpu', not 'meta'"),
+        ({}, {"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb value: nan"),
+        ({}, {"accumulation_steps": 0}, ValueError, "accumulation_steps value: 0"),
+        ({}, {"max_previous_norm": -1.0}, ValueError, "max_previous_norm value: -1"),
+        ({}, {"overlap": False, "max_previous_norm": 1.0}, ValueError, "max_previous_norm is for"),
+        ({"max_grad_norm": 1.0}, {}, RuntimeError, "max_grad_norm.*overlap=False"),
+        ({"differentiable": True}, {}, RuntimeError, "`differentiable`"),
+        ({"capturable": True}, {}, RuntimeError, "`capturable`"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else None,
+)
+def test_what_is_refused(options, arguments, error, text):
+    with pytest.raises(error, match=text):
+        fusedstep.offload(optim.AdamW(Net().parameters(), **options), **arguments)
+
+
+def test_others_are_refused():
+    with pytest.raises(TypeError, match=r"must be one of fusedstep.optim, not AdamW"):
+        fusedstep.offload(torch.optim.AdamW(Net().parameters()))
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is complex"):
+        fusedstep.offload(optim.AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
+    with pytest.raises(ValueError, match="parameter 1 of group 0 is on meta, and others on"):
+        fusedstep.offload(
+            optim.AdamW([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))])
+        )
+    optimizer = fusedstep.offload(optim.AdamW(Net().parameters()))
+    with pytest.raises(RuntimeError, match="before it is offloaded"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    with pytest.raises(RuntimeError, match=r"step\(max_norm=…\)"):
+        optimizer.step(max_norm=1.0)
