@@ -2,12 +2,11 @@
 // launches.
 #include <cuda_runtime_api.h>
 
-#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <numeric>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "cuda_kernels/factored.h"
@@ -17,20 +16,58 @@
 namespace fusedstep::cuda {
 namespace {
 
-// The pinned memory that a device's tables are copied from. It is left to the end of the process, where the
-// CUDA runtime may have gone before it.
+// Pinned memory that a device's tables are copied from: as many slots as there are copies under way, up to a
+// number that no training loop is ahead of its device.
 class Staging {
  public:
-  static void send(int device, std::byte* to, const std::vector<std::byte>& from, cudaStream_t stream) {
-    static std::mutex mutex;
-    static auto& of_device = *new std::map<int, Uploads>;
-    const std::lock_guard lock(mutex);
-    Uploads& uploads = of_device[device];
-    uploads.clear();
-    uploads.add(to, from.data(), from.size());
-    uploads.send(stream);
+  void send(std::byte* to, const std::vector<std::byte>& from, cudaStream_t stream) {
+    Slot& slot = free_slot();
+    if (slot.bytes < from.size()) {
+      slot.bytes = 0;
+      slot.memory = new_pinned_bytes(from.size());
+      slot.bytes = from.size();
+    }
+    std::memcpy(slot.memory.get(), from.data(), from.size());
+    check(cudaMemcpyAsync(to, slot.memory.get(), from.size(), cudaMemcpyHostToDevice, stream),
+          "copying a step's tables");
+    check(cudaEventRecord(slot.copied, stream), "recording an event");
   }
+
+ private:
+  static constexpr size_t kMostSlots = 64;
+  struct Slot {
+    PinnedBytes memory;
+    size_t bytes = 0;
+    cudaEvent_t copied = nullptr;
+  };
+
+  Slot& free_slot() {
+    for (Slot& slot : slots_) {
+      if (cudaEventQuery(slot.copied) == cudaSuccess) return slot;
+      static_cast<void>(cudaGetLastError());  // that it is not ready is no error of a step
+    }
+    if (slots_.size() < kMostSlots) {
+      Slot slot;
+      check(cudaEventCreateWithFlags(&slot.copied, cudaEventDisableTiming), "making an event");
+      slots_.push_back(std::move(slot));
+      return slots_.back();
+    }
+    Slot& slot = slots_[next_++ % kMostSlots];
+    check(cudaEventSynchronize(slot.copied), "waiting for an earlier copy");
+    return slot;
+  }
+
+  std::vector<Slot> slots_;
+  size_t next_ = 0;
 };
+
+void send_tables(int device, std::byte* to, const std::vector<std::byte>& from, cudaStream_t stream) {
+  static std::mutex mutex;
+  // Left to the end of the process, where the CUDA runtime may have gone before it.
+  static auto& of_device = *new std::map<int, Staging>;
+  const std::lock_guard lock(mutex);
+  of_device[device].send(to, from, stream);
+}
 
 class CudaFactoredStep final : public DeviceFactoredStep {
  public:
@@ -49,7 +86,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
 
   void run(std::byte* scratch) override {
     const DeviceGuard guard(device_);
-    Staging::send(device_, scratch, tables(scratch), stream_);
+    send_tables(device_, scratch, tables(scratch), stream_);
     FactoredLaunch launch{};
     launch.tasks = reinterpret_cast<const FactoredTask*>(scratch + tasks_at_);
     launch.options = options_;
