@@ -56,14 +56,15 @@ endfunction()
 function(fusedstep_cuda_library TARGET)
   set(kernels "${PROJECT_SOURCE_DIR}/cuda_kernels")
   fusedstep_cuda_objects(fusedstep_cuda_gradients "${kernels}/gradients.cu")
-  set(objects $<TARGET_OBJECTS:fusedstep_cuda_gradients>)
+  fusedstep_cuda_objects(fusedstep_cuda_factored "${kernels}/factored.cu")
+  set(objects $<TARGET_OBJECTS:fusedstep_cuda_gradients> $<TARGET_OBJECTS:fusedstep_cuda_factored>)
   foreach(rule ${FUSEDSTEP_RULES})
     fusedstep_cuda_objects(fusedstep_cuda_${rule} "${kernels}/instantiate.cu" FUSEDSTEP_RULE=${rule})
     list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_${rule}>)
   endforeach()
 
   # torch's own CUDA runtime is shared: there is one current device in a process.
-  add_library(${TARGET} SHARED ${objects} src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
+  add_library(${TARGET} SHARED ${objects} src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
   target_compile_definitions(${TARGET} PRIVATE USE_CUDA)  # for torch's stable interface to show that to CUDA
   target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart)
   target_link_options(${TARGET} PRIVATE LINKER:-z,defs)

@@ -4,6 +4,7 @@
 #pragma once
 #include "cpu_kernels/kernel_table.h"
 #include "cpu_kernels/reduce.h"
+#include "src/core/factored.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -28,15 +29,48 @@ class BlockRow {
   alignas(64) Stored tile_[kBlockColumns];
 };
 
-// The sum of a row's lanes, which are floats or doubles, in a tree.
+// The index of a lane is then a constant, as with norms of rules.
+constexpr int kUnrolledTileLanes = kIsFallback ? 1 : 2 * kUnrolledLanes;
+
+// The sums of squares of a row in a tile, lane by lane.
+template <class T>
+class TileSums {
+ public:
+  FUSEDSTEP_FN void add_squares(int lane, const Pack<T>& x) {
+    half_[lane / kLanes].add_squares(lane % kLanes, x);
+  }
+  FUSEDSTEP_FN void save(T* lanes) const {
+    half_[0].save(lanes);
+    half_[1].save(lanes + kLanes);
+  }
+
+ private:
+  static_assert(kTileLanes == 2 * kLanes);
+  LaneSums<T> half_[2];
+};
+
+// The sum of lanes, in a tree.
 template <class T>
 FUSEDSTEP_FN double sum_of_lanes(const T* lanes) {
-  double sums[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) sums[lane] = static_cast<double>(lanes[lane]);
-  for (int half = kLanes / 2; half > 0; half /= 2) {
+  double sums[kTileLanes];
+  for (int lane = 0; lane < kTileLanes; ++lane) sums[lane] = static_cast<double>(lanes[lane]);
+  for (int half = kTileLanes / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
   }
   return sums[0];
+}
+
+// The columns [begin, end) of a tile, of which those from `whole` on fill no group of lanes.
+struct TileColumns {
+  int64_t begin, end, whole;
+
+  FUSEDSTEP_FN TileColumns(const FactoredBlock& block, int64_t tile)
+      : begin(tile * kTileColumns),
+        end(std::min(begin + kTileColumns, block.columns)),
+        whole(end - (end - begin) % kTileLanes) {}
+};
+FUSEDSTEP_FN int64_t tiles_of(const FactoredBlock& block) {
+  return (block.columns + kTileColumns - 1) / kTileColumns;
 }
 
 // Rows [r, r + kRows): column sums are loaded and stored once for all of them.
@@ -46,39 +80,42 @@ FUSEDSTEP_FN void sum_rows(const FactoredBlock& block, int64_t r, BlockRow<Grad>
   using V = Pack<T>;
   auto* __restrict const column_sums = static_cast<T*>(block.column_sums);
   const T factor = static_cast<T>(block.grad_factor);
-  const int64_t columns = block.columns, whole = columns - columns % kLanes;
   const Grad* grad[kRows];
-  LaneSums<T> sums[kRows];
-  for (int k = 0; k < kRows; ++k) grad[k] = rows[k].load(block.grad, r + k, columns);
-  for (int64_t j = 0; j < whole; j += kLanes) {
-#pragma GCC unroll kUnrolledLanes
-    for (int lane = 0; lane < kLanes; lane += V::size()) {
-      V column = load<V>(column_sums, j + lane);
+  for (int k = 0; k < kRows; ++k) grad[k] = rows[k].load(block.grad, r + k, block.columns);
+  for (int64_t tile = 0; tile < tiles_of(block); ++tile) {
+    const TileColumns in(block, tile);
+    TileSums<T> sums[kRows];
+    for (int64_t j = in.begin; j < in.whole; j += kTileLanes) {
+#pragma GCC unroll kUnrolledTileLanes
+      for (int lane = 0; lane < kTileLanes; lane += V::size()) {
+        V column = load<V>(column_sums, j + lane);
 #pragma GCC unroll 4
-      for (int k = 0; k < kRows; ++k) {
-        const V x = load<V>(grad[k], j + lane) * V(factor);
-        sums[k].add_squares(lane, x);
-        column = with_square(column, x);
+        for (int k = 0; k < kRows; ++k) {
+          const V x = load<V>(grad[k], j + lane) * V(factor);
+          sums[k].add_squares(lane, x);
+          column = with_square(column, x);
+        }
+        store(column_sums, j + lane, column);
       }
-      store(column_sums, j + lane, column);
     }
-  }
-  for (int k = 0; k < kRows; ++k) {
-    alignas(64) T lanes[kLanes];
-    sums[k].save(lanes);
-    for (int64_t j = whole; j < columns; ++j) {
-      const T x = load<T>(grad[k], j) * factor;
-      lanes[j - whole] = with_square(lanes[j - whole], x);
-      column_sums[j] = with_square(column_sums[j], x);
+    for (int k = 0; k < kRows; ++k) {
+      alignas(64) T lanes[kTileLanes];
+      sums[k].save(lanes);
+      for (int64_t j = in.whole; j < in.end; ++j) {
+        const T x = load<T>(grad[k], j) * factor;
+        lanes[j - in.whole] = with_square(lanes[j - in.whole], x);
+        column_sums[j] = with_square(column_sums[j], x);
+      }
+      block.row_sums[tile * block.row_sums_of_tile + r + k] = sum_of_lanes(lanes);
     }
-    block.row_sums[r + k] = sum_of_lanes(lanes);
   }
 }
 
 template <class Weight, class Grad>
 void factored_sums(const FactoredBlock& block) {
   using T = typename Codec<Grad>::Compute;
-  constexpr int kRows = 4;
+  // As many as leave registers for the columns.
+  constexpr int kRows = std::max(1, Pack<T>::size() / 4);
   BlockRow<Grad> rows[kRows];
   auto* const column_sums = static_cast<T*>(block.column_sums);
   std::fill_n(column_sums, block.columns, T{0});
@@ -122,27 +159,36 @@ void factored_norms(const FactoredBlock& block) {
   using V = Pack<T>;
   BlockRow<Weight> weights;
   BlockRow<Grad> grads;
-  const int64_t columns = block.columns, whole = columns - columns % kLanes;
+  alignas(64) double totals[kBlockTiles][2][kTileLanes] = {};
   for (int64_t r = 0; r < block.rows; ++r) {
-    const Weight* const weight = weights.load(block.weight, r, columns);
-    const RowUpdate<Grad, T> update(block, r, grads.load(block.grad, r, columns));
-    LaneSums<T> of_weight, of_update;
-    for (int64_t j = 0; j < whole; j += kLanes) {
-#pragma GCC unroll kUnrolledLanes
-      for (int lane = 0; lane < kLanes; lane += V::size()) {
-        of_weight.add_squares(lane, load<V>(weight, j + lane));
-        of_update.add_squares(lane, update.template at<V>(j + lane));
+    const Weight* const weight = weights.load(block.weight, r, block.columns);
+    const RowUpdate<Grad, T> update(block, r, grads.load(block.grad, r, block.columns));
+    for (int64_t tile = 0; tile < tiles_of(block); ++tile) {
+      const TileColumns in(block, tile);
+      TileSums<T> of_weight, of_update;
+      for (int64_t j = in.begin; j < in.whole; j += kTileLanes) {
+#pragma GCC unroll kUnrolledTileLanes
+        for (int lane = 0; lane < kTileLanes; lane += V::size()) {
+          of_weight.add_squares(lane, load<V>(weight, j + lane));
+          of_update.add_squares(lane, update.template at<V>(j + lane));
+        }
+      }
+      alignas(64) T lanes[2][kTileLanes];
+      of_weight.save(lanes[0]);
+      of_update.save(lanes[1]);
+      for (int64_t j = in.whole; j < in.end; ++j) {
+        lanes[0][j - in.whole] = with_square(lanes[0][j - in.whole], load<T>(weight, j));
+        lanes[1][j - in.whole] = with_square(lanes[1][j - in.whole], update.template at<T>(j));
+      }
+      for (int norm = 0; norm < 2; ++norm) {
+        for (int lane = 0; lane < kTileLanes; ++lane) {
+          totals[tile][norm][lane] += static_cast<double>(lanes[norm][lane]);
+        }
       }
     }
-    alignas(64) T lanes[2][kLanes];
-    of_weight.save(lanes[0]);
-    of_update.save(lanes[1]);
-    for (int64_t j = whole; j < columns; ++j) {
-      lanes[0][j - whole] = with_square(lanes[0][j - whole], load<T>(weight, j));
-      lanes[1][j - whole] = with_square(lanes[1][j - whole], update.template at<T>(j));
-    }
-    block.norms[0] += sum_of_lanes(lanes[0]);
-    block.norms[1] += sum_of_lanes(lanes[1]);
+  }
+  for (int64_t tile = 0; tile < tiles_of(block); ++tile) {
+    for (int norm = 0; norm < 2; ++norm) block.norms[2 * tile + norm] = sum_of_lanes(totals[tile][norm]);
   }
 }
 

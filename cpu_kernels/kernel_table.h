@@ -4,10 +4,14 @@
 #include <cstdint>
 
 #include "fusedstep/rules/list.h"
-#include "src/core/factored.h"
 #include "src/core/operands.h"
 #include "src/core/reduction.h"
 #include "src/core/task.h"
+
+namespace fusedstep {
+enum class FactoredFormat : uint8_t;
+struct FactoredKernels;
+}  // namespace fusedstep
 
 namespace fusedstep::cpu {
 

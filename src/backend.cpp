@@ -10,7 +10,8 @@
 namespace fusedstep {
 namespace {
 
-DevicePlanFactory cuda_factory = nullptr;
+DevicePlanFactory plan_factory = nullptr;
+DeviceFactoredStepFactory factored_step_factory = nullptr;
 
 // Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
@@ -23,18 +24,28 @@ std::string load_cuda() {
   return error != nullptr ? error : "it could not be loaded";
 }
 
-}  // namespace
-
-void register_cuda(DevicePlanFactory factory) { cuda_factory = factory; }
-
-std::unique_ptr<DevicePlan> new_device_plan(int device) {
+// Loads the library unless it has set this factory.
+template <class Factory>
+Factory loaded(const Factory& factory) {
   static std::mutex loading;
   const std::lock_guard lock(loading);
-  if (const std::string error = cuda_factory != nullptr ? "" : load_cuda(); !error.empty()) {
+  if (const std::string error = factory != nullptr ? "" : load_cuda(); !error.empty()) {
     throw std::runtime_error("weights on a CUDA device need libfusedstep_cuda.so, built where nvcc is: " +
                              error);
   }
-  return cuda_factory(device);
+  return factory;
+}
+
+}  // namespace
+
+void register_cuda(DevicePlanFactory factory) { plan_factory = factory; }
+void register_cuda_factored(DeviceFactoredStepFactory factory) { factored_step_factory = factory; }
+
+std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
+
+std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
+                                                      const FactoredOptions& options) {
+  return loaded(factored_step_factory)(device, tensors, options);
 }
 
 }  // namespace fusedstep

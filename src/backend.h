@@ -1,11 +1,13 @@
 // The backend for tensors that are not on the CPU: a library of its own, which registers itself when it is
 // loaded.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 
 #include "fusedstep/isa.h"
+#include "src/factored.h"
 #include "src/step.h"
 
 namespace fusedstep {
@@ -39,11 +41,27 @@ class DevicePlan {
   virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
 };
 
+// factored_step() on a device, for the tensors that it was made of.
+class DeviceFactoredStep {
+ public:
+  virtual ~DeviceFactoredStep() = default;
+
+  // The memory on the device that run() needs, aligned to 256 bytes. It may be used again once what run() has
+  // queued is done.
+  virtual size_t scratch_bytes() const = 0;
+  virtual void run(std::byte* scratch) = 0;
+};
+
+using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
+    int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 
-// Sets the function that makes the plans of CUDA tensors.
+// Sets the functions that make the plans, and the steps, of CUDA tensors.
 FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
-// Throws std::runtime_error if there is no such library in the process.
+FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
+// These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
+std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
+                                                      const FactoredOptions& options);
 
 }  // namespace fusedstep

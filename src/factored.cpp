@@ -1,11 +1,11 @@
 #include "src/factored.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
 #include <memory>
 #include <vector>
 
+#include "src/core/reduction.h"
 #include "src/dispatch.h"
 #include "src/session.h"
 
@@ -15,17 +15,6 @@ namespace {
 // A thread takes blocks together that have so many elements. The stages of a step go over so many for each
 // thread before the next ones: later stages then find the wave's weights and gradients in the caches.
 constexpr int64_t kItemElements = int64_t{1} << 15, kWaveElements = int64_t{1} << 18;
-
-constexpr int64_t parts(int64_t count, int64_t each) { return (count + each - 1) / each; }
-
-// Bytes of an element.
-int size_of_maths(FactoredFormat format) { return format == FactoredFormat::kDouble ? 8 : 4; }
-int size_of_weight(FactoredFormat format) {
-  return format == FactoredFormat::kBFloat16 || format == FactoredFormat::kHalf ? 2 : size_of_maths(format);
-}
-int size_of_grad(FactoredFormat format) {
-  return format == FactoredFormat::kFloat ? 4 : format == FactoredFormat::kDouble ? 8 : 2;
-}
 
 // Memory that a thread keeps from step to step, unless it is much.
 class Scratch {
@@ -76,11 +65,30 @@ class Scratch {
 };
 
 // How a tensor is cut into blocks, and where in the scratch memory its sums and factors are.
-struct Cut {
-  int64_t row_parts, column_parts, blocks, block_rows;
-  size_t row_sums, column_sums, row_factors, column_factors;
-  size_t first_item, items;
+struct Cut : FactoredCut {
+  explicit Cut(const FactoredTensor& tensor)
+      : FactoredCut(tensor),
+        column_blocks(parts(tensor.columns, kBlockColumns)),
+        blocks(tensor.count * row_tiles * column_blocks) {}
+
+  int64_t tiles(const FactoredTensor& tensor) const { return tensor.count * row_tiles * column_tiles; }
+
+  int64_t column_blocks, blocks;
+  size_t row_sums = 0, column_sums = 0, row_factors = 0, column_factors = 0;
+  size_t norms = 0;  // of its first tile
 };
+
+// The sum over i in [0, count) of at(i), in groups as norms are summed.
+template <class At>
+double sum_in_groups(int64_t count, At at) {
+  double total = 0;
+  for (int64_t first = 0; first < count; first += kPartialsGroup) {
+    double group = 0;
+    for (int64_t i = first; i < std::min(first + kPartialsGroup, count); ++i) group += at(i);
+    total += group;
+  }
+  return total;
+}
 
 // Blocks of a tensor, or its matrices where these are reduced.
 struct Item {
@@ -92,9 +100,8 @@ class Step {
  public:
   Step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads)
       : tensors_(tensors), options_(options), threads_(threads) {
-    for (const FactoredTensor& tensor : tensors) cuts_.push_back(cut_of(tensor));
+    for (const FactoredTensor& tensor : tensors) cuts_.emplace_back(tensor);
     make_items();
-    norms_.resize(2 * block_items_.size());
     scratch_.allocate();
   }
 
@@ -102,45 +109,42 @@ class Step {
 
   void operator()(size_t stage, Pieces& pieces) const {
     const Wave& wave = waves_[stage / kStages];
+    KnownLengths lengths;
     for (int64_t begin, end; pieces.next(begin, end);) {
       for (int64_t i = begin; i < end; ++i) {
         switch (stage % kStages) {
           case 0:
-            run_blocks<kSums>(wave.first_blocks + i);
+            run_blocks<kSums>(wave.first_blocks + i, lengths);
             break;
           case 1:
             reduce(matrix_items_[wave.first_matrices + i]);
             break;
           case 2:
-            run_blocks<kNorms>(wave.first_blocks + i);
+            run_blocks<kNorms>(wave.first_blocks + i, lengths);
             break;
           default:
-            run_blocks<kApply>(wave.first_blocks + i);
+            run_blocks<kApply>(wave.first_blocks + i, lengths);
         }
       }
     }
   }
 
  private:
-  // Blocks of wide matrices have fewer rows, but not so few that their column sums need much memory.
-  static Cut cut_of(const FactoredTensor& tensor) {
-    Cut cut{};
-    cut.block_rows =
-        std::clamp(2 * kItemElements / std::min(tensor.columns, kBlockColumns), kBlockRows / 8, kBlockRows);
-    cut.row_parts = parts(tensor.rows, cut.block_rows);
-    cut.column_parts = parts(tensor.columns, kBlockColumns);
-    cut.blocks = tensor.count * cut.row_parts * cut.column_parts;
-    return cut;
-  }
+  // Those of the tensor that a thread is at.
+  struct KnownLengths {
+    size_t tensor = ~size_t{0};
+    FactoredLengths lengths{};
+  };
 
   void reserve(const FactoredTensor& tensor, Cut& cut) {
     const int size = size_of_maths(tensor.format);
-    cut.row_sums = scratch_.reserve<double>(tensor.count * cut.column_parts * tensor.rows);
-    cut.column_sums = scratch_.reserve(tensor.count * cut.row_parts * tensor.columns * size);
+    cut.row_sums = scratch_.reserve<double>(tensor.count * cut.column_tiles * tensor.rows);
+    cut.column_sums = scratch_.reserve(tensor.count * cut.row_tiles * tensor.columns * size);
     cut.row_factors = scratch_.reserve(tensor.count * tensor.rows * size);
     // Sums of one part are read before the factors are written.
     cut.column_factors =
-        cut.row_parts == 1 ? cut.column_sums : scratch_.reserve(tensor.count * tensor.columns * size);
+        cut.row_tiles == 1 ? cut.column_sums : scratch_.reserve(tensor.count * tensor.columns * size);
+    cut.norms = scratch_.reserve<double>(2 * cut.tiles(tensor));
   }
 
   static constexpr size_t kStages = 4;  // sums, their reduction, norms, application
@@ -165,10 +169,8 @@ class Step {
       Wave& wave = waves_.back();
       const int64_t all = tensor.count * tensor.rows * tensor.columns;
       const int64_t each = std::max<int64_t>(1, kItemElements * cut.blocks / std::max<int64_t>(all, 1));
-      cut.first_item = block_items_.size();
       add_items(t, cut.blocks, each, all / cut.blocks + 1, block_items_, wave.cost_of_blocks);
-      cut.items = block_items_.size() - cut.first_item;
-      const int64_t sums = cut.column_parts * tensor.rows + cut.row_parts * tensor.columns;
+      const int64_t sums = cut.column_tiles * tensor.rows + cut.row_tiles * tensor.columns;
       const int64_t together = std::max<int64_t>(1, kItemElements / (8 * sums));
       add_items(t, tensor.count, together, 8 * sums, matrix_items_, wave.cost_of_matrices);
       elements += all;
@@ -199,57 +201,55 @@ class Step {
   }
 
   template <FactoredPhase kPhase>
-  void run_blocks(size_t item_index) const {
+  void run_blocks(size_t item_index, KnownLengths& known) const {
     const Item& item = block_items_[item_index];
     const FactoredTensor& tensor = tensors_[item.tensor];
     const Cut& cut = cuts_[item.tensor];
-    double* const norms = norms_.data() + 2 * item_index;
     FactoredBlock block{};
     block.grad_factor = options_.grad_factor;
     block.most = options_.most;
     block.beta = options_.beta;
-    block.norms = norms;
-    if constexpr (kPhase == kNorms) norms[0] = norms[1] = 0;
-    if constexpr (kPhase == kApply) set_lengths(tensor, cut, block);
+    block.row_sums_of_tile = tensor.rows;
+    if constexpr (kPhase == kApply) {
+      if (known.tensor != item.tensor) known = {item.tensor, lengths(tensor, cut)};
+      block.keep = known.lengths.keep;
+      block.step = known.lengths.step;
+    }
     const auto run = kernels().factored(tensor.format)->phase[kPhase];
     const int maths = size_of_maths(tensor.format);
     const int weight_size = size_of_weight(tensor.format), grad_size = size_of_grad(tensor.format);
     for (int64_t b = item.begin; b < item.end; ++b) {
-      const int64_t column_part = b % cut.column_parts, row_part = b / cut.column_parts % cut.row_parts,
-                    matrix = b / (cut.column_parts * cut.row_parts);
-      const int64_t row = row_part * cut.block_rows, column = column_part * kBlockColumns;
-      block.rows = std::min(cut.block_rows, tensor.rows - row);
+      const int64_t column_block = b % cut.column_blocks, row_tile = b / cut.column_blocks % cut.row_tiles,
+                    matrix = b / (cut.column_blocks * cut.row_tiles);
+      const int64_t row = row_tile * kTileRows, column = column_block * kBlockColumns,
+                    tile = column_block * kBlockTiles;
+      block.rows = std::min(kTileRows, tensor.rows - row);
       block.columns = std::min(kBlockColumns, tensor.columns - column);
       block.weight = part_of(tensor.weight, tensor.outer, matrix, row, column, weight_size);
       block.grad = part_of(tensor.grad, tensor.outer, matrix, row, column, grad_size);
       block.moment = part_of(tensor.moment, tensor.outer, matrix, row, column, maths);
       block.row_sums =
-          scratch_.at<double>(cut.row_sums) + (matrix * cut.column_parts + column_part) * tensor.rows + row;
+          scratch_.at<double>(cut.row_sums) + (matrix * cut.column_tiles + tile) * tensor.rows + row;
       block.column_sums = scratch_.at<std::byte>(cut.column_sums) +
-                          ((matrix * cut.row_parts + row_part) * tensor.columns + column) * maths;
+                          ((matrix * cut.row_tiles + row_tile) * tensor.columns + column) * maths;
       block.row_factors = tensor.row_moments == nullptr ? nullptr
                                                         : scratch_.at<std::byte>(cut.row_factors) +
                                                               (matrix * tensor.rows + row) * maths;
       block.column_factors =
           scratch_.at<std::byte>(cut.column_factors) + (matrix * tensor.columns + column) * maths;
+      block.norms = scratch_.at<double>(cut.norms) +
+                    2 * ((matrix * cut.row_tiles + row_tile) * cut.column_tiles + tile);
       run(block);
     }
   }
 
-  // Sets what a block multiplies weights and updates by.
-  void set_lengths(const FactoredTensor& tensor, const Cut& cut, FactoredBlock& block) const {
-    double of_weight = 0, of_update = 0;
-    const double* norms = norms_.data() + 2 * cut.first_item;
-    for (size_t i = 0; i < cut.items; ++i) {
-      of_weight += norms[2 * i];
-      of_update += norms[2 * i + 1];
-    }
-    const auto elements = static_cast<double>(tensor.count * tensor.rows * tensor.columns);
-    const double excess = std::sqrt(of_update / elements) / options_.threshold;
-    double length = options_.step;
-    if (options_.scaled != 0) length *= std::max(std::sqrt(of_weight / elements), options_.least_scale);
-    block.step = excess <= 1 ? length : length / excess;  // NaN goes on
-    block.keep = 1 - options_.decay * (options_.decays_by_length != 0 ? length : 1);
+  FactoredLengths lengths(const FactoredTensor& tensor, const Cut& cut) const {
+    const double* const norms = scratch_.at<double>(cut.norms);
+    const auto sum = [&](int which) {
+      return sum_in_groups(cut.tiles(tensor), [&](int64_t tile) { return norms[2 * tile + which]; });
+    };
+    return lengths_of(options_, sum(0), sum(1),
+                      static_cast<double>(tensor.count * tensor.rows * tensor.columns));
   }
 
   void reduce(const Item& item) const {
@@ -269,44 +269,59 @@ class Step {
     for (int64_t m = item.begin; m < item.end; ++m) {
       if (tensor.row_moments != nullptr) {
         T* const moments = static_cast<T*>(tensor.row_moments) + m * rows;
-        const double* const sums = scratch_.at<double>(cut.row_sums) + m * cut.column_parts * rows;
-        average(moments, sums, cut.column_parts, rows, columns);
-        double total = 0;
-        for (int64_t r = 0; r < rows; ++r) total += static_cast<double>(moments[r]);
-        const double mean = std::max(total / static_cast<double>(rows), options_.least_mean);
-        inverse_roots(moments, static_cast<T>(mean), rows, scratch_.at<T>(cut.row_factors) + m * rows);
+        const double* const sums = scratch_.at<double>(cut.row_sums) + m * cut.column_tiles * rows;
+        average(moments, sums, cut.column_tiles, rows, columns);
+        const double sum = sum_in_groups(parts(rows, kMeanRows), [&](int64_t part) {
+          return sum_in_tree(moments + part * kMeanRows,
+                             std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
+        });
+        const T mean = static_cast<T>(mean_of_rows(options_, sum, rows));
+        find_factors(moments, mean, rows, scratch_.at<T>(cut.row_factors) + m * rows);
       }
       T* const moments = static_cast<T*>(tensor.column_moments) + m * columns;
-      const T* const sums = scratch_.at<T>(cut.column_sums) + m * cut.row_parts * columns;
-      average(moments, sums, cut.row_parts, columns, rows);
-      inverse_roots(moments, T{1}, columns, scratch_.at<T>(cut.column_factors) + m * columns);
+      const T* const sums = scratch_.at<T>(cut.column_sums) + m * cut.row_tiles * columns;
+      average(moments, sums, cut.row_tiles, columns, rows);
+      find_factors(moments, T{1}, columns, scratch_.at<T>(cut.column_factors) + m * columns);
     }
   }
 
-  // Takes the mean of `terms` squares into each moment. Their sum is in `parts` arrays, one behind the other.
+  template <class T>
+  static double sum_in_tree(const T* moments, int64_t count) {
+    double sums[kMeanRows] = {};
+    for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<double>(moments[i]);
+    for (int half = kMeanRows / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+    }
+    return sums[0];
+  }
+
+  // Takes the mean of `terms` squares into each moment. Their sums are in `tiles` arrays, one behind the
+  // other.
   template <class T, class Sum>
-  void average(T* __restrict moments, const Sum* __restrict sums, int64_t parts, int64_t count,
+  void average(T* __restrict moments, const Sum* __restrict sums, int64_t tiles, int64_t count,
                int64_t terms) const {
-    constexpr int64_t kTile = 512;
-    double tile[kTile];
-    for (int64_t begin = 0; begin < count; begin += kTile) {
-      const int64_t size = std::min(kTile, count - begin);
-      std::fill_n(tile, size, 0.0);
-      for (int64_t part = 0; part < parts; ++part) {
-        const Sum* const from = sums + part * count + begin;
-        for (int64_t i = 0; i < size; ++i) tile[i] += static_cast<double>(from[i]);
+    constexpr int64_t kPart = 512;
+    double total[kPart], group[kPart];
+    for (int64_t begin = 0; begin < count; begin += kPart) {
+      const int64_t size = std::min(kPart, count - begin);
+      std::fill_n(total, size, 0.0);
+      for (int64_t first = 0; first < tiles; first += kPartialsGroup) {
+        std::fill_n(group, size, 0.0);
+        for (int64_t tile = first; tile < std::min(first + kPartialsGroup, tiles); ++tile) {
+          const Sum* const from = sums + tile * count + begin;
+          for (int64_t i = 0; i < size; ++i) group[i] += static_cast<double>(from[i]);
+        }
+        for (int64_t i = 0; i < size; ++i) total[i] += group[i];
       }
-      const double old = 1 - options_.rate, rate = options_.rate;
       for (int64_t i = 0; i < size; ++i) {
-        const double mean = tile[i] / static_cast<double>(terms) + options_.added;
-        moments[begin + i] = static_cast<T>(old * static_cast<double>(moments[begin + i]) + rate * mean);
+        moments[begin + i] = next_moment(options_, moments[begin + i], total[i], terms);
       }
     }
   }
 
   template <class T>
-  static void inverse_roots(const T* __restrict moments, T mean, int64_t count, T* __restrict factors) {
-    for (int64_t i = 0; i < count; ++i) factors[i] = 1 / std::sqrt(moments[i] / mean);
+  static void find_factors(const T* __restrict moments, T mean, int64_t count, T* __restrict factors) {
+    for (int64_t i = 0; i < count; ++i) factors[i] = factor_of(moments[i], mean);
   }
 
   std::span<const FactoredTensor> tensors_;
@@ -316,7 +331,6 @@ class Step {
   std::vector<Wave> waves_;
   std::vector<Item> block_items_, matrix_items_;
   std::vector<Stage> stages_;
-  mutable std::vector<double> norms_;  // of each item, the squares of weight and update
   Scratch scratch_;
 };
 

@@ -1,4 +1,4 @@
-// A step of weights whose second moments are kept as those of rows and columns (Adafactor), on the CPU.
+// A step of weights whose second moments are kept as those of rows and columns (Adafactor).
 #pragma once
 #include <cstdint>
 #include <span>
@@ -25,22 +25,27 @@ struct FactoredTensor {
   void *row_moments, *column_moments;
 };
 
-// For the gradient g of a matrix, with v a second moment and mean(v) that over the rows of the matrix:
-//
-//     row = (1 - rate) * row + rate * (mean over columns of g^2 + added)         column: alike
-//     update = g * min(1 / sqrt(row / max(mean(row), least_mean) * column), most)
-//     length = step * (scaled ? max(rms(weight), least_scale) : 1)
-//     move = length / max(1, rms(update) / threshold) * update,  averaged by beta if there is a moment
-//     weight = (1 - decay * (decays_by_length ? length : 1)) * weight - move
-//
-// rms() is that over the whole tensor.
-struct FactoredOptions {
-  double rate, added, least_mean, most, step, scaled, least_scale, threshold, decay, decays_by_length, beta,
-      grad_factor;
+// Bytes of an element of the type of the maths, and of a weight and a gradient in memory.
+constexpr int size_of_maths(FactoredFormat format) { return format == FactoredFormat::kDouble ? 8 : 4; }
+constexpr int size_of_weight(FactoredFormat format) {
+  return format == FactoredFormat::kBFloat16 || format == FactoredFormat::kHalf ? 2 : size_of_maths(format);
+}
+constexpr int size_of_grad(FactoredFormat format) {
+  return format == FactoredFormat::kFloat ? 4 : format == FactoredFormat::kDouble ? 8 : 2;
+}
+
+constexpr int64_t parts(int64_t count, int64_t each) { return (count + each - 1) / each; }
+
+// How a tensor is cut into tiles.
+struct FactoredCut {
+  int64_t row_tiles, column_tiles;
+
+  explicit FactoredCut(const FactoredTensor& tensor)
+      : row_tiles(parts(tensor.rows, kTileRows)), column_tiles(parts(tensor.columns, kTileColumns)) {}
 };
 
-// Steps all tensors on up to `threads` threads. The bits depend neither on their number nor on the layouts.
-// Throws std::bad_alloc before anything has changed.
+// Steps tensors on the CPU, on up to `threads` threads. The bits depend neither on their number nor on the
+// layouts. Throws std::bad_alloc before anything has changed.
 void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads);
 
 }  // namespace fusedstep

@@ -224,6 +224,68 @@ def test_one_weight_at_a_time_is_all_at_once():
     assert all(map(torch.equal, together, apart))
 
 
+CHANGES = {
+    "nothing": lambda optimizer, weights: None,
+    "lr": lambda optimizer, weights: optimizer.param_groups[0].update(lr=0.5),
+    "weight_decay": lambda optimizer, weights: optimizer.param_groups[1].update(weight_decay=0.3),
+    "relative_step": lambda optimizer, weights: optimizer.param_groups[0].update(
+        relative_step=False
+    ),
+    "eps": lambda optimizer, weights: optimizer.param_groups[0].update(eps=(0.3, 2.0)),
+    "fused": lambda optimizer, weights: optimizer.param_groups[0].update(fused=False),
+    "no gradient": lambda optimizer, weights: setattr(weights[1], "grad", None),
+    "a count": lambda optimizer, weights: optimizer.state[weights[0]]["step"].add_(5),
+    "all counts": lambda optimizer, weights: [
+        optimizer.state[weight]["step"].data.add_(5) for weight in weights
+    ],
+    "a state": lambda optimizer, weights: optimizer.state[weights[0]].update(
+        row_var=optimizer.state[weights[0]]["row_var"] * 2
+    ),
+    "no state": lambda optimizer, weights: optimizer.state.pop(weights[0]),
+    "memory": lambda optimizer, weights: setattr(
+        weights[0], "data", weights[0].t().contiguous().t()
+    ),
+    "order": lambda optimizer, weights: optimizer.param_groups[0]["params"].reverse(),
+    "less weights": lambda optimizer, weights: optimizer.state.pop(
+        optimizer.param_groups[0]["params"].pop()
+    ),
+    "zeros": lambda optimizer, weights: setattr(
+        weights[0], "grad", torch._efficientzerotensor(weights[0].shape)
+    ),
+    "negated": lambda optimizer, weights: setattr(
+        weights[0], "grad", torch.complex(weights[0].grad, weights[0].grad).conj().imag
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_steps_alike_see_what_has_changed(change):
+    """A step takes what the last one has noted, or the long way: with the same bits."""
+    kept = []
+    for notes in (True, False):
+        weights = make_weights(SHAPES, torch.float32)
+        groups = [{"params": weights[:4]}, {"params": weights[4:], "weight_decay": 0.1}]
+        optimizer = optim.Adafactor(groups)
+        for step in range(5):
+            for weight, grad in zip(
+                weights, make_gradients(SHAPES, torch.float32, step), strict=True
+            ):
+                weight.grad = grad
+            if step == 3:
+                CHANGES[change](optimizer, weights)
+            assert step != 3 or optimizer._noted
+            if not notes:
+                optimizer._noted = None
+            version = weights[2]._version
+            optimizer.step()
+            assert weights[2]._version > version
+        kept.append((weights, optimizer.state_dict()["state"]))
+    (weights, states), (others, other_states) = kept
+    assert all(map(torch.equal, weights, others))
+    for key, state in states.items():
+        assert all(torch.equal(value, other_states[key][name]) for name, value in state.items())
+
+
 def test_clipping_and_zeroing_are_those_of_torch():
     weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
     optimizers = [optim.Adafactor(each, fused=True) for each in (weights, others)]

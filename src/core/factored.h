@@ -1,11 +1,77 @@
-// A block of a matrix whose second moments are kept as those of its rows and of its columns.
+// The maths of second moments that are kept as those of a matrix's rows and of its columns, and the order of
+// their sums. It decides the last bits, so it is the same on every instruction set, on a GPU, and for every
+// number of threads.
+//
+// A matrix consists of tiles of kTileRows rows and kTileColumns columns. In the type of the maths, squares
+// are added up
+//   - along a tile's row, in each lane: its element j is in lane j % kTileLanes;
+//   - down a tile's column.
+// All that follows is in double:
+//   - a row's lanes, in a tree: the upper half is added to the lower;
+//   - for norms, each lane row by row, then the lanes in a tree;
+//   - over tiles, as over a tensor's chunks (see reduction.h): in groups of kPartialsGroup, group by group;
+//   - the moments of a matrix's rows: kMeanRows of them in a tree, and these sums as those of tiles.
 #pragma once
 #include <cstdint>
 
+#include "fusedstep/vocabulary.h"
+
 namespace fusedstep {
 
-// The most rows and columns of a block. A sum of floats over a block's column has no more terms than rows.
-constexpr int64_t kBlockRows = 256, kBlockColumns = 2048;
+constexpr int64_t kTileRows = 64, kTileColumns = 256;
+constexpr int kTileLanes = 32, kMeanRows = 32;
+
+// For the gradient g of a matrix, with v a second moment and mean(v) that over the rows of the matrix:
+//
+//     row = (1 - rate) * row + rate * (mean over columns of g^2 + added)         column: alike
+//     update = g * min(1 / sqrt(row / max(mean(row), least_mean) * column), most)
+//     length = step * (scaled ? max(rms(weight), least_scale) : 1)
+//     move = length / max(1, rms(update) / threshold) * update,  averaged by beta if there is a moment
+//     weight = (1 - decay * (decays_by_length ? length : 1)) * weight - move
+//
+// rms() is that over the whole tensor.
+struct FactoredOptions {
+  double rate, added, least_mean, most, step, scaled, least_scale, threshold, decay, decays_by_length, beta,
+      grad_factor;
+};
+
+// Takes the mean of `terms` squares into a second moment.
+template <class T>
+FUSEDSTEP_FN T next_moment(const FactoredOptions& options, T moment, double sum, int64_t terms) {
+  const double mean = sum / static_cast<double>(terms) + options.added;
+  return static_cast<T>((1 - options.rate) * static_cast<double>(moment) + options.rate * mean);
+}
+
+// The mean that moments of rows are divided by, from their sum.
+FUSEDSTEP_FN double mean_of_rows(const FactoredOptions& options, double sum, int64_t rows) {
+  const double mean = sum / static_cast<double>(rows);
+  return mean < options.least_mean ? options.least_mean : mean;  // NaN goes on
+}
+
+// What the gradient is multiplied by for its row or its column. The mean of columns' moments is one.
+template <class T>
+FUSEDSTEP_FN T factor_of(T moment, T mean) {
+  return 1 / rules::square_root(moment / mean);
+}
+
+// What a step multiplies the weight and the update by.
+struct FactoredLengths {
+  double keep, step;
+};
+FUSEDSTEP_FN FactoredLengths lengths_of(const FactoredOptions& options, double weight_norm2,
+                                        double update_norm2, double elements) {
+  const double excess = rules::square_root(update_norm2 / elements) / options.threshold;
+  double length = options.step;
+  if (options.scaled != 0) {
+    const double scale = rules::square_root(weight_norm2 / elements);
+    length *= scale < options.least_scale ? options.least_scale : scale;
+  }
+  return {1 - options.decay * (options.decays_by_length != 0 ? length : 1),
+          excess <= 1 ? length : length / excess};  // NaN goes on
+}
+
+// A block of the CPU's kernels: some tiles side by side.
+constexpr int64_t kBlockTiles = 4, kBlockColumns = kBlockTiles * kTileColumns;
 
 // The elements of a block in memory. Strides are in elements.
 struct BlockArray {
@@ -20,8 +86,9 @@ struct FactoredBlock {
   int64_t rows, columns;
   double grad_factor;  // multiplies the gradient as it is read
 
-  // kSums writes sums of squares of the gradient.
+  // kSums writes sums of squares of the gradient: of rows for each tile, so many elements behind the last's.
   double* row_sums;
+  int64_t row_sums_of_tile;
   void* column_sums;
 
   // The update is the gradient times the product of both factors, but for products above `most`. Null: the
@@ -29,7 +96,7 @@ struct FactoredBlock {
   const void *row_factors, *column_factors;
   double most;
 
-  double* norms;  // kNorms adds the sums of squares of weight and update
+  double* norms;  // kNorms writes the sums of squares of weight and update of each tile
 
   // kApply: w = keep * w - step * update, or m = beta * m + (1 - beta) * step * update, w = keep * w - m.
   double keep, step, beta;

@@ -1,6 +1,5 @@
 // Steps on a CUDA device: the tables that kernels read, and the launches of a step.
 #include <cuda_runtime_api.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <algorithm>
 #include <cstring>
@@ -34,22 +33,6 @@ const RuleTable& table(rules::RuleId id) {
   throw std::logic_error("no such rule");
 }
 
-cudaStream_t current_stream(int device) {
-  void* stream = nullptr;
-  if (aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
-    throw std::runtime_error("torch has no current stream on cuda:" + std::to_string(device));
-  }
-  return static_cast<cudaStream_t>(stream);
-}
-
-// Returns whether a kernel may begin before the one ahead of it has ended.
-bool can_start_early(int device) {
-  int capability = 0;
-  check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device),
-        "asking for a device");
-  return capability >= 9;
-}
-
 Hyper hyper_of(const BoundRule& rule) {
   static_assert(sizeof(Hyper) == BoundRule::kHyperBytes);
   Hyper hyper{};
@@ -79,22 +62,6 @@ struct LaunchGroup {
   LaunchKind of;
   int64_t first, last;
   bool one_chunk;  // true if each tensor has one
-};
-
-// Offsets for lists that lie in device memory one behind another.
-class TableOffsets {
- public:
-  template <class T>
-  size_t place(size_t count) {
-    constexpr size_t kAlignment = 256;
-    const size_t offset = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;
-    bytes_ = offset + count * sizeof(T);
-    return offset;
-  }
-  size_t bytes() const { return bytes_; }
-
- private:
-  size_t bytes_ = 0;
 };
 
 // The device's tables of gradients, and the chunks in the order of the launches.

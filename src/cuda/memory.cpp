@@ -1,5 +1,7 @@
 #include "src/cuda/memory.h"
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -55,6 +57,21 @@ PinnedBytes new_pinned_bytes(size_t bytes) {
   void* memory = nullptr;
   check(cudaHostAlloc(&memory, bytes, cudaHostAllocDefault), "allocating pinned memory");
   return PinnedBytes(static_cast<std::byte*>(memory));
+}
+
+cudaStream_t current_stream(int device) {
+  void* stream = nullptr;
+  if (aoti_torch_get_current_cuda_stream(device, &stream) != AOTI_TORCH_SUCCESS) {
+    throw std::runtime_error("torch has no current stream on cuda:" + std::to_string(device));
+  }
+  return static_cast<cudaStream_t>(stream);
+}
+
+bool can_start_early(int device) {
+  int capability = 0;
+  check(cudaDeviceGetAttribute(&capability, cudaDevAttrComputeCapabilityMajor, device),
+        "asking for a device");
+  return capability >= 9;
 }
 
 bool is_capturing(cudaStream_t stream) {

@@ -36,7 +36,27 @@ using PinnedBytes = std::unique_ptr<std::byte[], FreePinned>;
 DeviceBytes new_device_bytes(size_t bytes);
 PinnedBytes new_pinned_bytes(size_t bytes);
 
+// torch's, on which work for a device is queued.
+cudaStream_t current_stream(int device);
 bool is_capturing(cudaStream_t stream);
+// Returns whether a kernel may begin before the one ahead of it has ended.
+bool can_start_early(int device);
+
+// Offsets for lists that lie in device memory one behind another.
+class TableOffsets {
+ public:
+  template <class T>
+  size_t place(size_t count) {
+    constexpr size_t kAlignment = 256;
+    const size_t offset = (bytes_ + kAlignment - 1) / kAlignment * kAlignment;
+    bytes_ = offset + count * sizeof(T);
+    return offset;
+  }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  size_t bytes_ = 0;
+};
 
 // Copies to the device without waiting. The bytes are staged in one of a few pinned slots, which is used
 // again when its copies are over.

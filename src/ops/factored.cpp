@@ -74,8 +74,11 @@ FactoredFormat format_of(size_t i, DType weight, DType grad) {
 }
 
 // A state of so many elements.
-TensorView checked_moments(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+TensorView checked_moments(size_t i, const Tensor& state, const TensorView& weight, int64_t elements,
+                           const char* what) {
   const TensorView moments = view(state, what);
+  const DType dtype = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  if (moments.device != weight.device) refuse(i, std::string(what) + " must be on the weight's device");
   if (moments.dtype != dtype || elements_of(moments.sizes) != elements) {
     refuse(i, std::string(what) + " must be " + name_of(dtype) + " and have " + std::to_string(elements) +
                   " elements");
@@ -83,18 +86,20 @@ TensorView checked_moments(size_t i, const Tensor& state, DType dtype, int64_t e
   return moments;
 }
 
-void* checked_sums(size_t i, const Tensor& state, DType dtype, int64_t elements, const char* what) {
+void* checked_sums(size_t i, const Tensor& state, const TensorView& weight, int64_t elements,
+                   const char* what) {
   if (!state.is_contiguous()) refuse(i, std::string(what) + " must be contiguous");
-  return checked_moments(i, state, dtype, elements, what).data;
+  return checked_moments(i, state, weight, elements, what).data;
 }
 
 bool have_same_sizes(const TensorView& a, const TensorView& b) {
   return std::equal(a.sizes.begin(), a.sizes.end(), b.sizes.begin(), b.sizes.end());
 }
 
-FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tensor& grad_tensor,
-                              const Tensor& rows, const Tensor& columns, const Tensor* moment_tensor) {
-  const TensorView weight = view(weight_tensor, "weight"), grad = view(grad_tensor, "gradient");
+FactoredTensor checked_tensor(size_t i, const TensorView& weight, const TensorView& grad, const Tensor& rows,
+                              const Tensor& columns, const Tensor* moment_tensor, int device) {
+  if (weight.device != device || grad.device != device)
+    refuse(i, "weights and gradients must be on one device");
   const Dims sizes = weight.sizes;
   if (!have_same_sizes(weight, grad)) refuse(i, "the gradient's shape is not the weight's");
   if (overlaps_itself(sizes, weight.strides)) refuse(i, "the weight overlaps itself in memory");
@@ -106,16 +111,15 @@ FactoredTensor checked_tensor(size_t i, const Tensor& weight_tensor, const Tenso
   tensor.grad = as_matrices(grad);
   tensor.columns = sizes.empty() ? 1 : sizes.back();
   tensor.rows = 1;
-  const DType maths = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
   if (sizes.size() >= 2) {
     tensor.outer = sizes.first(sizes.size() - 2);
     tensor.rows = sizes[sizes.size() - 2];
-    tensor.row_moments = checked_sums(i, rows, maths, elements / tensor.columns, "moments of rows");
+    tensor.row_moments = checked_sums(i, rows, weight, elements / tensor.columns, "moments of rows");
   }
   tensor.count = elements / (tensor.rows * tensor.columns);
-  tensor.column_moments = checked_sums(i, columns, maths, elements / tensor.rows, "moments of columns");
+  tensor.column_moments = checked_sums(i, columns, weight, elements / tensor.rows, "moments of columns");
   if (moment_tensor != nullptr) {
-    const TensorView moment = checked_moments(i, *moment_tensor, maths, elements, "the first moment");
+    const TensorView moment = checked_moments(i, *moment_tensor, weight, elements, "the first moment");
     if (!have_same_sizes(weight, moment)) refuse(i, "the first moment's shape is not the weight's");
     tensor.moment = as_matrices(moment);
   }
@@ -127,11 +131,19 @@ Elements elements_in_memory(const TensorView& tensor) {
   return {begin, begin + span_bytes(tensor), element_size(tensor.dtype), tensor.sizes, tensor.strides};
 }
 
-void check_apart(const Tensors& weights, const Tensors& grads) {
+Tensor new_bytes(size_t count, int device) {
+  const auto size = static_cast<int64_t>(count), stride = int64_t{1};
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &stride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
+void check_apart(const std::vector<TensorView>& weights, const std::vector<TensorView>& grads) {
   std::vector<Elements> elements;
   for (size_t i = 0; i < weights.size(); ++i) {
-    elements.push_back(elements_in_memory(view(weights[i], "weight")));
-    const Elements grad = elements_in_memory(view(grads[i], "gradient"));
+    elements.push_back(elements_in_memory(weights[i]));
+    const Elements grad = elements_in_memory(grads[i]);
     if (grad.begin < elements[i].end && elements[i].begin < grad.end && share_memory(elements[i], grad)) {
       refuse(i, "the gradient shares memory with the weight");
     }
@@ -144,7 +156,7 @@ void check_apart(const Tensors& weights, const Tensors& grads) {
 // Checks of what lists of weights that are stepped apart have to be together.
 void check_factored(const Tensors& weights, const Tensors& grads) {
   check(grads.size() == weights.size(), "lists must have an entry for each weight");
-  check_apart(weights, grads);
+  check_apart(views(weights, "weight"), views(grads, "gradient"));
 }
 
 void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
@@ -154,13 +166,20 @@ void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& 
             (moments.empty() || moments.size() == count),
         "lists must have an entry for each weight");
   const FactoredOptions options = options_of(values);
-  check_apart(weights, grads);
+  if (weights.empty()) return;
+  const std::vector<TensorView> weight = views(weights, "weight"), grad = views(grads, "gradient");
+  check_apart(weight, grad);
+  const int device = weight[0].device;
   std::vector<FactoredTensor> tensors;
   for (size_t i = 0; i < count; ++i) {
-    tensors.push_back(checked_tensor(i, weights[i], grads[i], rows[i], columns[i],
-                                     moments.empty() ? nullptr : &moments[i]));
+    tensors.push_back(checked_tensor(i, weight[i], grad[i], rows[i], columns[i],
+                                     moments.empty() ? nullptr : &moments[i], device));
   }
-  factored_step(tensors, options, num_threads());
+  if (device == kHost) return factored_step(tensors, options, num_threads());
+  const std::unique_ptr<DeviceFactoredStep> step = new_factored_step(device, tensors, options);
+  // torch gives the memory to no other stream before this one is done with it.
+  const Tensor scratch = new_bytes(step->scratch_bytes(), device);
+  step->run(static_cast<std::byte*>(scratch.data_ptr()));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
@@ -171,6 +190,10 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
       "Tensor(d!)[] moments, float[] options) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("factored_check", TORCH_BOX(&check_factored));
+  m.impl("factored_step", TORCH_BOX(&step_factored));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("factored_check", TORCH_BOX(&check_factored));
   m.impl("factored_step", TORCH_BOX(&step_factored));
 }

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,9 +14,10 @@ from torch.optim.optimizer import ParamsT
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import check_number, name_of, numeric, with_name
 from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._factors import Factors
+from fusedstep.optim._factors import PLAIN, Factors
+from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._options import own_option
-from fusedstep.optim._plan import Work
+from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._weights import way_of
 
@@ -73,8 +76,8 @@ class Adafactor(FusedOptimizer):
     :math:`\tau` and ``eps`` :math:`\epsilon`.
 
     Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
-    gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU one
-    native operation steps all weights of a group; elsewhere torch operations step each. The states
+    gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU and
+    on CUDA one native operation steps all weights of a group, with the same bits. The states
     ``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's
     dtype, float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``,
     ``exp_avg_sq_col`` and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a
@@ -159,18 +162,7 @@ class Adafactor(FusedOptimizer):
         return ()
 
     def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        shape = weight.shape
-        if _is_torchs(group):
-            rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])
-            names = {"row_var": rows, "col_var": columns} if len(shape) > 1 else {"variance": shape}
-        elif len(shape) > 1:
-            rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
-            names = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
-        else:
-            names = {"exp_avg_sq": shape}
-        if _option(group, "beta1") is not None:
-            names["exp_avg"] = shape
-        return {name: torch.Size(sizes) for name, sizes in names.items()}
+        return _shapes_of(weight.shape, _is_torchs(group), _option(group, "beta1") is not None)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_by_torchs_names(param_group))
@@ -200,7 +192,7 @@ class Adafactor(FusedOptimizer):
         except (TypeError, ValueError) as error:
             text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
             raise type(error)(text) from error
-        pairs = [pair for pair in item.pairs() if pair[0].numel() and pair[0].is_cpu]
+        pairs = [pair for pair in item.pairs() if pair[0].numel()]
         if (
             pairs
             and self._wants_native(item.group)
@@ -224,32 +216,126 @@ class Adafactor(FusedOptimizer):
             raise RuntimeError(reason)
         return False
 
+    # The step: natively if it can be, in torch operations for other weights. One that is like the
+    # last but for gradients and options' numbers takes the operations that were noted then.
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._noted: list[_Noted] | None = None  # all of the last step
+        self._noted_state: Snapshot | None = None
+
+    _noting: list[_Noted] | None = None  # those of the step under way, if it can be repeated
+
+    def _update_all(
+        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+    ) -> Tensor | None:
+        if max_norm is None and not zero_grad and self._takes_noted():
+            return None
+        self._noting = []
+        norm = super()._update_all(max_norm, zero_grad)
+        noted, self._noting = self._noting, None
+        if noted and len(noted) == sum(bool(each["params"]) for each in self.param_groups):
+            self._noted, self._noted_state = noted, Snapshot(self._state)
+        return norm
+
+    def _takes_noted(self) -> bool:
+        """Steps as the last time; returns False, and changes nothing, where that may be wrong."""
+        noted, groups = self._noted, [group for group in self.param_groups if group["params"]]
+        if (
+            noted is None
+            or len(groups) != len(noted)
+            or "_loading" in self.__dict__
+            or torch._C._len_torch_dispatch_stack()
+            or self._max_grad_norm() < math.inf
+            or any(getattr(self, name, None) is not None for name in ("found_inf", "grad_scale"))
+            or self._noted_state is None
+            or not self._noted_state.is_of(self._state)
+        ):
+            return False
+        calls = []
+        for group, last in zip(groups, noted, strict=True):
+            weights, grads = with_gradients(group["params"])
+            if (
+                not same(weights, last.weights)
+                or _choices(group) != last.choices
+                or any(map(_is_special, grads))
+            ):
+                return False
+            try:
+                _check_own(group)
+                super()._checked_options(Work(group, weights, grads, None), PLAIN)
+            except (RuntimeError, TypeError, ValueError):
+                return False  # and is raised by those who name the group
+            for call in last.calls:
+                steps = {count.item() for count in call.counts}
+                if len(steps) != 1:
+                    return False
+                numbers = _numbers(group, steps.pop() + 1, call.eps)
+                calls.append((call, [grads[place] for place in call.places], numbers))
+        if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
+            return False
+        taken = []
+        try:
+            if len(calls) > 1:  # else the operation itself is the check
+                for call, grads, _ in calls:
+                    torch.ops.fusedstep.factored_check(call.weights, grads)
+            for call, grads, numbers in calls:
+                call(grads, numbers)
+                taken.append(call)
+        except RuntimeError:
+            if taken:
+                raise
+            return False
+        finally:
+            for call in taken:
+                self._account_for(call)
+        return True
+
+    def _account_for(self, call: _Call) -> None:
+        """Counts a step that a call has taken. On a device it may still be at work."""
+        torch._foreach_add_(call.counts, 1)
+        increment_version(call.weights)
+        increment_version(self._accessed_states(call.weights))
+
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
         fuses = self._wants_native(group) and not is_seen
         fuses_all = fuses and _why_not_fused(weights, grads) is None
-        together: dict[tuple[float, float], list[tuple[Tensor, Tensor]]] = {}
-        for weight, grad in zip(weights, grads, strict=True):
+        together: dict[tuple[float, float, torch.device], list[int]] = {}
+        for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
             if fuses_one and weight.numel() > 0:
                 step = self._state[weight]["step"].item() + 1
-                together.setdefault((step, _eps(group, weight)), []).append((weight, grad))
+                together.setdefault((step, _eps(group, weight), weight.device), []).append(place)
             else:
                 self._imperative_step(group, weight, grad)
-        for (step, eps), pairs in together.items():
-            self._fused_steps(group, _numbers(group, step, eps), pairs)
+                self._noting = None
+        noted = _Noted(weights, _choices(group), [])
+        for (step, eps, _), places in together.items():
+            call = self._call(group, weights, places, eps)
+            if call.weights is not call.values:
+                self._noting = None
+            call([grads[place] for place in places], _numbers(group, step, eps))
+            self._account_for(call)
+            for weight, value in zip(call.weights, call.values, strict=True):
+                self._write_back(group, weight, value, self._state[weight])
+            noted.calls.append(call)
+        if self._noting is not None:
+            self._noting.append(noted)
 
-    def _fused_steps(
-        self, group: dict[str, Any], numbers: dict[str, Any], pairs: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        weights, grads = (list(tensors) for tensors in zip(*pairs, strict=True))
+    def _call(
+        self, group: dict[str, Any], among: list[Tensor], places: list[int], eps: float
+    ) -> _Call:
+        weights = [among[place] for place in places]
         states = [self._state[weight] for weight in weights]
-        wide = [
-            weight if way_of(group, weight) is None else self._widened(group, weight, state)
-            for weight, state in zip(weights, states, strict=True)
-        ]
+        values = weights
+        if any(way_of(group, weight) is not None for weight in weights):
+            values = [
+                weight if way_of(group, weight) is None else self._widened(group, weight, state)
+                for weight, state in zip(weights, states, strict=True)
+            ]
         rows, columns = [], []
         for weight, state in zip(weights, states, strict=True):
             names = list(self._state_shapes(group, weight))
@@ -257,13 +343,8 @@ class Adafactor(FusedOptimizer):
             rows.append(state[names[0]] if weight.dim() > 1 else weight.new_empty(0))
             columns.append(state[names[1 if weight.dim() > 1 else 0]])
         moments = [] if _option(group, "beta1") is None else [state["exp_avg"] for state in states]
-        options = [float(numbers[name]) for name in torch.ops.fusedstep.factored_options()]
-        torch.ops.fusedstep.factored_step(wide, grads, rows, columns, moments, options)
-        torch._foreach_add_([state["step"] for state in states], 1)
-        for weight, state, value in zip(weights, states, wide, strict=True):
-            self._write_back(group, weight, value, state)
-        increment_version(weights)
-        increment_version(self._accessed_states(weights))
+        counts = [state["step"] for state in states]
+        return _Call(places, eps, weights, values, rows, columns, moments, counts)
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -309,6 +390,70 @@ class Adafactor(FusedOptimizer):
         return weight - update
 
 
+class _Call:
+    """Weights of a group that one native operation steps, and all that it takes but gradients."""
+
+    def __init__(
+        self,
+        places: list[int],
+        eps: float,
+        weights: list[Tensor],
+        values: list[Tensor],
+        rows: list[Tensor],
+        columns: list[Tensor],
+        moments: list[Tensor],
+        counts: list[Tensor],
+    ) -> None:
+        self.places, self.eps, self.counts = places, eps, counts
+        self.weights, self.values, self.states = weights, values, (rows, columns, moments)
+        self.forms = self.forms_now()
+
+    def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
+        options = [float(numbers[name]) for name in _names_of_numbers()]
+        torch.ops.fusedstep.factored_step(self.values, grads, *self.states, options)
+
+    def forms_now(self) -> list[Any]:
+        """What the operation checks of each tensor."""
+        tensors = itertools.chain(self.values, *self.states)
+        return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
+
+
+class _Noted(NamedTuple):
+    """The native part of a step of a group: all of its weights that have a gradient."""
+
+    weights: list[Tensor]
+    choices: dict[str, Any]
+    calls: list[_Call]
+
+
+def _choices(group: dict[str, Any]) -> dict[str, Any]:
+    """The options that choose operations and states; others are numbers of these."""
+    names = ("eps", "beta1", "variant", "fused", "foreach", "differentiable", "capturable")
+    ways = ("master_weights", "rounding", "seed")
+    return {name: group.get(name) for name in (*names, *ways)}
+
+
+@functools.cache
+def _names_of_numbers() -> list[str]:
+    return torch.ops.fusedstep.factored_options()
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes_of(shape: torch.Size, is_torchs: bool, has_beta1: bool) -> dict[str, torch.Size]:
+    """The shapes of the states of a weight of this shape; shared, not to be changed."""
+    if is_torchs:
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])
+        names = {"row_var": rows, "col_var": columns} if len(shape) > 1 else {"variance": shape}
+    elif len(shape) > 1:
+        rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
+        names = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
+    else:
+        names = {"exp_avg_sq": shape}
+    if has_beta1:
+        names["exp_avg"] = shape
+    return {name: torch.Size(sizes) for name, sizes in names.items()}
+
+
 def _rms(tensor: Tensor) -> Tensor:
     return torch.linalg.vector_norm(tensor) / math.sqrt(max(tensor.numel(), 1))
 
@@ -345,14 +490,12 @@ def _numbers(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
 
 def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
     """Returns why the native operation cannot step these weights, or None if it can."""
-    weights = list(weights)
-    for weight in weights:
-        if weight.device.type != "cpu":
-            return (
-                f"Adafactor has no native kernels on {weight.device.type} yet; fused=None or False "
-                "steps it in torch operations"
-            )
-    return why_not_native(weights, grads, needs_whole=True)
+    return why_not_native(list(weights), grads, needs_whole=True)
+
+
+def _is_special(grad: Tensor) -> bool:
+    """Returns whether the memory of a gradient might not hold its values."""
+    return type(grad) is not Tensor or grad.is_neg() or grad._is_zerotensor()
 
 
 def _check_weight(weight: Tensor, name: str) -> None:
