@@ -14,6 +14,7 @@ from fusedstep import _ops
 from fusedstep.optim import _weights
 from fusedstep.optim._checks import (
     check_floats,
+    check_memory,
     check_number,
     check_operands,
     check_options,
@@ -183,6 +184,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _is_composite(self, group: dict[str, Any]) -> bool:
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
         return False
+
+    def _check_composite(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Raises what torch's operations would stop at half way, or not notice."""
+        check_operands(weights, grads)
+        if self._is_composite(group):
+            check_memory(weights, grads, [self._state.get(p, {}) for p in weights])
+            self._check_states(group, weights)
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
@@ -466,11 +476,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 p.grad = None
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        me = object() if any(map(self._is_composite, self._groups)) else None
+        if me and vars(self).setdefault("_stepping", me) is not me:
+            raise RuntimeError(_ops.IS_STEPPED)  # a plan would say so in other steps
         try:
             return self._update_all(max_norm, zero_grad)
         except RuntimeError as error:
             _ops.raise_memory_error(error)
             raise
+        finally:
+            if me:
+                del self._stepping
 
     _update_outside_graphs = torch._disable_dynamo(_update)
 
@@ -484,6 +500,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
         factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps)
+        norm: float | Tensor | None = None
+        if max_norm is not None:  # before anything is changed: there may be no memory for it
+            norm = (factors or PLAIN).norm
+            if not isinstance(norm, Tensor):
+                norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         if factors is None:
             factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
@@ -497,9 +518,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
-        if max_norm is None or isinstance(factors.norm, Tensor):
-            return None if max_norm is None else factors.norm
-        return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
+        return norm
 
     def _bind_groups(self) -> list[Work]:
         """Returns the work of a step; raises any group's error before anything is changed."""
@@ -538,9 +557,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                     plan.bind(weights, grads, sparse)
                     self._plans[place], self._seen = plan, None
                 else:
-                    check_operands(weights, grads)
-                    if self._is_composite(group):
-                        self._check_states(group, weights)
+                    self._check_composite(group, weights, grads)
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)

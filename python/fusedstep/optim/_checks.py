@@ -279,6 +279,70 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
             )
 
 
+def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
+    """Raises for operands in whose memory several operations of torch could not work in turn.
+
+    A gradient may be its own weight, element by element: it is read before the weight is written.
+    """
+    # By where memory begins. Without elements there is none.
+    owners: dict[int, list[int]] = {}
+    for index, (weight, grad, state) in enumerate(zip(weights, grads, states, strict=True)):
+        what = f"tensor {index} of the list: "
+        count = state.get("step")
+        if isinstance(count, Tensor) and count.is_cpu and not count.item() >= 0:
+            raise RuntimeError(f"{what}the step count must be at least 0, not {count.item():f}")
+        values = [each for name, each in state.items() if name != "step" and _has_memory(each)]
+        for kind, tensors in (("weight", [weight]), ("gradient", [grad]), ("state", values)):
+            for tensor in filter(_has_memory, tensors):
+                if kind != "gradient" and (tensor.is_neg() or tensor._is_zerotensor()):
+                    raise RuntimeError(
+                        f"{what}the {kind} is a negated view or a zero tensor; clone() it first"
+                    )
+                if tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor():
+                    raise RuntimeError(f"{what}the {kind} has no memory")
+        if _has_memory(weight):
+            owners.setdefault(weight.untyped_storage().data_ptr(), []).append(index)
+    for index, grad in enumerate(grads):
+        if not _has_memory(grad) or grad._is_zerotensor():
+            continue
+        for owner in owners.get(grad.untyped_storage().data_ptr(), ()):
+            weight = weights[owner]
+            is_same = grad.data_ptr() == weight.data_ptr() and grad.stride() == weight.stride()
+            if (owner == index and is_same) or not _ranges_meet(grad, weight):
+                continue
+            raise RuntimeError(
+                f"tensor {index} of the list: the gradient "
+                + (
+                    "is the memory of its own weight in another layout; clone() it first"
+                    if owner == index
+                    else f"shares memory with the weight of tensor {owner} of the list; "
+                    "clone() it first"
+                )
+            )
+
+
+def _has_memory(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) in (Tensor, Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.numel() > 0
+    )
+
+
+def _ranges_meet(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors share addresses from their first elements to their last."""
+
+    def ends(tensor: Tensor) -> tuple[int, int]:
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in sides)
+        return tensor.data_ptr(), tensor.data_ptr() + span * tensor.itemsize
+
+    (first, first_end), (second, second_end) = ends(a), ends(b)
+    return first < second_end and second < first_end
+
+
 def name_of(group: dict[str, Any], index: int, place: int) -> str:
     """Names a parameter in an error: by its name, or else by its place in the group `index`."""
     if names := group.get("param_names"):
@@ -304,7 +368,7 @@ def with_name(
         return name_of(group, index, place)
 
     text = re.sub(place_in_list, name, str(error))
-    if re.search("a state is .* but the weight is", text):
+    if re.search("(a|the) state .*is .* but (the weight is|has to be)", text):
         text += (
             ". If the dtype of the model has changed, give the states that of their weights by "
             "optimizer.load_state_dict(optimizer.state_dict()), or make a new optimizer"
