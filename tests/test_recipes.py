@@ -39,6 +39,10 @@ def test_lamb_with_warmup(capsys):
     recipes.assert_trains(capsys, "lamb_warmup", "--batch", "16", steps=20)
 
 
+def test_galore_in_backward(capsys):
+    recipes.assert_trains(capsys, "galore_in_backward", steps=20)
+
+
 def test_recommender(capsys):
     recipes.assert_trains(capsys, "recommender", "--batch", "256", steps=60)
 

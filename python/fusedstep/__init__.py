@@ -7,6 +7,7 @@
 from fusedstep import optim
 from fusedstep._ops import isa, isas
 from fusedstep._version import __version__
+from fusedstep.backward import step_in_backward
 from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
 from fusedstep.verify import verify
@@ -19,5 +20,6 @@ __all__ = [
     "isa",
     "isas",
     "optim",
+    "step_in_backward",
     "verify",
 ]

@@ -24,7 +24,7 @@ from fusedstep.optim._checks import (
     numeric,
     with_name,
 )
-from fusedstep.optim._clip import EPSILON, factors_of
+from fusedstep.optim._clip import EPSILON, factors_of, norm_of
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
@@ -34,7 +34,7 @@ from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
 from fusedstep.optim._options import OWN, own_option, without_unset
-from fusedstep.optim._plan import GradUse, Plan, Snapshot, Work, same
+from fusedstep.optim._plan import Bucket, GradUse, Plan, Snapshot, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
 from fusedstep.optim._states import StateStore
@@ -45,8 +45,8 @@ from fusedstep.optim._watched import WatchedState
 #: A closure's result.
 _Loss = TypeVar("_Loss")
 
-#: The index of a group, and that of a launch among those that update it.
-_Place = tuple[int, int]
+#: The index of a group, that of a launch among those that update it, and of a bucket if it is one.
+_Place = tuple[int, ...]
 
 
 class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
@@ -493,9 +493,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
     def _update_all(
         self, max_norm: float | None, zero_grad: bool | Literal["none"]
     ) -> Tensor | None:
-        if "_loading" in self.__dict__:
-            raise RuntimeError("another thread is loading this optimizer's state")
-        self._last_step = None
+        self._begin_step()
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
@@ -520,19 +518,51 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 cut_off([grad for item in work for grad in item.grads])
         return norm
 
-    def _bind_groups(self) -> list[Work]:
+    def _begin_step(self) -> None:
+        if "_loading" in self.__dict__:
+            raise RuntimeError("another thread is loading this optimizer's state")
+        self._last_step = None
+
+    def _update_bucket(self, bucket: Bucket, clip: float | Tensor | None) -> float | Tensor:
+        """Steps those weights of a bucket that have gradients, which are None then.
+
+        ``clip``: a factor of the gradients; their norm without it is returned, else inf.
+        """
+        self._begin_step()
+        if self._max_grad_norm() < math.inf:
+            raise RuntimeError(
+                "max_grad_norm needs the gradients of all weights, of which a step in the backward "
+                "pass has a bucket"
+            )
+        work, factors = self._bind_groups(bucket), PLAIN
+        if clip is not None:
+            factors = Factors(clip=clip, norm=norm_of(work))
+        self._update_groups(work, factors, "none")
+        for item in work:
+            for weight in item.weights:
+                weight.grad = None
+        return factors.norm
+
+    def _bind_groups(self, bucket: Bucket | None = None) -> list[Work]:
         """Returns the work of a step; raises any group's error before anything is changed."""
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
-        work = []
-        for index, group in enumerate(self.param_groups):
-            weights, grads = with_gradients(group["params"])
+        parts = enumerate(group["params"] for group in self.param_groups)
+        work, numbers = [], ()
+        if bucket is not None:
+            parts, numbers = [(bucket.group, bucket.weights)], (bucket.number,)
+        for index, params in parts:
+            group = self.param_groups[index]
+            weights, grads = with_gradients(params)
             if not weights:
                 continue
             if has_text(group):  # an option that states depend on, perhaps
                 self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
-            work += [self._bind((index, part), group, *pair) for part, pair in enumerate(launches)]
+            work += [
+                self._bind((index, part, *numbers), group, *pair)
+                for part, pair in enumerate(launches)
+            ]
         if self._plans and self._seen is None:
             self._seen = Snapshot(self._state)
         return work

@@ -34,7 +34,7 @@ def factors_of(
     asks_norm = max_norm is not None or own_max_norm < math.inf
     if found_inf is None and scale is None and not asks_norm:
         return PLAIN
-    if all(item.plan and item.plan.is_on_device for item in work) and work:
+    if _is_on_device(work):
         return _on_device(work, found_inf, scale, max_norm, own_max_norm, own_eps)
     if found_inf is not None and found_inf.item():
         return None
@@ -47,6 +47,17 @@ def factors_of(
         if left > own_max_norm:
             clip = own_max_norm / left
     return Factors(factor, clip, norm)
+
+
+def norm_of(work: list[Work]) -> float | Tensor:
+    """The 2-norm of all gradients of a step: on the device, if all of it is on one."""
+    if _is_on_device(work):
+        return _device_norm2(work, work[0].plan.device).sqrt()
+    return _grad_norm(work)
+
+
+def _is_on_device(work: list[Work]) -> bool:
+    return bool(work) and all(item.plan and item.plan.is_on_device for item in work)
 
 
 def _on_device(

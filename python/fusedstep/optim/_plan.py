@@ -143,6 +143,16 @@ class Work(NamedTuple):
         return zip(self.weights, self.grads, strict=True)
 
 
+class Bucket(NamedTuple):
+    """Weights of a group that are stepped together, before or after the others."""
+
+    group: int
+    """The index of the group."""
+    number: int
+    """No other bucket of the group has it."""
+    weights: list[Tensor]
+
+
 class Snapshot:
     """Which tensors an optimizer's state consisted of: a plan is good for these and no others."""
 

@@ -1,0 +1,128 @@
+"""Trains a small Llama on the characters of tiny Shakespeare: with AdamW, GaLore and APOLLO.
+
+    python bench/probes/galore_training.py --json OUT.json --plot OUT.svg
+
+The data is the file input.txt in the folder shakespeare of FUSEDSTEP_DATA. All runs begin with the
+same weights and see the same batches; losses are of a part of the text that is not trained on. The
+memory is that of the states after the last step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from muon_training import batch, tokens
+from torch import Tensor
+from tqdm import tqdm
+
+from fusedstep import optim
+from small_llama import SmallLlama
+
+WIDTH, LAYERS, RANK, GAP, WARM_UP = 128, 3, 32, 50, 20
+
+#: The class, options, and those of the groups of matrices, by the name of the run.
+RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "AdamW": ("AdamW", {"lr": 3e-3}, {}),
+    "GaLore, imperative": ("GaLoreAdamW", {"lr": 1e-2, "fused": False}, {"svd": "exact"}),
+    "GaLore": ("GaLoreAdamW", {"lr": 1e-2}, {"svd": "exact"}),
+    "GaLore, randomized": ("GaLoreAdamW", {"lr": 1e-2}, {"svd": "randomized"}),
+    "GaLore, lazy": ("GaLoreAdamW", {"lr": 1e-2}, {"svd": "lazy"}),
+    "APOLLO": ("APOLLOAdamW", {"lr": 1e-2}, {"scale_type": "channel", "scale": 1.0}),
+}
+
+
+def new_model(characters: int) -> SmallLlama:
+    torch.manual_seed(0)
+    return SmallLlama(layers=LAYERS, width=WIDTH, heads=4, vocabulary=characters)
+
+
+def optimizer_of(name: str, model: SmallLlama) -> torch.optim.Optimizer:
+    kind, options, of_matrices = RUNS[name]
+    matrices = [p for p in model.blocks.parameters() if p.ndim == 2]
+    known = set(map(id, matrices))
+    others = [p for p in model.parameters() if id(p) not in known]
+    rate = RUNS["AdamW"][1]["lr"]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": rate}]
+    if of_matrices:
+        groups[0] |= {"rank": RANK, "update_proj_gap": GAP} | of_matrices
+    return getattr(optim, kind)(groups, betas=(0.9, 0.95), **options)
+
+
+def loss_of(model: SmallLlama, rows: Tensor) -> Tensor:
+    scores = model(rows[:, :-1])
+    return F.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
+
+
+def train(name: str, steps: int, every: int, device: torch.device) -> dict[str, Any]:
+    text, other, characters = tokens()
+    model = new_model(characters).to(device)
+    optimizer = optimizer_of(name, model)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer,
+        lambda t: min((t + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * t / steps))),
+    )
+    generator = torch.Generator().manual_seed(1)
+    held = [batch(other, generator, device) for _ in range(4)]
+    losses = []
+    for step in tqdm(range(1, steps + 1), desc=name, leave=False):
+        loss_of(model, batch(text, generator, device)).backward()
+        optimizer.step(max_norm=1.0)
+        optimizer.zero_grad()
+        scheduler.step()
+        if step % every == 0:
+            with torch.no_grad():
+                losses.append(sum(loss_of(model, rows).item() for rows in held) / len(held))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "run": name,
+        "losses": losses,
+        "state_bytes": sum(each.nbytes for each in states if isinstance(each, Tensor)),
+        "weights": sum(p.numel() for p in model.parameters()),
+    }
+
+
+def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep"})
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        steps = [every * (i + 1) for i in range(len(run["losses"]))]
+        dashes = {"ls": "--"} if "imperative" in run["run"] else {}
+        axes.plot(steps, run["losses"], label=run["run"], **dashes)
+    axes.set(xlabel="step", ylabel="loss of held-out text")
+    axes.legend()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path, help="needs matplotlib")
+    asked = parser.parse_args()
+    runs = []
+    for name in RUNS:
+        runs.append(train(name, asked.steps, asked.every, torch.device(asked.device)))
+        last = runs[-1]
+        mebibytes = last["state_bytes"] / 2**20
+        print(f"{name:20} {last['losses'][-1]:.4f}  {mebibytes:.2f} MiB", flush=True)
+    if asked.json:
+        about = {"steps": asked.steps, "every": asked.every, "device": asked.device}
+        asked.json.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+    if asked.plot:
+        draw(runs, asked.every, asked.plot)
+
+
+if __name__ == "__main__":
+    main()
