@@ -65,6 +65,10 @@ void* allocate(size_t bytes, size_t alignment, const void* caller) {
                         : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
 }
 
+bool fails_tensor(const void* caller) {
+  return left_of_tensors.load() > 0 && is_counted(Allocations::kTensors, caller) && fails(left_of_tensors);
+}
+
 void* allocate_or_throw(size_t bytes, size_t alignment, const void* caller) {
   void* const memory = allocate(bytes, alignment, caller);
   if (memory == nullptr) throw std::bad_alloc();
@@ -108,8 +112,5 @@ long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tenso
 extern "C" [[gnu::visibility("default")]] int posix_memalign(void** memory, size_t alignment, size_t bytes) {
   using PosixMemalign = int (*)(void**, size_t, size_t);
   static const auto next = reinterpret_cast<PosixMemalign>(dlsym(RTLD_NEXT, "posix_memalign"));
-  using namespace fusedstep::test;
-  const bool fails_now = left_of_tensors.load() > 0 && is_counted(Allocations::kTensors, FUSEDSTEP_CALLER) &&
-                         fails(left_of_tensors);
-  return fails_now ? ENOMEM : next(memory, alignment, bytes);
+  return fusedstep::test::fails_tensor(FUSEDSTEP_CALLER) ? ENOMEM : next(memory, alignment, bytes);
 }
