@@ -63,7 +63,11 @@ def hold_by_autograd(optimizer):
 HOLDERS = [value for name, value in globals().items() if name.startswith("hold_")]
 
 
-@pytest.mark.parametrize(("case", "hold"), dealt(WITH_STATES, HOLDERS, 3), ids=str)
+@pytest.mark.parametrize(
+    ("case", "hold"),
+    dealt(WITH_STATES, HOLDERS, 3),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_steps_look_at_states_that_were_read_until_nobody_holds_them(case, hold):
     optimizer, params = build(case)
 
