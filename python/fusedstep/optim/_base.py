@@ -13,6 +13,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fusedstep import _ops
 from fusedstep.optim import _weights
 from fusedstep.optim._checks import (
+    check_counts,
     check_floats,
     check_memory,
     check_number,
@@ -21,6 +22,7 @@ from fusedstep.optim._checks import (
     check_ranges,
     floats,
     has_text,
+    memory_of,
     numeric,
     with_name,
 )
@@ -191,7 +193,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Raises what torch's operations would stop at half way, or not notice."""
         check_operands(weights, grads)
         if self._is_composite(group):
-            check_memory(weights, grads, [self._state.get(p, {}) for p in weights])
+            states = [self._state.get(p, {}) for p in weights]
+            memory = memory_of(weights, grads, states)
+            if memory is None or self._memory.get(weights[0]) != memory:
+                check_memory(weights, grads, states)
+                self._memory[weights[0]] = memory
+            check_counts(states)
             self._check_states(group, weights)
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
@@ -320,6 +327,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
+        self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: tuple[Any, ...] | None = None
 

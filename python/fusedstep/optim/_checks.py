@@ -279,19 +279,32 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
             )
 
 
+def memory_of(
+    weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+) -> list[tuple[int, bool]] | None:
+    """Where operands are and whether they are negated: while it is the same, check_memory() is.
+
+    None if it cannot tell: there is none, or a gradient begins where a weight does.
+    """
+    values = [each for state in states for name, each in state.items() if name != "step"]
+    try:
+        found = [(each.data_ptr(), each.is_neg()) for each in (*weights, *grads, *values)]
+    except (AttributeError, RuntimeError):  # some kinds of tensors have no address
+        return None
+    begins = found[: len(weights)]
+    told = all(place for place, _ in found) and not set(begins).intersection(found[len(weights) :])
+    return found if told else None
+
+
 def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
     """Raises for operands in whose memory several operations of torch could not work in turn.
 
     A gradient may be its own weight, element by element: it is read before the weight is written.
     """
-    # By where memory begins. Without elements there is none.
-    owners: dict[int, list[int]] = {}
+    owners: dict[int, list[int]] = {}  # weights by where their storages begin
     for index, (weight, grad, state) in enumerate(zip(weights, grads, states, strict=True)):
         what = f"tensor {index} of the list: "
-        count = state.get("step")
-        if isinstance(count, Tensor) and count.is_cpu and not count.item() >= 0:
-            raise RuntimeError(f"{what}the step count must be at least 0, not {count.item():f}")
-        values = [each for name, each in state.items() if name != "step" and _has_memory(each)]
+        values = [each for name, each in state.items() if name != "step"]
         for kind, tensors in (("weight", [weight]), ("gradient", [grad]), ("state", values)):
             for tensor in filter(_has_memory, tensors):
                 if kind != "gradient" and (tensor.is_neg() or tensor._is_zerotensor()):
@@ -310,14 +323,24 @@ def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[s
             is_same = grad.data_ptr() == weight.data_ptr() and grad.stride() == weight.stride()
             if (owner == index and is_same) or not _ranges_meet(grad, weight):
                 continue
+            where = (
+                "is the memory of its own weight in another layout"
+                if owner == index
+                else f"shares memory with the weight of tensor {owner} of the list"
+            )
             raise RuntimeError(
-                f"tensor {index} of the list: the gradient "
-                + (
-                    "is the memory of its own weight in another layout; clone() it first"
-                    if owner == index
-                    else f"shares memory with the weight of tensor {owner} of the list; "
-                    "clone() it first"
-                )
+                f"tensor {index} of the list: the gradient {where}; clone() it first"
+            )
+
+
+def check_counts(states: list[dict[str, Any]]) -> None:
+    """Raises for a step count on the host that is none."""
+    for index, state in enumerate(states):
+        count = state.get("step")
+        if count is not None and count.is_cpu and not count.item() >= 0:
+            raise RuntimeError(
+                f"tensor {index} of the list: the step count must be at least 0, not "
+                f"{count.item():f}"
             )
 
 
