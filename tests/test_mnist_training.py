@@ -19,7 +19,7 @@ import idx
 import mnist
 
 BATCH = 64
-STEPS = 200
+STEPS = 100
 
 
 @pytest.fixture(scope="module")
