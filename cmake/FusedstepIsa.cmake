@@ -20,6 +20,15 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(fusedstep_options_of_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 endif()
 
+# Rules whose kernels are built for sanitizers: one of each family, and that of the most states. What others access is
+# decided by the same templates. Theirs are the objects of a release build, which ccache has.
+set(FUSEDSTEP_SANITIZED_RULES Adam Adan Lamb Lion SGD)
+
+# Half of the time that kernels take to compile for sanitizers would go into asking for the alignment of each access, which
+# the instructions do not need. Linked last, for the option has to come after those that ask for the checks.
+add_library(fusedstep_unaligned INTERFACE)
+target_compile_options(fusedstep_unaligned INTERFACE -fno-sanitize=alignment)
+
 # fusedstep_kernels(NAME SOURCE ISA definitions...): a source of kernels for an instruction set, as an object library.
 function(fusedstep_kernels NAME SOURCE ISA)
   add_library(${NAME} OBJECT ${SOURCE})
@@ -33,24 +42,23 @@ function(fusedstep_kernels NAME SOURCE ISA)
   # Under a sanitizer the compiler takes minutes for checks inline at every access, and for those of when each temporary that
   # stands for a register ends.
   set(level -O3)
-  if(FUSEDSTEP_SANITIZE)
+  set(options fusedstep_options)
+  string(REGEX MATCH "FUSEDSTEP_RULE=(.*)" rule "${ARGN}")
+  if(FUSEDSTEP_SANITIZE AND rule AND NOT "${CMAKE_MATCH_1}" IN_LIST FUSEDSTEP_SANITIZED_RULES)
+    set(options fusedstep_plain_options)
+  elseif(FUSEDSTEP_SANITIZE)
+    list(APPEND options fusedstep_unaligned)
     set(level -fno-sanitize-address-use-after-scope
               $<$<CXX_COMPILER_ID:GNU>:--param=asan-instrumentation-with-call-threshold=0>)
   endif()
   target_compile_options(${NAME} PRIVATE ${level} -ffp-contract=off -frounding-math -fno-math-errno -fno-trapping-math
                                          ${fusedstep_options_of_${ISA}})
-  target_link_libraries(${NAME} PRIVATE fusedstep_options torch::headers)
+  target_link_libraries(${NAME} PRIVATE ${options} torch::headers)
   set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)
 endfunction()
 
 function(fusedstep_isa_objects OUT)
   set(kernels "${PROJECT_SOURCE_DIR}/cpu_kernels")
-  # Half of the time that kernels take to compile for sanitizers would go into asking for the alignment of each access, which
-  # the instructions do not need. An option of the source comes after those that ask for the checks.
-  if(FUSEDSTEP_SANITIZE)
-    set_source_files_properties("${kernels}/rule.cpp" "${kernels}/table.cpp" PROPERTIES COMPILE_OPTIONS
-                                                                                       -fno-sanitize=alignment)
-  endif()
   fusedstep_rules(rules)
   set(objects)
   foreach(isa ${FUSEDSTEP_ISAS})

@@ -103,7 +103,11 @@ prepare_system() {
   has_jemalloc || once jemalloc bring libjemalloc2 || true
   has_python_headers || once python-headers bring python3-dev || true
   command -v ccache >/dev/null || once ccache bring ccache || true
-  ! command -v ccache >/dev/null || export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
+  command -v ccache >/dev/null || return 0
+  export CMAKE_CXX_COMPILER_LAUNCHER=${CMAKE_CXX_COMPILER_LAUNCHER-ccache}
+  export CMAKE_CUDA_COMPILER_LAUNCHER=${CMAKE_CUDA_COMPILER_LAUNCHER-ccache}
+  # Another checkout of the same sources finds these objects.
+  [[ -n $(ccache --get-config base_dir 2>/dev/null) ]] || export CCACHE_BASEDIR=$root
 }
 
 # ---- Python ---------------------------------------------------------------------------------------------

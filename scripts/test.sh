@@ -42,11 +42,14 @@ count_cpp_tests() {
 # One process for each CPU: most tests keep no more busy.
 python_tests() { (cd "$root" && "$python" -m pytest -n "$(parallelism)" "$@"); }
 
+# For tests of some milliseconds: pytest's capture of logs, which none of them asks for, takes a tenth of that.
+short_tests=(-p no:logging)
+
 # The laws that depend on torch most, with the library that was built on an older one. Of compiled steps a few.
 newest_torch_tests() {
   local compiled="in_one_graph or operators_are_as_declared or copies_no_weight or a_scheduler"
   newest_torch_version >/dev/null || { say "skipped: no newer torch is here, and pip brings none" && return; }
-  (cd "$root" && "$newest/bin/python" -m pytest --plain -k "not test_compile or $compiled" \
+  (cd "$root" && "$newest/bin/python" -m pytest --plain "${short_tests[@]}" -k "not test_compile or $compiled" \
     tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile,out_of_memory}.py)
 }
 
@@ -102,7 +105,7 @@ test_everything() {
   # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
   (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
   sanitizing=$!
-  part "Python" python_tests --dist worksteal --ignore=tests/packaging --ignore=tests/frameworks
+  part "Python" python_tests --dist worksteal "${short_tests[@]}" --ignore=tests/packaging --ignore=tests/frameworks
   # A file is about one framework, which takes seconds to import.
   part "frameworks" python_tests --dist loadfile tests/frameworks
   # Beside what is left of the sanitized build, and its tests: each leaves a CPU idle at times.

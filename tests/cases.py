@@ -517,19 +517,34 @@ def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[C
     return tuple(found.values())
 
 
-def thinned(cases: Iterable[Case], *axes: Iterable[Any]) -> list[tuple]:
+def thinned(
+    cases: Iterable[Case], *axes: Iterable[Any], whole: Iterable[Case] | None = None
+) -> list[tuple]:
     """Each row with values of each axis: in all combinations for the first row of a family.
 
-    Other rows have each value once or more, in combinations that differ from row to row.
+    Other rows have each value once or more, in combinations that differ from row to row. `whole`:
+    the rows that have all combinations, if not those.
     """
     axes, found = [list(axis) for axis in axes], []
     for number, case in enumerate(cases):
-        if case in FAMILIES:
+        if case in (FAMILIES if whole is None else whole):
             found += [(case, *values) for values in itertools.product(*axes)]
             continue
         for index in range(max(map(len, axes))):
             values = (axis[(index + number * i) % len(axis)] for i, axis in enumerate(axes))
             found.append((case, *values))
+    return found
+
+
+def dealt(cases: Iterable[Case], values: Iterable[Any], share: int) -> list[tuple[Case, Any]]:
+    """Each row with some of the values: all for the first row of a family, for others a share.
+
+    Neighbours have other values, so that each value has a row.
+    """
+    values, found = list(values), []
+    for number, case in enumerate(cases):
+        some = values if case in FAMILIES else values[number % share :: share]
+        found += [(case, value) for value in some]
     return found
 
 

@@ -4,6 +4,8 @@ It runs with a library preloaded by which allocations can be made to fail. Takes
 and the file for what it finds: a list for each optimizer and scenario.
 """
 
+from __future__ import annotations
+
 import copy
 import ctypes
 import json
@@ -15,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 
 from cases import PLAIN, Case, first_of_each
+from fusedstep import optim
 from stepping import bits, make_gradients, make_weights
 
 SHAPES = ((40_000,), (7,), (6, 5))
 """Work for two threads, tensors of several chunks and of one, and one that is transposed."""
+
+MATRICES = ((40, 60), (7, 3), (6, 5))
 
 MOST = 1000
 """More allocations than any step makes."""
@@ -27,11 +32,32 @@ NEW, TENSORS = 0, 1
 """The library's own allocations, and those of torch's tensors."""
 
 
+class Composite(NamedTuple):
+    """A row for an optimizer that has none in the case table."""
+
+    name: str
+    optimizer: Callable[..., torch.optim.Optimizer]
+    of_group: dict[str, Any]
+    sparse: bool = False
+
+    def build(self, groups: list[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
+        return self.optimizer([group | self.of_group for group in groups], **options)
+
+
+COMPOSED = (
+    Composite("galore", optim.GaLoreAdamW, {"rank": 2, "update_proj_gap": 2}),
+    Composite("muon for AdamW", optim.Muon, {"use_muon": False}),
+    Composite("sparse_adam", optim.SparseAdam, {}, sparse=True),
+)
+
+
 class Subject:
     """An optimizer before the step that is to fail."""
 
-    def __init__(self, case: Case, steps: int, groups: int = 1, **options: Any) -> None:
-        weights = make_weights(SHAPES, torch.float32)
+    def __init__(self, case: Case | Composite, steps: int, groups: int = 1, **options: Any) -> None:
+        self.case = case
+        self.shapes = MATRICES if isinstance(case, Composite) else SHAPES
+        weights = make_weights(self.shapes, torch.float32)
         weights[2] = weights[2].t().contiguous().t()
         self.params = [torch.nn.Parameter(weight) for weight in weights]
         self.dictionary: dict[str, Any] = {}
@@ -44,8 +70,11 @@ class Subject:
         self.set_grads(steps)
 
     def set_grads(self, step: int) -> None:
-        for p, grad in zip(self.params, make_gradients(SHAPES, torch.float32, step), strict=True):
-            if p.grad is None or p.grad.is_sparse:
+        grads = make_gradients(self.shapes, torch.float32, step)
+        for p, grad in zip(self.params, grads, strict=True):
+            if isinstance(self.case, Composite) and self.case.sparse:
+                p.grad = grad.to_sparse(1).coalesce()
+            elif p.grad is None or p.grad.is_sparse:
                 p.grad = grad
             else:
                 p.grad.copy_(grad)
@@ -132,7 +161,9 @@ SCENARIOS = {
     "moved gradients": Scenario(with_moved_gradients),
     "other layouts": Scenario(with_other_layouts),
     "clipped": Scenario(
-        lambda case: Subject(case, 2), lambda subject: subject.optimizer.step(max_norm=0.5)
+        lambda case: Subject(case, 2),
+        lambda subject: subject.optimizer.step(max_norm=0.5),
+        kinds=(NEW, TENSORS),
     ),
     "zeroed": Scenario(
         lambda case: Subject(case, 2), lambda subject: subject.optimizer.step(zero_grad=True)
@@ -155,14 +186,20 @@ OTHERS = ("repeated", "two groups clipped")
 THOROUGH = first_of_each(lambda case: case.elementwise, PLAIN)
 
 
+# What composite steps do in one operation. Those in several of torch's may stop half way, and so
+# may the scaling of their gradients behind a step that clips.
+OF_COMPOSED = ("first", "repeated", "two groups clipped")
+
+
 def scenarios_of(case: Case) -> list[str]:
     names = [name for name in SCENARIOS if case in THOROUGH or name in OTHERS]
     names = [name for name in names if name != "sparse"]
     return [*names, "sparse"] if case.sparse else names
 
 
-def subjects() -> list[tuple[Case, str]]:
-    return [(case, name) for case in PLAIN for name in scenarios_of(case)]
+def subjects() -> list[tuple[Case | Composite, str]]:
+    rows = [(case, name) for case in PLAIN for name in scenarios_of(case)]
+    return rows + [(case, name) for case in COMPOSED for name in OF_COMPOSED]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -172,7 +209,9 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     )
 
 
-def tried(library: ctypes.CDLL, case: Case, scenario: Scenario, kind: int) -> dict[str, Any]:
+def tried(
+    library: ctypes.CDLL, case: Case | Composite, scenario: Scenario, kind: int
+) -> dict[str, Any]:
     """Counts the allocations that were made to fail, and lists the faults found after them."""
     subject = scenario.make(case)
     before = subject.contents()

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
-from cases import KINDS, PLAIN, WITH_COUNTS, first_of_each
+from cases import FAMILIES, KINDS, PLAIN, WITH_COUNTS, first_of_each
 from stepping import (
     as_parameters,
     assert_same_bits,
@@ -94,7 +94,7 @@ class TestBits:
         assert not counters["graph_break"]
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_of_other_dtypes(self, case, dtype):
         twins = Twins(case, dtype=dtype, state_dtype=torch.float32)
         for number in STEPS:
@@ -112,7 +112,7 @@ class TestBits:
         assert_same_contents(*map(contents, twins))
         assert allocated_bytes(twins[0], tmp_path / "trace.json") < SMALL
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_gradients_are_left_alone(self, case):
         twins = Twins(case)
         twins.set_grads(1)
@@ -123,7 +123,7 @@ class TestBits:
             assert grad._version == 0
 
     @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_autograd_hears_of_it(self, case, backend):
         (param,) = as_parameters(make_weights([(10,)], torch.float32))
         loss = (param**2).sum()
@@ -136,7 +136,7 @@ class TestBits:
 class TestOptionsWithoutRecompiling:
     """Each option of a number may change: the graph reads it when it runs."""
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_lr_of_the_group(self, case):
         twins = Twins(case)
         for number in STEPS:
@@ -145,7 +145,7 @@ class TestOptionsWithoutRecompiling:
             twins.take_step(number)
         assert graphs() == 1
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_lr_as_a_tensor(self, case):
         twins = Twins(case, lr=torch.tensor(0.1))
         for number in STEPS:
@@ -255,7 +255,7 @@ class TestRecompiling:
             twins.take_step(number, absent)
         assert graphs() == made
 
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_groups_and_weights_added_later(self, case):
         twins = Twins(case)
         twins.take_step(1)
@@ -305,7 +305,7 @@ class TestRecompiling:
         twins.take_step(2)
 
 
-@pytest.mark.parametrize("case", OPERATORS, ids=str)
+@pytest.mark.parametrize("case", GRAPHS, ids=str)
 def test_state_dicts_go_both_ways(case):
     twins = Twins(case)
     for number in (1, 2):
@@ -319,7 +319,7 @@ def test_state_dicts_go_both_ways(case):
 
 
 class TestTrainingLoop:
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_forward_backward_and_step(self, case):
         def train(model, optimizer, batch):
             optimizer.zero_grad()
@@ -333,7 +333,7 @@ class TestTrainingLoop:
         (reason,) = counters["graph_break"]
         assert "Tensor.backward()" in reason
 
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_in_one_graph(self, case):
         def train(model, optimizer, batch):
             params = list(model.parameters())
@@ -377,7 +377,7 @@ class TestTrainingLoop:
             train(twins.plain)
             twins.check()
 
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_a_closure(self, case):
         twins = Twins(case, fullgraph=False)
 
@@ -412,7 +412,7 @@ class TestGraphBreaks:
             if plain.grad is not None:
                 assert_same_bits(ours.grad, plain.grad, "gradient")
 
-    @pytest.mark.parametrize("case", OPERATORS, ids=str)
+    @pytest.mark.parametrize("case", GRAPHS, ids=str)
     def test_the_imperative_twin(self, case):
         twins = Twins(case, fullgraph=False, fused=False)
         for number in STEPS:
@@ -423,7 +423,7 @@ class TestGraphBreaks:
         for number in STEPS:
             twins.take_step(number)
 
-    @pytest.mark.parametrize("case", GRAPHS, ids=str)
+    @pytest.mark.parametrize("case", FAMILIES, ids=str)
     def test_a_clip_of_the_optimizers_own(self, case):
         """Also one that comes later."""
         twins, none = Twins(case, fullgraph=False), case.option("max_grad_norm")
@@ -459,9 +459,7 @@ class TestGraphBreaks:
             twins.check()
 
     @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-    @pytest.mark.parametrize(
-        "case", first_of_each(lambda case: (case.sparse, case.counts), OPERATORS), ids=str
-    )
+    @pytest.mark.parametrize("case", first_of_each(lambda case: case.sparse, OPERATORS), ids=str)
     def test_sparse_gradients(self, case):
         """Taken or refused as without a compiler."""
         outcomes = []

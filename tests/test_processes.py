@@ -79,12 +79,14 @@ optimizer = optim.Adam([{"params": [param]} for param in params])
 optimizer.step()
 plan = next(iter(optimizer._plans.values())).handle
 
+forking = threading.Event()  # elsewhere the threads would take a CPU from the children
+
 def step(**options):
-    while True:
+    while forking.wait():
         optimizer.step(**options)
 
 def ask():  # of all that takes the registry's lock the most of the time
-    while True:
+    while forking.wait():
         torch.ops.fusedstep.plan_isa(plan)
 
 def build_and_step():
@@ -100,13 +102,14 @@ sys.setswitchinterval(1e-4)
 for work in (step, ask, ask):
     threading.Thread(target=work, daemon=True).start()
 for index in range(100):
-    # Several at a time: threads of the parent take a CPU for as long as it waits.
     children = []
+    forking.set()
     for _ in range(10):
         children.append(os.fork())
         if children[-1] == 0:
             build_and_step()
             os._exit(0)
+    forking.clear()
     for child in children:
         _, status = os.waitpid(child, 0)
         assert status == 0, (index, child, status)

@@ -317,7 +317,13 @@ def move_moments(name, value):
 
 @pytest.mark.parametrize(
     ("case", "change", "index", "threads"),
-    thinned(WITH_STATES, [move, move_count, move_moments], [0, 700, MANY - 1], [1, 2, 5]),
+    thinned(
+        WITH_STATES,
+        [move, move_count, move_moments],
+        [0, 700, MANY - 1],
+        [1, 2, 5],
+        whole=WITH_STATES[:1],
+    ),
 )
 def test_one_moved_state_of_many_is_found(case, change, index, threads, told, monkeypatch):
     before = torch.get_num_threads()

@@ -2,13 +2,14 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
 import torch
 
 import fusedstep
-from cases import CASES, KINDS, LOW_PRECISION, PLAIN
+from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt
 from fusedstep import optim
 from fusedstep.optim import _registry, low_bit
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
@@ -194,13 +195,15 @@ def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
                 assert_same_contents(found(), expected)
 
 
-@pytest.mark.parametrize("of_gradient", GRADIENT_LAYOUTS)
-@pytest.mark.parametrize("layout", WEIGHT_LAYOUTS, ids=str)
 @pytest.mark.parametrize(
-    ("case", "kind", "dtype"),
+    ("case", "kind", "dtype", "layout", "of_gradient"),
     [
-        *((case, "int8", torch.float32) for case in PLAIN if case.states),
-        *((case, "int4", torch.bfloat16) for case in PLAIN[:1]),
+        (case, kind, dtype, *layouts)
+        for rows, kind, dtype in (
+            ([case for case in PLAIN if case.states], "int8", torch.float32),
+            (PLAIN[:1], "int4", torch.bfloat16),
+        )
+        for case, layouts in dealt(rows, itertools.product(WEIGHT_LAYOUTS, GRADIENT_LAYOUTS), 8)
     ],
     ids=str,
 )

@@ -375,7 +375,7 @@ LIVES = """
 import sys, threading, torch
 from cases import PLAIN
 
-weight = torch.nn.Parameter(torch.zeros(1 << 24))
+weight = torch.nn.Parameter(torch.zeros(1 << 22))
 optimizer = next(case for case in PLAIN if case.name == sys.argv[1]).build([weight])
 
 def take_away(version):
@@ -384,7 +384,7 @@ def take_away(version):
     weight.grad = None
 
 for step in range(6):
-    weight.grad = torch.ones(1 << 24)
+    weight.grad = torch.ones(1 << 22)
     thread = threading.Thread(target=take_away, args=[weight._version])
     thread.start()
     optimizer.step()

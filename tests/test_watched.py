@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from cases import WITH_STATES
+from cases import WITH_STATES, dealt
 from fusedstep import _ops
 from test_repeat import build, set_grads
 
@@ -63,8 +63,11 @@ def hold_by_autograd(optimizer):
 HOLDERS = [value for name, value in globals().items() if name.startswith("hold_")]
 
 
-@pytest.mark.parametrize("hold", HOLDERS)
-@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "hold"),
+    dealt(WITH_STATES, HOLDERS, 3),
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
 def test_steps_look_at_states_that_were_read_until_nobody_holds_them(case, hold):
     optimizer, params = build(case)
 

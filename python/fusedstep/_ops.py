@@ -150,6 +150,10 @@ class _HeldPlan:
 hold_plan: Callable[[int], Any] = bind.hold_plan if bind else _HeldPlan
 
 
+#: The error of a second thread, as the library says it.
+IS_STEPPED = "another thread is stepping this optimizer"
+
+
 def check_idle(plan: int) -> None:
     """Raises a RuntimeError if another thread is in a step over a plan. No mode sees that."""
     with torch._C.DisableTorchFunction(), no_dispatch():

@@ -29,6 +29,7 @@ bool fails(std::atomic<long>& left) {
 // Code whose calls are counted.
 struct Module {
   uintptr_t begin, end;
+  Allocations calls;
 };
 constexpr size_t kMostModules = 16;
 Module modules[kMostModules];
@@ -36,29 +37,36 @@ size_t module_count = 0;
 
 int add_module(dl_phdr_info* info, size_t /*size*/, void* /*context*/) {
   const std::string_view name = info->dlpi_name;
+  const auto is = [&](std::string_view part) { return name.find(part) != name.npos; };
   // The program itself has no name; a Python that runs the tests has nothing of interest.
-  const bool is_own =
-      name.empty() || name.find("libfusedstep.so") != name.npos || name.find("_bind.abi3.so") != name.npos;
-  for (int i = 0; is_own && i < info->dlpi_phnum && module_count < kMostModules; ++i) {
+  const bool is_own = name.empty() || is("libfusedstep.so") || is("_bind.abi3.so");
+  const bool is_counted = is_own || is("libc10.so");
+  for (int i = 0; is_counted && i < info->dlpi_phnum && module_count < kMostModules; ++i) {
     const ElfW(Phdr)& part = info->dlpi_phdr[i];
     if (part.p_type != PT_LOAD || (part.p_flags & PF_X) == 0) continue;
     const uintptr_t begin = info->dlpi_addr + part.p_vaddr;
-    modules[module_count++] = {begin, begin + part.p_memsz};
+    modules[module_count++] = {begin, begin + part.p_memsz,
+                               is_own ? Allocations::kNew : Allocations::kTensors};
   }
   return 0;
 }
 
-bool is_counted(const void* caller) {
+bool is_counted(Allocations calls, const void* caller) {
   const auto address = reinterpret_cast<uintptr_t>(caller);
-  return std::any_of(modules, modules + module_count,
-                     [&](const Module& module) { return address >= module.begin && address < module.end; });
+  return std::any_of(modules, modules + module_count, [&](const Module& module) {
+    return module.calls == calls && address >= module.begin && address < module.end;
+  });
 }
 
 void* allocate(size_t bytes, size_t alignment, const void* caller) {
-  if (left_of_new.load() > 0 && is_counted(caller) && fails(left_of_new)) return nullptr;
+  if (left_of_new.load() > 0 && is_counted(Allocations::kNew, caller) && fails(left_of_new)) return nullptr;
   bytes = std::max<size_t>(bytes, 1);
   return alignment == 0 ? std::malloc(bytes)
                         : std::aligned_alloc(alignment, (bytes + alignment - 1) / alignment * alignment);
+}
+
+bool fails_tensor(const void* caller) {
+  return left_of_tensors.load() > 0 && is_counted(Allocations::kTensors, caller) && fails(left_of_tensors);
 }
 
 void* allocate_or_throw(size_t bytes, size_t alignment, const void* caller) {
@@ -104,5 +112,5 @@ long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tenso
 extern "C" [[gnu::visibility("default")]] int posix_memalign(void** memory, size_t alignment, size_t bytes) {
   using PosixMemalign = int (*)(void**, size_t, size_t);
   static const auto next = reinterpret_cast<PosixMemalign>(dlsym(RTLD_NEXT, "posix_memalign"));
-  return fusedstep::test::fails(fusedstep::test::left_of_tensors) ? ENOMEM : next(memory, alignment, bytes);
+  return fusedstep::test::fails_tensor(FUSEDSTEP_CALLER) ? ENOMEM : next(memory, alignment, bytes);
 }

@@ -5,8 +5,8 @@
 namespace fusedstep::test {
 
 // Allocations that are counted: calls of operator new from the code under test (that is, from this project's
-// libraries, the module of Python and the program itself), or calls of posix_memalign, by which torch makes
-// tensors.
+// libraries, the module of Python and the program itself), or calls of posix_memalign from libc10, by which
+// torch makes tensors. Libraries of matrix products call it too: without memory they crash.
 enum class Allocations : int { kNew, kTensors };
 
 extern "C" {

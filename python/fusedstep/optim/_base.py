@@ -13,13 +13,16 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from fusedstep import _ops
 from fusedstep.optim import _weights
 from fusedstep.optim._checks import (
+    check_counts,
     check_floats,
+    check_memory,
     check_number,
     check_operands,
     check_options,
     check_ranges,
     floats,
     has_text,
+    memory_of,
     numeric,
     with_name,
 )
@@ -185,6 +188,20 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
         return False
 
+    def _check_composite(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Raises what torch's operations would stop at half way, or not notice."""
+        check_operands(weights, grads)
+        if self._is_composite(group):
+            states = [self._state.get(p, {}) for p in weights]
+            memory = memory_of(weights, grads, states)
+            if memory is None or self._memory.get(weights[0]) != memory:
+                check_memory(weights, grads, states)
+                self._memory[weights[0]] = memory
+            check_counts(states)
+            self._check_states(group, weights)
+
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
         self._store.check(group, weights)
@@ -311,6 +328,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
+        self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: tuple[Any, ...] | None = None
         self._spread: SpreadWeights | None = None
@@ -482,11 +500,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                 p.grad = None
 
     def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+        me = object() if any(map(self._is_composite, self._groups)) else None
+        if me and vars(self).setdefault("_stepping", me) is not me:
+            raise RuntimeError(_ops.IS_STEPPED)  # a plan would say so in other steps
         try:
             return self._update_all(max_norm, zero_grad)
         except RuntimeError as error:
             _ops.raise_memory_error(error)
             raise
+        finally:
+            if me:
+                del self._stepping
 
     _update_outside_graphs = torch._disable_dynamo(_update)
 
@@ -500,6 +524,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         takes_norm = max_norm is not None or own_max_norm < math.inf
         spread = self._spread_weights() if takes_norm else None
         factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps, spread)
+        norm: float | Tensor | None = None
+        if max_norm is not None:  # before anything is changed: there may be no memory for it
+            norm = (factors or PLAIN).norm
+            if not isinstance(norm, Tensor):
+                norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
         if factors is None:
             factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
@@ -513,9 +542,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
-        if max_norm is None or isinstance(factors.norm, Tensor):
-            return None if max_norm is None else factors.norm
-        return torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
+        return norm
 
     def _begin_step(self) -> None:
         if "_loading" in self.__dict__:
@@ -586,9 +613,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
                     plan.bind(weights, grads, sparse)
                     self._plans[place], self._seen = plan, None
                 else:
-                    check_operands(weights, grads)
-                    if self._is_composite(group):
-                        self._check_states(group, weights)
+                    self._check_composite(group, weights, grads)
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)

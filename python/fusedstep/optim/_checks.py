@@ -279,6 +279,93 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
             )
 
 
+def memory_of(
+    weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
+) -> list[tuple[int, bool]] | None:
+    """Where operands are and whether they are negated: while it is the same, check_memory() is.
+
+    None if it cannot tell: there is none, or a gradient begins where a weight does.
+    """
+    values = [each for state in states for name, each in state.items() if name != "step"]
+    try:
+        found = [(each.data_ptr(), each.is_neg()) for each in (*weights, *grads, *values)]
+    except (AttributeError, RuntimeError):  # some kinds of tensors have no address
+        return None
+    begins = found[: len(weights)]
+    told = all(place for place, _ in found) and not set(begins).intersection(found[len(weights) :])
+    return found if told else None
+
+
+def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:
+    """Raises for operands in whose memory several operations of torch could not work in turn.
+
+    A gradient may be its own weight, element by element: it is read before the weight is written.
+    """
+    owners: dict[int, list[int]] = {}  # weights by where their storages begin
+    for index, (weight, grad, state) in enumerate(zip(weights, grads, states, strict=True)):
+        what = f"tensor {index} of the list: "
+        values = [each for name, each in state.items() if name != "step"]
+        for kind, tensors in (("weight", [weight]), ("gradient", [grad]), ("state", values)):
+            for tensor in filter(_has_memory, tensors):
+                if kind != "gradient" and (tensor.is_neg() or tensor._is_zerotensor()):
+                    raise RuntimeError(
+                        f"{what}the {kind} is a negated view or a zero tensor; clone() it first"
+                    )
+                if tensor.untyped_storage().nbytes() == 0 and not tensor._is_zerotensor():
+                    raise RuntimeError(f"{what}the {kind} has no memory")
+        if _has_memory(weight):
+            owners.setdefault(weight.untyped_storage().data_ptr(), []).append(index)
+    for index, grad in enumerate(grads):
+        if not _has_memory(grad) or grad._is_zerotensor():
+            continue
+        for owner in owners.get(grad.untyped_storage().data_ptr(), ()):
+            weight = weights[owner]
+            is_same = grad.data_ptr() == weight.data_ptr() and grad.stride() == weight.stride()
+            if (owner == index and is_same) or not _ranges_meet(grad, weight):
+                continue
+            where = (
+                "is the memory of its own weight in another layout"
+                if owner == index
+                else f"shares memory with the weight of tensor {owner} of the list"
+            )
+            raise RuntimeError(
+                f"tensor {index} of the list: the gradient {where}; clone() it first"
+            )
+
+
+def check_counts(states: list[dict[str, Any]]) -> None:
+    """Raises for a step count on the host that is none."""
+    for index, state in enumerate(states):
+        count = state.get("step")
+        if count is not None and count.is_cpu and not count.item() >= 0:
+            raise RuntimeError(
+                f"tensor {index} of the list: the step count must be at least 0, not "
+                f"{count.item():f}"
+            )
+
+
+def _has_memory(tensor: Any) -> bool:
+    return (
+        isinstance(tensor, Tensor)
+        and type(tensor) in (Tensor, Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+        and tensor.numel() > 0
+    )
+
+
+def _ranges_meet(a: Tensor, b: Tensor) -> bool:
+    """Returns whether two tensors share addresses from their first elements to their last."""
+
+    def ends(tensor: Tensor) -> tuple[int, int]:
+        sides = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((size - 1) * stride for size, stride in sides)
+        return tensor.data_ptr(), tensor.data_ptr() + span * tensor.itemsize
+
+    (first, first_end), (second, second_end) = ends(a), ends(b)
+    return first < second_end and second < first_end
+
+
 def name_of(group: dict[str, Any], index: int, place: int) -> str:
     """Names a parameter in an error: by its name, or else by its place in the group `index`."""
     if names := group.get("param_names"):
@@ -304,7 +391,7 @@ def with_name(
         return name_of(group, index, place)
 
     text = re.sub(place_in_list, name, str(error))
-    if re.search("a state is .* but the weight is", text):
+    if re.search("(a|the) state .*is .* but (the weight is|has to be)", text):
         text += (
             ". If the dtype of the model has changed, give the states that of their weights by "
             "optimizer.load_state_dict(optimizer.state_dict()), or make a new optimizer"

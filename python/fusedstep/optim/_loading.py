@@ -24,6 +24,8 @@ class LoadsStates:
         They stay float32. torch casts them to the weight's dtype. Nothing has changed after an
         error. Another thread must not step meanwhile: who comes second gets an error.
         """
+        if "_stepping" in vars(self):
+            raise RuntimeError(_ops.IS_STEPPED)
         for plan in self._plans.values():
             _ops.check_idle(plan.handle)
         # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.

@@ -18,7 +18,6 @@ from torch.autograd.graph import increment_version
 from fusedstep import _ops
 from fusedstep.optim._checks import (
     check_at_least_zero,
-    check_operands,
     floats,
     name_of,
     with_name,
@@ -36,7 +35,7 @@ from fusedstep.optim._projection import (
     sides,
     why_not_projected,
 )
-from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._scratch import Scratch, step_all
 from fusedstep.optim._transformers_adamw import native_numbers
 from fusedstep.optim._weights import key_of_draws, places_of, way_of
 
@@ -181,8 +180,9 @@ class LowRankSteps:
     # Counts, which the numbers of a native step follow from
 
     def _count(self, weight: Tensor) -> int:
-        """The steps of a weight so far."""
-        return int(self._state.get(weight, {}).get("step", 0))
+        """The steps of a weight so far; -1 for a count that is NaN, which is refused later."""
+        count = float(self._state.get(weight, {}).get("step", 0))
+        return -1 if math.isnan(count) else int(count)
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -227,7 +227,7 @@ class LowRankSteps:
             and self._fits(scratch, group, weights)
         ):
             try:
-                check_operands(weights, grads)
+                self._check_composite(group, weights, grads)
             except RuntimeError as error:
                 raise with_name(error, self._groups, group, weights) from None
             return Work(group, weights, grads, None)
@@ -257,9 +257,14 @@ class LowRankSteps:
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
-        for p in weights:
+        for place, p in enumerate(weights):
             for name, shape in self._state_shapes(group, p).items():
                 found = self._state[p][name]
+                if found.dtype != (torch.float32 if p.itemsize == 2 else p.dtype) and shape:
+                    raise RuntimeError(
+                        f"tensor {place} of the list: the state {name} is {found.dtype} but has to "
+                        f"be {torch.float32 if p.itemsize == 2 else p.dtype}"
+                    )
                 if found.shape != shape or found.device != p.device:
                     raise RuntimeError(
                         f"{name} of {self._name_of(group, p)} is {list(found.shape)} on "
@@ -326,17 +331,19 @@ class LowRankSteps:
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
         factor = factors.on_host if work else 1.0
-        for item in work:
-            scratch = self._scratch.get(item.weights[0])
-            if scratch is None or not self._is_composite(item.group):
+        found = [
+            self._scratch.get(item.weights[0]) if self._is_composite(item.group) else None
+            for item in work
+        ]
+        step_all([scratch for scratch in found if scratch])
+        for item, scratch in zip(work, found, strict=True):
+            if scratch is None:
                 super()._imperative_update([item], factors)
                 continue
             for index, weight in enumerate(item.weights):
                 if weight in self._fresh:
                     self._commit(weight)
                     scratch.keep_bases(index, self._bases_of(item.group, weight))
-            scratch.step()
-            for index, weight in enumerate(item.weights):
                 self._move_weight(item, scratch, index, self._state[weight], factor)
             increment_version(self._accessed_states(item.weights))
 

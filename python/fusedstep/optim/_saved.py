@@ -215,8 +215,9 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
         likely = exact if saved.keys() & known != own & known else []
     if likely or missing:
         lacks = ", ".join(missing or sorted(own - options_of(likely[0])))
+        has = f"no {lacks}" if lacks else ", ".join(sorted(saved.keys() & known - own))
         raise ValueError(
-            f"group {index} of the dictionary has no {lacks}: it is not one of "
+            f"group {index} of the dictionary has {has}: it is not one of "
             f"{name}{_looks_like(likely)}. To go on from another optimizer all the same, "
             "call fusedstep.import_state_dict"
         )

@@ -91,7 +91,15 @@ class Scratch:
         self.plan.bind(self.updates, self.grads, False)
         _ops.prepare_step(rule, self.plan.handle, numbers, 1.0, GradUse.LEAVE)
 
-    def step(self) -> None:
-        _ops.take_steps([self.plan.handle])
+    def narrow(self) -> None:
+        """Rounds the updates to the dtype of the products, when the step has been taken."""
         if self._flat_narrow is not None:
             self._flat_narrow.copy_(self._flat_updates)
+
+
+def step_all(scratches: list[Scratch]) -> None:
+    """Takes the steps that have been prepared in one call: nothing can fail between two."""
+    if scratches:
+        _ops.take_steps([scratch.plan.handle for scratch in scratches])
+    for scratch in scratches:
+        scratch.narrow()

@@ -1,0 +1,299 @@
+"""Laws that take no shape of a weight for granted, for the optimizers that have no row."""
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from cases import COMPOSITES
+from fusedstep import optim
+from stepping import assert_same_bits, assert_same_contents, contents
+from test_unusual_operands import WAYS, negated, negated_at_once
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+SHAPE = (12, 8)
+
+
+class Composite(NamedTuple):
+    """An optimizer with the options of its groups, and the form of its gradients."""
+
+    optimizer: type[torch.optim.Optimizer]
+    of_group: dict[str, Any]
+    counts: bool = True
+    makes_whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+
+    def __str__(self) -> str:
+        return self.optimizer.__name__
+
+    def build(self, params, **options):
+        return self.optimizer([{"params": list(params)} | self.of_group], **options)
+
+    def grad(self, values):
+        return self.makes_whole(values)
+
+
+def as_sparse(values):
+    rows = torch.arange(len(values))[None]
+    return torch.sparse_coo_tensor(rows, values, values.shape, check_invariants=True)
+
+
+ROWS = (
+    Composite(optim.Adafactor, {}),
+    Composite(optim.Muon, {}, counts=False),
+    Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),
+    Composite(optim.APOLLOAdamW, {"rank": 3, "update_proj_gap": 3}),
+    Composite(optim.SparseAdam, {}, makes_whole=as_sparse),
+)
+DENSE = [row for row in ROWS if row.optimizer is not optim.SparseAdam]
+EACH = pytest.mark.parametrize("row", ROWS, ids=str)
+MODES = pytest.mark.parametrize("fused", [None, True, False])
+
+
+def values_of(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(SHAPE, generator=generator)
+
+
+def stepped(row, steps=2, count=2, **options):
+    """Weights and an optimizer after some steps, with the gradients of the next."""
+    params = [torch.nn.Parameter(values_of(100 + i)) for i in range(count)]
+    optimizer = row.build(params, **options)
+    for step in range(steps + 1):
+        for param in params:
+            param.grad = row.grad(values_of(step))
+        if step < steps:
+            optimizer.step()
+    return params, optimizer
+
+
+def first_state(optimizer, param):
+    return next(name for name in optimizer.state[param] if name != "step")
+
+
+def test_every_composite_has_these_laws():
+    assert {row.optimizer for row in ROWS} == COMPOSITES.keys()
+
+
+@EACH
+def test_none_for_a_closure(row):
+    (_, expected), (_, optimizer) = stepped(row), stepped(row)
+    expected.step()
+    assert optimizer.step(None) is None
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@MODES
+@EACH
+def test_max_norm_clips_and_is_returned(row, fused):
+    (params, expected), (_, optimizer) = stepped(row, fused=fused), stepped(row, fused=fused)
+    norm = (len(params) * values_of(2).double().square().sum()) ** 0.5
+    for param in params:
+        param.grad = row.grad(values_of(2) * (0.5 / (norm + 1e-6)).float())
+    expected.step()
+    found = optimizer.step(max_norm=0.5)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)
+    for name, value in contents(expected).items():
+        torch.testing.assert_close(contents(optimizer)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert optimizer.step(lambda: 7.0, max_norm=0.5) == 7.0
+
+
+@MODES
+@EACH
+def test_the_option_max_grad_norm_is_the_argument(row, fused):
+    (_, expected), (_, optimizer) = stepped(row, 0, fused=fused), stepped(row, 0, fused=fused)
+    expected.step(max_norm=0.5)
+    assert "max_grad_norm" not in optimizer.param_groups[0]
+    _, clipping = stepped(row, 0, fused=fused, max_grad_norm=0.5)
+    clipping.step()
+    optimizer.step()
+    seen, unclipped = contents(clipping), contents(optimizer)
+    for name, value in contents(expected).items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert any(not torch.allclose(unclipped[name], value) for name, value in seen.items())
+
+
+@EACH
+def test_fused_takes_meta_weights_that_get_memory_before_the_first_step(row):
+    with torch.device("meta"):
+        model = torch.nn.Linear(*reversed(SHAPE), bias=False)
+    optimizer = row.build(model.parameters(), fused=True)
+    model.to_empty(device="cpu")
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with torch.no_grad():
+        model.weight.copy_(values_of(100))
+    model.weight.grad = row.grad(values_of(0))
+    optimizer.step()
+    (param,), expected = stepped(row, 0, count=1, fused=True)
+    expected.step()
+    assert_same_bits(model.weight.detach(), param.detach(), "weight")
+
+
+@EACH
+def test_a_copy_and_a_dictionary_go_on_with_the_same_bits(row):
+    params, optimizer = stepped(row)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    loaded = row.build(twins)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copies = (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)))
+    for each in (optimizer, loaded, *copies):
+        for param in each.param_groups[0]["params"]:
+            param.grad = row.grad(values_of(2))
+        each.step()
+    for each in (loaded, *copies):
+        assert_same_contents(contents(each), contents(optimizer))
+
+
+# After two ordinary steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [negated, negated_at_once])
+@EACH
+def test_a_gradient_is_taken_by_its_values(row, make, way):
+    (params, optimizer), (others, expected) = stepped(row), stepped(row)
+    for param, other in zip(params, others, strict=True):
+        unusual = make(values_of(2))
+        param.grad, other.grad = row.grad(unusual), row.grad(values_of(2))
+        if row in DENSE:
+            param.grad = unusual
+    WAYS[way](optimizer)
+    WAYS[way](expected)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operand", ["weight", "state"])
+@EACH
+def test_a_negated_weight_or_state_is_an_error(row, operand, way):
+    params, optimizer = stepped(row, fused=True)
+    name = first_state(optimizer, params[1])
+    if operand == "weight":
+        params[1].data = negated_at_once(params[1].detach().clone())
+    else:
+        optimizer.state[params[1]][name] = negated_at_once(optimizer.state[params[1]][name].clone())
+    before = [param.detach() + 0 for param in params]
+    with pytest.raises(RuntimeError, match=r"negated view|state is a neg"):
+        WAYS[way](optimizer)
+    for param, values in zip(params, before, strict=True):
+        assert_same_bits(param.detach() + 0, values, "weight")
+
+
+@pytest.mark.parametrize("operand", ["weight", "gradient", "state"])
+@EACH
+def test_memory_that_was_taken_away_is_an_error(row, operand):
+    params, optimizer = stepped(row)
+    if operand == "gradient" and row not in DENSE:
+        pytest.skip("its memory is that of its values")
+    state = optimizer.state[params[1]][first_state(optimizer, params[1])]
+    operands = {"weight": params[1], "gradient": params[1].grad, "state": state}
+    before = params[0].detach().clone()
+    operands[operand].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{operand} has no memory"):
+        optimizer.step()
+    assert_same_bits(params[0].detach(), before, "weight")
+
+
+@pytest.mark.parametrize("count", [-1.0, float("nan")])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.counts], ids=str)
+def test_a_negative_step_count_is_an_error(row, count):
+    params, optimizer = stepped(row)
+    optimizer.state[params[1]]["step"].fill_(count)
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match="the step count must be at least 0"):
+        optimizer.step()
+    assert_same_bits(params[0].detach(), before, "weight")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_gradient_in_the_memory_of_a_weight_is_an_error(row, way):
+    own, other = "0 of .* its own weight in another layout", "0 of .* with the weight of .* 1 of"
+    for gradient, text in (
+        (lambda first, second: first.view(-1).as_strided(SHAPE, (1, SHAPE[0])), own),
+        (lambda first, second: second, other),
+        (lambda first, second: second.view(-1)[:1].expand(SHAPE), other),
+    ):
+        params, optimizer = stepped(row)
+        before = [param.detach().clone() for param in params]
+        params[0].grad = gradient(*(param.detach() for param in params))
+        with pytest.raises(RuntimeError, match=text):
+            WAYS[way](optimizer)
+        for param, values in zip(params, before, strict=True):
+            assert_same_bits(param.detach(), values, "weight")
+
+
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_gradient_that_is_its_own_weight(row):
+    """Right, or an error: Adafactor's operation reads gradients after it has written weights."""
+    (params, optimizer), (others, expected) = stepped(row), stepped(row)
+    for param, other in zip(params, others, strict=True):
+        param.grad, other.grad = param.detach(), other.detach().clone()
+    if row.optimizer is optim.Adafactor:
+        with pytest.raises(RuntimeError, match="0 of group 0: the gradient shares memory with the"):
+            optimizer.step()
+        return
+    optimizer.step()
+    expected.step()
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_second_thread_during_a_step_gets_an_error(row, loads, monkeypatch):
+    (_, optimizer), (_, expected) = stepped(row), stepped(row)
+    dictionary, bind, errors = copy.deepcopy(optimizer.state_dict()), optimizer._bind_groups, []
+
+    def elsewhere():
+        try:
+            optimizer.load_state_dict(dictionary) if loads else optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def bind_beside():
+        worker = threading.Thread(target=elsewhere)
+        worker.start()
+        worker.join()
+        return bind()
+
+    monkeypatch.setattr(optimizer, "_bind_groups", bind_beside)
+    optimizer.step()
+    assert errors == ["another thread is stepping this optimizer"]
+    expected.step()
+    assert_same_contents(contents(optimizer), contents(expected))
+    monkeypatch.undo()
+    optimizer.load_state_dict(dictionary)
+    optimizer.step()
+
+
+@EACH
+def test_a_model_that_has_become_double(row):
+    model = torch.nn.Linear(*reversed(SHAPE), bias=False)
+    optimizer = row.build([("weight", model.weight)])
+    model.weight.grad = row.grad(values_of(0))
+    optimizer.step()
+    model.double()
+    model.weight.grad = row.grad(values_of(1).double())
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'weight'.*float32.*load_state_dict\(optimizer\.st"):
+        optimizer.step()
+    assert_same_bits(model.weight.detach(), before, "weight")
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert not torch.equal(model.weight.detach(), before)
+
+
+@EACH
+def test_a_dictionary_of_adamw_is_refused(row):
+    params, optimizer = stepped(row)
+    other = torch.optim.AdamW(params)
+    before = contents(optimizer)
+    with pytest.raises(ValueError, match=r"has (no )?\w+.*: it is not one of .*AdamW"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_same_contents(contents(optimizer), before)
