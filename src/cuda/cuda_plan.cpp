@@ -571,7 +571,8 @@ class CudaPlan final : public DevicePlan {
     plan.memory().ran_on = "cuda";
   }
 
-  // The phases apart, in passes that go over tensors element by element. Those for codes find words themselves.
+  // The phases apart, in passes that go over tensors element by element. Those for codes find words
+  // themselves.
   void run_direction(const Plan& plan, const BoundRule& rule, Launch launch, double* norms2) {
     for (const LaunchGroup& group : grads_->groups) {
       select(launch, group);

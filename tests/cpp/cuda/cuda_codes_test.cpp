@@ -10,10 +10,6 @@
 #include "tests/cpp/layouts.h"
 #include "tests/cpp/model.h"
 
-namespace fusedstep::emulator {
-extern int launches;
-}
-
 namespace fusedstep::test {
 namespace {
 
@@ -221,7 +217,6 @@ std::vector<Shape> flat_shapes() {
 
 TEST_P(CudaCodesTest, SameBitsAsOnTheCpu) { expect_same_steps(flat_shapes()); }
 
-// Tensors that are not in one launch with others of their format must not take these others' passes.
 TEST_P(CudaCodesTest, ABadNumberDamagesItsBlockOnly) {
   Model actual = model({flat(5000)}, kDevice), expected = model({flat(5000)}, kHost);
   for (uint64_t count = 1; count < 4; ++count) {
@@ -279,6 +274,33 @@ TEST_P(CudaCodesTest, CountsOnTheDevice) {
   step(expected, 1, {});
   EXPECT_EQ(numbers[0], 1);
   expect_same(actual, expected);
+}
+
+class CudaCodesNormsTest : public CudaCodesTest {};
+
+// Where a norm is that of shards, sums of other processes are added between the phases.
+TEST_P(CudaCodesNormsTest, PhasesApartAreThoseOfTheCpu) {
+  for (const GradUse grads : grad_uses(GetParam().of)) {
+    SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
+    Model actual = model(flat_shapes(), kDevice), expected = model(flat_shapes(), kHost);
+    for (Model* each : {&actual, &expected}) {
+      each->fill_grads(1);
+      each->bind();
+    }
+    const BoundRule& rule = GetParam().of.rule.bound;
+    const StepOptions options{.threads = 2, .grad_factor = 0.75, .grads = grads};
+    std::vector<double> numbers(actual.tensors.size(), 2), norms2(2 * numbers.size()), on_cpu(norms2.size());
+    const auto there = actual.device->prepare(actual.plan, rule, numbers, options, {});
+    const auto here = prepare_step(expected.plan, rule, numbers, options);
+    there->run_direction(norms2.data());
+    here->run_direction(on_cpu.data());
+    EXPECT_EQ(norms2, on_cpu);
+    for (double& norm2 : norms2) norm2 *= 1.5;
+    there->run_apply(norms2.data());
+    here->run_apply(norms2.data());
+    expect_same(actual, expected, grads != GradUse::kScratch);
+    if (HasFatalFailure()) return;
+  }
 }
 
 class CudaCodesLayoutTest : public CudaCodesTest {};
@@ -344,7 +366,16 @@ std::vector<CodedCase> coded_families() {
   return found;
 }
 
+// Those of rules with norms.
+std::vector<CodedCase> coded_norms() {
+  std::vector<CodedCase> found = coded_cases();
+  std::erase_if(found, [](const CodedCase& each) { return !each.of.rule.two_phase; });
+  return found;
+}
+
 INSTANTIATE_TEST_SUITE_P(Rules, CudaCodesTest, testing::ValuesIn(coded_cases()),
+                         [](const auto& info) { return name(info.param); });
+INSTANTIATE_TEST_SUITE_P(Norms, CudaCodesNormsTest, testing::ValuesIn(coded_norms()),
                          [](const auto& info) { return name(info.param); });
 INSTANTIATE_TEST_SUITE_P(Families, CudaCodesLayoutTest, testing::ValuesIn(coded_families()),
                          [](const auto& info) { return name(info.param); });
