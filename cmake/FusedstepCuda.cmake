@@ -64,7 +64,9 @@ function(fusedstep_cuda_library TARGET)
   endforeach()
 
   # torch's own CUDA runtime is shared: there is one current device in a process.
-  add_library(${TARGET} SHARED ${objects} src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
+  add_library(
+    ${TARGET} SHARED
+    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
   target_compile_definitions(${TARGET} PRIVATE USE_CUDA)  # for torch's stable interface to show that to CUDA
   target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart)
   target_link_options(${TARGET} PRIVATE LINKER:-z,defs)

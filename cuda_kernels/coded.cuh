@@ -1,211 +1,507 @@
-// The pass of an elementwise rule over tensors whose states are in codes: a warp has a block of codes, or two
-// of int4, and each of its threads eight elements side by side.
+// The passes of a rule over tensors whose states are in codes: a warp has 256 elements, which are a block of
+// codes, or two of int4. Each of its threads has four of either half, so that its accesses are whole words.
+// The maths is that of float32 states.
 #pragma once
-#include "cuda_kernels/elementwise.cuh"
+#include "cuda_kernels/reduce.cuh"
 #include "src/core/code_map.h"
 
 namespace fusedstep::cuda {
 
-constexpr int kCodedWidth = 8, kWarpElements = kWarp * kCodedWidth, kWarps = kThreads / kWarp;
-constexpr int kCodedParts = kChunkElements / (kThreads * kCodedWidth);
-constexpr int kCodeValues = 256;
-static_assert(kCodeValues <= kThreads);
+constexpr int kHalves = 2, kInHalf = 4, kHalfElements = kWarp * kInHalf, kWarps = kThreads / kWarp;
+constexpr int kCodedWidth = kHalves * kInHalf;
+constexpr int kPartElements = kThreads * kCodedWidth, kCodedParts = kChunkElements / kPartElements;
+static_assert(kHalfElements == kSegmentElements);
 
-// Codes that a thread has, in one access: eight bytes, or four of halves.
-struct Codes {
-  uint32_t words[2];
+// Four codes of a byte each from four of half a byte, of which the upper half comes first, and back.
+__device__ __forceinline__ uint32_t spread(uint32_t halves) {
+  return (halves >> 4 & 15) | (halves & 15) << 8 | (halves >> 12 & 15) << 16 | (halves >> 8 & 15) << 24;
+}
+__device__ __forceinline__ uint32_t squeezed(uint32_t codes) {
+  return (codes & 15) << 4 | (codes >> 8 & 15) | (codes >> 16 & 15) << 12 | (codes >> 24 & 15) << 8;
+}
 
-  __device__ __forceinline__ int32_t at(bool halves, int j) const {
-    if (!halves) return static_cast<int32_t>(words[j / 4] >> 8 * (j % 4) & 255);
-    const uint32_t byte = words[0] >> 8 * (j / 2) & 255;
-    return static_cast<int32_t>(j % 2 == 0 ? byte >> 4 : byte & 15);
+// code_of() of src/core/code_map.h, the same for all maps.
+__device__ __forceinline__ uint32_t code_of(const CodeTable& table, float share) {
+  const float magnitude = rules::absolute(share);
+  const float at = magnitude < table.least_share ? table.least_share : magnitude;
+  unsigned line = static_cast<unsigned>(bits_of(at)) >> kMantissa & (CodeTable::kOctaves - 1);
+  if (magnitude > table.threshold[line].share) line += CodeTable::kOctaves;
+  const CodeTable::Line by = table.line[line];
+  auto level = static_cast<int32_t>(magnitude * by.slope + by.start);
+  level = level < table.last[line].level ? level : table.last[line].level;
+  if (share < table.below) {
+    level = level < table.most ? level : table.most;
+    level = level > table.least ? level : table.least;
+    return static_cast<uint32_t>(level * table.factor + table.negative);
   }
-  __device__ __forceinline__ void put(bool halves, int j, int32_t code) {
-    const auto bits = static_cast<uint32_t>(code);
-    if (halves) {
-      words[0] |= bits << (8 * (j / 2) + (j % 2 == 0 ? 4 : 0));
-    } else {
-      words[j / 4] |= bits << 8 * (j % 4);
-    }
+  return static_cast<uint32_t>(level + table.zero);
+}
+
+// What a thread has of a part of a chunk: four neighbours of either half, or as many as there are. kWhole:
+// all of the block's threads have eight, and all operands are dense and aligned to words.
+__device__ __forceinline__ bool is_whole(const Chunk& chunk, int part, bool in_words) {
+  return in_words && chunk.end - chunk.begin >= (part + 1) * kPartElements;
+}
+template <bool kWhole>
+struct Eight {
+  static constexpr bool whole = kWhole;
+
+  int64_t of_warp;  // the first element of the warp
+  int left;         // elements that the warp has; less than one: none
+
+  __device__ Eight(const Chunk& chunk, int part) {
+    const int64_t begin = chunk.begin + part * kPartElements;
+    of_warp = begin + static_cast<int>(threadIdx.x) / kWarp * (kHalves * kHalfElements);
+    const int64_t behind = chunk.end - of_warp;
+    constexpr int kAll = kHalves * kHalfElements;
+    left = kWhole || behind >= kAll ? kAll : static_cast<int>(behind);
+  }
+
+  __device__ __forceinline__ int64_t first(int half) const {
+    return of_warp + static_cast<int>(threadIdx.x) % kWarp * kInHalf + half * kHalfElements;
+  }
+  __device__ __forceinline__ int count(int half) const {
+    if (kWhole) return kInHalf;
+    const int mine = left - half * kHalfElements - static_cast<int>(threadIdx.x) % kWarp * kInHalf;
+    return mine >= kInHalf ? kInHalf : mine > 0 ? mine : 0;
   }
 };
 
-// Those of elements [i, i + valid), of eight.
-__device__ __forceinline__ Codes load_codes(const uint8_t* codes, bool halves, int64_t i, int valid) {
-  Codes found{};
-  if (valid == kCodedWidth && reinterpret_cast<uintptr_t>(codes) % kCodedWidth == 0) {
-    if (halves) {
-      found.words[0] = *reinterpret_cast<const uint32_t*>(codes + i / 2);
-    } else {
-      memcpy(&found, reinterpret_cast<const uint2*>(codes + i), sizeof found);
-    }
-    return found;
+// Eight elements that are not whole.
+template <class Stored>
+__device__ __noinline__ void load_in_order(const BlockLayout& layout, int operand, const Stored* from,
+                                           const Eight<false>& at, float* x) {
+#pragma unroll 1
+  for (int half = 0; half < kHalves; ++half) {
+    for_in_order(layout, operand, at.first(half), at.count(half),
+                 [&](int j, int64_t offset) { x[half * kInHalf + j] = Codec<Stored>::decode(from[offset]); });
   }
-  const int bytes = halves ? (valid + 1) / 2 : valid;
-  for (int b = 0; b < bytes; ++b) {
-    found.words[b / 4] |= static_cast<uint32_t>(codes[(halves ? i / 2 : i) + b]) << 8 * (b % 4);
+}
+template <class Stored>
+__device__ __noinline__ void store_in_order(const BlockLayout& layout, int operand, Stored* to,
+                                            const Eight<false>& at, const float* x) {
+#pragma unroll 1
+  for (int half = 0; half < kHalves; ++half) {
+    for_in_order(layout, operand, at.first(half), at.count(half),
+                 [&](int j, int64_t offset) { to[offset] = Codec<Stored>::encode(x[half * kInHalf + j]); });
   }
+}
+
+// Bytes of codes from and to a half that is not whole.
+__device__ inline uint32_t load_bytes(const uint8_t* from, int bytes) {
+  uint32_t found = 0;
+#pragma unroll 1
+  for (int b = 0; b < bytes; ++b) found |= static_cast<uint32_t>(from[b]) << 8 * b;
   return found;
 }
-__device__ __forceinline__ void store_codes(const Codes& found, uint8_t* codes, bool halves, int64_t i,
-                                            int valid) {
-  if (valid == kCodedWidth && reinterpret_cast<uintptr_t>(codes) % kCodedWidth == 0) {
-    if (halves) {
-      *reinterpret_cast<uint32_t*>(codes + i / 2) = found.words[0];
-    } else {
-      *reinterpret_cast<uint2*>(codes + i) = {found.words[0], found.words[1]};
+__device__ inline void store_bytes(uint32_t codes, uint8_t* to, int bytes) {
+#pragma unroll 1
+  for (int b = 0; b < bytes; ++b) to[b] = static_cast<uint8_t>(codes >> 8 * b);
+}
+
+// What a thread has of the states of a tensor, as they are stored. Each code is a byte.
+template <int kStates>
+struct StateCodes {
+  uint8_t* place[kStates];  // of the first half
+  bool halves[kStates];
+  uint32_t codes[kStates][kHalves];
+  float absmax[kStates][kHalves];
+};
+
+// Tables are shared by the threads of a block, which wait before they use them.
+template <int kStates>
+__device__ __forceinline__ void load_tables(const TensorTask& task, CodeTable (&tables)[kStates]) {
+  constexpr int kWords = sizeof(CodeTable) / sizeof(uint4);
+  static_assert(kWords <= kThreads && sizeof(CodeTable) % sizeof(uint4) == 0);
+#pragma unroll
+  for (int k = 0; k < kStates; ++k) {
+    const auto* const from = reinterpret_cast<const uint4*>(task.coded[k].table);
+    auto* const to = reinterpret_cast<uint4*>(&tables[k]);
+    if (const int word = static_cast<int>(threadIdx.x); word < kWords) to[word] = from[word];
+  }
+}
+
+// A rule's operands, of which the states, but for a master copy, are in codes.
+template <class Operands, bool kWhole>
+class Coded : public Operands {
+ public:
+  using Rule = typename Operands::Rule;
+  using Stored = typename Operands::Stored;
+  static constexpr int kInCodes = Rule::kStates;
+  using Read = typename Operands::template Read<kCodedWidth>;
+  using Tables = CodeTable[kInCodes];
+  using At = Eight<kWhole>;
+
+  // Without scalars: best when elements have been asked for.
+  __device__ Coded(const Launch& launch, const Chunk& chunk)
+      : Operands(launch, chunk, /*with_scalars=*/false), task_(launch.tensors[chunk.tensor]) {}
+
+  template <Reuse kOfWeight>
+  __device__ __forceinline__ void load_weight(const At& at, Read& read) const {
+    load_plain<kOfWeight>(at, kWeight, this->weight, read.weight);
+    if constexpr (Operands::kHasMaster) {
+      load_plain<kOfWeight>(at, kFirstState + kInCodes, this->state[kInCodes], read.state[kInCodes]);
     }
-    return;
   }
-  const int bytes = halves ? (valid + 1) / 2 : valid;
-  for (int b = 0; b < bytes; ++b) {
-    codes[(halves ? i / 2 : i) + b] = static_cast<uint8_t>(found.words[b / 4] >> 8 * (b % 4));
+  __device__ __forceinline__ void load_grad(const At& at, Read& read) const {
+    load_plain<kOnce>(at, kGrad, this->grad, read.grad);
   }
-}
-
-// The largest of a number that each thread has, of `width` neighbours: for all of them. `shared` has a place
-// for each warp's groups.
-__device__ __forceinline__ int32_t largest_of(int32_t mine, int width, int32_t (&shared)[kWarps][2]) {
-  const int thread = static_cast<int>(threadIdx.x) % kWarp, warp = static_cast<int>(threadIdx.x) / kWarp;
-  for (int distance = width / 2; distance > 0; distance /= 2) {
-    const auto other = static_cast<int32_t>(__shfl_down_sync(0xffffffffu, mine, distance, width));
-    mine = other > mine ? other : mine;
+  __device__ __forceinline__ void store_weight(const At& at, const Read& read) const {
+    store_plain<kOnce>(at, kWeight, this->weight, read.weight);
+    if constexpr (Operands::kHasMaster) {
+      store_plain<kOnce>(at, kFirstState + kInCodes, this->state[kInCodes], read.state[kInCodes]);
+    }
   }
-  __syncwarp();
-  if (thread % width == 0) shared[warp][thread / width] = mine;
-  __syncwarp();
-  return shared[warp][thread / width];
-}
-
-// Elements [i, i + valid) of an operand, of eight: in whole words if it is aligned to these.
-template <class Stored>
-__device__ __forceinline__ void load_some(const Stored* from, bool aligned, int valid,
-                                          ComputeOf<Stored> (&x)[kCodedWidth]) {
-  if (aligned && valid == kCodedWidth) return load<kOnce>(from, x);
+  __device__ __forceinline__ void store_grad(const At& at, const Read& read) const {
+    store_plain<kAgain>(at, kGrad, this->grad, read.grad);
+  }
+  __device__ __forceinline__ void clear_grad(const At& at) const {
+    constexpr float kZeros[kCodedWidth] = {};
+    store_plain<kOnce>(at, kGrad, this->grad, kZeros);
+  }
+  __device__ __forceinline__ void scale_grad(const At& at, Read& read) const {
 #pragma unroll
-  for (int j = 0; j < kCodedWidth; ++j) x[j] = j < valid ? Codec<Stored>::decode(from[j]) : 0;
-}
-template <class Stored>
-__device__ __forceinline__ void store_some(Stored* to, bool aligned, int valid,
-                                           const ComputeOf<Stored> (&x)[kCodedWidth]) {
-  if (aligned && valid == kCodedWidth) return store<kOnce>(to, x);
-#pragma unroll
-  for (int j = 0; j < kCodedWidth; ++j) {
-    if (j < valid) to[j] = Codec<Stored>::encode(x[j]);
+    for (float& x : read.grad) x = Codec<Stored>::decode(Codec<Stored>::encode(x * this->scale));
+    store_plain<kOnce>(at, kGrad, this->grad, read.grad);
   }
-}
+
+  __device__ __forceinline__ void load_states(const At& at, StateCodes<kInCodes>& states) const {
+#pragma unroll
+    for (int k = 0; k < kInCodes; ++k) {
+      const CodedTask& of = task_.coded[k];
+      const bool halves = states.halves[k] = of.halves;
+      const int64_t first = at.first(0);
+      uint8_t* const place =
+          static_cast<uint8_t*>(task_.data[kFirstState + k]) + (halves ? first / 2 : first);
+      states.place[k] = place;
+      const float* const absmax = of.absmax + first_block(halves, at);
+      auto& codes = states.codes[k];
+      auto& largest = states.absmax[k];
+      if (halves) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          const uint8_t* const from = place + half * (kHalfElements / 2);
+          codes[half] = kWhole ? __ldcs(reinterpret_cast<const unsigned short*>(from))
+                               : load_bytes(from, (at.count(half) + 1) / 2);
+          largest[half] = at.left > half * kHalfElements ? absmax[half] : 0;
+        }
+      } else {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          const uint8_t* const from = place + half * kHalfElements;
+          codes[half] =
+              kWhole ? __ldcs(reinterpret_cast<const unsigned*>(from)) : load_bytes(from, at.count(half));
+        }
+        largest[0] = largest[1] = at.left > 0 ? *absmax : 0;
+      }
+    }
+  }
+  __device__ __forceinline__ void decode(const Tables& tables, const StateCodes<kInCodes>& states,
+                                         Read& read) const {
+#pragma unroll
+    for (int k = 0; k < kInCodes; ++k) {
+      const bool halves = states.halves[k];
+      const float top = tables[k].top;
+      float scale[kHalves] = {states.absmax[k][0], states.absmax[k][1]};
+      if (top != 1) {
+#pragma unroll
+        for (float& each : scale) each /= top;
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        const uint32_t codes = halves ? spread(states.codes[k][half]) : states.codes[k][half];
+#pragma unroll
+        for (int j = 0; j < kInHalf; ++j) {
+          read.state[k][half * kInHalf + j] = tables[k].value[codes >> 8 * j & 255] * scale[half];
+        }
+      }
+    }
+  }
+  // For all threads of a warp.
+  __device__ __forceinline__ void store_states(const At& at, const Tables& tables,
+                                               const StateCodes<kInCodes>& states, Read& read) const {
+#pragma unroll
+    for (int k = 0; k < kInCodes; ++k) {
+      if constexpr (!kWhole) {
+#pragma unroll
+        for (int i = 0; i < kCodedWidth; ++i) {
+          if (i % kInHalf >= at.count(i / kInHalf)) read.state[k][i] = 0;
+        }
+      }
+      int32_t largest[kHalves] = {};
+#pragma unroll
+      for (int i = 0; i < kCodedWidth; ++i) {
+        const int32_t magnitude = bits_of(read.state[k][i]) & kMagnitudeBits;
+        int32_t& most = largest[i / kInHalf];
+        most = magnitude > most ? magnitude : most;
+      }
+      const float top = tables[k].top;
+      const bool halves = states.halves[k];
+      BlockScale scale[kHalves];
+      float* const absmax = task_.coded[k].absmax + first_block(halves, at);
+      const bool leads = threadIdx.x % kWarp == 0;
+      if (halves) {
+#pragma unroll
+        for (int half = 0; half < kHalves; ++half) {
+          scale[half] = scale_of(largest_of_warp(largest[half]), top);
+          if (leads && at.left > half * kHalfElements) absmax[half] = scale[half].absmax;
+        }
+      } else {
+        const int32_t most = largest[0] > largest[1] ? largest[0] : largest[1];
+        scale[0] = scale[1] = scale_of(largest_of_warp(most), top);
+        if (leads && at.left > 0) *absmax = scale[0].absmax;
+      }
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        uint32_t codes = static_cast<uint32_t>(tables[k].zero) * 0x01010101u;
+        if (scale[half].inverse != 0) {
+          codes = 0;
+#pragma unroll
+          for (int j = 0; j < kInHalf; ++j) {
+            const float share = read.state[k][half * kInHalf + j] * scale[half].inverse;
+            codes |= cuda::code_of(tables[k], share) << 8 * j;
+          }
+          // Half a byte that is of no element is zero.
+          if (!kWhole) codes &= at.count(half) == kInHalf ? ~0u : (1u << 8 * at.count(half)) - 1;
+        }
+        if (halves) {
+          codes = squeezed(codes);
+          uint8_t* const to = states.place[k] + half * (kHalfElements / 2);
+          if (kWhole) {
+            __stcs(reinterpret_cast<unsigned short*>(to), static_cast<unsigned short>(codes));
+          } else {
+            store_bytes(codes, to, (at.count(half) + 1) / 2);
+          }
+        } else {
+          uint8_t* const to = states.place[k] + half * kHalfElements;
+          if (kWhole) {
+            __stcs(reinterpret_cast<unsigned*>(to), codes);
+          } else {
+            store_bytes(codes, to, at.count(half));
+          }
+        }
+      }
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int32_t largest_of_warp(int32_t mine) {
+    return static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(mine)));
+  }
+  static __device__ __forceinline__ int64_t first_block(bool halves, const At& at) {
+    return halves ? at.of_warp / kHalfElements : at.of_warp / (kHalves * kHalfElements);
+  }
+  template <Reuse kReuse, class T>
+  __device__ __forceinline__ void load_plain(const At& at, int operand, const T* from,
+                                             float (&x)[kCodedWidth]) const {
+    if constexpr (!kWhole) {
+      float found[kCodedWidth] = {};  // in memory
+      load_in_order(task_.layout, operand, from, at, found);
+#pragma unroll
+      for (int i = 0; i < kCodedWidth; ++i) x[i] = found[i];
+    } else {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        float some[kInHalf];
+        load<kReuse>(from + at.first(half), some);
+#pragma unroll
+        for (int j = 0; j < kInHalf; ++j) x[half * kInHalf + j] = some[j];
+      }
+    }
+  }
+  template <Reuse kReuse, class T>
+  __device__ __forceinline__ void store_plain(const At& at, int operand, T* to,
+                                              const float (&x)[kCodedWidth]) const {
+    if constexpr (!kWhole) {
+      float left[kCodedWidth];  // in memory
+#pragma unroll
+      for (int i = 0; i < kCodedWidth; ++i) left[i] = x[i];
+      store_in_order(task_.layout, operand, to, at, left);
+    } else {
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        float some[kInHalf];
+#pragma unroll
+        for (int j = 0; j < kInHalf; ++j) some[j] = x[half * kInHalf + j];
+        store<kReuse>(to + at.first(half), some);
+      }
+    }
+  }
+
+  const TensorTask& task_;
+};
 
 // Blocks of threads that a multiprocessor is to hold: eight numbers of each operand in registers.
 template <class Body>
-constexpr int kCodedResident = Body::kOperands <= 4 ? 4 : 2;
+constexpr int kCodedResident = Body::kOperands <= 4   ? 4
+                               : Body::kOperands == 5 ? 3
+                                                      : 2;
 
-template <class Rule, class Weight>
-__global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight, float>>)
-    coded_update_kernel(const __grid_constant__ Launch launch) {
-  using Body = Operands<Rule, Weight, float>;
-  constexpr int kStates = Rule::kStates;
-  __shared__ CodeMap maps[kStates];
-  __shared__ float values[kStates][kCodeValues];
-  __shared__ int32_t shared[kWarps][2];
-  const Chunk chunk = launch.chunks[blockIdx.x / kCodedParts].chunk;
-  const TensorTask& task = launch.tensors[chunk.tensor];
-  const int thread = static_cast<int>(threadIdx.x);
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) {
-    const CodeMap* const from = task.coded[k].map;
-    constexpr int kWords = sizeof(CodeMap) / sizeof(uint32_t);
-    static_assert(kWords <= kThreads);
-    if (thread < kWords) {
-      reinterpret_cast<uint32_t*>(&maps[k])[thread] = reinterpret_cast<const uint32_t*>(from)[thread];
-    }
-  }
-  __syncthreads();
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) {
-    by_storage(maps[k].storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
-      if (kStorage != Storage::kInt4 || thread < 16) values[k][thread] = value_of<kStorage>(maps[k], thread);
-    });
-  }
-  __syncthreads();
-  const int64_t part = static_cast<int64_t>(blockIdx.x % kCodedParts) * kThreads * kCodedWidth;
-  const int64_t i = chunk.begin + part + static_cast<int64_t>(threadIdx.x) * kCodedWidth;
-  const int64_t left = chunk.end - i;
-  const int valid = left >= kCodedWidth ? kCodedWidth : left > 0 ? static_cast<int>(left) : 0;
+// The last pass of a step over a part of a chunk: all of an elementwise rule, or the second phase of a rule
+// with norms.
+template <class Body, class Tables>
+__device__ __forceinline__ void update_part(const Launch& launch, const Chunk& chunk, int part,
+                                            Tables& tables) {
+  using Rule = typename Body::Rule;
+  const typename Body::At at(chunk, part);
   Body body(launch, chunk);
-  auto* const weight = body.weight + i;
-  auto* const grad = body.grad + i;
-  const auto is_aligned = [](const void* data) {
-    return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
-  };
-  const bool weight_aligned = is_aligned(body.weight), grad_aligned = is_aligned(body.grad);
-  constexpr float kZeros[kCodedWidth] = {};
   if (left_out(launch.found_inf)) {
-    if (body.clears) store_some(grad, grad_aligned, valid, kZeros);
+    if (body.clears) body.clear_grad(at);
     return;
   }
-  Elements<Body::kStates, float, kCodedWidth> read;
-  load_some(weight, weight_aligned, valid, read.weight);
-  load_some(grad, grad_aligned, valid, read.grad);
-  [[maybe_unused]] float* const master = Body::kHasMaster ? body.state[Body::kStates - 1] + i : nullptr;
-  [[maybe_unused]] const bool master_aligned = Body::kHasMaster && is_aligned(body.state[Body::kStates - 1]);
-  if constexpr (Body::kHasMaster) load_some(master, master_aligned, valid, read.state[Rule::kStates]);
+  typename Body::Read read;
+  StateCodes<Body::kInCodes> states;
+  body.template load_weight<kOnce>(at, read);
+  body.load_grad(at, read);
+  if constexpr (kHasNorms<Rule>) {
+    body.take_scalars(launch, chunk);
+    const float factor = Rule::factor(body.scalars, launch.ratios[chunk.tensor]);
+    if (launch.stores) {  // the gradients are updates
+      constexpr int kTogether = 4;
+      using V = Pack<float, kTogether>;
 #pragma unroll
-  for (int k = 0; k < kStates; ++k) {
-    const CodeMap& map = maps[k];
-    const bool halves = map.storage == Storage::kInt4;
-    const Codes codes = load_codes(static_cast<const uint8_t*>(task.data[kFirstState + k]), halves, i, valid);
-    const float scale = valid > 0 ? task.coded[k].absmax[i >> map.block_shift] / map.top : 0;
-#pragma unroll
-    for (int j = 0; j < kCodedWidth; ++j) {
-      const int32_t code = halves ? codes.at(true, j) : codes.at(false, j);
-      read.state[k][j] = j < valid ? values[k][code] * scale : 0;
-    }
-  }
-  if (body.scales) {
-#pragma unroll
-    for (int j = 0; j < kCodedWidth; ++j) {
-      using Stored = typename Body::Stored;
-      read.grad[j] = Codec<Stored>::decode(Codec<Stored>::encode(read.grad[j] * body.scale));
-    }
-    store_some(grad, grad_aligned, valid, read.grad);
-  }
-  body.with_packs(read, [&](int, auto& p, auto g, auto& s) { update<Rule>(body.scalars, p, g, s); });
-  store_some(weight, weight_aligned, valid, read.weight);
-  if constexpr (Body::kHasMaster) store_some(master, master_aligned, valid, read.state[Rule::kStates]);
-#pragma unroll
-  for (int k = 0; k < kStates; ++k) {
-    const CodeMap& map = maps[k];
-    int32_t largest = 0;
-#pragma unroll
-    for (int j = 0; j < kCodedWidth; ++j) {
-      const int32_t magnitude = bits_of(read.state[k][j]) & kMagnitudeBits;
-      if (j < valid && magnitude > largest) largest = magnitude;
-    }
-    const bool halves = map.storage == Storage::kInt4;
-    const int width = halves ? kWarp / 2 : kWarp;
-    const BlockScale scale = scale_of(largest_of(largest, width, shared), map.top);
-    Codes codes{};
-    if (scale.inverse == 0) {
-      const auto zeros = static_cast<uint32_t>(zero_byte(map)) * 0x01010101u;
-      codes = {zeros, zeros};
+      for (int first = 0; first < kCodedWidth; first += kTogether) {
+        V p = body.template weight_of<kTogether>(read, first);
+        Rule::apply(body.scalars, factor, p, V(read.grad + first));
+        body.put_weight(p, read, first);
+      }
     } else {
-      by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
-#pragma unroll
-        for (int j = 0; j < kCodedWidth; ++j) {
-          const int32_t code = code_of<kStorage>(map, read.state[k][j] * scale.inverse);
-          if (j < valid) codes.put(kStorage == Storage::kInt4, j, code);
-        }
+      body.load_states(at, states);
+      load_tables(launch.tensors[chunk.tensor], tables);
+      __syncthreads();
+      body.decode(tables, states, read);
+      body.with_packs(read, [&](int, auto& p, auto g, auto& s) {
+        const auto u = Rule::direction(body.scalars, p, g, s);
+        Rule::apply(body.scalars, factor, p, u);
       });
+      body.store_states(at, tables, states, read);
     }
-    store_codes(codes, static_cast<uint8_t*>(task.data[kFirstState + k]), halves, i, valid);
-    if (valid > 0 && thread % width == 0) task.coded[k].absmax[i >> map.block_shift] = scale.absmax;
+    body.store_weight(at, read);
+  } else {
+    body.load_states(at, states);
+    load_tables(launch.tensors[chunk.tensor], tables);
+    __syncthreads();
+    body.take_scalars(launch, chunk);
+    if (body.scales) body.scale_grad(at, read);
+    body.decode(tables, states, read);
+    body.with_packs(read, [&](int, auto& p, auto g, auto& s) { update<Rule>(body.scalars, p, g, s); });
+    body.store_weight(at, read);
+    body.store_states(at, tables, states, read);
   }
-  if (body.clears) store_some(grad, grad_aligned, valid, kZeros);
+  if (body.clears) body.clear_grad(at);
+}
+// Not inlined, as what is rarely called, for the registers of what is not.
+template <class Body, class Tables>
+__device__ __noinline__ void update_rest(const Launch& launch, const Chunk& chunk, int part, Tables& tables) {
+  update_part<Body>(launch, chunk, part, tables);
 }
 
 template <class Rule, class Weight>
+__global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight, float>>)
+    coded_update_kernel(const __grid_constant__ Launch launch, bool in_words) {
+  using Of = Operands<Rule, Weight, float>;
+  __shared__ CodeTable tables[Rule::kStates];
+  const Chunk chunk = launch.chunks[blockIdx.x / kCodedParts].chunk;
+  const int part = static_cast<int>(blockIdx.x % kCodedParts);
+  if (is_whole(chunk, part, in_words)) {
+    update_part<Coded<Of, true>>(launch, chunk, part, tables);
+  } else if (chunk.begin + part * kPartElements < chunk.end) {
+    update_rest<Coded<Of, false>>(launch, chunk, part, tables);
+  }
+}
+
+template <Access kAccess, class Rule, class Weight>
 void launch_coded_update(const Launch& launch) {
-  launch_blocks(coded_update_kernel<Rule, Weight>, launch.chunk_count * kCodedParts, launch.queue, launch);
+  launch_blocks(coded_update_kernel<Rule, Weight>, launch.chunk_count * kCodedParts, launch.queue, launch,
+                kAccess == kInWords);
+}
+
+// Squares of a warp's elements, for their sums.
+constexpr int kNorms = 2;
+static_assert(kNorms * kLanes == kWarp);
+struct CodedSums {
+  SegmentSums<kNorms, kChunkSegments> of;
+  float found[kWarps][kNorms][kHalves][kSegmentElements + kLanes];  // padded: norms in banks of their own
+};
+
+template <class Body, class Tables>
+__device__ __forceinline__ void accumulate_part(const Launch& launch, const Chunk& chunk, int part,
+                                                const Tables& tables, CodedSums& sums) {
+  using Rule = typename Body::Rule;
+  const int warp = static_cast<int>(threadIdx.x) / kWarp, thread = static_cast<int>(threadIdx.x) % kWarp;
+  auto& found = sums.found[warp];
+  const typename Body::At at(chunk, part);
+  Body body(launch, chunk);
+  typename Body::Read read;
+  StateCodes<Body::kInCodes> states;
+  body.template load_weight<kAgain>(at, read);
+  body.load_grad(at, read);
+  body.load_states(at, states);
+  body.take_scalars(launch, chunk);
+  if (body.scales) body.scale_grad(at, read);
+  body.decode(tables, states, read);
+  __syncwarp();
+  body.with_packs(read, [&](int first, auto p, auto g, auto& s) {
+    const auto u = Rule::direction(body.scalars, p, g, s);
+    const auto weight = Rule::decayed(body.scalars, p);
+    const int half = first / kInHalf, count = at.count(half);
+    u.each([&](int j) {
+      found[0][half][thread * kInHalf + j] = j < count ? weight.of[j] : 0;
+      found[1][half][thread * kInHalf + j] = j < count ? u.of[j] : 0;
+    });
+    u.copy_to(read.grad + first);
+  });
+  __syncwarp();
+#pragma unroll
+  for (int half = 0; half < kHalves; ++half) {
+    const int norm = thread / kLanes, lane = thread % kLanes;
+    const int segment = (part * kWarps + warp) * kHalves + half;
+    sums.of.of[norm][segment][lane] = sum_squares<float>(found[norm][half] + lane, kSegmentElements / kLanes);
+  }
+  if (launch.stores) {
+    body.store_states(at, tables, states, read);
+    body.store_grad(at, read);
+  }
+}
+template <class Body, class Tables>
+__device__ __noinline__ void accumulate_rest(const Launch& launch, const Chunk& chunk, int part,
+                                             const Tables& tables, CodedSums& sums) {
+  accumulate_part<Body>(launch, chunk, part, tables, sums);
+}
+
+// The first phase of a rule with norms, one block of threads a chunk. Updates go to the gradient if that
+// stores them; if not, it leaves nothing but the norms.
+template <class Rule, class Weight>
+__global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight, float>>)
+    coded_accumulate_kernel(const __grid_constant__ Launch launch, bool in_words) {
+  using Of = Operands<Rule, Weight, float>;
+  __shared__ CodeTable tables[Rule::kStates];
+  __shared__ CodedSums sums;
+  if (left_out(launch.found_inf)) return;
+  const NumberedChunk numbered = launch.chunks[blockIdx.x];
+  const Chunk chunk = numbered.chunk;
+  load_tables(launch.tensors[chunk.tensor], tables);
+  __syncthreads();
+#pragma unroll 1
+  for (int part = 0; chunk.begin + part * kPartElements < chunk.end; ++part) {
+    if (is_whole(chunk, part, in_words)) {
+      accumulate_part<Coded<Of, true>>(launch, chunk, part, tables, sums);
+    } else {
+      accumulate_rest<Coded<Of, false>>(launch, chunk, part, tables, sums);
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarp) {
+    double total = 0;
+    sums.of.add_to(total, segments_of(chunk));
+    add_lanes<kNorms>(total, launch.partials + kPartials * numbered.number);
+  }
+}
+
+template <Access kAccess, class Rule, class Weight>
+void launch_coded_accumulate(const Launch& launch) {
+  launch_blocks(coded_accumulate_kernel<Rule, Weight>, launch.chunk_count, launch.queue, launch,
+                kAccess == kInWords);
 }
 
 }  // namespace fusedstep::cuda

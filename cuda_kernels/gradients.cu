@@ -50,6 +50,20 @@ struct Square {
   }
 };
 
+// The same for a tensor whose layout has the order of rows and columns, as one with states in codes.
+template <class Stored>
+struct SquareInOrder : Square<Stored> {
+  const BlockLayout& layout;
+
+  template <int N>
+  __device__ __forceinline__ auto load(Width<N>, const Place<kFirstState>& at) const {
+    typename Square<Stored>::template Read<N> read;
+    for_in_order(layout, kGrad, at.offset[kGrad], N,
+                 [&](int j, int64_t offset) { read.grad[j] = Codec<Stored>::decode(this->grad[offset]); });
+    return read;
+  }
+};
+
 // Sums over a sparse gradient, each row once: thread by thread, then in a tree. The host does not know the
 // number of rows; so chunks are not the CPU's, and sums cannot have its order.
 template <Access kAccess, class Stored>
@@ -78,10 +92,14 @@ template <Access kAccess, class Stored>
 __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ Launch launch) {
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const Grad& grad = launch.grads[numbered.chunk.tensor];
+  const auto* data = static_cast<const Stored*>(grad.data);
+  const TensorTask& task = launch.tensors[numbered.chunk.tensor];
   if (grad.rows != nullptr) {
     sum_rows<kAccess, Stored>(launch, numbered, grad);
+  } else if (kAccess == kByElement && task.coded[0].table != nullptr) {
+    const SquareInOrder<Stored> body{{data}, task.layout};
+    sum_chunk<kInWords, double, 1, ComputeOf<Stored>>(launch, numbered, body);
   } else {
-    const auto* data = static_cast<const Stored*>(grad.data);
     sum_chunk<kAccess, double, 1, ComputeOf<Stored>>(launch, numbered, Square<Stored>{data});
   }
 }

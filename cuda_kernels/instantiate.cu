@@ -20,11 +20,12 @@ template <Access kAccess, template <unsigned> class Rule, unsigned kFlags, class
 constexpr PassKernels kernels_of() {
   using R = Rule<kFlags>;
   PassKernels kernels{};
+  constexpr bool kTakesCodes = std::is_same_v<State, float> && R::kStates > 0;
+  if constexpr (kTakesCodes) kernels.update_coded = launch_coded_update<kAccess, R, Weight>;
+  if constexpr (kTakesCodes && kHasNorms<Rule<0>>)
+    kernels.accumulate_coded = launch_coded_accumulate<kAccess, R, Weight>;
   if constexpr (!kHasNorms<Rule<0>>) {
     kernels.update = launch_update<kAccess, R, Weight, State>;
-    if constexpr (std::is_same_v<State, float> && R::kStates > 0) {
-      kernels.update_coded = launch_coded_update<R, Weight>;
-    }
     if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
   } else if constexpr (kAccess == kInWords) {
     kernels.two_phases = launch_two_phases<Rule, kFlags, Weight, State>;

@@ -6,8 +6,8 @@
 
 #include "fusedstep/grad_use.h"
 #include "fusedstep/rules/list.h"
+#include "src/core/code_map.h"
 #include "src/core/operands.h"
-#include "src/core/task.h"
 #include "src/core/walk.h"
 
 struct CUstream_st;
@@ -33,11 +33,47 @@ struct alignas(16) Scalars {
   std::byte bytes[kScalarsBytes];
 };
 
+// A map of codes (src/core/code_map.h) as kernels read it: the same computation for all of them.
+struct alignas(16) CodeTable {
+  static constexpr int kValues = 256, kOctaves = CodeMap::kOctaves, kLines = 2 * kOctaves;
+
+  // The level of a share: share * slope + start, cut off, and no more than `last`.
+  struct Line {
+    float slope, start;
+  };
+  // As far apart as lines.
+  struct alignas(sizeof(Line)) Last {
+    int32_t level;
+  };
+  struct alignas(sizeof(Line)) Threshold {
+    float share;
+  };
+
+  float value[kValues];  // of each code, as a share
+  // By the exponent % kOctaves of a share that is at least `least_share`.
+  Threshold threshold[kOctaves];
+  Line line[kLines];  // of the octaves below their thresholds, then of those above
+  Last last[kLines];
+  float least_share, top;
+  float below;  // a share below it is negative, if a share can be
+  // The code of a positive number is its level + zero. That of a negative one is its level, between `least`
+  // and `most`, * factor + negative.
+  int32_t zero, least, most, factor, negative;
+};
+
+// A state that is kept in codes. Without a table it is not.
+struct CodedTask {
+  const CodeTable* table;
+  float* absmax;  // of each block
+  bool halves;    // two codes are in a byte, and a block is half as large
+};
+
 // One tensor as a kernel sees it; where its gradient is, which moves, is in a list of its own.
 struct TensorTask {
   void* data[kMaxOperands];
-  CodedState coded[kMaxStates];  // maps and absmax are on the device
-  BlockLayout layout;            // without sizes: all operands share one dense order
+  CodedTask coded[kMaxStates];
+  // Without sizes: all operands share one dense order. Blocks of a tensor with states in codes are elements.
+  BlockLayout layout;
   int64_t first_chunk, last_chunk;
   bool as_double;  // the maths
 };
@@ -155,11 +191,12 @@ struct IndexLaunch {
 // An elementwise rule has `update` and, if a gradient of zero changes nothing, `update_rows` for steps of
 // which some gradients are sparse. A two-phase rule has `two_phases` for tensors that are gone over in
 // words, and `one_chunk` where each of these is no more than a chunk, and for others `accumulate` and one
-// `apply` or the other, as Launch::stores says. `update_coded` is for states in codes, where the rule is
-// elementwise and its states may be float32; it is the same for each access.
+// `apply` or the other, as Launch::stores says. For states in codes, where float32 ones would do, each has
+// `update_coded`, and a two-phase rule `accumulate_coded` before it: the same for each access.
 struct PassKernels {
   void (*update)(const Launch&);
   void (*update_coded)(const Launch&);
+  void (*accumulate_coded)(const Launch&);
   void (*update_rows)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);
   void (*one_chunk)(const TwoPhaseLaunch&);

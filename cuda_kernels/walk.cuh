@@ -90,4 +90,38 @@ __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chu
   }
 }
 
+// The place of an element by rows and columns.
+__device__ __forceinline__ int64_t offset_in_order(const BlockLayout& layout, int operand, int64_t element) {
+  const int64_t* const strides = layout.strides + operand * layout.dims;
+  int64_t offset = 0;
+#pragma unroll 1
+  for (int d = layout.dims - 1; d >= 0; --d) {
+    offset += element % layout.sizes[d] * strides[d];
+    element /= layout.sizes[d];
+  }
+  return offset;
+}
+
+// Calls run(j, offset) for `count` elements from `first` on.
+template <class Run>
+__device__ __forceinline__ void for_in_order(const BlockLayout& layout, int operand, int64_t first, int count,
+                                             const Run& run) {
+  int64_t offset = first, stride = 1, left = count;
+  if (layout.sizes != nullptr) {
+    stride = layout.strides[(operand + 1) * layout.dims - 1];
+    left = 0;
+  }
+#pragma unroll 1
+  for (int j = 0; j < count; ++j) {
+    if (left == 0) {  // of this row
+      const int64_t columns = layout.sizes[layout.dims - 1];
+      offset = offset_in_order(layout, operand, first + j);
+      left = columns - (first + j) % columns;
+    }
+    run(j, offset);
+    offset += stride;
+    --left;
+  }
+}
+
 }  // namespace fusedstep::cuda

@@ -1,4 +1,4 @@
-"""States in codes on a CUDA device: the CPU's bits, for every elementwise row and kind of codes."""
+"""States in codes on a CUDA device: the CPU's bits, for every row and kind of codes."""
 
 import copy
 
@@ -118,20 +118,26 @@ def test_a_captured_graph(case, kind):
         assert_same_bits(param, other, "weight")
 
 
-@pytest.mark.parametrize("case", [c for c in PLAIN if not c.elementwise], ids=str)
-def test_a_rule_with_norms_is_refused(case):
-    *_, twin, twins = subjects(case, torch.float32, SHAPES, state_dtype="int8")
-    for param in twins:
-        param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match="state_dtype: on CUDA a rule with norms"):
-        twin.step()
+@CODED
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", [c for c in CASES if not c.elementwise], ids=str)
+def test_rules_with_norms(case, dtype, kind):
+    optimizer, params, twin, twins = subjects(case, dtype, SHAPES, state_dtype=kind)
+    for step in range(1, 4):
+        set_gradients(params, twins, step)
+        optimizer.step(zero_grad=step == 2)
+        twin.step(zero_grad=step == 2)
+        assert_same(optimizer, params, twin, twins, f"step {step}")
 
 
-def test_other_layouts_are_refused():
-    param = torch.nn.Parameter(torch.ones(100, 70, device="cuda").t())
-    optimizer = PLAIN[0].optimizer([param], state_dtype="int8", fused=True)
-    if not PLAIN[0].elementwise:
-        optimizer = next(c for c in PLAIN if c.elementwise).build([param], state_dtype="int8")
-    param.grad = torch.ones_like(param)
-    with pytest.raises(RuntimeError, match=r"state_dtype: on CUDA .* must be contiguous"):
+@CODED
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_gradients_and_weights_in_other_layouts(case, kind):
+    optimizer, params, twin, twins = subjects(case, torch.float32, ((100, 70),), state_dtype=kind)
+    for param in (*params, *twins):
+        param.data = param.detach().t().contiguous().t()
+    for step in range(1, 4):
+        set_gradients(params, twins, step)
         optimizer.step()
+        twin.step()
+        assert_same(optimizer, params, twin, twins, f"step {step}")

@@ -1,8 +1,9 @@
 """Times AdamW steps of GPT-2 (124 M) with states in codes, on the CPU and a GPU.
 
-    python bench/probes/small_states.py OUT.json
+    python bench/probes/small_states.py OUT.json [cpu] [cuda]
 
-Writes medians in milliseconds, and those of copies of as many bytes as a step moves.
+Writes medians in milliseconds, of steps of 2,000 small weights too, and those of copies of as many
+bytes as a step moves.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import torch
 from fusedstep import optim
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
-STEPS = {"cpu": 15, "cuda": 30}
+SMALL = [(64, 64)] * 2000
+STEPS = {"cpu": 15, "cuda": 100}
 
 
 def shapes() -> list[tuple[int, ...]]:
@@ -44,8 +46,10 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
     return float(f"{statistics.median(found):.4g}")
 
 
-def optimizer(device: str, dtype: torch.dtype, kind: str | None) -> torch.optim.Optimizer:
-    params = [torch.nn.Parameter(torch.randn(s, device=device).to(dtype)) for s in shapes()]
+def optimizer(
+    device: str, dtype: torch.dtype, kind: str | None, sizes: list[tuple[int, ...]]
+) -> torch.optim.Optimizer:
+    params = [torch.nn.Parameter(torch.randn(s, device=device).to(dtype)) for s in sizes]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     if kind == "torch":
@@ -53,17 +57,21 @@ def optimizer(device: str, dtype: torch.dtype, kind: str | None) -> torch.optim.
     return optim.AdamW(params, state_dtype=kind, fused=True)
 
 
-def main(out: str) -> None:
+def main(out: str, *devices: str) -> None:
     elements = sum(torch.Size(shape).numel() for shape in shapes())
     table: dict[str, float] = {"elements": elements}
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+    devices = devices or ("cpu",) + ("cuda",) * torch.cuda.is_available()
+    for device in devices:
         for dtype in (torch.float32, torch.bfloat16):
             for kind in (None, "torch", "int8", "int4", "fp8"):
                 if kind == "torch" and dtype is not torch.float32:
                     continue
-                step = optimizer(device, dtype, kind).step
+                step = optimizer(device, dtype, kind, shapes()).step
                 table[f"{device} {dtype} {kind}"] = milliseconds(step, device)
-    for size in (16, 28) if torch.cuda.is_available() else ():
+        for kind in (None, "int8", "int4", "fp8"):
+            step = optimizer(device, torch.float32, kind, SMALL).step
+            table[f"{device} {len(SMALL)} small weights {kind}"] = milliseconds(step, device)
+    for size in (10, 16, 28) if "cuda" in devices else ():
         source = torch.empty(elements * size // 8, device="cuda")
         target = torch.empty_like(source)
         name = f"cuda copy of {size} B an element"
@@ -72,4 +80,4 @@ def main(out: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -17,6 +17,7 @@
 #include "cuda_kernels/kernel_table.h"
 #include "src/backend.h"
 #include "src/code_maps.h"
+#include "src/cuda/code_table.h"
 #include "src/cuda/memory.h"
 
 namespace fusedstep::cuda {
@@ -103,7 +104,7 @@ struct Tables {
   TensorProgress* progress;
   WaitingChunk* waiting;
   ChunkQueue* queue;
-  CodeMap* maps;  // those of code_maps()
+  CodeTable* codes;  // of code_maps()
 };
 
 class CudaPlan final : public DevicePlan {
@@ -249,10 +250,6 @@ class CudaPlan final : public DevicePlan {
   std::unique_ptr<PreparedStep> prepared(Plan& plan, const BoundRule& rule, const Launch& launch,
                                          const std::optional<PrepareLaunch>& count) {
     const RuleTable& rules = table(rule.id);
-    const auto is_coded = [](const LaunchGroup& group) { return group.of.coded; };
-    if (rules.ratio != nullptr && std::ranges::any_of(grads_->groups, is_coded)) {
-      throw std::runtime_error("state_dtype: on CUDA a rule with norms takes no states in codes");
-    }
     const auto takes = [&](const LaunchGroup& group) {
       return rules.ratio != nullptr || update_of(kernels_of(rules, rule, group), group) != nullptr;
     };
@@ -342,11 +339,6 @@ class CudaPlan final : public DevicePlan {
       const fusedstep::TensorTask& known = plan.task(i);
       std::copy_n(known.data, kMaxOperands, tasks[i].data);
       for (int k = 0; k < kMaxStates; ++k) tasks[i].coded[k] = on_device(known.coded[k]);
-      if (known.has_codes && known.layout != nullptr) {
-        throw std::runtime_error("tensor " + std::to_string(i) +
-                                 " of the list: state_dtype: on CUDA a weight with states in codes, and its "
-                                 "gradient, must be contiguous");
-      }
       tasks[i].as_double = plan.format(i) == Format::kDouble;
       if (known.layout == nullptr) continue;
       const auto copied = [&](const int64_t* from, int64_t count) {
@@ -363,18 +355,19 @@ class CudaPlan final : public DevicePlan {
       task.last_chunk = static_cast<int64_t>(c) + 1;
     }
     upload(tables_.dims, all_dims);
-    const std::span<const CodeMap> maps = code_maps();
-    upload(tables_.maps, std::vector<CodeMap>(maps.begin(), maps.end()));
+    std::vector<CodeTable> codes;
+    for (const CodeMap& map : code_maps()) codes.push_back(code_table(map));
+    upload(tables_.codes, codes);
     upload(tables_.tensors, tasks);
     upload(tables_.progress, std::vector<TensorProgress>(tensors));
     upload(tables_.queue, std::vector<ChunkQueue>(1));
     numbers_.clear();
   }
 
-  // A state's map is one of the device's.
-  CodedState on_device(CodedState state) const {
-    if (state.map != nullptr) state.map = tables_.maps + (state.map - code_maps().data());
-    return state;
+  CodedTask on_device(const CodedState& state) const {
+    if (state.map == nullptr) return {};
+    return {tables_.codes + (state.map - code_maps().data()), state.absmax,
+            state.map->elements_per_byte() == 2};
   }
 
   void describe_grads(const Plan& plan, Grads& known, bool with_chunks) {
@@ -453,7 +446,7 @@ class CudaPlan final : public DevicePlan {
                  at_numbers = offsets.place<float*>(kMaxNumbers * tensors),
                  at_progress = offsets.place<TensorProgress>(tensors),
                  at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1),
-                 at_maps = offsets.place<CodeMap>(code_maps().size());
+                 at_codes = offsets.place<CodeTable>(code_maps().size());
     const PlacedGradTables at_eager_grads(offsets, tensors, chunks, row_dims);
     if (offsets.bytes() > bytes_) {
       // More than is needed now, but for the first time: sparse gradients may have more entries at every
@@ -477,7 +470,7 @@ class CudaPlan final : public DevicePlan {
     tables_.progress = reinterpret_cast<TensorProgress*>(base + at_progress);
     tables_.waiting = reinterpret_cast<WaitingChunk*>(base + at_waiting);
     tables_.queue = reinterpret_cast<ChunkQueue*>(base + at_queue);
-    tables_.maps = reinterpret_cast<CodeMap*>(base + at_maps);
+    tables_.codes = reinterpret_cast<CodeTable*>(base + at_codes);
   }
 
   template <class T>
@@ -540,8 +533,13 @@ class CudaPlan final : public DevicePlan {
         launch.queue.early = false;
       }
     };
-    const auto in_words = [](const LaunchGroup& group) { return group.of.access == kInWords; };
-    const auto by_element = std::not_fn(in_words);
+    const auto in_codes = [](const LaunchGroup& group) { return group.of.coded; };
+    const auto in_words = [](const LaunchGroup& group) {
+      return !group.of.coded && group.of.access == kInWords;
+    };
+    const auto by_element = [](const LaunchGroup& group) {
+      return !group.of.coded && group.of.access == kByElement;
+    };
     if (rules.ratio == nullptr) {
       for_launches([&](const LaunchGroup& group) {
         select(launch, group);
@@ -559,23 +557,27 @@ class CudaPlan final : public DevicePlan {
         both.pass = launch;
         (group.one_chunk ? kernels.one_chunk : kernels.two_phases)(both);
       });
-      if (std::ranges::any_of(grads_->groups, by_element)) {
+      if (!std::ranges::all_of(grads_->groups, in_words)) {
         for_groups(by_element, [&](const PassKernels& kernels, auto&) { kernels.accumulate(launch); });
+        for_groups(in_codes, [&](const PassKernels& kernels, auto&) { kernels.accumulate_coded(launch); });
         rules.ratio(ratio_launch(plan, rule, launch.queue.stream));
         for_groups(by_element, [&](const PassKernels& kernels, auto&) {
           (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
         });
+        for_groups(in_codes, [&](const PassKernels& kernels, auto&) { kernels.update_coded(launch); });
       }
     }
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
     plan.memory().ran_on = "cuda";
   }
 
-  // The phases apart, in passes that go over all tensors element by element.
+  // The phases apart, in passes that go over tensors element by element. Those for codes find words
+  // themselves.
   void run_direction(const Plan& plan, const BoundRule& rule, Launch launch, double* norms2) {
     for (const LaunchGroup& group : grads_->groups) {
       select(launch, group);
-      by_element(rule, group).accumulate(launch);
+      const PassKernels& kernels = apart(rule, group);
+      (group.of.coded ? kernels.accumulate_coded : kernels.accumulate)(launch);
     }
     RatioLaunch sums = ratio_launch(plan, rule, launch.queue.stream);
     sums.asked = norms2;
@@ -589,15 +591,17 @@ class CudaPlan final : public DevicePlan {
     table(rule.id).ratio(ratios);
     for (const LaunchGroup& group : grads_->groups) {
       select(launch, group);
-      const PassKernels& kernels = by_element(rule, group);
-      (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
+      const PassKernels& kernels = apart(rule, group);
+      const auto apply = launch.stores ? kernels.apply_stored : kernels.apply_recomputed;
+      (group.of.coded ? kernels.update_coded : apply)(launch);
     }
     check(cudaGetLastError(), "launching the second phase of a step, or in a kernel before it");
     plan.memory().ran_on = "cuda";
   }
 
-  static const PassKernels& by_element(const BoundRule& rule, const LaunchGroup& group) {
-    return table(rule.id).of_flags[rule.flags].of[static_cast<int>(group.of.format)][kByElement];
+  static const PassKernels& apart(const BoundRule& rule, const LaunchGroup& group) {
+    const Access access = group.of.coded ? group.of.access : kByElement;
+    return table(rule.id).of_flags[rule.flags].of[static_cast<int>(group.of.format)][access];
   }
 
   RatioLaunch ratio_launch(const Plan& plan, const BoundRule& rule, Stream stream) const {

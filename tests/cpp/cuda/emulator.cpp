@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <csetjmp>
 #include <cstdlib>
 #include <cstring>
@@ -132,6 +133,16 @@ double value_of_neighbour(double value, int distance, int width) {
   const double shown = thread % width + distance < width ? fibers[thread + distance]->shown : value;
   wait_for_warp();
   return shown;
+}
+
+unsigned largest_of_warp(unsigned value) {
+  const auto first = static_cast<int>(thread_index.x) / kWarp * kWarp;
+  self().shown = value;
+  wait_for_warp();
+  for (int t = first; t < first + kWarp; ++t)
+    value = std::max(value, static_cast<unsigned>(fibers[t]->shown));
+  wait_for_warp();
+  return value;
 }
 
 void run(int64_t blocks, int threads, const std::function<void()>& body) {

@@ -37,6 +37,7 @@ void wait_for_block();
 // The same for the threads of a warp.
 void wait_for_warp();
 double value_of_neighbour(double value, int distance, int width);
+unsigned largest_of_warp(unsigned value);
 
 }  // namespace fusedstep::emulator
 
@@ -65,6 +66,10 @@ inline int __ffs(int bits) { return __builtin_ffs(bits); }
 
 inline double __shfl_down_sync(unsigned, double value, int distance, int width) {
   return fusedstep::emulator::value_of_neighbour(value, distance, width);
+}
+
+inline unsigned __reduce_max_sync(unsigned, unsigned value) {
+  return fusedstep::emulator::largest_of_warp(value);
 }
 
 template <class Word>
