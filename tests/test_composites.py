@@ -248,7 +248,7 @@ def test_a_gradient_that_is_its_own_weight(row):
 @pytest.mark.parametrize("row", DENSE, ids=str)
 def test_a_second_thread_during_a_step_gets_an_error(row, loads, monkeypatch):
     (_, optimizer), (_, expected) = stepped(row), stepped(row)
-    dictionary, bind, errors = copy.deepcopy(optimizer.state_dict()), optimizer._bind_groups, []
+    dictionary, update, errors = copy.deepcopy(optimizer.state_dict()), optimizer._update_all, []
 
     def elsewhere():
         try:
@@ -256,13 +256,13 @@ def test_a_second_thread_during_a_step_gets_an_error(row, loads, monkeypatch):
         except RuntimeError as error:
             errors.append(str(error))
 
-    def bind_beside():
+    def update_beside(*options):
         worker = threading.Thread(target=elsewhere)
         worker.start()
         worker.join()
-        return bind()
+        return update(*options)
 
-    monkeypatch.setattr(optimizer, "_bind_groups", bind_beside)
+    monkeypatch.setattr(optimizer, "_update_all", update_beside)
     optimizer.step()
     assert errors == ["another thread is stepping this optimizer"]
     expected.step()

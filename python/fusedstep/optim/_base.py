@@ -195,12 +195,16 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         check_operands(weights, grads)
         if self._is_composite(group):
             states = [self._state.get(p, {}) for p in weights]
-            memory = memory_of(weights, grads, states)
-            if memory is None or self._memory.get(weights[0]) != memory:
+            if not self._is_memory_known(weights, grads):
                 check_memory(weights, grads, states)
-                self._memory[weights[0]] = memory
+                self._memory[weights[0]] = memory_of(weights, grads, states)
             check_counts(states)
             self._check_states(group, weights)
+
+    def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether a composite's operands are where they were when they were checked."""
+        memory = memory_of(weights, grads, [self._state.get(p, {}) for p in weights])
+        return memory is not None and self._memory.get(weights[0]) == memory
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""

@@ -86,12 +86,20 @@ def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
             raise ValueError(f"{name} must be a DTensor if, and only if, its weight is one")
 
 
+#: Elements that tell whether numbers are codes.
+_TOLD_BY = 16384
+
+
 def cast_codes(value: Tensor) -> str | None:
     """The kind of codes that numbers seem to be: DCP casts them to the dtype of what it loads into.
 
-    A block has the largest code, but for a few signed ones.
+    A block has the largest code, but for a few signed ones: a part of the numbers tells, of no more
+    elements than torch takes on one thread, as a child of fork() has no other.
     """
     part = local(value.detach())
+    while part.numel() > _TOLD_BY:
+        dim = max(range(part.dim()), key=part.size)
+        part = part.narrow(dim, 0, part.size(dim) // 2)
     if not part.numel() or part.is_meta or isinstance(part, FakeTensor):
         return None
     largest = part.amax().item()

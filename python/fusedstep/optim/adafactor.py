@@ -257,6 +257,7 @@ class Adafactor(FusedOptimizer):
             weights, grads = with_gradients(group["params"])
             if (
                 not same(weights, last.weights)
+                or not self._is_memory_known(weights, grads)
                 or _choices(group) != last.choices
                 or any(map(_is_special, grads))
             ):
