@@ -55,7 +55,7 @@ def main() -> None:
         found[name] = {what: float(f"{value:.3g}") for what, value in figures.items()}
     if asked.json:
         about = {"torch": torch.__version__, "threads": 1, "weights": f"{WEIGHTS} of {ELEMENTS}"}
-        asked.json.write_text(json.dumps(about | {"us": found}, indent=1) + "\n")
+        asked.json.write_text(json.dumps(about | {"us": found}, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
