@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t code_of(const CodeTable& table, float share)
   return static_cast<uint32_t>(level + table.zero);
 }
 
-// What a thread has of a part of a chunk: four neighbours of either half, or as many as there are. kWhole:
+// A thread has of a part of a chunk: four neighbours of either half, or as many as there are. kWhole:
 // all of the block's threads have eight, and all operands are dense and aligned to words.
 __device__ __forceinline__ bool is_whole(const Chunk& chunk, int part, bool in_words) {
   return in_words && chunk.end - chunk.begin >= (part + 1) * kPartElements;
@@ -99,7 +99,7 @@ __device__ inline void store_bytes(uint32_t codes, uint8_t* to, int bytes) {
   for (int b = 0; b < bytes; ++b) to[b] = static_cast<uint8_t>(codes >> 8 * b);
 }
 
-// What a thread has of the states of a tensor, as they are stored. Each code is a byte.
+// A thread's part of the states of a tensor, as they are stored. Each code is a byte.
 template <int kStates>
 struct StateCodes {
   uint8_t* place[kStates];  // of the first half

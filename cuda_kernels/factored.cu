@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
   }
 }
 
-// Of one warp.
+// Runs as one warp a matrix.
 __global__ void means_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
   const FactoredUnit unit = launch.units[blockIdx.x];

@@ -86,7 +86,7 @@ def measured() -> Measured:
 
 
 class Network(NamedTuple):
-    """What was not measured: bytes a second of each GPU, and seconds a message takes."""
+    """Assumptions: bytes a second of each GPU, and seconds that a message takes."""
 
     nvlink: float
     network: float

@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedstep.optim._arrivals import (
-    Arrivals,
-    PreviousNorm,
-    buckets_of,
-    check_buckets,
-    check_free,
-)
+from fusedstep.optim._arrivals import Arrivals, PreviousNorm, buckets_of, check_arguments
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
@@ -76,12 +70,7 @@ def step_in_backward(
         >>> model(input).sum().backward()  # steps, and frees gradients
         >>> optimizer.step()
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
-            "that wraps, or convert() it"
-        )
-    check_buckets(bucket_cap_mb, accumulation_steps)
+    check_arguments(optimizer, bucket_cap_mb, accumulation_steps)
     norm = PreviousNorm(max_previous_norm)
     _refuse(optimizer)
     buckets = list(buckets_of(optimizer.param_groups, bucket_cap_mb * 2**20))
@@ -89,7 +78,6 @@ def step_in_backward(
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
-    check_free(optimizer.param_groups)
     if optimizer._max_grad_norm() < math.inf:
         raise RuntimeError(
             "max_grad_norm needs all gradients before the first step: use "

@@ -14,13 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedstep.optim._arrivals import (
-    Arrivals,
-    PreviousNorm,
-    buckets_of,
-    check_buckets,
-    check_free,
-)
+from fusedstep.optim._arrivals import Arrivals, PreviousNorm, buckets_of, check_arguments
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
@@ -82,14 +76,9 @@ def offload(
         >>> model(input).sum().backward()
         >>> optimizer.step()
     """
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
-            "that wraps, or convert() it"
-        )
+    check_arguments(optimizer, bucket_cap_mb, accumulation_steps)
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', not {str(device)!r}")
-    check_buckets(bucket_cap_mb, accumulation_steps)
     norm = PreviousNorm(max_previous_norm)
     if overlap and optimizer._max_grad_norm() < math.inf:
         raise RuntimeError(
@@ -101,7 +90,6 @@ def offload(
             "max_previous_norm is for steps that overlap: without them step(max_norm=…) clips by "
             "the norm of this iteration"
         )
-    check_free(optimizer.param_groups)
     _check_weights(optimizer)
     _check_memory(optimizer)
     return OffloadedOptimizer(optimizer, bucket_cap_mb, accumulation_steps, overlap, norm)
@@ -171,7 +159,7 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_unpickled(optimizer: FusedOptimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """What makes an optimizer of the same class of one without anything."""
+    """The state that makes an optimizer like this one, with other groups, of an empty one."""
     return {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
 
 
@@ -182,7 +170,7 @@ def _like(weight: Tensor, device: torch.device, *, pin: bool = False) -> torch.n
 
 
 class OffloadedOptimizer(Optimizer):
-    """What :func:`offload` returns: groups hold the model's weights, states are on the CPU."""
+    """An optimizer by :func:`offload`: its groups hold the model's weights, states are on the CPU."""
 
     def __init__(
         self,
@@ -194,7 +182,7 @@ class OffloadedOptimizer(Optimizer):
     ) -> None:
         saved = optimizer.state_dict() if optimizer.state else None
         groups = optimizer.param_groups
-        self._copies = _Copies(next(iter(groups[0]["params"])).device)
+        self._copies = _Copies(next(p.device for group in groups for p in group["params"]))
         self._inner = type(optimizer).__new__(type(optimizer))
         self._on_cpu: dict[Tensor, _Copy] = {}
         inner_groups = []

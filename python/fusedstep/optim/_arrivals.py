@@ -11,19 +11,28 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._clip import EPSILON
 from fusedstep.optim._plan import Bucket
 
 
-def check_buckets(bucket_cap_mb: float, accumulation_steps: int) -> None:
-    """Raises an argument that is out of range."""
+def check_arguments(
+    optimizer: FusedOptimizer, bucket_cap_mb: float, accumulation_steps: int
+) -> None:
+    """Raises for an optimizer of another library, and for an argument that is out of range."""
+    if not isinstance(optimizer, FusedOptimizer):
+        raise TypeError(
+            f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
+            "that wraps, or convert() it"
+        )
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, not {accumulation_steps!r:.40}")
     if accumulation_steps < 1:
         raise ValueError(f"Invalid accumulation_steps value: {accumulation_steps}")
     if not bucket_cap_mb >= 0:
         raise ValueError(f"Invalid bucket_cap_mb value: {bucket_cap_mb}")
+    check_free(optimizer.param_groups)
 
 
 #: Weights that an Arrivals waits for.
@@ -56,7 +65,7 @@ def buckets_of(groups: list[dict[str, Any]], cap: float) -> Iterator[Bucket]:
 
 
 class _Waiting:
-    """How many backward passes the weights of a bucket have been in since it was complete."""
+    """Counts the backward passes that weights of a bucket have been in since it was complete."""
 
     def __init__(self, bucket: Bucket) -> None:
         self.bucket = bucket

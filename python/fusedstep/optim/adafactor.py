@@ -414,7 +414,7 @@ class _Call:
         torch.ops.fusedstep.factored_step(self.values, grads, *self.states, options)
 
     def forms_now(self) -> list[Any]:
-        """What the operation checks of each tensor."""
+        """Form of each tensor, which the operation checks."""
         tensors = itertools.chain(self.values, *self.states)
         return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
 
