@@ -37,7 +37,7 @@ __device__ __forceinline__ uint32_t code_of(const CodeTable& table, float share)
   return static_cast<uint32_t>(level + table.zero);
 }
 
-// A thread has of a part of a chunk: four neighbours of either half, or as many as there are. kWhole:
+// Elements of a thread in a part of a chunk: four neighbours of either half, or as many as there are. kWhole:
 // all of the block's threads have eight, and all operands are dense and aligned to words.
 __device__ __forceinline__ bool is_whole(const Chunk& chunk, int part, bool in_words) {
   return in_words && chunk.end - chunk.begin >= (part + 1) * kPartElements;

@@ -1,10 +1,5 @@
 """Works of two processes with states of few bytes: codes, masters, and what 16-bit weights keep."""
 
-import shutil
-import tempfile
-from contextlib import contextmanager
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,8 +15,8 @@ from fusedstep import optim
 from fusedstep.optim._codes import CODES
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
+from two_processes import PROCESSES, folder_of_both
 
-PROCESSES = 2
 KINDS = ("int8", "int4", "fp8")
 
 BETWEEN = {
@@ -154,16 +149,6 @@ def shards_are_rounded_by_numbers_of_their_own(here):
 
 
 # Checkpoints
-
-
-@contextmanager
-def folder_of_both():
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(names[0])
 
 
 KEPT = (

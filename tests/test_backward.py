@@ -8,61 +8,26 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedstep
-from cases import COMPOSITES, PLAIN, parameters_of
+from buckets import (
+    ALONE,
+    PAIRS,
+    WHOLE,
+    Net,
+    accumulated,
+    assert_same,
+    backward,
+    batches,
+    by_closures,
+    of_class,
+    two_groups,
+)
+from cases import COMPOSITES, PLAIN
 from fusedstep import optim
-
-ALONE, PAIRS, WHOLE = 0, 0.003, 25
-"""Sizes of buckets in MiB: of a weight, of a few, and of a group."""
-
-
-class Net(nn.Module):
-    """Has a weight that is used twice, and one that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.unused = nn.Parameter(torch.ones(16, 16))
-
-    def forward(self, x):
-        for layer in (*self.layers, self.layers[0]):
-            x = torch.tanh(layer(x))
-        return x
-
-    def grads(self):
-        return [name for name, p in self.named_parameters() if p.grad is not None]
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 16, generator=generator) for _ in range(count)]
-
-
-def backward(model, batch):
-    model(batch.to(model.unused.dtype)).square().sum().backward()
-
-
-def two_groups(model):
-    """Matrices, and the others with another learning rate."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    return [
-        {"params": matrices},
-        {"params": [p for p in model.parameters() if p.ndim != 2], "lr": 1e-3},
-    ]
-
-
-def of_class(cls, model):
-    groups = two_groups(model)
-    if cls is optim.Muon:
-        groups[1]["use_muon"] = False
-    if "rank" in parameters_of(cls):
-        groups[0] |= {"rank": 4, "update_proj_gap": 2}
-    return cls(groups, lr=1e-2)
 
 
 def trained(make, cap=None, dtype=torch.float32, steps=4, **options):
     """The weights and states after some steps; in the backward pass if a size is given."""
-    model = Net().to(dtype)
+    model = Net(dtype)
     optimizer = make(model)
     if cap is not None:
         fusedstep.step_in_backward(optimizer, bucket_cap_mb=cap, **options)
@@ -75,11 +40,6 @@ def trained(make, cap=None, dtype=torch.float32, steps=4, **options):
         optimizer.zero_grad()
     states = [value for p in model.parameters() for value in optimizer.state[p].values()]
     return [*model.parameters(), *states]
-
-
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
@@ -174,20 +134,14 @@ def test_a_bucket_waits_for_all_its_gradients():
 
 @pytest.mark.parametrize("passes", [3, 2], ids=["complete", "with a rest"])
 def test_accumulation(passes):
-    def train(in_backward):
-        model = Net()
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        if in_backward:
-            fusedstep.step_in_backward(optimizer, bucket_cap_mb=ALONE, accumulation_steps=3)
-        for first in (0, passes):
-            for n, batch in enumerate(batches(2 * passes)[first : first + passes], 1):
-                backward(model, batch)
-                assert not in_backward or bool(model.grads()) is (n < 3)
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(model.parameters())
-
-    assert_same(train(True), train(False))
+    model, twin = Net(), Net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    alive = []
+    optimizer.register_step_pre_hook(lambda *_: alive.append(bool(model.grads())))
+    fusedstep.step_in_backward(optimizer, bucket_cap_mb=ALONE, accumulation_steps=3)
+    found = accumulated(model, optimizer, passes)
+    assert_same(found, accumulated(twin, optim.AdamW(twin.parameters(), lr=1e-2), passes))
+    assert alive == 2 * [passes < 3]
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -214,25 +168,12 @@ def test_clipping_by_the_norm_of_the_iteration_before(fused):
 
 
 def test_closures_and_schedulers():
-    def train(in_backward):
-        model = Net()
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        if in_backward:
-            fusedstep.step_in_backward(optimizer, bucket_cap_mb=PAIRS)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for batch in batches(3):
-
-            def closure(batch=batch):
-                optimizer.zero_grad()
-                backward(model, batch)
-                return 7.0
-
-            assert optimizer.step(closure) == 7.0
-            assert not (in_backward and model.grads())
-            scheduler.step()
-        return list(model.parameters())
-
-    assert_same(train(True), train(False))
+    model, twin = Net(), Net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    fusedstep.step_in_backward(optimizer, bucket_cap_mb=PAIRS)
+    found = by_closures(model, optimizer)
+    assert not model.grads()
+    assert_same(found, by_closures(twin, optim.AdamW(twin.parameters(), lr=1e-2)))
 
 
 def test_activations_that_are_computed_again():

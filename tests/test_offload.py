@@ -9,46 +9,31 @@ import torch
 from torch import nn
 
 import fusedstep
-from cases import COMPOSITES, PLAIN, parameters_of
+from buckets import (
+    PAIRS,
+    Net,
+    accumulated,
+    assert_same,
+    batches,
+    by_closures,
+    of_class,
+    two_groups,
+)
+from cases import COMPOSITES, PLAIN
 from fusedstep import optim
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))]  # fmt: skip
 BF16 = torch.bfloat16
 MASTERS = {"master_weights": "float32"}
-SMALL = {"bucket_cap_mb": 0.003}
+SMALL = {"bucket_cap_mb": PAIRS}
 
 
-class Net(nn.Module):
-    def __init__(self, dtype=torch.float32, device="cpu") -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
-        self.unused = nn.Parameter(torch.ones(16, 16))
-        self.to(dtype).to(device)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-
-def batches(count):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(8, 16, generator=generator) for _ in range(count)]
-
-
-def gradients(model, batch, factor=1.0):
+def gradients(model, batch):
     """Gradients of a model, which the same weights have on every device."""
     for p in model.parameters():
         if p is not model.unused:
-            (p.double().cos().sum() * batch.sum().item() * factor).backward()
-
-
-def groups_of(model):
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    others = [p for p in model.parameters() if p.ndim != 2]
-    return [{"params": matrices}, {"params": others, "lr": 1e-3}]
+            (p.double().cos().sum() * batch.sum().item()).backward()
 
 
 def trained(make, dtype=torch.float32, device="cpu", offloaded=None, steps=3, **options):
@@ -64,16 +49,11 @@ def trained(make, dtype=torch.float32, device="cpu", offloaded=None, steps=3, **
     return [p.detach().cpu() for p in model.parameters()], optimizer
 
 
-def assert_same(found, expected):
-    assert len(found) == len(expected)
-    assert all(map(torch.equal, found, expected))
-
-
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_steps_are_those_of_the_optimizer(case):
-    expected, _ = trained(lambda model: case.build(groups_of(model)))
+    expected, _ = trained(lambda model: case.build(two_groups(model)))
     for offloaded in (SMALL, {"overlap": False}):
-        found, _ = trained(lambda model: case.build(groups_of(model)), offloaded=offloaded)
+        found, _ = trained(lambda model: case.build(two_groups(model)), offloaded=offloaded)
         assert_same(found, expected)
 
 
@@ -82,12 +62,7 @@ def test_steps_are_those_of_the_optimizer(case):
 )
 def test_of_optimizers_of_matrices(cls):
     def make(model):
-        groups = groups_of(model)
-        if cls is optim.Muon:
-            groups[1]["use_muon"] = False
-        if "rank" in parameters_of(cls):
-            groups[0] |= {"rank": 4}
-        return cls(groups, lr=1e-2)
+        return of_class(cls, model)
 
     expected, _ = trained(make)
     found, _ = trained(make, offloaded=SMALL)
@@ -104,10 +79,10 @@ def test_of_optimizers_of_matrices(cls):
 def test_of_16_bit_weights(options, device):
     """Without another way they are kept in float32."""
     expected, _ = trained(
-        lambda model: optim.AdamW(groups_of(model), lr=1e-2, **(options or MASTERS)), BF16
+        lambda model: optim.AdamW(two_groups(model), lr=1e-2, **(options or MASTERS)), BF16
     )
     found, optimizer = trained(
-        lambda model: optim.AdamW(groups_of(model), lr=1e-2, fused=False, **options),
+        lambda model: optim.AdamW(two_groups(model), lr=1e-2, fused=False, **options),
         BF16,
         device,
         SMALL,
@@ -119,13 +94,15 @@ def test_of_16_bit_weights(options, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_clipping(device):
     def make(model):
-        return optim.AdamW(groups_of(model), lr=1e-2)
+        return optim.AdamW(two_groups(model), lr=1e-2)
 
     expected, _ = trained(make, max_norm=0.5)
+    unclipped, _ = trained(make)
+    assert not any(map(torch.equal, expected[1:], unclipped[1:]))  # the first is unused
     found, _ = trained(make, device=device, offloaded={"overlap": False}, max_norm=0.5)
     assert_same(found, expected)
     found, _ = trained(
-        lambda model: optim.AdamW(groups_of(model), lr=1e-2, max_grad_norm=0.5),
+        lambda model: optim.AdamW(two_groups(model), lr=1e-2, max_grad_norm=0.5),
         device=device,
         offloaded={"overlap": False},
     )
@@ -135,7 +112,7 @@ def test_clipping(device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_clipping_by_the_norm_of_the_iteration_before(device):
     def make(model):
-        return optim.SGD(groups_of(model), lr=1e-2, momentum=0.9)
+        return optim.SGD(two_groups(model), lr=1e-2, momentum=0.9)
 
     model = Net()
     optimizer = make(model)
@@ -163,40 +140,17 @@ def test_steps_are_taken_by_another_thread_during_the_backward_pass():
 
 
 def test_accumulation():
-    def train(offloaded):
-        model = Net()
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        if offloaded:
-            optimizer = fusedstep.offload(optimizer, accumulation_steps=2, **SMALL)
-        for batch in batches(3):
-            gradients(model, batch)
-            gradients(model, batch, 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach() for p in model.parameters()]
-
-    assert_same(train(True), train(False))
+    model, twin = Net(), Net()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    found = accumulated(model, fusedstep.offload(optimizer, accumulation_steps=2, **SMALL), 2)
+    assert_same(found, accumulated(twin, optim.AdamW(twin.parameters(), lr=1e-2), 2))
 
 
 def test_schedulers_and_closures():
-    def train(offloaded):
-        model = Net()
-        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        if offloaded:
-            optimizer = fusedstep.offload(optimizer, **SMALL)
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
-        for batch in batches(3):
-
-            def closure(batch=batch):
-                optimizer.zero_grad()
-                gradients(model, batch)
-                return 7.0
-
-            assert optimizer.step(closure) == 7.0
-            scheduler.step()
-        return [p.detach() for p in model.parameters()]
-
-    assert_same(train(True), train(False))
+    model, twin = Net(), Net()
+    optimizer = fusedstep.offload(optim.AdamW(model.parameters(), lr=1e-2), **SMALL)
+    found = by_closures(model, optimizer)
+    assert_same(found, by_closures(twin, optim.AdamW(twin.parameters(), lr=1e-2)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
@@ -205,7 +159,7 @@ def test_dictionaries_are_those_of_the_optimizer(dtype):
     options = {"lr": 1e-2} | (MASTERS if dtype is BF16 else {})
 
     def go_on(model, dictionary, offloaded):
-        optimizer = optim.AdamW(groups_of(model), **options)
+        optimizer = optim.AdamW(two_groups(model), **options)
         if offloaded:
             optimizer = fusedstep.offload(optimizer, **SMALL)
         if dictionary:
@@ -233,7 +187,7 @@ def test_dictionaries_are_those_of_the_optimizer(dtype):
 
 def test_states_are_taken_over():
     def make(model):
-        return optim.AdamW(groups_of(model), lr=1e-2)
+        return optim.AdamW(two_groups(model), lr=1e-2)
 
     expected, _ = trained(make, steps=4)
     model = Net()
@@ -267,7 +221,7 @@ def test_changes_of_weights_are_taken_over():
 
 def test_an_error_of_a_step_comes_out_of_step():
     model = Net()
-    optimizer = fusedstep.offload(optim.AdamW(groups_of(model)), **SMALL)
+    optimizer = fusedstep.offload(optim.AdamW(two_groups(model)), **SMALL)
     optimizer.param_groups[0]["lr"] = "much"
     gradients(model, batches(1)[0])
     with pytest.raises((TypeError, ValueError), match="lr"):

@@ -5,6 +5,7 @@ What they are compared with: one process that computes the gradients of both hal
 
 import copy
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -12,11 +13,12 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import fusedstep
 from fusedstep import optim
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
+from two_processes import PROCESSES
 
-PROCESSES = 2
 STEPS = 3
 
 #: Elements wait for no others in the first and the last. LAMB adds norms of shards: its sums in
@@ -196,6 +198,25 @@ def accumulated_gradients_train_as_one(here):
         assert_trains_as_whole(Shards(cls, here, parts=2), whole, f"{cls}")
 
 
+def shards_are_stepped_in_the_backward_pass(here):
+    """FSDP2 calls the hooks when it has reduced the gradients."""
+    for cls in (optim.AdamW, optim.AdamW8bit):
+        training = Shards(cls, here)
+        alive = []
+        training.optimizer.register_step_pre_hook(
+            lambda optimizer, *_, alive=alive: alive.extend(
+                p.grad is not None for p in optimizer.param_groups[0]["params"]
+            )
+        )
+        with fusedstep.step_in_backward(training.optimizer, bucket_cap_mb=0):
+            assert_trains_as_whole(training, Whole(cls, here.device), f"{cls}")
+        assert len(alive) == STEPS * 8
+        assert not any(alive)
+    lamb = Shards(optim.Lamb, here).optimizer
+    with pytest.raises(RuntimeError, match="parameter 0 of group 0 is a DTensor, and Lamb takes"):
+        fusedstep.step_in_backward(lamb)
+
+
 WORKS = (
     replicas_train_as_one,
     states_are_shared_out_by_zero,
@@ -204,4 +225,5 @@ WORKS = (
     shards_of_two_precisions_train_as_one,
     recomputed_activations_train_as_one,
     accumulated_gradients_train_as_one,
+    shards_are_stepped_in_the_backward_pass,
 )

@@ -1,7 +1,9 @@
 """Works of two processes together: shards of DTensor weights, gradients in DDP's buckets."""
 
+import contextlib
 import copy
 import os
+import shutil
 import tempfile
 import traceback
 import warnings
@@ -56,6 +58,17 @@ class Process(NamedTuple):
 
 
 Work = Callable[[Process], None]
+
+
+@contextlib.contextmanager
+def folder_of_both():
+    """Yields a folder that both processes know, and removes it when both are done."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    yield Path(names[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0])
 
 
 def shards_are_stepped_as_the_whole(here):

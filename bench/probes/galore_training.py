@@ -11,20 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from muon_training import batch, tokens
+from muon_training import losses_of, tokens
 from torch import Tensor
-from tqdm import tqdm
 
 from fusedstep import optim
 from small_llama import SmallLlama
 
-WIDTH, LAYERS, RANK, GAP, WARM_UP = 128, 3, 32, 50, 20
+WIDTH, LAYERS, RANK, GAP = 128, 3, 32, 50
 
 #: The class, options, and those of the groups of matrices, by the name of the run.
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -54,30 +51,11 @@ def optimizer_of(name: str, model: SmallLlama) -> torch.optim.Optimizer:
     return getattr(optim, kind)(groups, betas=(0.9, 0.95), **options)
 
 
-def loss_of(model: SmallLlama, rows: Tensor) -> Tensor:
-    scores = model(rows[:, :-1])
-    return F.cross_entropy(scores.flatten(0, 1), rows[:, 1:].flatten())
-
-
 def train(name: str, steps: int, every: int, device: torch.device) -> dict[str, Any]:
-    text, other, characters = tokens()
-    model = new_model(characters).to(device)
+    text = tokens()
+    model = new_model(text[2]).to(device)
     optimizer = optimizer_of(name, model)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda t: min((t + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * t / steps))),
-    )
-    generator = torch.Generator().manual_seed(1)
-    held = [batch(other, generator, device) for _ in range(4)]
-    losses = []
-    for step in tqdm(range(1, steps + 1), desc=name, leave=False):
-        loss_of(model, batch(text, generator, device)).backward()
-        optimizer.step(max_norm=1.0)
-        optimizer.zero_grad()
-        scheduler.step()
-        if step % every == 0:
-            with torch.no_grad():
-                losses.append(sum(loss_of(model, rows).item() for rows in held) / len(held))
+    losses = losses_of(model, optimizer, text, steps, every)
     states = [value for state in optimizer.state.values() for value in state.values()]
     return {
         "run": name,

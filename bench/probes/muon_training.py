@@ -19,7 +19,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from fusedstep import optim
 
@@ -49,7 +50,7 @@ def batch(text: Tensor, generator: torch.Generator, device: torch.device) -> Ten
     return torch.stack([text[i : i + LENGTH + 1] for i in places]).to(device)
 
 
-def loss_of(model: SmallGPT, rows: Tensor) -> Tensor:
+def loss_of(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
@@ -71,14 +72,26 @@ def optimizer_of(kind: str, model: SmallGPT, rate: float) -> torch.optim.Optimiz
 
 def train(kind: str, rate: float, steps: int, every: int, device: torch.device) -> list[float]:
     """Losses after every so many steps."""
-    text, other, characters = tokens()
+    text = tokens()
     torch.manual_seed(0)
-    model = SmallGPT(layers=3, width=128, heads=4, vocabulary=characters, length=LENGTH)
+    model = SmallGPT(layers=3, width=128, heads=4, vocabulary=text[2], length=LENGTH)
     for p in model.parameters():
         if p.ndim == 2:
             torch.nn.init.normal_(p, std=0.02)
     model.to(device)
-    optimizer = optimizer_of(kind, model, rate)
+    return losses_of(model, optimizer_of(kind, model, rate), text, steps, every)
+
+
+def losses_of(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    text: tuple[Tensor, Tensor, int],
+    steps: int,
+    every: int,
+) -> list[float]:
+    """Losses of held-out text after every so many steps, under a schedule and clipped."""
+    trained_on, other, _ = text
+    device = next(model.parameters()).device
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer,
         lambda t: min((t + 1) / WARM_UP, 0.1 + 0.45 * (1 + math.cos(math.pi * t / steps))),
@@ -86,8 +99,8 @@ def train(kind: str, rate: float, steps: int, every: int, device: torch.device) 
     generator = torch.Generator().manual_seed(1)
     held = [batch(other, generator, device) for _ in range(4)]
     found = []
-    for step in range(1, steps + 1):
-        loss_of(model, batch(text, generator, device)).backward()
+    for step in tqdm(range(1, steps + 1), leave=False):
+        loss_of(model, batch(trained_on, generator, device)).backward()
         optimizer.step(max_norm=1.0)
         optimizer.zero_grad()
         scheduler.step()

@@ -170,7 +170,7 @@ def _like(weight: Tensor, device: torch.device, *, pin: bool = False) -> torch.n
 
 
 class OffloadedOptimizer(Optimizer):
-    """An optimizer by :func:`offload`: its groups hold the model's weights, states are on the CPU."""
+    """An optimizer by :func:`offload`: its weights are the model's, its states on the CPU."""
 
     def __init__(
         self,

@@ -1,10 +1,6 @@
 """torch's FSDP2 and distributed checkpoints (DCP): two processes, and one beside them."""
 
-import contextlib
 import itertools
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +20,7 @@ from fusedstep import optim
 from fusedstep.optim._imperative import MASTER
 from pages import run_section
 from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
-from two_processes import PROCESSES
+from two_processes import PROCESSES, folder_of_both
 
 NAMESAKES = [case for case in PLAIN if case in WITH_NAMESAKE]
 OWN = (
@@ -126,16 +122,6 @@ def weights_are_offloaded(here):
     for case in PLAIN:
         training = Training(here, ours(case), **policy)
         assert_same_losses(training.train(DATA), Training(here, reference(case), False).train(DATA))
-
-
-@contextlib.contextmanager
-def folder_of_both():
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    yield Path(names[0])
-    dist.barrier()
-    if dist.get_rank() == 0:
-        shutil.rmtree(names[0])
 
 
 def continues_as_from_the_start(here, first, second, way, dtype):
