@@ -1,4 +1,4 @@
-"""Base of all optimizers: chooses native or imperative code."""
+"""Base of all optimizers: torch's face, and the parts of a step in their order."""
 
 from __future__ import annotations
 
@@ -12,47 +12,38 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fusedstep import _ops
 from fusedstep.optim import _weights
+from fusedstep.optim._binding import BindsGroups
 from fusedstep.optim._checks import (
-    check_counts,
     check_floats,
-    check_memory,
     check_number,
-    check_operands,
     check_options,
     check_ranges,
     floats,
     has_text,
-    memory_of,
     numeric,
-    with_name,
 )
 from fusedstep.optim._clip import EPSILON, factors_of, norm_of
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
-from fusedstep.optim._grads import by_place, cut_off, treat_grads, with_gradients
+from fusedstep.optim._grads import by_place, cut_off, treat_grads
 from fusedstep.optim._hooks import is_compiling, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
 from fusedstep.optim._options import OWN, own_option, without_unset
-from fusedstep.optim._plan import Bucket, GradUse, Plan, Snapshot, Work, same
+from fusedstep.optim._plan import Bucket, GradUse, Work, same
 from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
-from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
-from fusedstep.optim._support import why_not_native
 from fusedstep.optim._watched import WatchedState
 
 #: A closure's result.
 _Loss = TypeVar("_Loss")
 
-#: The index of a group, that of a launch among those that update it, and of a bucket if it is one.
-_Place = tuple[int, ...]
 
-
-class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
+class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Optimizer):
     """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
 
     A subclass says what is its own: the constructor, the names of its states, the native rule, and
@@ -188,24 +179,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
         return False
 
-    def _check_composite(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
-        """Raises what torch's operations would stop at half way, or not notice."""
-        check_operands(weights, grads)
-        if self._is_composite(group):
-            states = [self._state.get(p, {}) for p in weights]
-            if not self._is_memory_known(weights, grads):
-                check_memory(weights, grads, states)
-                self._memory[weights[0]] = memory_of(weights, grads, states)
-            check_counts(states)
-            self._check_states(group, weights)
-
-    def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
-        """Returns whether a composite's operands are where they were when they were checked."""
-        memory = memory_of(weights, grads, [self._state.get(p, {}) for p in weights])
-        return memory is not None and self._memory.get(weights[0]) == memory
-
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
         self._store.check(group, weights)
@@ -290,91 +263,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
         for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
             if self._wants_native(group) and _ops.missing_on(kind):
                 _ops.warn_missing(kind)
-
-    # The choice of code
-
-    def _wants_native(self, group: dict[str, Any]) -> bool:
-        """Returns whether the options of a group ask for native kernels, or allow them."""
-        foreach = self._foreach_means_unfused and group.get("foreach")
-        fused, differentiable = own_option(group, "fused"), group.get("differentiable", False)
-        if differentiable and isinstance(own_option(group, "state_dtype"), str):
-            raise RuntimeError(
-                "quantised states, by `state_dtype`, do not support `differentiable`"
-            )
-        if differentiable:
-            _weights.refuse_differentiable(group)
-        if fused:
-            if differentiable:
-                raise RuntimeError("`fused` does not support `differentiable`")
-            if foreach:
-                raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
-            return True
-        return fused is None and not (foreach or differentiable)
-
-    def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
-    ) -> bool:
-        """Returns whether native kernels update these weights; raises if they must but cannot."""
-        for p in weights:
-            _weights.way_of(group, p)  # raises where the value of none can be kept so
-        if not self._wants_native(group) or self._is_composite(group):
-            return False
-        reason = self._why_not_native(weights, grads)
-        if reason and own_option(group, "fused"):
-            raise RuntimeError(reason)
-        if reason is None and (missing := _weights.why_not_native(group, weights)):
-            raise RuntimeError(missing)  # for fused=None as well: nobody asked for the slow way
-        return reason is None
-
-    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
-        states = self._accessed_states(weights)
-        return why_not_native(weights, grads, states)
-
-    def _forget_plans(self) -> None:
-        self._plans: dict[_Place, Plan] = {}
-        self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
-        self._seen: Snapshot | None = None  # of the state that the plans were made for
-        self._last_step: tuple[Any, ...] | None = None
-        self._spread: SpreadWeights | None = None
-
-    def _spread_weights(self) -> SpreadWeights:
-        """The weights that are spread over processes: steps with norms communicate over them."""
-        native = list(map(self._wants_native, self._groups))
-        if self._spread is None or not self._spread.is_of(self._groups, native):
-            self._spread = SpreadWeights(
-                self._groups,
-                native,
-                [
-                    wants and not self._is_composite(group) and not why_not_native(group["params"])
-                    for wants, group in zip(native, self._groups, strict=True)
-                ],
-            )
-        return self._spread
-
-    def _new_plan(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Plan | None:
-        """The native plan of a group's weights; None where the imperative twin updates them."""
-        sparse = any(grad.layout is not torch.strided for grad in grads)
-        if sparse and (error := self._sparse_error(group)):
-            raise RuntimeError(error)
-        native, store = self._is_native(group, weights, grads), self._store
-        store.create(group, weights, native)
-        states = store.operands(group, weights)
-        if not native:
-            return None
-        store.count_together(weights, states, self._may_be_skipped())
-        names, way = store.names_of(group, weights[0]), _weights.way_of(group, weights[0])
-        slots, has_beside = store.slots(names, weights, states), way in _weights.BESIDE
-        seed, draws = _weights.seed_of(group, weights[0]), None
-        if seed is not None:
-            draws = seed, _weights.places_of(self._groups, group, weights)
-        return Plan(weights, slots, states, names, store.numbers, has_beside, sparse, draws)
-
-    def _may_be_skipped(self) -> bool:
-        """Returns whether a number on a device tells if a step is skipped."""
-        found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and not found_inf.is_cpu
 
     # The step
 
@@ -572,55 +460,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, Optimizer):
             for weight in item.weights:
                 weight.grad = None
         return factors.norm
-
-    def _bind_groups(self, bucket: Bucket | None = None) -> list[Work]:
-        """Returns the work of a step; raises any group's error before anything is changed."""
-        if self._seen is None or not self._seen.is_of(self._state):
-            self._forget_plans()
-        parts = enumerate(group["params"] for group in self.param_groups)
-        work, numbers = [], ()
-        if bucket is not None:
-            parts, numbers = [(bucket.group, bucket.weights)], (bucket.number,)
-        for index, params in parts:
-            group = self.param_groups[index]
-            weights, grads = with_gradients(params)
-            if not weights:
-                continue
-            if has_text(group):  # an option that states depend on, perhaps
-                self._checked_options(Work(group, weights, grads, None), PLAIN)
-            launches = self._launches(index, group, weights, grads)
-            work += [
-                self._bind((index, part, *numbers), group, *pair)
-                for part, pair in enumerate(launches)
-            ]
-        if self._plans and self._seen is None:
-            self._seen = Snapshot(self._state)
-        return work
-
-    def _bind(
-        self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> Work:
-        try:
-            plan, sparse = self._plans.get(place), self._sparse_error(group) is None
-            if not (
-                plan
-                and plan.names == self._store.names_of(group, weights[0])
-                and plan.seed == _weights.seed_of(group, weights[0])
-                and same(weights, plan.weights)
-                and self._wants_native(group)
-                and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
-                and plan.bind(weights, grads, sparse)
-            ):
-                self._plans.pop(place, None)
-                plan = self._new_plan(group, weights, grads)
-                if plan:
-                    plan.bind(weights, grads, sparse)
-                    self._plans[place], self._seen = plan, None
-                else:
-                    self._check_composite(group, weights, grads)
-        except RuntimeError as error:
-            raise with_name(error, self._groups, group, weights) from None
-        return Work(group, weights, grads, plan)
 
     def _update_groups(
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
