@@ -165,7 +165,7 @@ WAYS = (("FSDP2", "one"), ("one", "FSDP2"), ("FSDP2", "DDP"), ("DDP", "FSDP2"))
 class Training:
     """Steps of weights that one process has, two have (DDP), or of which two have shards."""
 
-    def __init__(self, here, way, shapes, kept=KEPT):
+    def __init__(self, here, way, shapes, kept=KEPT, make=optim.AdamW):
         from torch.distributed.fsdp import fully_shard
 
         layers = [Weights(shapes, dtype) for dtype, _ in kept]
@@ -178,7 +178,7 @@ class Training:
             for layer, (_, options) in zip(self.model, kept, strict=True)
         ]
         self.weights = [weight for group in groups for weight in group["params"]]
-        self.optimizer = optim.AdamW(groups, lr=0.1)
+        self.optimizer = make(groups, lr=0.1)
         self.is_alone = way == "one"
         if way == "DDP":
             self.model = torch.nn.parallel.DistributedDataParallel(self.model)

@@ -14,6 +14,7 @@ STEPS = (
     (lambda weights: optim.Lamb(weights, fused=False), {}),
     (lambda weights: optim.AdamW(weights), {"max_norm": 0.5}),
     (lambda weights: optim.AdamW(weights, fused=False), {"max_norm": 0.5}),
+    (lambda weights: optim.Adafactor(weights), {}),
     (lambda weights: optim.Adan(weights, max_grad_norm=0.5), {}),
     (
         lambda weights: optim.Lamb(

@@ -3,6 +3,7 @@
 import pytest
 
 import codes_of_shards
+import factors_of_shards
 import gradients_of_shards
 import training_of_two
 import two_processes
@@ -10,6 +11,7 @@ import two_processes
 WORKS = (
     *two_processes.WORKS,
     *codes_of_shards.WORKS,
+    *factors_of_shards.WORKS,
     *gradients_of_shards.WORKS,
     *training_of_two.WORKS,
 )

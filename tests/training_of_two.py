@@ -21,11 +21,12 @@ from two_processes import PROCESSES
 
 STEPS = 3
 
-#: Elements wait for no others in the first and the last. LAMB adds norms of shards: its sums in
-#: double have another order.
+#: Elements wait for no others in the first and the last. LAMB and Adafactor add up what shards
+#: have: sums in double have another order.
 OPTIMIZERS = {
     optim.AdamW: {"lr": 0.01, "weight_decay": 0.1},
     optim.Lamb: {"lr": 0.01, "weight_decay": 0.1},
+    optim.Adafactor: {"lr": 0.01, "weight_decay": 0.1},
     optim.AdamW8bit: {"lr": 0.01},
 }
 
@@ -108,7 +109,8 @@ class Shards:
         mesh = init_device_mesh(here.device.type, (PROCESSES,))
         for layer in (*self.model, self.model):
             fully_shard(layer, mesh=mesh, **policies)
-        self.optimizer = cls(self.model.parameters(), fused=True, **OPTIMIZERS[cls])
+        fused = None if cls is optim.Adafactor else True
+        self.optimizer = cls(self.model.parameters(), fused=fused, **OPTIMIZERS[cls])
         self.here, self.parts = here, parts
 
     def step(self, step):
@@ -125,7 +127,7 @@ def assert_trains_as_whole(training, whole, what):
         whole.step(step)
     for weight, expected in zip(training.model.parameters(), whole.model.parameters(), strict=True):
         found, expected = local(weight.detach()), part_of(expected.detach(), weight)
-        if isinstance(training.optimizer, optim.Lamb) and is_dtensor(weight):
+        if isinstance(training.optimizer, (optim.Lamb, optim.Adafactor)) and is_dtensor(weight):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=what)
         else:
             assert_same_bits(found, expected, what)

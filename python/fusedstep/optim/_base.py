@@ -115,7 +115,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
         signed = _ops.signed_states.get(self._rule, frozenset()) | self._signed
-        of_group = self._state_names, self._state_shapes, self._counts_steps
+        of_group = (
+            self._state_names,
+            self._state_shapes,
+            self._state_placements,
+            self._counts_steps,
+        )
         return StateStore(by_weight, self._numbers, *of_group, signed, self._initial_option)
 
     # A subclass overrides these
@@ -134,6 +139,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
         They are float32 beside a weight of 16 bits.
         """
+        return None
+
+    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        """The placements of these states of a DTensor; None where each process has all of them."""
         return None
 
     def _in_form(

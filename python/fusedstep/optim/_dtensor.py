@@ -101,6 +101,34 @@ def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
     return mesh, tuple(Replicate() if each.is_replicate() else Partial() for each in placements)
 
 
+def spread_of_sums_along(weight: Tensor, dim: int) -> tuple[Any, tuple[Any, ...]] | None:
+    """How sums along a dimension of a weight are spread; None where each process has all terms."""
+    if not is_dtensor(weight):
+        return None
+    from torch.distributed.tensor import Partial, Replicate
+
+    (mesh, placements), dim = spread_of(weight), dim % max(weight.dim(), 1)
+    cut = [not each.is_replicate() and each.dim == dim for each in placements]
+    return (mesh, tuple(Partial() if each else Replicate() for each in cut)) if any(cut) else None
+
+
+def placements_without(weight: Tensor, dim: int, keepdim: bool) -> tuple[Any, ...]:
+    """The placements of what has been summed along a dimension of a weight, over all processes."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    dim %= weight.dim()
+    found = []
+    for each in spread_of(weight)[1]:
+        if not each.is_replicate() and each.dim == dim:
+            found.append(Replicate())
+        elif not each.is_replicate() and each.dim > dim and not keepdim:
+            split = {} if type(each) is Shard else {"split_factor": each.split_factor}
+            found.append(type(each)(each.dim - 1, **split))
+        else:
+            found.append(each)
+    return tuple(found)
+
+
 def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
     """A sum over all processes, of which this one has a part: spread_of_sums() says how."""
     if spread is None:

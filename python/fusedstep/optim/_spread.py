@@ -8,8 +8,9 @@ processes that have a gradient of each weight: a step of some of them only is an
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class SpreadWeights:
     whether they step it.
     """
 
-    __slots__ = ("_asked", "_groups", "_params", "_places", "rows")
+    __slots__ = ("_asked", "_groups", "_lists", "_params", "_places", "rows")
 
     def __init__(self, groups: list[dict[str, Any]], asked: list[bool], native: list[bool]) -> None:
         self._groups, self._asked = groups, asked
@@ -38,6 +39,7 @@ class SpreadWeights:
         self.rows: dict[Place, dict[int, int]] = {}
         """Places, and the numbers of their weights there, by id()."""
         self._places: dict[bool, dict[Place, None]] = {True: {}, False: {}}
+        self._lists: dict[Any, dict[Place, dict[int, int]]] = {}
         for params, is_native in zip(self._params, native, strict=True):
             for weight in params:
                 if place := place_of(weight):
@@ -73,7 +75,7 @@ class SpreadWeights:
             given, own = own, own.new_zeros(len(rows), own.shape[1])
             own[order] = given
         found = total(own, spread).to(device)
-        self._check(place, found[:, -1])
+        self._check(spread, found[:, -1], list(rows))
         found = found[:, :-1] if has_all else found[order, :-1]
         return [part.contiguous() for part in found.split([len(weights) for weights, _ in parts])]
 
@@ -86,8 +88,34 @@ class SpreadWeights:
             own[[1 + rows[id(weight)] for weight in weights]] = 1
         own[0] = part
         found = total(own, spread).to(device)
-        self._check(place, found[1:])
+        self._check(spread, found[1:], list(rows))
         return found[0]
+
+    def lists(
+        self, size_of: Callable[[Tensor], tuple[Any, int] | None], parts: dict[int, Tensor]
+    ) -> dict[int, Tensor]:
+        """Sums over the processes of lists of numbers, by one collective for all that go alike.
+
+        ``size_of`` returns how the sums of a weight are spread, and how many there are; None where
+        each process has all terms. ``parts``: the numbers of weights that have a gradient here, by
+        id(), in float64. Those that are no sums are returned as they are.
+        """
+        if size_of not in self._lists:
+            lists = self._lists[size_of] = {}
+            for weight in dict.fromkeys(itertools.chain.from_iterable(self._params)):
+                if found := size_of(weight):
+                    lists.setdefault((weight.device, found[0]), {})[id(weight)] = found[1]
+        sums = dict(parts)
+        for (device, spread), sizes in self._lists[size_of].items():
+            counts = [float(key in parts) for key in sizes]
+            numbers = [torch.tensor(counts, dtype=torch.float64, device=device)]
+            for key, size in sizes.items():
+                numbers.append(parts[key] if key in parts else numbers[0].new_zeros(size))
+            found = total(torch.cat(numbers), spread).to(device)
+            counted, *found = found.split([len(sizes), *sizes.values()])
+            self._check(spread, counted, list(sizes))
+            sums |= {key: each for key, each in zip(sizes, found, strict=True) if key in parts}
+        return sums
 
     def norms(
         self, weights: list[Tensor], pairs: list[tuple[Tensor, Tensor]]
@@ -113,9 +141,9 @@ class SpreadWeights:
                 found[index] = first, second
         return found
 
-    def _check(self, place: Place, counts: Tensor) -> None:
+    def _check(self, spread: Any, counts: Tensor, keys: list[int]) -> None:
         """Raises if some processes have a gradient of a weight, and others have not."""
-        mesh, placements = place[1]
+        mesh, placements = spread
         sizes = [mesh.size(i) for i, each in enumerate(placements) if each.is_partial()]
         processes = math.prod(sizes)
         partly = counts % processes
@@ -124,15 +152,14 @@ class SpreadWeights:
             torch._assert_async(partly.sum() == 0, f"a weight {text}")
             return
         for row in partly.nonzero().flatten().tolist()[:1]:
-            raise RuntimeError(f"{self._name(place, row)} {text} ({int(counts[row])})")
+            raise RuntimeError(f"{self._name(keys[row])} {text} ({int(counts[row])})")
 
-    def _name(self, place: Place, row: int) -> str:
-        rows = self.rows[place]
+    def _name(self, key: int) -> str:
         return next(
             name_of(group, index, position)
             for index, (group, params) in enumerate(zip(self._groups, self._params, strict=True))
             for position, weight in enumerate(params)
-            if rows.get(id(weight)) == row
+            if id(weight) == key
         )
 
 

@@ -24,9 +24,10 @@ class StateStore:
     ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
     ``names`` returns the states of the weight's shape that a group's options need, in the native
     rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
-    others than the weight's, and None elsewhere. ``counts`` returns whether a group's states have a
-    step count. ``signed`` are those that may be negative. The option ``initial_option`` is the
-    first value of these, or 0.
+    others than the weight's, and None elsewhere; ``placements`` returns those of these states of a
+    DTensor, and None where each process has all of them. ``counts`` returns whether a group's
+    states have a step count. ``signed`` are those that may be negative. The option
+    ``initial_option`` is the first value of these, or 0.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class StateStore:
         first: dict[str, float],
         names: Callable[[dict[str, Any]], tuple[str, ...]],
         shapes: Callable[[dict[str, Any], Tensor], dict[str, torch.Size] | None],
+        placements: Callable[[dict[str, Any], Tensor], dict[str, Any] | None],
         counts: Callable[[dict[str, Any]], bool],
         signed: frozenset[str],
         initial_option: str | None,
@@ -42,6 +44,7 @@ class StateStore:
         self.by_weight = by_weight
         self._first, self._initial_option = first, initial_option
         self._names_in_group, self._shapes, self._counts_steps = names, shapes, counts
+        self._placements = placements
         self._signed = signed
         self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
@@ -334,9 +337,15 @@ class StateStore:
         alike: dict[tuple[bool, str | None, tuple[str, ...]], list[Tensor]] = {}
         for p in weights:
             kind, names = self.kind_of(group, p), self.names_of(group, p)
-            for name, shape in (self._shapes(group, p) or {}).items():
+            shapes = self._shapes(group, p) or {}
+            placements = self._placements(group, p) if shapes else None
+            parts = self._shapes(group, _dtensor.local(p)) if placements else shapes
+            for name, shape in shapes.items():
                 dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
-                yield p, name, torch.zeros(shape, dtype=dtype, device=p.device)
+                tensor = torch.zeros(parts[name], dtype=dtype, device=p.device)
+                if placements:
+                    tensor = _dtensor.spread_as(p, tensor, shape, placements[name])
+                yield p, name, tensor
                 names = names[1:]
             alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
         for (wide, kind, names), some in alike.items():

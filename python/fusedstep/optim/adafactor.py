@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -13,11 +14,19 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import check_number, name_of, numeric, with_name
-from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._dtensor import (
+    is_dtensor,
+    local,
+    local_pairs,
+    placements_without,
+    spread_of,
+)
+from fusedstep.optim._factored import Part, step_parts
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
+from fusedstep.optim._spread import place_of
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._weights import way_of
 
@@ -81,7 +90,9 @@ class Adafactor(FusedOptimizer):
     ``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's
     dtype, float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``,
     ``exp_avg_sq_col`` and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a
-    0-dimensional float32 tensor.
+    0-dimensional float32 tensor. Processes that have shards of a DTensor weight step them in torch
+    operations, with the sums over the whole weight: all of them have to call ``step``. The states
+    are DTensors then.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -164,6 +175,15 @@ class Adafactor(FusedOptimizer):
     def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return _shapes_of(weight.shape, _is_torchs(group), _option(group, "beta1") is not None)
 
+    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        if not is_dtensor(weight):
+            return None
+        found = dict.fromkeys(self._state_shapes(group, weight), spread_of(weight)[1])
+        if weight.dim() > 1:
+            for name, dim in zip(list(found)[:2], (-1, -2), strict=True):
+                found[name] = placements_without(weight, dim, keepdim=_is_torchs(group))
+        return found
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(_by_torchs_names(param_group))
 
@@ -199,7 +219,8 @@ class Adafactor(FusedOptimizer):
             and _why_not_fused(item.weights, item.grads) is None
         ):
             try:
-                torch.ops.fusedstep.factored_check(*map(list, zip(*pairs, strict=True)))
+                operands = _of_process(*map(list, zip(*pairs, strict=True)))
+                torch.ops.fusedstep.factored_check(*operands)
             except RuntimeError as error:
                 weights = [weight for weight, _ in pairs]
                 raise with_name(error, self._groups, item.group, weights) from None
@@ -215,6 +236,12 @@ class Adafactor(FusedOptimizer):
         if own_option(group, "fused") and (reason := _why_not_fused(weights, grads)):
             raise RuntimeError(reason)
         return False
+
+    def _check_composite(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        _of_process(weights, grads)
+        super()._check_composite(group, weights, grads)
 
     # The step: natively if it can be, in torch operations for other weights. One that is like the
     # last but for gradients and options' numbers takes the operations that were noted then.
@@ -289,14 +316,51 @@ class Adafactor(FusedOptimizer):
             return False
         finally:
             for call in taken:
-                self._account_for(call)
+                self._account_for(call.weights, call.counts)
         return True
 
-    def _account_for(self, call: _Call) -> None:
-        """Counts a step that a call has taken. On a device it may still be at work."""
-        torch._foreach_add_(call.counts, 1)
-        increment_version(call.weights)
-        increment_version(self._accessed_states(call.weights))
+    def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
+        """Counts a step that has been taken. On a device it may still be at work."""
+        torch._foreach_add_(counts, 1)
+        increment_version(weights)
+        increment_version(self._accessed_states(weights))
+
+    def _imperative_groups(
+        self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
+    ) -> None:
+        """As ever, but for weights spread over processes: phase by phase, those of all groups."""
+        spread = self._spread_weights()
+        if spread.rows:
+            self._noting = None
+            parts, wholes = [], []
+            for group, weights, grads in groups:
+                whole: tuple[list[Tensor], list[Tensor]] = [], []
+                for weight, grad in zip(weights, grads, strict=True):
+                    if place_of(weight) is None:
+                        whole[0].append(weight)
+                        whole[1].append(grad)
+                    else:
+                        parts.append(self._part(group, weight, grad))
+                        if self._wants_native(group):
+                            _warn_of_parts()
+                wholes.append((group, *whole))
+            step_parts(parts, spread)
+            groups = [each for each in wholes if each[1]]
+        super()._imperative_groups(groups)
+
+    def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
+        state = self._state[weight]
+        *moments, average = (state[name] for name in self._state_shapes(group, weight))
+        if _option(group, "beta1") is None:
+            moments, average = [*moments, average], None
+        numbers = _numbers(group, state["step"].item() + 1, _eps(group, weight))
+
+        def put(wide: Tensor) -> None:
+            self._account_for([weight], [state["step"]])
+            self._write_back(group, weight, wide, state)
+
+        widened = functools.partial(self._widened, group, weight, state)
+        return Part(weight, widened, put, grad, moments, average, numbers)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -318,8 +382,9 @@ class Adafactor(FusedOptimizer):
             call = self._call(group, weights, places, eps)
             if call.weights is not call.values:
                 self._noting = None
-            call([grads[place] for place in places], _numbers(group, step, eps))
-            self._account_for(call)
+            found = [local(grads[place]) for place in places]
+            call(found, _numbers(group, step, eps))
+            self._account_for(call.weights, call.counts)
             for weight, value in zip(call.weights, call.values, strict=True):
                 self._write_back(group, weight, value, self._state[weight])
             noted.calls.append(call)
@@ -332,10 +397,11 @@ class Adafactor(FusedOptimizer):
         weights = [among[place] for place in places]
         states = [self._state[weight] for weight in weights]
         values = weights
-        if any(way_of(group, weight) is not None for weight in weights):
+        ways = [way_of(group, weight) for weight in weights]
+        if any(ways) or any(map(is_dtensor, weights)):
             values = [
-                weight if way_of(group, weight) is None else self._widened(group, weight, state)
-                for weight, state in zip(weights, states, strict=True)
+                weight if way is None else self._widened(group, weight, state)
+                for weight, state, way in zip(weights, states, ways, strict=True)
             ]
         rows, columns = [], []
         for weight, state in zip(weights, states, strict=True):
@@ -406,16 +472,18 @@ class _Call:
         counts: list[Tensor],
     ) -> None:
         self.places, self.eps, self.counts = places, eps, counts
-        self.weights, self.values, self.states = weights, values, (rows, columns, moments)
+        self.weights, self.values = weights, values
+        self.operands = [list(map(local, each)) for each in (values, rows, columns, moments)]
         self.forms = self.forms_now()
 
     def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
         options = [float(numbers[name]) for name in _names_of_numbers()]
-        torch.ops.fusedstep.factored_step(self.values, grads, *self.states, options)
+        values, *states = self.operands
+        torch.ops.fusedstep.factored_step(values, grads, *states, options)
 
     def forms_now(self) -> list[Any]:
         """Form of each tensor, which the operation checks."""
-        tensors = itertools.chain(self.values, *self.states)
+        tensors = itertools.chain(*self.operands)
         return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
 
 
@@ -494,6 +562,28 @@ def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> s
     return why_not_native(list(weights), grads, needs_whole=True)
 
 
+def _of_process(weights: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """This process's parts of weights and gradients; raises where these are of others."""
+    if not any(map(is_dtensor, weights)):
+        return weights, grads
+    found: tuple[list[Tensor], list[Tensor]] = [], []
+    for weight, grad in zip(weights, grads, strict=True):
+        parts = local_pairs([weight], [grad]) if is_dtensor(weight) else ([weight], [grad])
+        for all_parts, part in zip(found, parts, strict=True):
+            all_parts += part
+    return found
+
+
+@functools.cache
+def _warn_of_parts() -> None:
+    """Says it once in a process."""
+    warnings.warn(
+        "Adafactor steps shards of DTensor weights in torch operations: its native operation takes "
+        "whole weights",
+        stacklevel=2,
+    )
+
+
 def _is_special(grad: Tensor) -> bool:
     """Returns whether the memory of a gradient might not hold its values."""
     return type(grad) is not Tensor or grad.is_neg() or grad._is_zerotensor()
@@ -502,10 +592,10 @@ def _is_special(grad: Tensor) -> bool:
 def _check_weight(weight: Tensor, name: str) -> None:
     if weight.is_complex():
         raise RuntimeError(f"Adafactor does not support complex parameters: {name} is one")
-    if is_dtensor(weight) and not all(place.is_replicate() for place in weight.placements):
+    if is_dtensor(weight) and any(place.is_partial() for place in weight.placements):
         raise RuntimeError(
-            f"Adafactor does not support sharded parameters: {name} is a DTensor with the "
-            f"placements {weight.placements}, and the moments are those of whole rows and columns"
+            f"Adafactor does not support DTensor parameters that are sums: {name} has the "
+            f"placements {weight.placements}"
         )
 
 
