@@ -68,6 +68,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if an element's update depends on no other element: shards can then be stepped alone. Of
     #: others a step of shards is two phases, with norms over all processes in between.
     _elementwise: ClassVar[bool] = True
+    #: True if the native step of shards is these two phases.
+    _in_phases: ClassVar[bool] = False
     #: True if ``foreach=True`` asks for torch operations, as torch's does.
     _foreach_means_unfused: ClassVar[bool] = True
     #: False if torch has the class without the option ``fused``. If true, every group has it, and
@@ -489,6 +491,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             self._imperative_update,
             self._accessed_states,
             spread=None if self._elementwise else self._spread_weights(),
+            in_phases=self._in_phases,
         )
         if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
             self._last_step = last_step(

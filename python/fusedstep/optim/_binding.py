@@ -17,6 +17,7 @@ from fusedstep.optim._checks import (
     memory_of,
     with_name,
 )
+from fusedstep.optim._dtensor import is_dtensor, local_pairs
 from fusedstep.optim._factors import PLAIN
 from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._options import own_option
@@ -77,13 +78,13 @@ class BindsGroups:
 
     def _spread_weights(self) -> SpreadWeights:
         """The weights that are spread over processes: steps with norms communicate over them."""
-        native = list(map(self._wants_native, self._groups))
+        native = [self._wants_native(g) and not self._is_composite(g) for g in self._groups]
         if self._spread is None or not self._spread.is_of(self._groups, native):
             self._spread = SpreadWeights(
                 self._groups,
                 native,
                 [
-                    wants and not self._is_composite(group) and not why_not_native(group["params"])
+                    wants and not why_not_native(group["params"])
                     for wants, group in zip(native, self._groups, strict=True)
                 ],
             )
@@ -171,6 +172,8 @@ class BindsGroups:
         """Raises what torch's operations would stop at half way, or not notice."""
         check_operands(weights, grads)
         if self._is_composite(group):
+            if is_dtensor(weights[0]):
+                local_pairs(weights, grads)  # raises for gradients that are spread otherwise
             states = [self._state.get(p, {}) for p in weights]
             if not self._is_memory_known(weights, grads):
                 check_memory(weights, grads, states)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import check_at_least_zero
-from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
+from fusedstep.optim._sharded_matrices import Form, why_not_gathered
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -74,11 +74,8 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
         )
     if weight.is_complex():
         return "is complex, which Muon does not support; use_muon=False has AdamW step it"
-    if is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements):
-        return (
-            "is a sharded DTensor, and Muon needs whole matrices: sharded weights are not "
-            "supported yet; use_muon=False has AdamW step it"
-        )
+    if reason := why_not_gathered(weight):
+        return f"{reason}; use_muon=False has AdamW step it"
     heads = group.get("split_heads", 1)
     rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
     if rows % heads:
@@ -102,9 +99,15 @@ def matrices_of(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
     return math.prod(stack) * heads, rows // heads, columns
 
 
-def ns_dtype_of(group: dict[str, Any], weight: Tensor) -> torch.dtype:
+def form_of(group: dict[str, Any], weight: Tensor) -> Form:
+    """The matrices of a weight, as they lie in it."""
+    stack = weight.ndim - 2 if _is_stacked(group, weight) else 0
+    return Form(tuple(weight.shape), stack, group.get("split_heads", 1))
+
+
+def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
     asked = group.get("ns_dtype")
-    return usual_dtype(weight.device) if asked is None else asked
+    return usual_dtype(device) if asked is None else asked
 
 
 def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:

@@ -27,7 +27,7 @@ Place = tuple[torch.device, Any]
 class SpreadWeights:
     """The weights of an optimizer of which other processes have other parts, by place.
 
-    ``asked``: of each group, whether its options ask for native kernels, or allow them. ``native``:
+    ``asked``: of each group, whether its options have native kernels step it, or allow it. ``native``:
     whether they step it.
     """
 
@@ -116,6 +116,19 @@ class SpreadWeights:
             self._check(spread, counted, list(sizes))
             sums |= {key: each for key, each in zip(sizes, found, strict=True) if key in parts}
         return sums
+
+    def check_gradients(self, weights: list[Tensor]) -> None:
+        """Raises if other processes have gradients of other weights than these.
+
+        By one collective for all in one place. Not of weights that native kernels step.
+        """
+        alike: dict[Place, list[Tensor]] = {place: [] for place in self.places(native=False)}
+        for weight in weights:
+            if place := place_of(weight):
+                alike.setdefault(place, []).append(weight)
+        for place, some in alike.items():
+            nothing = torch.empty(len(some), 0, dtype=torch.float64, device=place[0])
+            self.sums(place, [(some, nothing)])
 
     def norms(
         self, weights: list[Tensor], pairs: list[tuple[Tensor, Tensor]]

@@ -24,12 +24,14 @@ def take(
     by_torch: Callable[[list[Work], Factors], None],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
+    in_phases: bool,
 ) -> list[tuple[Tensor, Tensor]]:
     """Steps all groups, or none if an error is raised.
 
     ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
-    autograd may know of. ``spread``: weights with parts in other processes, for a rule that takes
-    norms of whole weights.
+    autograd may know of. ``spread``: weights with parts in other processes, for a step that takes
+    norms or products of whole weights. ``in_phases``: the native step of such weights is two
+    phases, with norms in between.
 
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
@@ -51,6 +53,7 @@ def take(
     if at_once:
         by_torch(others, factors)
     native = [item for item in work if item.plan]
+    spread = spread if in_phases else None
     in_order = others and not at_once
     if not in_order:
         _take_native(native, spread)

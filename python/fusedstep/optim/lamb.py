@@ -134,6 +134,7 @@ class Lamb(FusedOptimizer):
     _rule = "lamb"
     _states = ("exp_avg", "exp_avg_sq")
     _elementwise = False
+    _in_phases = True
     _later_options = (
         FusedOptimizer._later_options
         | {"capturable": False, "keep_grad": False}

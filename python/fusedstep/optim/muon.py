@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -15,11 +16,13 @@ from fusedstep.optim._checks import (
     check_ranges,
     name_of,
 )
+from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._muon_groups import (
     MUON_OWN,
     as_adamw,
     check_muon_options,
+    form_of,
     matrices_of,
     ns_dtype_of,
     ratio_of,
@@ -29,6 +32,19 @@ from fusedstep.optim._muon_groups import (
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep.optim._options import OWN
 from fusedstep.optim._plan import Work
+from fusedstep.optim._sharded_matrices import (
+    Batch,
+    Cut,
+    Exchange,
+    Form,
+    batches_of,
+    cut_of,
+    is_gathered,
+    order_of,
+    part_of,
+    transfer_device,
+    whole_of,
+)
 from fusedstep.optim._weights import seed_of
 from fusedstep.optim.adam import Adam
 
@@ -44,6 +60,9 @@ _OF_MUON = (
 #: their copies would have to be kept: on a CPU they leave its caches as well.
 _AT_ONCE = {"cpu": 1 << 22}
 _AT_ONCE_ELSEWHERE = 1 << 25
+
+#: Batches of shards are smaller by this factor: while one is computed, others are under way.
+_BATCHES_OF_SHARDS = 4
 
 
 class Muon(Adam):
@@ -251,15 +270,35 @@ class Muon(Adam):
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return uses_muon(group) and self._wants_native(group)
 
+    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
+        # Before anything is changed; transfers that some processes take no part in would not end.
+        weights = [p for item in work if uses_muon(item.group) for p in item.weights]
+        self._spread_weights().check_gradients(weights)
+        super()._imperative_update(work, factors)
+
     # Matrix by matrix
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if uses_muon(group):
-            FusedOptimizer._imperative(self, group, weight, grad, state)
-        else:
+        if not uses_muon(group):
             super()._imperative(as_adamw(group), weight, grad, state)
+        elif is_dtensor(weight):
+            self._imperative_shard(group, weight, grad, state)
+        else:
+            FusedOptimizer._imperative(self, group, weight, grad, state)
+
+    def _imperative_shard(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Steps what this process has of a weight: by the whole, where others have other parts."""
+        cut = cut_of(weight) if is_gathered(form_of(group, weight), cut_of(weight)) else None
+        take = whole_of if cut else local
+        average = state["momentum_buffer"]
+        new_state = {"momentum_buffer": take(average)}
+        new = self._formula(group, take(weight), take(grad), new_state)
+        for target, found in ((weight, new), (average, new_state["momentum_buffer"])):
+            local(target).copy_(part_of(found, cut) if cut else found)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -273,7 +312,7 @@ class Muon(Adam):
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
         for place, matrix in enumerate(update.reshape(shape)):
-            x = matrix.to(ns_dtype_of(group, weight))
+            x = matrix.to(ns_dtype_of(group, weight.device))
             x = x.T if shape[1] > shape[2] else x
             x = x / x.norm().clamp(min=group["eps"])
             for a, b, c in steps:
@@ -296,70 +335,177 @@ class Muon(Adam):
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
+        grads = list(map(local, grads))
         if group.get("maximize"):
             grads = torch._foreach_neg(grads)
-        for batch in self._batches(group, weights):
+        forms, cuts = [form_of(group, p) for p in weights], list(map(cut_of, weights))
+        alone, cut_alike = [], {}
+        for place, (form, cut, p) in enumerate(zip(forms, cuts, weights, strict=True)):
+            if is_gathered(form, cut):
+                key = cut, p.dtype, self._store.has_wide(group, p)
+                if p.numel():
+                    cut_alike.setdefault(key, []).append(place)
+            else:
+                alone.append(place)
+        for batch in self._batches(group, weights, alone):
             self._step_batch(group, [weights[i] for i in batch], [grads[i] for i in batch])
+        for (cut, *_), places in cut_alike.items():
+            some = [[each[i] for i in places] for each in (weights, grads, forms)]
+            self._step_cut(group, cut, *some)
 
-    def _batches(self, group: dict[str, Any], weights: list[Tensor]) -> Iterable[list[int]]:
+    def _batches(
+        self, group: dict[str, Any], weights: list[Tensor], places: list[int]
+    ) -> Iterable[list[int]]:
         """Places of weights that are stepped together: of one dtype, with matrices of one shape."""
         alike: dict[Any, list[int]] = {}
-        for place, p in enumerate(weights):
-            if p.numel():
+        for place in places:
+            p = weights[place]
+            if (shard := local(p)).numel():
                 dtypes = p.dtype, self._store.has_wide(group, p)
-                alike.setdefault((*matrices_of(group, p)[1:], p.device, dtypes), []).append(place)
+                key = (*matrices_of(group, shard)[1:], p.device, dtypes)
+                alike.setdefault(key, []).append(place)
         for places in alike.values():
-            device = weights[places[0]].device.type
-            most = max(_AT_ONCE.get(device, _AT_ONCE_ELSEWHERE) // weights[places[0]].numel(), 1)
+            first = local(weights[places[0]])
+            most = max(_most_at_once(first.device) // first.numel(), 1)
             yield from (places[i : i + most] for i in range(0, len(places), most))
 
     def _step_batch(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Steps weights of one dtype whose matrices have one shape."""
-        lr, momentum = float(group["lr"]), float(group["momentum"])
-        kept = [self._store.with_count(group, p) for p in weights]
-        states = [self._store.decoded(p, each) for p, each in zip(weights, kept, strict=True)]
-        wides = [self._widened(group, p, each) for p, each in zip(weights, states, strict=True)]
-        grads = [grad.to(wide.dtype) for grad, wide in zip(grads, wides, strict=True)]
-        averages = [state["momentum_buffer"] for state in states]
-        torch._foreach_lerp_(averages, grads, 1 - momentum)
-
-        dtype, device = wides[0].dtype, wides[0].device
-        counts = [matrices_of(group, p)[0] for p in weights]
-        shape = sum(counts), *matrices_of(group, weights[0])[1:]
+        """Steps weights of one dtype, of which this process has whole matrices of one shape."""
+        moving = self._advance(group, weights, grads)
+        values = [each.value for each in moving]
+        dtype, device = values[0].dtype, values[0].device
+        counts = [matrices_of(group, value)[0] for value in values]
+        shape = sum(counts), *matrices_of(group, values[0])[1:]
         update = self._scratch.take("update", shape, dtype, device)
 
         def parts(of: Tensor) -> list[Tensor]:
-            return [x.view(p.shape) for x, p in zip(of.split(counts), weights, strict=True)]
+            return [x.view(v.shape) for x, v in zip(of.split(counts), values, strict=True)]
 
-        for part, grad, average in zip(parts(update), grads, averages, strict=True):
-            if group["nesterov"]:
-                torch.lerp(grad, average, momentum, out=part)
-            else:
-                part.copy_(average)
+        for part, each in zip(parts(update), moving, strict=True):
+            _write_update(group, each.grad, each.average, part)
+        x = self._orthogonal(group, update)
+        directions = parts(x if x.dtype is dtype else update.copy_(x))
+        self._move(group, values, directions, ratio_of(group, shape))
+        self._finish(group, moving)
+
+    def _step_cut(
+        self,
+        group: dict[str, Any],
+        cut: Cut,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        forms: list[Form],
+    ) -> None:
+        """Steps weights of one dtype, of whose matrices processes have parts."""
+        order, device = order_of(cut.mesh, cut.axis), weights[0].device
+        there = transfer_device(cut, device)
+        at_once = _most_at_once(there) // _BATCHES_OF_SHARDS
+        number = cut.mesh.get_local_rank(cut.axis)
+        batches = batches_of(tuple(forms), cut.dim, order, order.index(number), at_once)
+        wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
+        products = ns_dtype_of(group, there)
+        narrow = products if products.itemsize < wide.itemsize else wide
+        under_way: dict[Batch, dict[int, _Moving]] = {}
+
+        def pack(batch: Batch, parts: list[Tensor]) -> None:
+            places = batch.weights
+            moving = self._advance(group, *([each[i] for i in places] for each in (weights, grads)))
+            by_place = under_way[batch] = dict(zip(places, moving, strict=True))
+            for unit, part in zip(batch.units, parts, strict=True):
+                each = by_place[unit.weight]
+                whole = each.grad, each.average
+                _write_update(group, *(batch.part_of_shard(unit, x) for x in whole), part)
+
+        def unpack(batch: Batch, parts: list[Tensor]) -> None:
+            by_place = under_way.pop(batch)
+            alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+            for unit, part in zip(batch.units, parts, strict=True):
+                values, directions = alike.setdefault(ratio_of(group, (1, *unit.matrix)), ([], []))
+                values.append(batch.part_of_shard(unit, by_place[unit.weight].value))
+                directions.append(part)
+            for ratio, (values, directions) in alike.items():
+                self._move(group, values, directions, ratio)
+            self._finish(group, list(by_place.values()))
+
+        exchange = Exchange(cut, self._scratch.take, device, wide, narrow)
+        exchange.run(batches, pack, lambda _, update: self._orthogonal(group, update), unpack)
+
+    # The parts of a step
+
+    def _advance(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> list[_Moving]:
+        """Takes gradients into the averages, of what this process has of weights of one dtype."""
+        moving = []
+        for p, grad in zip(weights, grads, strict=True):
+            kept = self._store.with_count(group, p)
+            state = self._store.decoded(p, kept)
+            wide = self._widened(group, p, state)
+            value, average = local(wide), local(state["momentum_buffer"])
+            moving.append(_Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
+        averages, grads = [each.average for each in moving], [each.grad for each in moving]
+        torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
+        return moving
+
+    def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
+        """Iterates on updates [count, rows, columns], which are overwritten: in the products' dtype."""
         norms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         update.div_(norms.clamp_(min=group["eps"]))
-
-        x, ns_dtype = update, ns_dtype_of(group, wides[0])
-        if ns_dtype is not dtype:
-            x = self._scratch.take("matrices", shape, ns_dtype, device).copy_(update)
+        x, ns_dtype = update, ns_dtype_of(group, update.device)
+        if ns_dtype is not update.dtype:
+            x = self._scratch.take("matrices", update.shape, ns_dtype, update.device).copy_(update)
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-        x = orthogonalize(x, steps, self._scratch)
-        directions = parts(x if ns_dtype is dtype else update.copy_(x))
+        return orthogonalize(x, steps, self._scratch)
 
+    def _move(
+        self, group: dict[str, Any], values: list[Tensor], directions: list[Tensor], ratio: float
+    ) -> None:
+        """Decays and moves values of weights, or parts of them."""
+        lr = float(group["lr"])
         decay = lr * float(group["weight_decay"])
         if decay and group.get("cautious_decay"):
-            for wide, direction in zip(wides, directions, strict=True):
-                share = self._scratch.take("share", wide.shape, dtype, device)
-                torch.ge(torch.mul(wide, direction, out=share), 0, out=share)
-                wide.addcmul_(share, wide, value=-decay)
+            for value, direction in zip(values, directions, strict=True):
+                share = self._scratch.take("share", value.shape, value.dtype, value.device)
+                torch.ge(torch.mul(value, direction, out=share), 0, out=share)
+                value.addcmul_(share, value, value=-decay)
         elif decay:
-            torch._foreach_mul_(wides, 1 - decay)
-        torch._foreach_add_(wides, directions, alpha=-lr * ratio_of(group, shape))
+            torch._foreach_mul_(values, 1 - decay)
+        torch._foreach_add_(values, directions, alpha=-lr * ratio)
 
-        for p, wide, state, each in zip(weights, wides, states, kept, strict=True):
-            if seed_of(group, p) is not None:
-                state["step"] += 1
-            self._write_back(group, p, wide, state)
-            self._store.encode(p, each, state)
+    def _finish(self, group: dict[str, Any], moving: list[_Moving]) -> None:
+        """Puts moved values, and averages, where weights and states keep them."""
+        for each in moving:
+            if seed_of(group, each.weight) is not None:
+                each.state["step"] += 1
+            self._write_back(group, each.weight, each.wide, each.state)
+            self._store.encode(each.weight, each.kept, each.state)
+        if any(map(is_dtensor, (each.weight for each in moving))):  # by way of their shards
+            increment_version([each.weight for each in moving])
+
+
+class _Moving(NamedTuple):
+    """A weight in the middle of its step, and what this process has of it."""
+
+    weight: Tensor
+    kept: dict[str, Tensor]
+    state: dict[str, Tensor]
+    """That of ``kept``, with numbers in place of codes."""
+    wide: Tensor
+    """The tensor that is updated for the weight."""
+    value: Tensor
+    """What this process has of that."""
+    grad: Tensor
+    average: Tensor
+
+
+def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
+    if group["nesterov"]:
+        torch.lerp(grad, average, float(group["momentum"]), out=out)
+    else:
+        out.copy_(average)
+
+
+def _most_at_once(device: torch.device) -> int:
+    return _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE)
