@@ -68,8 +68,58 @@ def copies_need_no_gradient_of_the_other_process(here):
     optim.Lamb(spread).step(max_norm=0.5)
 
 
+SHAPES = ((9, 4), (24, 8), (3, 8), (8, 24))
+
+
+def matrices_of(here, fused):
+    """Shards of matrices with gradients, and an optimizer that steps them with and without Muon."""
+    spread = []
+    for shape in SHAPES:
+        weight = torch.nn.Parameter(here.spread(torch.ones(shape), Shard(0)))
+        weight.grad = here.spread(torch.ones(shape), Shard(0))
+        spread.append(weight)
+    groups = [{"params": spread[:3]}, {"params": spread[3:], "use_muon": False}]
+    return spread, optim.Muon(groups, fused=fused)
+
+
+def a_gradient_of_one_process_is_refused_before_matrices_are_gathered(here):
+    for fused in (None, False):
+        for lost in ((1,), (0, 1, 2), (0, 1, 2, 3)):
+            spread, optimizer = matrices_of(here, fused)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            before = [local(weight.detach()).clone() for weight in spread]
+            states = [
+                {name: local(value).clone() for name, value in optimizer.state[weight].items()}
+                for weight in spread
+            ]
+            if here.rank == 1:
+                for index in lost:
+                    spread[index].grad = None
+            name = f"parameter {lost[0]} of group 0 has a gradient in some processes only"
+            with pytest.raises(RuntimeError, match=name):
+                optimizer.step()
+            for weight, kept, state in zip(spread, before, states, strict=True):
+                assert_same_bits(local(weight.detach()), kept, "weight")
+                for key, value in state.items():
+                    assert_same_bits(local(optimizer.state[weight][key]), value, key)
+
+
+def matrices_without_gradients_in_all_processes_stay(here):
+    for fused in (None, False):
+        for lost in ((1,), (0, 1, 2), (0, 1, 2, 3)):
+            spread, optimizer = matrices_of(here, fused)
+            for index in lost:
+                spread[index].grad = None
+            optimizer.step()
+            for index, weight in enumerate(spread):
+                assert (local(weight.detach()) == 1).all() == (index in lost)
+
+
 WORKS = (
     a_gradient_of_one_process_is_refused_by_name,
     gradients_that_all_processes_lack_change_nothing,
     copies_need_no_gradient_of_the_other_process,
+    a_gradient_of_one_process_is_refused_before_matrices_are_gathered,
+    matrices_without_gradients_in_all_processes_stay,
 )

@@ -353,7 +353,7 @@ def states_are_saved_and_resharded(here):
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
 
 
-def states_of_shards_are_loaded(here):
+def averages_of_shards_are_loaded(here):
     found = Subjects(here, [ROWS["rows"], ROWS["columns"], ROWS["a stack"]]).step()
     saved = copy.deepcopy(found.sharded.state_dict())
     found.sharded.load_state_dict(saved)
@@ -374,5 +374,5 @@ WORKS = (
     gradients_of_other_placements_are_refused_by_name,
     placements_without_matrices_are_refused_by_name,
     states_are_saved_and_resharded,
-    states_of_shards_are_loaded,
+    averages_of_shards_are_loaded,
 )

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import matrices_of_shards
 import two_processes
 from cases import CASES, PLAIN
 from fusedstep import _ops, optim
@@ -150,12 +151,15 @@ def test_gradients_on_another_device_are_refused():
     assert_same_bits(weights[1].detach(), before, "weight")
 
 
+WORKS = (*two_processes.WORKS, *matrices_of_shards.WORKS)
+
+
 @pytest.fixture(scope="module")
 def failures():
-    return two_processes.failures_by_name("nccl")
+    return two_processes.failures_by_name("nccl", WORKS)
 
 
-@pytest.mark.parametrize("name", [work.__name__ for work in two_processes.WORKS])
+@pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
 def test_two_processes(failures, name):
     if name in failures:
         pytest.fail(failures[name], pytrace=False)

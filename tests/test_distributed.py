@@ -5,6 +5,7 @@ import pytest
 import codes_of_shards
 import factors_of_shards
 import gradients_of_shards
+import matrices_of_shards
 import training_of_two
 import two_processes
 
@@ -13,6 +14,7 @@ WORKS = (
     *codes_of_shards.WORKS,
     *factors_of_shards.WORKS,
     *gradients_of_shards.WORKS,
+    *matrices_of_shards.WORKS,
     *training_of_two.WORKS,
 )
 

@@ -601,16 +601,6 @@ def test_weights_that_are_no_matrices(weight, message):
     assert (named[0][1] == 1).all()
 
 
-def test_sharded_weights(monkeypatch):
-    from torch.distributed.tensor import Shard
-
-    weight = torch.nn.Parameter(torch.ones(3, 3))
-    monkeypatch.setattr("fusedstep.optim._muon_groups.is_dtensor", lambda tensor: True)
-    monkeypatch.setattr(torch.nn.Parameter, "placements", (Shard(0),), raising=False)
-    with pytest.raises(ValueError, match="'w' is a sharded DTensor, and Muon needs whole"):
-        optim.Muon([("w", weight)])
-
-
 @pytest.mark.parametrize("name", ["ns_coefficients", "adjust_lr_fn"])
 def test_a_bad_option_at_a_step_changes_nothing(name):
     params = parameters([(12, 8), (8,)])

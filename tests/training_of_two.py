@@ -31,6 +31,15 @@ OPTIMIZERS = {
 }
 
 
+def muon(weights, fused=None, **options):
+    """Muon for matrices, and AdamW for vectors."""
+    return optim.Muon(optim.Muon._grouped(list(weights)), fused=fused, **options)
+
+
+#: Products of other matrices together have other roundings.
+ON_SHARDS = OPTIMIZERS | {muon: {"lr": 0.01, "ns_dtype": torch.float32}}
+
+
 class Layer(torch.nn.Module):
     """A residual layer whose weights have states in codes."""
 
@@ -67,7 +76,7 @@ class Whole:
 
     def __init__(self, cls, device, dtype=torch.float32, parts=1):
         self.model, self.dtype, self.parts = network().to(device), dtype, parts
-        self.optimizer = cls(self.model.parameters(), **OPTIMIZERS[cls])
+        self.optimizer = cls(self.model.parameters(), **ON_SHARDS[cls])
 
     def step(self, step):
         weights = list(self.model.parameters())
@@ -110,7 +119,7 @@ class Shards:
         for layer in (*self.model, self.model):
             fully_shard(layer, mesh=mesh, **policies)
         fused = None if cls is optim.Adafactor else True
-        self.optimizer = cls(self.model.parameters(), fused=fused, **OPTIMIZERS[cls])
+        self.optimizer = cls(self.model.parameters(), fused=fused, **ON_SHARDS[cls])
         self.here, self.parts = here, parts
 
     def step(self, step):
@@ -129,6 +138,8 @@ def assert_trains_as_whole(training, whole, what):
         found, expected = local(weight.detach()), part_of(expected.detach(), weight)
         if isinstance(training.optimizer, (optim.Lamb, optim.Adafactor)) and is_dtensor(weight):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=what)
+        elif isinstance(training.optimizer, optim.Muon) and weight.ndim == 2:
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=what)
         else:
             assert_same_bits(found, expected, what)
 
@@ -170,32 +181,32 @@ def states_are_shared_out_by_zero(here):
 
 
 def shards_train_as_one(here):
-    for cls in OPTIMIZERS:
+    for cls in ON_SHARDS:
         assert_trains_as_whole(Shards(cls, here), Whole(cls, here.device), f"{cls}")
 
 
 def offloaded_shards_train_as_one(here):
     policy = CPUOffloadPolicy(pin_memory=here.device.type == "cuda")
-    for cls in OPTIMIZERS:
+    for cls in ON_SHARDS:
         training = Shards(cls, here, offload_policy=policy)
         assert_trains_as_whole(training, Whole(cls, here.device), f"{cls}")
 
 
 def shards_of_two_precisions_train_as_one(here):
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    for cls in OPTIMIZERS:
+    for cls in ON_SHARDS:
         whole = Whole(cls, here.device, torch.bfloat16)
         assert_trains_as_whole(Shards(cls, here, mp_policy=policy), whole, f"{cls}")
 
 
 def recomputed_activations_train_as_one(here):
-    for cls in OPTIMIZERS:
+    for cls in ON_SHARDS:
         training = Shards(cls, here, recomputes=True)
         assert_trains_as_whole(training, Whole(cls, here.device), f"{cls}")
 
 
 def accumulated_gradients_train_as_one(here):
-    for cls in OPTIMIZERS:
+    for cls in ON_SHARDS:
         whole = Whole(cls, here.device, parts=2)
         assert_trains_as_whole(Shards(cls, here, parts=2), whole, f"{cls}")
 

@@ -158,9 +158,7 @@ class Batch:
         return _views(buffer, self._own_shapes)
 
 
-def _share(
-    matrix: tuple[int, int], units: list[Unit], own_parts: list[tuple[Unit, int]]
-) -> Share:
+def _share(matrix: tuple[int, int], units: list[Unit], own_parts: list[tuple[Unit, int]]) -> Share:
     places = {id(unit): place for place, unit in enumerate(units)}
     parts = [
         (places[id(unit)], rank, number)
@@ -190,10 +188,11 @@ def batches_of(
     """
     units = [_units(place, form, dim, order) for place, form in enumerate(forms)]
     # The longest first, and those of one shape together.
-    places = sorted(range(len(forms)), key=lambda place: (_cost(units[place][0]), place))[::-1]
+    places = sorted(range(len(forms)), key=lambda place: -_cost(units[place][0]))
     loads, batches, batch, size = [0] * len(order), [], [], 0
     begins = {
-        place: _chunk(form.shape[dim], len(order), order[rank])[0] for place, form in enumerate(forms)
+        place: _chunk(form.shape[dim], len(order), order[rank])[0]
+        for place, form in enumerate(forms)
     }
     for place in places:
         elements = math.prod(forms[place].shape)

@@ -27,8 +27,8 @@ Place = tuple[torch.device, Any]
 class SpreadWeights:
     """The weights of an optimizer of which other processes have other parts, by place.
 
-    ``asked``: of each group, whether its options have native kernels step it, or allow it. ``native``:
-    whether they step it.
+    ``asked``: of each group, whether its options have native kernels step it, or allow it.
+    ``native``: whether they step it.
     """
 
     __slots__ = ("_asked", "_groups", "_lists", "_params", "_places", "rows")

@@ -107,7 +107,8 @@ class Muon(Adam):
     They may have any strides, and be float32, float64, bfloat16 or float16 on any device;
     ``momentum_buffer`` has the weight's dtype and dimension order. Matrices of one shape go through
     the iteration together, in memory that the optimizer keeps. A gradient with a NaN makes NaN of
-    its own matrix, and of no other.
+    its own matrix, and of no other. Of sharded DTensors each matrix is gathered to one process,
+    which computes it for all.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -148,9 +149,10 @@ class Muon(Adam):
     Raises:
         ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a group of Muon
             has a weight of fewer than two dimensions, one that is complex, one whose first
-            dimension ``split_heads`` does not divide, or a sharded DTensor.
-        RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients and weights
-            that overlap themselves in memory.
+            dimension ``split_heads`` does not divide, or a DTensor that is no shard along one
+            dimension of a mesh.
+        RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients, weights
+            that overlap themselves in memory, and shards with a gradient in some processes only.
 
     Example::
 
@@ -450,7 +452,7 @@ class Muon(Adam):
         return moving
 
     def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
-        """Iterates on updates [count, rows, columns], which are overwritten: in the products' dtype."""
+        """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
         norms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
         update.div_(norms.clamp_(min=group["eps"]))
         x, ns_dtype = update, ns_dtype_of(group, update.device)
