@@ -11,6 +11,8 @@ source "$root/scripts/fuzz.sh"
 source "$root/scripts/test.sh"
 # shellcheck source=scripts/docs.sh
 source "$root/scripts/docs.sh"
+# shellcheck source=scripts/wheel.sh
+source "$root/scripts/wheel.sh"
 # shellcheck source=scripts/lint.sh
 source "$root/scripts/lint.sh"
 
@@ -38,6 +40,9 @@ Usage:
                                  (--preset cpu|full, --optimizer fusedstep:CLASS|torch:CLASS, --commit)
   ./run.sh docs [build]          the documentation as a site: built into build/site, and without `build` served at
                                  http://127.0.0.1:8000 and built anew when a page changes
+  ./run.sh wheel [cpu|cuda]      wheels for other machines: fusedstep, and fusedstep-cuda where nvcc is
+                                 (--into FOLDER: default build/wheels; --architectures LIST: GPUs, as '90' or
+                                 '80-real;90', for all of them take nvcc long)
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
   ./run.sh build                 only install what is missing and build
@@ -135,7 +140,7 @@ main() {
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
-    '' | --full | build | test | fuzz | bench | mnist | nanogpt | docs | doctor | lint | *.py) need_writable_checkout && prepare ;;
+    '' | --full | build | test | fuzz | bench | mnist | nanogpt | docs | wheel | doctor | lint | *.py) need_writable_checkout && prepare ;;
     *) usage >&2 && die "unknown command: $command" ;;
   esac
   case "$command" in

@@ -35,7 +35,7 @@ function(fusedstep_cuda_architectures OUT)
     endif()
   endif()
   if(NOT architectures OR architectures STREQUAL "ALL")
-    set(architectures 80-real 90-real 100-real 120)  # the last also as PTX, which newer ones compile
+    set(architectures 80-real 86-real 89-real 90-real 100-real 120)  # the last also as PTX, which newer ones compile
   endif()
   message(STATUS "CUDA kernels are compiled for ${architectures}, which takes minutes")
   set(${OUT} ${architectures} PARENT_SCOPE)
@@ -63,12 +63,14 @@ function(fusedstep_cuda_library TARGET)
     list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_${rule}>)
   endforeach()
 
-  # torch's own CUDA runtime is shared: there is one current device in a process.
+  # A CUDA runtime of its own, of which nothing is seen outside: torch's may be of another version. The driver keeps what
+  # the two have in common, as the current device and streams.
   add_library(
     ${TARGET} SHARED
-    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp)
+    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
   target_compile_definitions(${TARGET} PRIVATE USE_CUDA)  # for torch's stable interface to show that to CUDA
-  target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart)
-  target_link_options(${TARGET} PRIVATE LINKER:-z,defs)
-  set_target_properties(${TARGET} PROPERTIES CUDA_RUNTIME_LIBRARY Shared INSTALL_RPATH "$ORIGIN")
+  target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart_static)
+  target_link_options(${TARGET} PRIVATE LINKER:-z,defs LINKER:--exclude-libs,ALL)
+  # libfusedstep.so is beside it, or in the package that this one's goes with.
+  set_target_properties(${TARGET} PROPERTIES CUDA_RUNTIME_LIBRARY Static INSTALL_RPATH "$ORIGIN:$ORIGIN/../../fusedstep/lib")
 endfunction()

@@ -365,12 +365,3 @@ except RuntimeError as error:
     print("reported:", error)
 """
     assert_reported(code, subprocess_environment)
-
-
-def test_without_the_library_it_is_said_how_to_get_it(monkeypatch, tmp_path):
-    monkeypatch.setattr(_ops, "library_path", lambda: tmp_path / "libfusedstep.so")
-    _ops.missing_on.cache_clear()
-    try:
-        assert "Build the package where nvcc is" in _ops.missing_on("cuda")
-    finally:
-        _ops.missing_on.cache_clear()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedstep import _ops
+from fusedstep._libraries import CUDA, library_path
 
 NAMESPACES = {
     "base": ("fusedstep::cpu::base::", "at::vec::DEFAULT::"),
@@ -94,12 +94,12 @@ def test_the_isa_is_used(isa, register, repository):
 
 
 def needed(path=None) -> list[str]:
-    dynamic = output("readelf", "--dynamic", path or _ops.library_path())
+    dynamic = output("readelf", "--dynamic", path or library_path())
     return re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
 
 
 def undefined() -> list[str]:
-    lines = output("nm", "--dynamic", "--undefined-only", _ops.library_path()).splitlines()
+    lines = output("nm", "--dynamic", "--undefined-only", library_path()).splitlines()
     return [line.split()[-1] for line in lines]
 
 
@@ -112,7 +112,7 @@ def test_the_library_needs_no_python():
 
 
 def test_the_binding_fits_every_python_and_every_torch():
-    path = _ops.library_path().with_name("_bind.abi3.so")
+    path = library_path().with_name("_bind.abi3.so")
     if not path.is_file():
         pytest.skip("built without Python's headers")
     assert not [name for name in needed(path) if "python" in name]
@@ -128,6 +128,18 @@ def test_the_binding_fits_every_python_and_every_torch():
     }
     assert {name for name in symbols if name.startswith("_Py")} <= limited
     assert not [name for name in symbols if re.match(r"_ZNK?(2at|3c10|5torch)", name)]
+
+
+def test_the_cuda_library_has_a_runtime_of_its_own():
+    """Beside a torch of another CUDA it must neither need that one's runtime nor use it."""
+    path = library_path(CUDA)
+    if not path.is_file():
+        pytest.skip("built without CUDA")
+    assert "libtorch_cuda.so" in needed(path)
+    assert not [name for name in needed(path) if name.startswith("libcuda")]
+    symbols = output("nm", "--dynamic", path).split()
+    assert not [name for name in symbols if re.match(r"_*cuda[A-Z]", name)]
+    assert "fusedstep_cuda_versions" in symbols
 
 
 def test_one_openmp_runtime_is_mapped(subprocess_environment):

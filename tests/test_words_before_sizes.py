@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from fusedstep import _ops
+from fusedstep._libraries import library_path
 
 WORD = ctypes.sizeof(ctypes.c_int64)
 
@@ -13,7 +13,7 @@ WORD = ctypes.sizeof(ctypes.c_int64)
 @pytest.fixture(scope="module")
 def words() -> int:
     """The words from the start of a tensor to its sizes, as the library has found them by trial."""
-    library = ctypes.CDLL(str(_ops.library_path()))
+    library = ctypes.CDLL(str(library_path()))
     return ctypes.c_size_t.in_dll(library, "_ZN9fusedstep3ops18words_before_sizesE").value
 
 

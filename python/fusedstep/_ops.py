@@ -1,19 +1,20 @@
-"""Finds the native libraries, loads them, and names their operators."""
+"""Loads the native libraries, and names their operators."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import importlib.util
-import os
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch.utils._mode_utils import no_dispatch
+
+from fusedstep._libraries import BINDING, CUDA, library_path, why_not_cuda
 
 #: Devices that there are native kernels for, and the dtypes they update.
 DEVICES = ("cpu", "cuda")
@@ -24,12 +25,6 @@ _HOW_TO_BUILD = (
     "install the package with `pip install .`, or set FUSEDSTEP_LIBRARY to the path of "
     "libfusedstep.so."
 )
-
-
-def library_path() -> Path:
-    """The path at which the native library is looked for."""
-    override = os.environ.get("FUSEDSTEP_LIBRARY")
-    return Path(override) if override else Path(__file__).parent / "lib" / "libfusedstep.so"
 
 
 def _load() -> str | None:
@@ -55,22 +50,37 @@ def missing_on(device: str) -> str | None:
     """The reason why native kernels of a kind of device cannot be used; None when they can."""
     if missing or device == "cpu":
         return missing
-    path = library_path().with_name("libfusedstep_cuda.so")
-    if not path.is_file():
-        return (
-            f"fusedstep's CUDA library was not found at {path}. Build the package where nvcc is, "
-            "with a torch for CUDA: `pip install .`, or `./run.sh build` in the source tree."
-        )
+    if reason := why_not_cuda():
+        return reason
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(library_path(CUDA))
     except OSError as error:
         return f"fusedstep's CUDA library could not be loaded ({error.__cause__ or error})."
-    return None
+    return _driver_is_too_old(*_cuda_versions())
+
+
+def _cuda_versions() -> tuple[int, int]:
+    """The versions of the loaded library's CUDA runtime and of the driver, 13000 for 13.0."""
+    runtime, driver = ctypes.c_int(), ctypes.c_int()
+    library = ctypes.CDLL(str(library_path(CUDA)))
+    library.fusedstep_cuda_versions(ctypes.byref(runtime), ctypes.byref(driver))
+    return runtime.value, driver.value
+
+
+def _driver_is_too_old(runtime: int, driver: int) -> str | None:
+    """The reason why a driver cannot run kernels; None if it can, or if there is no driver."""
+    if not driver or driver // 1000 >= runtime // 1000:
+        return None
+    return (
+        f"fusedstep's CUDA library was compiled by CUDA {runtime // 1000}, and the driver of this "
+        f"machine knows CUDA {driver // 1000}.{driver % 1000 // 10}. Install a newer driver, or "
+        "compile fusedstep with that CUDA."
+    )
 
 
 def _load_bind() -> ModuleType | None:
     """The module that reads lists of tensors fast; None if not built, or torch lacks its table."""
-    path = library_path().parent / "_bind.abi3.so"
+    path = library_path(BINDING)
     if missing or not path.is_file():
         return None
     spec = importlib.util.spec_from_file_location("fusedstep._bind", path)

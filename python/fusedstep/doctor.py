@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fusedstep import _ops
+from fusedstep._libraries import CUDA, library_path, why_not_cuda
 from fusedstep._version import __version__
 
 
@@ -55,7 +56,7 @@ def check_library() -> Finding:
     if _ops.missing:
         return Finding("library", "no native kernels: fused=False is used", _ops.missing)
     compiler = _ops.capabilities().get("compiler", "unknown")
-    return Finding("library", f"{_ops.library_path()} (compiler {compiler})")
+    return Finding("library", f"{library_path()} (compiler {compiler})")
 
 
 def check_binding() -> Finding:
@@ -161,9 +162,12 @@ def check_cuda() -> Finding:
     if not torch.backends.cuda.is_built():
         return Finding("CUDA", "torch is built without it")
     if not torch.cuda.is_available():
-        is_built = _ops.library_path().with_name("libfusedstep_cuda.so").is_file()
-        state = "present" if is_built else "not built"
-        return Finding("CUDA", f"no device that torch can use; library {state}")
+        present = library_path(CUDA).is_file()
+        return Finding(
+            "CUDA",
+            f"no device that torch can use; library {'present' if present else 'not built'}",
+            why_not_cuda() if present else None,
+        )
     devices = count(torch.cuda.device_count(), "device")
     if missing := _ops.missing_on("cuda"):
         return Finding("CUDA", f"{devices}, no native kernels: fused=False is used", missing)

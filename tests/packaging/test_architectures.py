@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 MODULE = Path(__file__).resolve().parents[2] / "cmake" / "FusedstepCuda.cmake"
-ALL = "80-real;90-real;100-real;120"
+ALL = "80-real;86-real;89-real;90-real;100-real;120"
 
 
 @pytest.mark.parametrize(

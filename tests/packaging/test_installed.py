@@ -1,0 +1,90 @@
+"""The wheels in a fresh environment, with this torch and with the newest: nothing of the checkout."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from built_wheels import ROOT, environment, run
+
+NEWEST = ROOT / "build" / "newest-torch"
+
+# In the first step m/bc1 = g and v/bc2 = g²: u = (1, -1), and the ratio is |(3, 4)| / |(1, -1)|.
+STEP = """
+import math
+import torch
+import fusedstep
+from fusedstep import _ops, optim
+
+weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+weight.grad = torch.tensor([0.5, -2.0])
+optim.Lamb([weight], lr=0.1, fused=True).step()
+moved = 0.1 * 5 / math.sqrt(2)
+torch.testing.assert_close(weight.data, torch.tensor([3 - moved, 4 + moved]), rtol=1e-6, atol=0)
+print(fusedstep.__version__, fusedstep.isa(), _ops.missing_on("cuda"))
+fusedstep.doctor()
+"""
+
+#: Runs pytest over the package that is installed, whatever the paths of tests lead to.
+TESTS = """
+import pathlib, sys
+import fusedstep, pytest
+assert pathlib.Path(fusedstep.__file__).is_relative_to(sys.prefix), fusedstep.__file__
+sys.exit(pytest.main(sys.argv[1:]))
+"""
+
+#: A part of the laws: formulas, instruction sets, layouts. Recipes of examples/ that train in a second each.
+PART = (
+    "test_reference.py::test_fused_matches_the_reference",
+    "test_reference.py::test_fused_matches_torch",
+    "test_isa.py::test_the_forced_isa_ran",
+    "test_layouts.py::test_trust_ratio_within_one_ulp",
+    "test_recipes.py::test_recipe[bf16_split]",
+    "test_recipes.py::test_recipe[int8_states]",
+    "test_recipes.py::test_lamb_with_warmup",
+    "test_recipes.py::test_galore_in_backward",
+    "test_recipes.py::test_recommender",
+)
+ON_A_GPU = (
+    "test_cuda.py::test_same_bits_as_on_the_cpu_over_100_steps",
+    "test_cuda.py::test_clipping_scaling_and_clearing_as_on_the_cpu",
+    "test_cuda.py::test_a_captured_step_is_replayed",
+    "test_cuda.py::test_the_current_stream_is_used",
+)
+
+
+@pytest.fixture(scope="module", params=["this torch", "newest torch"])
+def installed(request, wheels, tmp_path_factory) -> Path:
+    """The Python of an environment with the wheels."""
+    packages = [folder for folder in sys.path if folder.endswith("-packages")]
+    if request.param == "newest torch":
+        if not (NEWEST / ".looked-for").exists():
+            pytest.skip("./run.sh test has not installed a newest torch")
+        packages[:0] = map(str, NEWEST.glob("lib/python*/site-packages"))
+    both = [wheel for wheel in (wheels.repaired, wheels.cuda) if wheel]
+    return environment(tmp_path_factory.mktemp("installed") / "venv", packages, *both)
+
+
+def test_a_step_and_the_doctor(installed, wheels, tmp_path):
+    """Without a warning. The kernels of CUDA are loaded where there is no GPU, too."""
+    done = run(installed, "-W", "error", "-c", STEP, cwd=tmp_path)
+    first, _, doctor = done.partition("\n")
+    version, isa, missing = first.split(maxsplit=2)
+    assert version == wheels.repaired.name.split("-")[1]
+    assert isa in ("base", "avx2", "avx512")
+    with_cuda = wheels.cuda and torch.backends.cuda.is_built()
+    assert missing == "None" if with_cuda else "fusedstep-cuda" in missing
+    assert re.search(r"^OpenMP +one runtime", doctor, re.MULTILINE), doctor
+    assert "run.sh" not in doctor
+    if with_cuda:
+        assert re.search(r"^CUDA .*(library present|native kernels loaded)$", doctor, re.MULTILINE)
+
+
+def test_a_part_of_the_laws_and_examples(installed, tmp_path):
+    part = PART + (ON_A_GPU if torch.cuda.is_available() else ())
+    options = ("-q", "--plain", "-p", "no:cacheprovider", "-p", "no:logging", "-o", "pythonpath=")
+    tests = [ROOT / "tests" / name for name in part]
+    done = run(installed, "-c", TESTS, *options, "--rootdir", ROOT, *tests, cwd=tmp_path)
+    assert re.search(r"^\d+ passed", done.splitlines()[-1]), done
