@@ -108,10 +108,10 @@ test_everything() {
   part "Python" python_tests --dist worksteal "${short_tests[@]}" --ignore=tests/packaging --ignore=tests/frameworks
   # A file is about one framework, which takes seconds to import.
   part "frameworks" python_tests --dist loadfile tests/frameworks
+  wait "$bringing" || true
   # Beside what is left of the sanitized build, and its tests: each leaves a CPU idle at times.
   { python_tests --dist loadfile tests/packaging && echo passed; } </dev/null &>"$packaging_log" &
   packaging=$!
-  wait "$bringing" || true
   { newest_torch_tests && echo passed; } </dev/null &>"$newer_log" &
   newer=$!
   # The same cases each time: `./run.sh fuzz` has others.
