@@ -1,4 +1,4 @@
-"""The wheels in a fresh environment, with this torch and with the newest: nothing of the checkout."""
+"""The wheels in a fresh environment, with this torch and with the newest, without the checkout."""
 
 import re
 import sys
@@ -35,7 +35,7 @@ assert pathlib.Path(fusedstep.__file__).is_relative_to(sys.prefix), fusedstep.__
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
-#: A part of the laws: formulas, instruction sets, layouts. Recipes of examples/ that train in a second each.
+#: A part of the laws, and recipes of examples/ that train in a second each.
 PART = (
     "test_reference.py::test_fused_matches_the_reference",
     "test_reference.py::test_fused_matches_torch",
