@@ -11,6 +11,7 @@
 namespace fusedstep {
 enum class FactoredFormat : uint8_t;
 struct FactoredKernels;
+struct RowKernels;
 }  // namespace fusedstep
 
 namespace fusedstep::cpu {
@@ -68,6 +69,7 @@ struct KernelTable {
   void (*decode)(const CodedState&, const void* codes, int64_t begin, int64_t count, float* to);
   void (*encode)(const CodedState&, const float* from, int64_t begin, int64_t count, void* codes);
   const FactoredKernels* (*factored)(FactoredFormat);
+  const RowKernels* (*rowwise)(Format);
 };
 
 namespace base {

@@ -3,6 +3,7 @@
 #include "cpu_kernels/chunk.h"
 #include "cpu_kernels/factored.h"
 #include "cpu_kernels/gradients.h"
+#include "cpu_kernels/rowwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {
@@ -41,6 +42,6 @@ const char* run(const SpanKernel& kernel, const TensorTask& task, const GradTrea
 }  // namespace
 
 extern const KernelTable kTable = {
-    FUSEDSTEP_STRING(FUSEDSTEP_ISA), find, grads, run, decode, encode, factored};
+    FUSEDSTEP_STRING(FUSEDSTEP_ISA), find, grads, run, decode, encode, factored, rowwise};
 
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <stdexcept>
 
 #include "src/code_maps.h"
 #include "src/overlap.h"
+#include "src/session.h"
 
 namespace fusedstep {
 namespace {
@@ -179,12 +181,21 @@ Storage checked_storage(size_t i, const TensorView& weight, const TensorView& st
   return storage;
 }
 
-void check_rows(size_t i, const RowIndex& rows, Dims sizes) {
+void check_rows(size_t i, const RowIndex& rows, Dims sizes, int threads) {
+  const auto is_in = [&](int d, int64_t entry) {
+    return static_cast<uint64_t>(rows.at(d, entry)) < static_cast<uint64_t>(sizes[d]);
+  };
   for (int d = 0; d < rows.dims; ++d) {
-    for (int64_t entry = 0; entry < rows.entries; ++entry) {
-      const int64_t at = rows.at(d, entry);
-      if (at < 0 || at >= sizes[d]) refuse_row(i, d, at, sizes[d]);
-    }
+    std::atomic<bool> all = true;
+    run_ranges(threads, rows.entries, /*each=*/1, [&](int64_t begin, int64_t end) {
+      bool all_here = true;
+      for (int64_t entry = begin; entry < end; ++entry) all_here &= is_in(d, entry);
+      if (!all_here) all = false;
+    });
+    if (all) continue;
+    int64_t first = 0;
+    while (is_in(d, first)) ++first;
+    refuse_row(i, d, rows.at(d, first), sizes[d]);
   }
 }
 

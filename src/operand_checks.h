@@ -25,7 +25,8 @@ WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slo
                                bool is_random, int device);
 // Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.
 FUSEDSTEP_API Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state);
-// Checks that every entry of a sparse gradient is for a row of a tensor with these sizes.
-void check_rows(size_t i, const RowIndex& rows, Dims sizes);
+// Checks that every entry of a sparse gradient is for a row of a tensor with these sizes, on up to `threads`
+// threads.
+void check_rows(size_t i, const RowIndex& rows, Dims sizes, int threads);
 
 }  // namespace fusedstep

@@ -58,7 +58,7 @@ uint64_t Plan::draws(size_t i, double step) const {
   return key_of_draws(seed_, static_cast<uint64_t>(step), static_cast<uint64_t>(places_[i]));
 }
 
-void Plan::bind(size_t i, const TensorOperands& operands) {
+void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   Entry& entry = entries_[i];
   const TensorView* views[kMaxOperands] = {&operands.weight, &operands.grad};
   for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
@@ -96,7 +96,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
   const Format format = changed ? checked_format(i, operands, slots_, masters_, weight_code) : formats_[i];
-  if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes);
+  if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes, threads);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
     std::vector<Dims> strides;
@@ -141,7 +141,7 @@ void Plan::bind(size_t i, const TensorOperands& operands) {
     ++operands_version_;
   }
   if (operands.rows) {
-    bind_rows(entry, operands, *operands.rows);
+    bind_rows(entry, operands, *operands.rows, threads);
   } else {
     entry.index.reset();
     entry.rows.reset();
@@ -166,7 +166,7 @@ void Plan::move_grad(size_t i, void* data) {
   stepped_with_.clear();
 }
 
-void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index) {
+void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index, int threads) {
   const int64_t units = entry.units();
   const bool was_stale = std::exchange(stale_, true);  // it stays so if there is no memory for the rows
   entry.index = index;
@@ -175,7 +175,8 @@ void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowInde
     SparseRows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
     std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
     for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
-    rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype));
+    rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype),
+                threads);
   }
   stale_ = was_stale || entry.units() != units;
   entry.grad_bytes = index.entries * span_bytes(operands.grad);

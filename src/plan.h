@@ -53,8 +53,8 @@ class Plan {
 
   // Sets the operands of tensor i. This is cheap if only addresses differ from the last time. Throws
   // std::runtime_error, naming the operand, if they cannot be updated together; the plan then still describes
-  // the operands from before.
-  void bind(size_t i, const TensorOperands& operands);
+  // the operands from before. Entries of a sparse gradient are sorted on up to `threads` threads.
+  void bind(size_t i, const TensorOperands& operands, int threads = 1);
   // Tells which states a rule keeps from being negative, a bit each: their codes need no sign.
   FUSEDSTEP_API void use_signs(uint32_t not_negative);
   // Sets the address of a dense gradient, the rest of which is as it was bound.
@@ -91,10 +91,11 @@ class Plan {
   int64_t units_of_row(size_t i) const { return entries_[i].layout->units(); }
   FUSEDSTEP_API int64_t elements_of_row(size_t i) const;
   // The sizes of the dimensions that count rows, and an operand's strides there.
-  Dims row_sizes(size_t i) const { return entries_[i].sizes(kWeight).first(row_index(i)->dims); }
-  Dims row_strides(size_t i, int operand) const {
-    return entries_[i].strides(operand).first(row_index(i)->dims);
-  }
+  Dims row_sizes(size_t i) const { return sizes(i).first(row_index(i)->dims); }
+  Dims row_strides(size_t i, int operand) const { return strides(i, operand).first(row_index(i)->dims); }
+  // The weight's sizes, and an operand's strides.
+  Dims sizes(size_t i) const { return entries_[i].sizes(kWeight); }
+  Dims strides(size_t i, int operand) const { return entries_[i].strides(operand); }
   // Throws std::runtime_error: tensor i has no row at this index.
   [[noreturn]] FUSEDSTEP_API void refuse_row(size_t i, int dim, int64_t at) const;
   // Returns whether gradient i may be written: it is dense, no two of its elements share memory, and it meets
@@ -166,7 +167,7 @@ class Plan {
     }
   };
 
-  void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index);
+  void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index, int threads);
   void note_weights();
   static bool has_the_same_walk(const Entry& entry);
   void check_grad_apart(size_t i) const;

@@ -80,14 +80,6 @@ class Treatments {
   StepOptions options_;
 };
 
-// The sum of a chunk's lanes, in the order of src/core/reduction.h.
-double sum_lanes(double (&lanes)[kLanes]) {
-  for (int width = kLanes / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
-}
-
 // The sum of partial(chunk) over chunks [first, last), in the order of src/core/reduction.h.
 template <class Partial>
 double sum_chunks(int64_t first, int64_t last, Partial partial) {
@@ -322,13 +314,16 @@ class TwoPhaseStep final : public PreparedStep {
 void refresh(Plan& plan, const BoundRule& rule, const StepOptions& options) {
   plan.use_signs(rule.not_negative);
   plan.refresh(wave_bytes(options.threads));
-  if (options.grads != GradUse::kLeave && !plan.aliasing_is_known()) {
-    Plan* const alone[] = {&plan};
-    Plan::find_aliasing_grads(alone);
-  }
+  find_aliasing(plan, options);
 }
 
 }  // namespace
+
+void find_aliasing(Plan& plan, const StepOptions& options) {
+  if (options.grads == GradUse::kLeave || plan.aliasing_is_known()) return;
+  Plan* const alone[] = {&plan};
+  Plan::find_aliasing_grads(alone);
+}
 
 Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers) {
   // A tensor's precision and the bits of its numbers, of which one may be NaN.
@@ -388,33 +383,52 @@ std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, st
 }
 
 void sum_entries(Plan& plan, int threads) {
+  // Sums, or joins, of a tensor that a thread takes together.
   struct Item {
     size_t tensor;
-    int64_t sum;
+    int64_t begin, end;
   };
-  std::vector<Item> items;
-  std::vector<int64_t> cost{0};
+  std::vector<Item> items[2];
+  std::vector<int64_t> cost[2]{{0}, {0}};
+  const auto add_items = [&](int stage, size_t tensor, int64_t count, auto cost_of) {
+    for (int64_t begin = 0, end = 0; begin < count; begin = end) {
+      int64_t elements = 0;
+      while (end < count && elements < kChunkElements) elements += cost_of(end++);
+      items[stage].push_back({tensor, begin, end});
+      cost[stage].push_back(cost[stage].back() + elements);
+    }
+  };
   for (size_t i = 0; i < plan.tensors(); ++i) {
-    const SparseRows* rows = plan.rows(i);
-    for (int64_t sum = 0; rows != nullptr && sum < rows->sums(); ++sum) {
-      items.push_back({i, sum});
-      cost.push_back(cost.back() + rows->sum_cost(sum));
-    }
+    const SparseRows* const rows = plan.rows(i);
+    if (rows == nullptr) continue;
+    add_items(0, i, rows->sums(), [&](int64_t sum) { return rows->sum_cost(sum); });
+    add_items(1, i, rows->joins(), [&](int64_t join) { return rows->join_cost(join); });
   }
-  auto work = [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const auto [tensor, sum] = items[i];
-      const cpu::SpanKernel& add = kernels().grads(plan.format(tensor))->add;
-      plan.rows(tensor)->make_sum(sum, [&](std::byte* to, std::byte* entry, int64_t elements) {
+  auto work = [&](size_t stage, Pieces& pieces) {
+    for (int64_t begin, end; pieces.next(begin, end);) {
+      for (int64_t i = begin; i < end; ++i) {
+        const Item& item = items[stage][i];
+        const SparseRows& rows = *plan.rows(item.tensor);
+        const cpu::SpanKernel& kernel = kernels().grads(plan.format(item.tensor))->add;
         cpu::Span span{};
-        span.operand[kWeight] = to;
-        span.operand[kGrad] = entry;
-        span.count = elements;
-        add.run(span);
-      });
+        const auto add = [&](std::byte* to, std::byte* entry, int64_t elements) {
+          span.operand[kWeight] = to;
+          span.operand[kGrad] = entry;
+          span.count = elements;
+          kernel.run(span);
+        };
+        for (int64_t k = item.begin; k < item.end; ++k) {
+          if (stage == 0) {
+            rows.make_sum(k, add);
+          } else {
+            rows.make_join(k, add);
+          }
+        }
+      }
     }
   };
-  run_session(threads, cost, work);
+  const Stage stages[] = {{cost[0]}, {cost[1], /*waits=*/true}};
+  run_stages(threads, std::span(stages).first(items[1].empty() ? 1 : 2), work);
 }
 
 double grad_norm2(Plan& plan, int threads) {

@@ -145,6 +145,9 @@ class PreparedStep {
   }
 };
 
+// Finds which gradients a step may write, unless that is known, or it writes none.
+void find_aliasing(Plan& plan, const StepOptions& options);
+
 // Does what may fail in a step, and changes no operand. `numbers` as for prepare_scalars(). The plan is
 // bound.
 std::unique_ptr<PreparedStep> prepare_step(Plan& plan, const BoundRule& rule, std::span<double> numbers,

@@ -506,6 +506,7 @@ COMPOSITES = {
     optim.Adafactor: "adafactor",
     optim.GaLoreAdamW: "galore",
     optim.Muon: "muon",
+    optim.RowWiseAdagrad: "rowwise_adagrad",
     optim.SparseAdam: "sparse_adam",
 }
 

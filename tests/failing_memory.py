@@ -47,6 +47,7 @@ class Composite(NamedTuple):
 COMPOSED = (
     Composite("galore", optim.GaLoreAdamW, {"rank": 2, "update_proj_gap": 2}),
     Composite("muon for AdamW", optim.Muon, {"use_muon": False}),
+    Composite("rowwise_adagrad", optim.RowWiseAdagrad, {}, sparse=True),
     Composite("sparse_adam", optim.SparseAdam, {}, sparse=True),
 )
 

@@ -47,9 +47,12 @@ ROWS = (
     Composite(optim.Muon, {}, counts=False),
     Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),
     Composite(optim.APOLLOAdamW, {"rank": 3, "update_proj_gap": 3}),
+    Composite(optim.RowWiseAdagrad, {}),
     Composite(optim.SparseAdam, {}, makes_whole=as_sparse),
 )
 DENSE = [row for row in ROWS if row.optimizer is not optim.SparseAdam]
+#: Those without a native plan, which tells of a second thread.
+WITHOUT_PLAN = [row for row in DENSE if row.optimizer is not optim.RowWiseAdagrad]
 EACH = pytest.mark.parametrize("row", ROWS, ids=str)
 MODES = pytest.mark.parametrize("fused", [None, True, False])
 
@@ -245,7 +248,7 @@ def test_a_gradient_that_is_its_own_weight(row):
 
 
 @pytest.mark.parametrize("loads", [False, True])
-@pytest.mark.parametrize("row", DENSE, ids=str)
+@pytest.mark.parametrize("row", WITHOUT_PLAN, ids=str)
 def test_a_second_thread_during_a_step_gets_an_error(row, loads, monkeypatch):
     (_, optimizer), (_, expected) = stepped(row), stepped(row)
     dictionary, update, errors = copy.deepcopy(optimizer.state_dict()), optimizer._update_all, []

@@ -43,8 +43,9 @@ def test_galore_in_backward(capsys):
     recipes.assert_trains(capsys, "galore_in_backward", steps=20)
 
 
-def test_recommender(capsys):
-    recipes.assert_trains(capsys, "recommender", "--batch", "256", steps=60)
+@pytest.mark.parametrize("table", ["rowwise", "adagrad", "adam"])
+def test_recommender(capsys, table):
+    recipes.assert_trains(capsys, "recommender", "--batch", "256", "--table", table, steps=60)
 
 
 def test_ladder(capsys):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
-from fusedstep import _ops
+from fusedstep import _ops, optim
 
 RULES = torch.ops.fusedstep.rules()
 
@@ -13,7 +13,8 @@ DIFFERENT = {"AdamW": {"weight_decay": 1e-2, "decoupled_weight_decay": True}}
 
 
 def test_every_rule_has_a_class_and_every_class_a_rule():
-    assert {case.optimizer._rule for case in PLAIN} == set(RULES)
+    over_rows = optim.RowWiseAdagrad._rule
+    assert {over_rows, *(case.optimizer._rule for case in PLAIN)} == set(RULES)
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

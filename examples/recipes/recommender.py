@@ -1,4 +1,8 @@
-"""A recommender with sparse embeddings: Adagrad reads and writes the rows of a batch alone."""
+"""A recommender with sparse embeddings, of which a step reads and writes the rows of a batch alone.
+
+The table has RowWiseAdagrad, whose states are one number a row, or Adagrad or SparseAdam; the dense
+layers have AdamW.
+"""
 
 import recipe
 import torch
@@ -20,18 +24,22 @@ def clicks(steps: int, batch: int, device: str):
 
 
 def main(argv: list[str] | None = None) -> recipe.Run:
-    args = recipe.arguments(__doc__, steps=200, batch=1024).parse_args(argv)
+    parser = recipe.arguments(__doc__, steps=200, batch=1024)
+    of_tables = {"rowwise": optim.RowWiseAdagrad, "adagrad": optim.Adagrad, "adam": optim.SparseAdam}
+    parser.add_argument("--table", choices=of_tables, default="rowwise", help="its optimizer")
+    args = parser.parse_args(argv)
     torch.manual_seed(0)
     table = nn.Embedding(ITEMS, WIDTH, sparse=True)
     head = nn.Sequential(nn.Linear(FEATURES * WIDTH, 32), nn.ReLU(), nn.Linear(32, 1))
     model = nn.Sequential(table, nn.Flatten(), head).to(args.device)
-    optimizer = optim.Adagrad(model.parameters(), lr=0.1)
+    of_table = of_tables[args.table](table.parameters(), lr=0.01 if args.table == "adam" else 0.1)
+    of_head = optim.AdamW(head.parameters(), lr=1e-2)
     with recipe.Run(args.device) as run:
         for items, clicked in clicks(args.steps, args.batch, args.device):
             loss = F.binary_cross_entropy_with_logits(model(items).squeeze(1), clicked)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            for optimizer in (of_table, of_head):
+                optimizer.step(zero_grad="none")
             run.add(loss, len(items))
     return run
 

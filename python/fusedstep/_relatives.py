@@ -137,6 +137,7 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
     ("galore_torch", "AdamW"): _low_rank,
     ("timm", "Adan"): _adan,
+    ("torchrec", "RowWiseAdagrad"): lambda optimizer: (optim.RowWiseAdagrad, {}),
     **{
         ("torchao", f"{cls.__name__}{suffix}"): _torchao(cls, kind)
         for cls in (optim.Adam, optim.AdamW)

@@ -33,6 +33,14 @@ struct NumberIn<V> {
   using Type = typename V::Number;
 };
 
+// The sum of a chunk's lanes. It is in the first of them, too.
+FUSEDSTEP_FN double sum_lanes(double (&lanes)[kLanes]) {
+  for (int width = kLanes / 2; width > 0; width /= 2) {
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  }
+  return lanes[0];
+}
+
 // Adds a square to a sum. A sum of floats has the range of a float.
 template <class V>
 FUSEDSTEP_FN V with_square(const V& sum, const V& x) {

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "fusedstep/rules/list.h"
+#include "src/core/rowwise.h"
 
 namespace fusedstep::ops {
 namespace {
@@ -34,6 +35,20 @@ Rule describe(std::string name) {
           std::move(values),
           R<0>::kAllStates,
           bind<R>};
+}
+
+Rule rule_over_rows() {
+  static constexpr rules::StateSpec kStates[] = {{"sum", rules::Sign::kNotNegative}};
+  constexpr size_t kOptions = std::size(RowwiseOptions::kNames);
+  static_assert(sizeof(RowwiseOptions) == kOptions * sizeof(double));
+  const RowwiseOptions defaults;
+  std::vector<double> values(kOptions);
+  std::memcpy(values.data(), &defaults, sizeof defaults);
+  return {"rowwise_adagrad",
+          {std::begin(RowwiseOptions::kNames), std::end(RowwiseOptions::kNames)},
+          std::move(values),
+          kStates,
+          nullptr};
 }
 
 std::vector<std::string> rule_names() {
@@ -83,7 +98,7 @@ const std::vector<Rule>& rules() {
 #define FUSEDSTEP_RULE(R) describe<fusedstep::rules::R>(#R),
       FUSEDSTEP_RULES(FUSEDSTEP_RULE)
 #undef FUSEDSTEP_RULE
-  };
+          rule_over_rows()};
   return *all;
 }
 

@@ -15,7 +15,8 @@ struct Rule {
   std::vector<std::string> options;  // names of its hyper-parameters, in order
   std::vector<double> defaults;      // their values
   std::span<const rules::StateSpec> states;
-  BoundRule (*bind)(std::span<const double> options);  // as many as there are names
+  // As many as there are names. Null for the rule over rows: row-wise Adagrad.
+  BoundRule (*bind)(std::span<const double> options);
 };
 
 // Every rule, in the order of the list.

@@ -1,6 +1,8 @@
 // The operators that take a step, whatever the rule: over a plan, and over lists.
+#include <cstring>
 #include <memory>
 #include <span>
+#include <stdexcept>
 #include <string_view>
 #include <vector>
 
@@ -15,6 +17,9 @@ void plan_prepare(int64_t plan, std::string_view rule, const std::vector<double>
   prepare_step(plan, rule_named(rule), options, grad_factor, grads, {});
 }
 
+// Sets the states that a step over rows updates: a number for each row of each weight.
+void plan_row_states(int64_t plan, const Tensors& states) { set_row_states(*find_plan(plan), states); }
+
 // The phases of the step over a plan that has been prepared, of a rule with norms.
 void plan_direction(int64_t plan, const Tensor& norms2) { take_direction(*find_plan(plan), norms2); }
 void plan_apply(int64_t plan, const Tensor& norms2) { take_application(*find_plan(plan), norms2); }
@@ -27,6 +32,7 @@ void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
 void step(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
           const Tensor& options, std::string_view rule_name) {
   const Rule& rule = rule_named(rule_name);
+  if (rule.bind == nullptr) throw std::runtime_error("the rule over rows takes steps over plans only");
   const std::span<const double> values = numbers(options, rule.options.size() + 1);
   const BoundRule bound = rule.bind(values);
   const bool masters = !weights.empty() && slots_of(states, weights.size()) > bound.states;
@@ -45,6 +51,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("plan_prepare(int plan, str rule, float[] options, float grad_factor, int grads) -> ()");
   m.def("plan_apply(int plan, Tensor norms2) -> ()");
   m.def("plan_direction(int plan, Tensor(a!) norms2) -> ()");
+  m.def("plan_row_states(int plan, Tensor[] states) -> ()");
   m.def("plans_step(int[] plans) -> ()");
   m.def(
       "step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor options, "
@@ -58,7 +65,10 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plans_step", TORCH_BOX(&plans_step));
 }
 
-STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("step", TORCH_BOX(&step)); }
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
+  m.impl("plan_row_states", TORCH_BOX(&plan_row_states));
+  m.impl("step", TORCH_BOX(&step));
+}
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("step", TORCH_BOX(&step)); }
 
@@ -69,7 +79,13 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, Meta, m) { m.impl("step", TORCH_BOX(&step_s
 void prepare_step(int64_t plan, const Rule& rule, std::span<const double> options, double grad_factor,
                   int64_t grads, const Aside& aside) {
   check(options.size() == rule.options.size() + 1, "an option is missing, or there is one too many");
-  prepare_step(*find_plan(plan), rule.bind(options), {options.back() != 0, grad_factor, grads}, aside);
+  const GradArguments of_grads{options.back() != 0, grad_factor, grads};
+  if (rule.bind == nullptr) {
+    RowwiseOptions values;
+    std::memcpy(static_cast<void*>(&values), options.data(), sizeof values);
+    return prepare_step(*find_plan(plan), values, of_grads);
+  }
+  prepare_step(*find_plan(plan), rule.bind(options), of_grads, aside);
 }
 
 }  // namespace fusedstep::ops

@@ -38,6 +38,7 @@ from fusedstep.optim.muon import Muon
 from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop
+from fusedstep.optim.rowwise_adagrad import RowWiseAdagrad
 from fusedstep.optim.sgd import SGD
 from fusedstep.optim.sparse_adam import SparseAdam
 
@@ -58,5 +59,6 @@ __all__ = [
     "NAdam",
     "RAdam",
     "RMSprop",
+    "RowWiseAdagrad",
     "SparseAdam",
 ]

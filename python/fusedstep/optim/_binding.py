@@ -108,7 +108,25 @@ class BindsGroups:
         seed, draws = _weights.seed_of(group, weights[0]), None
         if seed is not None:
             draws = seed, _weights.places_of(self._groups, group, weights)
-        return Plan(weights, slots, states, names, store.numbers, has_beside, sparse, draws)
+        return self._made_plan(
+            weights,
+            slots,
+            states,
+            names=names,
+            numbers=store.numbers,
+            has_masters=has_beside,
+            had_sparse=sparse,
+            draws=draws,
+        )
+
+    def _made_plan(
+        self,
+        weights: list[Tensor],
+        states: list[Tensor],
+        counts: list[dict[str, Tensor]],
+        **of: Any,
+    ) -> Plan:
+        return Plan(weights, states, counts, **of)
 
     def _may_be_skipped(self) -> bool:
         """Returns whether a number on a device tells if a step is skipped."""

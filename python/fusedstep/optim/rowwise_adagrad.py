@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import name_of
+from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._plan import Plan
+from fusedstep.optim._support import why_not_native
+
+__all__ = ["RowWiseAdagrad"]
+
+
+class RowWiseAdagrad(FusedOptimizer):
+    r"""Implements the RowWiseAdagrad algorithm: Adagrad with one second moment for each row.
+
+    It is what torchrec's class of the name does, and FBGEMM's EXACT_ROWWISE_ADAGRAD. For a row
+    ``w`` of a weight with gradient ``g``, at step ``t`` = 1, 2, … of the weight::
+
+        g = g + weight_decay * w                # unless decoupled_weight_decay
+        s = s + mean(g**2)                      # a number; starts at initial_accumulator_value
+        w = (1 - lr * weight_decay) * w         # if decoupled_weight_decay
+        w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            s_t      &= s_{t-1} + \frac{1}{n} \sum_{j=1}^n g_{t,j}^2, \quad s_0 = \tau         \\
+            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \,
+                        \frac{g_t}{\sqrt{s_t} + \epsilon}
+        \end{aligned}
+
+    for a row of :math:`n` elements with gradient :math:`g_t` (negated if maximizing), ``lr``
+    :math:`\gamma`, ``lr_decay`` :math:`\eta`, ``initial_accumulator_value`` :math:`\tau` and
+    ``eps`` :math:`\epsilon`. This is `Adagrad`_ with the mean over a row in place of each square.
+
+    A row is all that a weight has at one index of its first dimension. Of a weight with a sparse
+    gradient only the rows that it has entries for are read and written, and decay; entries for the
+    same row are added up by the step.
+
+    Weights are dense, of the native dtypes and in any layout. On the CPU the step has the same bits
+    for any number of threads; on a GPU torch operations step weight by weight. The state ``sum``
+    has the shape [rows, 1, …, 1] and is float32, beside float64 weights float64; ``step`` is a
+    0-dimensional float32 tensor.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-2)
+        lr_decay (float, optional): decay of the learning rate (default: 0)
+        weight_decay (float, optional): weight decay: an L2 penalty, unless it is decoupled
+            (default: 0)
+        initial_accumulator_value (float, optional): what the sums start at (default: 0)
+        eps (float, optional): term added to the denominator (default: 1e-10)
+        decoupled_weight_decay (bool, optional): take the decay out of the gradient, as FBGEMM's
+            WeightDecayMode.DECOUPLE does (default: False)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a weight is
+            sparse, complex or a sharded DTensor.
+        RuntimeError: at :meth:`step`, before anything is changed, for gradients that are sparse in
+            more than their first dimension, and weights that overlap themselves in memory.
+
+    Example::
+
+        >>> table = torch.nn.EmbeddingBag(10**6, 64, mode="sum", sparse=True)
+        >>> optimizer = optim.RowWiseAdagrad(table.parameters(), lr=1e-2)
+        >>> loss_fn(model(table(input)), target).backward()
+        >>> optimizer.step(zero_grad="none")
+
+    .. _Adagrad:
+        https://jmlr.org/papers/v12/duchi11a.html
+    """
+
+    _rule = "rowwise_adagrad"
+    _states = ("sum",)
+    _initial_option = "initial_accumulator_value"
+    _composite = True
+    _torch_fuses = False
+    _later_options: ClassVar[dict[str, Any]] = {
+        "maximize": False,
+        "decoupled_weight_decay": False,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        *,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        return {"sum": torch.Size([*weight.shape[:1], *[1] * (weight.dim() - 1)])}
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        if "momentum1" not in state:
+            return state
+        sums = state["momentum1"].reshape(self._state_shapes(group, weight)["sum"])  # of FBGEMM
+        return {"step": state.get("step", 0.0), "sum": sums}
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        for place, weight in enumerate(group["params"]):
+            kind = "sparse" if weight.is_sparse else "complex" if weight.is_complex() else None
+            if is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements):
+                kind = "sharded"
+            if kind:
+                name = name_of(group, index, place)
+                raise ValueError(
+                    f"RowWiseAdagrad does not support {kind} parameters: {name} is one"
+                )
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        return None
+
+    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+        for weight in weights:
+            if weight.device.type != "cpu":
+                return f"RowWiseAdagrad has no native kernels on {weight.device.type}"
+        return why_not_native(weights, grads, self._accessed_states(weights), needs_whole=True)
+
+    def _made_plan(
+        self,
+        weights: list[Tensor],
+        states: list[Tensor],
+        counts: list[dict[str, Tensor]],
+        **of: Any,
+    ) -> Plan:
+        # No state has the weight's shape.
+        plan = super()._made_plan(weights, [], counts, **of)
+        torch.ops.fusedstep.plan_row_states(plan.handle, states)
+        return plan
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        for grad in grads:
+            if grad.is_sparse and grad.sparse_dim() != 1:
+                raise RuntimeError(
+                    "RowWiseAdagrad does not support gradients that are sparse in "
+                    f"{grad.sparse_dim()} dimensions: a row, which has one moment, would have "
+                    "several entries"
+                )
+        return super()._launches(index, group, weights, grads)
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, decay = float(group["lr"]), group["weight_decay"]
+        state["step"] += 1
+        clr = lr / (1 + (state["step"].item() - 1) * group["lr_decay"])
+        rows: Any = ...
+        if grad.is_sparse:
+            grad = grad.coalesce()  # the update is not linear: one value an index
+            rows, grad = tuple(grad.indices()), grad.values()
+        values, total = weight[rows], state["sum"][rows]
+        if decay != 0 and not group["decoupled_weight_decay"]:
+            grad = grad.add(values, alpha=decay)
+        dims = tuple(range(1, grad.dim()))
+        squares = grad * grad
+        total = total + (squares.mean(dims, keepdim=True) if dims else squares)
+        if decay != 0 and group["decoupled_weight_decay"]:
+            values = values * (1 - lr * decay)
+        state["sum"][rows] = total
+        weight[rows] = values.addcdiv(grad, total.sqrt().add_(group["eps"]), value=-clr)
