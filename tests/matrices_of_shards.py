@@ -118,7 +118,6 @@ class Subjects:
 @contextlib.contextmanager
 def batches_of_elements(count):
     """Has no batch more elements for a process than this, or than a weight has."""
-    count *= muon._BATCHES_OF_SHARDS
     with (
         mock.patch.dict(muon._AT_ONCE, {"cpu": count}),
         mock.patch.object(muon, "_AT_ONCE_ELSEWHERE", count),

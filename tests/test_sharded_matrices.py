@@ -1,7 +1,7 @@
 """The transfers of matrices between any number of processes, without the processes."""
 
 import math
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -99,6 +99,13 @@ def test_batches_are_of_about_so_many_elements():
     assert sizes == [4, 4, 2]
 
 
+class Mesh(NamedTuple):
+    sizes: tuple[int, ...]
+
+    def size(self, axis):
+        return self.sizes[axis]
+
+
 @pytest.mark.parametrize(
     ("sizes", "placements", "message"),
     [
@@ -111,7 +118,7 @@ def test_batches_are_of_about_so_many_elements():
     ids=str,
 )
 def test_placements(monkeypatch, sizes, placements, message):
-    mesh = SimpleNamespace(size=lambda axis: sizes[axis])
+    mesh = Mesh(sizes)
     monkeypatch.setattr(_sharded_matrices, "is_dtensor", lambda tensor: True)
     monkeypatch.setattr(_sharded_matrices, "spread_of", lambda tensor: (mesh, placements))
     found = why_not_gathered(torch.ones(4, 4))

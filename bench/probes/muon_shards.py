@@ -24,13 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fusedstep import optim
-from fusedstep.optim import muon
 
 PROCESSES = 2
 
 #: Layers and widths of models, with the four matrices of each layer: query, key and value; their
 #: projection; the two of the feed-forward part.
-MODELS = {"GPT-2 124 M": (12, 768), "1.3 B": (24, 2048), "tiny": (2, 64)}
+MODELS = {"GPT-2 124 M": (12, 768), "1.3 B": (24, 2048), "tiny": (12, 64)}
 
 
 def weights_of(name: str, device: torch.device, mesh: Any) -> list[torch.nn.Parameter]:
@@ -70,22 +69,12 @@ def milliseconds(steps: dict[str, Any], device: torch.device, rounds: int) -> di
     return {n: float(f"{each:.4g}") for n, each in zip(found, medians.tolist(), strict=True)}
 
 
-def batches_of(optimizer: optim.Muon, count: int) -> Any:
-    def step() -> None:
-        muon._BATCHES_OF_SHARDS = count
-        optimizer.step()
-
-    return step
-
-
 def measure(asked: argparse.Namespace, name: str, device: torch.device) -> dict[str, float]:
     mesh = init_device_mesh(device.type, (PROCESSES,))
-    usual = muon._BATCHES_OF_SHARDS
     whole = optim.Muon(weights_of(name, device, None))
     shards = optim.Muon(weights_of(name, device, mesh))
     theirs = torch.optim.Muon(weights_of(name, device, mesh))
-    steps = {"whole": whole.step, "shards": batches_of(shards, usual), "torch, shards": theirs.step}
-    steps |= {f"shards, batches / {count}": batches_of(shards, count) for count in asked.batches}
+    steps = {"whole": whole.step, "shards": shards.step, "torch, shards": theirs.step}
     return milliseconds(steps, device, asked.rounds)
 
 
@@ -122,7 +111,6 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--models", nargs="*", choices=MODELS, default=list(MODELS)[:2])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--batches", nargs="*", type=int, default=[])
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -45,21 +45,26 @@ class Form(NamedTuple):
 
 def cut_of(weight: Tensor) -> Cut | None:
     """Returns how the shards of a weight lie; None if this process has all of it."""
-    if is_dtensor(weight):
-        mesh, placements = spread_of(weight)
-        for axis, placement in enumerate(placements):
-            if not placement.is_replicate() and mesh.size(axis) > 1:
-                return Cut(mesh, axis, placement.dim % max(weight.ndim, 1))
+    return _cut_of(*spread_of(weight), weight.ndim) if is_dtensor(weight) else None
+
+
+@functools.lru_cache(maxsize=256)  # a mesh takes tens of microseconds to tell its size
+def _cut_of(mesh: Any, placements: tuple[Any, ...], ndim: int) -> Cut | None:
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate() and mesh.size(axis) > 1:
+            return Cut(mesh, axis, placement.dim % max(ndim, 1))
     return None
 
 
 def why_not_gathered(weight: Tensor) -> str | None:
     """Returns why the matrices of a weight cannot be gathered; None if they can."""
-    if not is_dtensor(weight):
-        return None
+    return _why_not_gathered(*spread_of(weight)) if is_dtensor(weight) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_gathered(mesh: Any, placements: tuple[Any, ...]) -> str | None:
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh, placements = spread_of(weight)
     cuts = sum(type(p) is Shard and mesh.size(axis) > 1 for axis, p in enumerate(placements))
     if cuts < 2 and all(type(each) in (Replicate, Shard) for each in placements):
         return None
@@ -104,7 +109,8 @@ class Unit(NamedTuple):
 
     def part(self, whole: Tensor, rank: int) -> Tensor:
         """The part of a process in the whole matrix, which may be flattened."""
-        return whole.view(self.shape).narrow(self.dim, *self.parts[rank])
+        whole = whole if len(self.shape) == 2 else whole.view(self.shape)
+        return whole.narrow(self.dim, *self.parts[rank])
 
 
 class Share(NamedTuple):
@@ -143,11 +149,12 @@ class Batch:
 
     def part_of_shard(self, unit: Unit, shard: Tensor) -> Tensor:
         """The part of a matrix in this process's shard of the weight."""
-        rows = shard[unit.index]
-        if unit.dim:
-            return rows.narrow(0, unit.first, unit.shape[0])
-        begin, length = unit.parts[self._rank]
-        return rows.narrow(0, unit.first + begin - self._begins[unit.weight], length)
+        rows = shard[unit.index] if unit.index else shard
+        first, length = unit.first, unit.shape[0]
+        if not unit.dim:
+            begin, length = unit.parts[self._rank]
+            first += begin - self._begins[unit.weight]
+        return rows if length == len(rows) else rows.narrow(0, first, length)
 
     def parts_in(self, buffer: Tensor) -> list[Tensor]:
         """Views of a buffer: this process's parts of ``units``."""

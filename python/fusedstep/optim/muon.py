@@ -61,9 +61,6 @@ _OF_MUON = (
 _AT_ONCE = {"cpu": 1 << 22}
 _AT_ONCE_ELSEWHERE = 1 << 25
 
-#: Batches of shards are smaller by this factor: while one is computed, others are under way.
-_BATCHES_OF_SHARDS = 4
-
 
 class Muon(Adam):
     r"""Implements the Muon algorithm, in signature and states :class:`torch.optim.Muon`.
@@ -403,9 +400,10 @@ class Muon(Adam):
         """Steps weights of one dtype, of whose matrices processes have parts."""
         order, device = order_of(cut.mesh, cut.axis), weights[0].device
         there = transfer_device(cut, device)
-        at_once = _most_at_once(there) // _BATCHES_OF_SHARDS
         number = cut.mesh.get_local_rank(cut.axis)
-        batches = batches_of(tuple(forms), cut.dim, order, order.index(number), at_once)
+        batches = batches_of(
+            tuple(forms), cut.dim, order, order.index(number), _most_at_once(there)
+        )
         wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
         products = ns_dtype_of(group, there)
         narrow = products if products.itemsize < wide.itemsize else wide
