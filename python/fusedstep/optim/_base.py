@@ -37,6 +37,7 @@ from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import last_step
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
+from fusedstep.optim._undo import interrupted
 from fusedstep.optim._watched import WatchedState
 
 #: A closure's result.
@@ -77,6 +78,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _torch_fuses: ClassVar[bool] = True
     #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
     _composite: ClassVar[bool] = False
+    #: True if a step in torch operations allocates nothing once it has written a dense weight or a
+    #: state of it. Otherwise copies are kept, and put back if there is no memory half way.
+    _allocates_first: ClassVar[bool] = False
+    #: Weights that torch operations have stepped in the step under way.
+    _stepped: list[Tensor]
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -432,6 +438,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             norm = (factors or PLAIN).norm
             if not isinstance(norm, Tensor):
                 norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        of_others = 0.0 if zero_grad else (factors or PLAIN).of_others
+        if not isinstance(of_others, Tensor) and of_others not in (0, 1):
+            of_others = torch.tensor(of_others, dtype=torch.float64, device="cpu")  # here as well
         if factors is None:
             factors = PLAIN
             untreated = [pair for item in work for pair in item.pairs()]
@@ -442,7 +451,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 for weight in item.weights:
                     weight.grad = None
         else:
-            treat_grads(untreated, 0.0 if zero_grad else factors.of_others)
+            treat_grads(untreated, of_others)
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
         return norm
@@ -483,16 +492,24 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             )
             for item in work
         ]
-        untreated = take(
-            self._rule,
-            self._groups,
-            work,
-            factors,
-            self._imperative_update,
-            self._accessed_states,
-            spread=None if self._elementwise else self._spread_weights(),
-            in_phases=self._in_phases,
-        )
+        stepped = self._stepped = []
+        try:
+            untreated = take(
+                self._rule,
+                self._groups,
+                work,
+                factors,
+                self._imperative_update,
+                self._accessed_states,
+                spread=None if self._elementwise else self._spread_weights(),
+                in_phases=self._in_phases,
+                stepped=stepped,
+            )
+        except (MemoryError, RuntimeError) as error:
+            found = interrupted(error, self._groups, work, stepped)
+            raise found from (error if found is not error else error.__cause__)
+        finally:
+            self._stepped = []
         if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
             self._last_step = last_step(
                 self._rule,

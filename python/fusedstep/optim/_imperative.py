@@ -10,6 +10,7 @@ from torch import Tensor
 from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
+from fusedstep.optim._undo import undone_on_error
 from fusedstep.optim._weights import (
     MASTER,
     key_of_draws,
@@ -60,10 +61,24 @@ class ImperativeTwin:
             self._imperative_step(group, weight, grad)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
+        """Steps a weight, or changes nothing if memory runs out."""
         kept = self._store.with_count(group, weight)
-        state = self._store.decoded(weight, kept)
-        self._step_on_numbers(group, weight, grad, state)
-        self._store.encode(weight, kept, state)
+        with undone_on_error(self._written_early(group, weight, grad, kept)):
+            state = self._store.decoded(weight, kept)
+            self._step_on_numbers(group, weight, grad, state)
+            self._store.encode(weight, kept, state)
+        self._stepped.append(weight)
+
+    def _written_early(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
+    ) -> list[Tensor]:
+        """What a step of a weight may have written before it has allocated everything."""
+        if group.get("differentiable") or group.get("capturable"):
+            return []  # it writes what it has computed, last
+        is_plain = not (self._store.has_wide(group, weight) or self._store.kind_of(group, weight))
+        if self._allocates_first and is_plain and not grad.is_sparse:
+            return []
+        return [weight, *kept.values()]
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

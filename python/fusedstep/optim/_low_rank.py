@@ -37,6 +37,7 @@ from fusedstep.optim._projection import (
 )
 from fusedstep.optim._scratch import Scratch, step_all
 from fusedstep.optim._transformers_adamw import native_numbers
+from fusedstep.optim._undo import Saved, is_out_of_memory, undone_on_error
 from fusedstep.optim._weights import key_of_draws, places_of, way_of
 
 
@@ -55,6 +56,11 @@ class LowRankSteps:
     def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         """The shapes of states beside the moments."""
         raise NotImplementedError
+
+    def _before_move(
+        self, item: Work, scratch: Scratch, index: int, count: int, factor: float
+    ) -> Any:
+        """What ``_move`` needs of a weight: memory, and numbers of step ``count``."""
 
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         """Returns whether the step after so many makes new bases."""
@@ -214,6 +220,7 @@ class LowRankSteps:
         super()._forget_plans()
         self._scratch: dict[Tensor, Scratch] = {}  # by the first weight of a launch
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}  # bases made for the step under way
+        self._ready: dict[Tensor, Any] = {}  # what _move() needs
 
     def _bind(
         self, place: tuple[int, int], group: dict[str, Any], weights: list[Tensor], grads: Any
@@ -291,7 +298,9 @@ class LowRankSteps:
                     self._make_ready(item, factors)
             return super()._update_groups(work, factors, zero_grad)
         finally:
-            self._fresh = {}
+            self._fresh, self._ready = {}, {}
+            for scratch in self._scratch.values():
+                scratch.forget_new()
             self._last_step = None  # the numbers of the next one are others
 
     def _make_ready(self, item: Work, factors: Factors) -> None:
@@ -320,6 +329,8 @@ class LowRankSteps:
                     )
         numbers = self._numbers_of(group, count + 1, 1.0, 0.0)
         scratch.prepare(self._rule, numbers)
+        for index, weight in enumerate(item.weights):
+            self._ready[weight] = self._before_move(item, scratch, index, count + 1, factor)
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         total = grad.sum(dtype=torch.float64 if grad.dtype is torch.float64 else torch.float32)
@@ -330,31 +341,60 @@ class LowRankSteps:
             )
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
-        factor = factors.on_host if work else 1.0
         found = [
             self._scratch.get(item.weights[0]) if self._is_composite(item.group) else None
             for item in work
         ]
-        step_all([scratch for scratch in found if scratch])
+        projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
+        # Those that allocate nothing come first. What the step of moments writes of others is kept.
+        last = [pair for pair in projected if self._moves_late(pair[0])]
+        saved = {
+            weight: Saved(self._low_rank_states(item.group, weight))
+            for item, _ in last
+            for weight in item.weights
+            if weight.is_cpu
+        }
+        step_all([scratch for _, scratch in projected])
+        try:
+            for item, scratch in [pair for pair in projected if pair not in last] + last:
+                for index, weight in enumerate(item.weights):
+                    written = [weight, *self._state[weight].values()] if weight in saved else []
+                    with undone_on_error(written):
+                        if weight in self._fresh:
+                            self._commit(weight)
+                        self._move_weight(item, scratch, index, self._state[weight])
+                    if weight in self._fresh:
+                        scratch.keep_bases(index, self._bases_of(item.group, weight))
+                    saved.pop(weight, None)
+                    self._stepped.append(weight)
+                increment_version(self._accessed_states(item.weights))
+        except (MemoryError, RuntimeError) as error:
+            for each in saved.values() if is_out_of_memory(error) else ():
+                each.put_back()
+            raise
         for item, scratch in zip(work, found, strict=True):
             if scratch is None:
                 super()._imperative_update([item], factors)
-                continue
-            for index, weight in enumerate(item.weights):
-                if weight in self._fresh:
-                    self._commit(weight)
-                    scratch.keep_bases(index, self._bases_of(item.group, weight))
-                self._move_weight(item, scratch, index, self._state[weight], factor)
-            increment_version(self._accessed_states(item.weights))
+
+    @staticmethod
+    def _moves_late(item: Work) -> bool:
+        """Returns whether torch allocates something as weights move along their updates."""
+        return any(way_of(item.group, p) is not None or p.dim() > 2 for p in item.weights)
+
+    def _low_rank_states(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
+        """The states of a weight, but for bases that a step leaves alone and what is beside it."""
+        bases = () if weight in self._fresh else self._sides(group, weight)
+        names = {"step", *self._state_shapes(group, weight)}.difference(bases)
+        return [value for name, value in self._state[weight].items() if name in names]
 
     def _move_weight(
-        self, item: Work, scratch: Scratch, index: int, state: dict[str, Tensor], factor: float
+        self, item: Work, scratch: Scratch, index: int, state: dict[str, Tensor]
     ) -> None:
         weight = item.weights[index]
         is_wide = way_of(item.group, weight) is not None
         target = self._widened(item.group, weight, state) if is_wide else weight.detach()
         matrix = as_matrix(target)
-        self._move(item, scratch, index, matrix, state, factor)
+        self._move(item, scratch, index, matrix, state)
         if matrix.data_ptr() != target.data_ptr():  # strides that no matrix has
             target.copy_(matrix.view(target.shape))
         if is_wide:

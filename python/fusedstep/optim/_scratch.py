@@ -53,16 +53,23 @@ class Scratch:
         between = max(map(size_between, bases))
         self.between = torch.empty(between, dtype=self.dtype, device=device) if between else None
         self._bases: list[dict[str, Tensor]] = [{} for _ in weights]
+        self._new: dict[int, dict[str, Tensor]] = {}
         slots = exp_avg + [state["exp_avg_sq"] for state in states]
         names = ("exp_avg", "exp_avg_sq")
         self.plan = Plan(self.updates, slots, states, names, ("step",), False, False)
 
     def bases(self, index: int) -> dict[str, Tensor]:
-        """The bases of a weight, in its dtype; none before the first step."""
-        return self._bases[index]
+        """The bases of a weight, in its dtype: those of the step under way, or none before one."""
+        return self._new.get(index, self._bases[index])
 
     def keep_bases(self, index: int, bases: dict[str, Tensor]) -> None:
-        self._bases[index] = {side: basis.to(self.dtype) for side, basis in bases.items()}
+        """Keeps new bases for the steps that follow; ``bases``: where they are in full."""
+        new = self._new.pop(index)
+        self._bases[index] = bases if self._flat_narrow is None else new
+
+    def forget_new(self) -> None:
+        """Forgets new bases that have not been kept."""
+        self._new.clear()
 
     def low(self, index: int) -> Tensor:
         """The low-rank gradient of a weight, as its product has left it."""
@@ -73,9 +80,10 @@ class Scratch:
         return (self._narrow or self.updates)[index]
 
     def project(self, index: int, matrix: Tensor, bases: dict[str, Tensor], factor: float) -> None:
-        """Writes the low-rank gradient times a factor."""
+        """Writes the low-rank gradient times a factor. Bases that are new are those of the step."""
         if bases is not self._bases[index]:
             bases = {side: basis.to(self.dtype) for side, basis in bases.items()}
+            self._new[index] = bases
         project(matrix, bases, self.low(index), self.between, factor)
 
     def is_finite(self) -> bool:

@@ -25,8 +25,11 @@ def take(
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
     in_phases: bool,
+    stepped: list[Tensor],
 ) -> list[tuple[Tensor, Tensor]]:
-    """Steps all groups, or none if an error is raised.
+    """Steps all groups, or none if an error is raised; but torch operations may stop at one.
+
+    ``stepped`` then has the weights that have been stepped, in front of it as well.
 
     ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
     autograd may know of. ``spread``: weights with parts in other processes, for a step that takes
@@ -61,6 +64,7 @@ def take(
         if item.plan:
             if in_order:
                 _take_native([item], spread)
+                stepped += item.weights
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
             if item.use:

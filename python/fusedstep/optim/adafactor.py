@@ -28,6 +28,7 @@ from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._spread import place_of
 from fusedstep.optim._support import why_not_native
+from fusedstep.optim._undo import interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
 
 __all__ = ["Adafactor"]
@@ -45,6 +46,9 @@ _BEYOND_TORCH: dict[str, Any] = {
 }
 
 _LR = 1e-2
+
+#: An operation would make a tensor of a number, and perhaps have no memory for it.
+_ONE = torch.ones((), device="cpu")
 
 
 class Adafactor(FusedOptimizer):
@@ -133,6 +137,7 @@ class Adafactor(FusedOptimizer):
     _rule = "adafactor"
     _states = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg")
     _elementwise = False
+    _allocates_first = True
     _composite = True
     _torch_fuses = False
     _later_options: ClassVar[dict[str, Any]] = {"foreach": None, "maximize": False}
@@ -279,9 +284,10 @@ class Adafactor(FusedOptimizer):
             or not self._noted_state.is_of(self._state)
         ):
             return False
-        calls = []
+        calls, work = [], []
         for group, last in zip(groups, noted, strict=True):
             weights, grads = with_gradients(group["params"])
+            work.append(Work(group, weights, grads, None))
             if (
                 not same(weights, last.weights)
                 or not self._is_memory_known(weights, grads)
@@ -291,7 +297,7 @@ class Adafactor(FusedOptimizer):
                 return False
             try:
                 _check_own(group)
-                super()._checked_options(Work(group, weights, grads, None), PLAIN)
+                super()._checked_options(work[-1], PLAIN)
             except (RuntimeError, TypeError, ValueError):
                 return False  # and is raised by those who name the group
             for call in last.calls:
@@ -310,10 +316,11 @@ class Adafactor(FusedOptimizer):
             for call, grads, numbers in calls:
                 call(grads, numbers)
                 taken.append(call)
-        except RuntimeError:
-            if taken:
-                raise
-            return False
+        except (MemoryError, RuntimeError) as error:
+            if not taken:
+                return False
+            stepped = [weight for call in taken for weight in call.weights]
+            raise interrupted(error, self._groups, work, stepped) from error
         finally:
             for call in taken:
                 self._account_for(call.weights, call.counts)
@@ -321,7 +328,7 @@ class Adafactor(FusedOptimizer):
 
     def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
         """Counts a step that has been taken. On a device it may still be at work."""
-        torch._foreach_add_(counts, 1)
+        torch._foreach_add_(counts, [_ONE] * len(counts))
         increment_version(weights)
         increment_version(self._accessed_states(weights))
 
@@ -383,10 +390,16 @@ class Adafactor(FusedOptimizer):
             if call.weights is not call.values:
                 self._noting = None
             found = [local(grads[place]) for place in places]
-            call(found, _numbers(group, step, eps))
-            self._account_for(call.weights, call.counts)
-            for weight, value in zip(call.weights, call.values, strict=True):
-                self._write_back(group, weight, value, self._state[weight])
+            written = []
+            if call.weights is not call.values:  # else all is one operation
+                states = [self._state[weight].values() for weight in call.weights]
+                written = [*call.weights, *itertools.chain(*states)]
+            with undone_on_error(written):
+                call(found, _numbers(group, step, eps))
+                self._account_for(call.weights, call.counts)
+                for weight, value in zip(call.weights, call.values, strict=True):
+                    self._write_back(group, weight, value, self._state[weight])
+            self._stepped += call.weights
             noted.calls.append(call)
         if self._noting is not None:
             self._noting.append(noted)
@@ -422,7 +435,8 @@ class Adafactor(FusedOptimizer):
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        step = state["step"].add_(1).item()
+        state["step"] = state["step"] + 1
+        step = state["step"].item()
         numbers = _numbers(group, step, _eps(group, weight))
         rate, least = numbers["rate"], numbers["least_mean"]
         names = list(self._state_shapes(group, weight))

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adagrad"]
 
@@ -71,6 +72,7 @@ class Adagrad(FusedOptimizer):
     _rule = "adagrad"
     _states = ("sum",)
     _initial_option = "initial_accumulator_value"
+    _allocates_first = True
     _formula = by_torch(adagrad, "sum", "step")
 
     def __init__(
@@ -116,18 +118,20 @@ class Adagrad(FusedOptimizer):
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        state["step"] += 1
-        step = state["step"].item()
+        step = state["step"].item() + 1
         clr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
 
         if group["weight_decay"] != 0:
             grad = grad.add(weight, alpha=group["weight_decay"])
         if grad.is_sparse:
+            state["step"].fill_(step)
             grad = grad.coalesce()  # the update is not linear: one value an index
             rows, values = tuple(grad.indices()), grad.values()
             state["sum"][rows] = total = state["sum"][rows].addcmul_(values, values)
             std = total.sqrt().add_(group["eps"])
             weight[rows] = weight[rows].addcdiv_(values, std, value=-clr)
         else:
-            std = state["sum"].addcmul_(grad, grad).sqrt().add_(group["eps"])
+            std, (eps,) = torch.empty_like(state["sum"]), numbers_first(state["sum"], group["eps"])
+            state["step"].fill_(step)  # nothing is allocated from here on
+            torch.sqrt(state["sum"].addcmul_(grad, grad), out=std).add_(eps)
             weight.addcdiv_(grad, std, value=-clr)

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adam"]
 
@@ -73,6 +74,7 @@ class Adam(FusedOptimizer):
         "capturable": False,
         "decoupled_weight_decay": False,
     }
+    _allocates_first = True
     _formula = by_torch(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")
 
     def __init__(
@@ -106,18 +108,22 @@ class Adam(FusedOptimizer):
     ) -> None:
         lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        state["step"] += 1
-        step = state["step"].item()
+        step, decay = state["step"].item() + 1, float(group["weight_decay"])
 
-        if group["weight_decay"] != 0:
-            if group["decoupled_weight_decay"]:
-                weight.mul_(1 - lr * group["weight_decay"])
-            else:
-                grad = grad.add(weight, alpha=group["weight_decay"])
+        # All memory first: without it nothing is written.
+        root = (1 - beta2**step) ** 0.5
+        keep, beta2_, root_, eps = numbers_first(exp_avg, 1 - lr * decay, beta2, root, group["eps"])
+        denom = torch.empty_like(exp_avg_sq)
+        if decay and not group["decoupled_weight_decay"]:
+            grad = grad.add(weight, alpha=decay)
+
+        state["step"].fill_(step)
+        if decay and group["decoupled_weight_decay"]:
+            weight.mul_(keep)
         exp_avg.lerp_(grad, 1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        exp_avg_sq.mul_(beta2_).addcmul_(grad, grad, value=1 - beta2)
         if group["amsgrad"]:
             largest = state["max_exp_avg_sq"]
             exp_avg_sq = torch.maximum(largest, exp_avg_sq, out=largest)
-        denom = exp_avg_sq.sqrt().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        torch.sqrt(exp_avg_sq, out=denom).div_(root_).add_(eps)
         weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))

@@ -14,6 +14,7 @@ from fusedstep.optim._checks import (
     check_number,
 )
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adan"]
 
@@ -94,6 +95,7 @@ class Adan(FusedOptimizer):
     _betas = 3
     _counts_in_groups = True
     _foreach_means_unfused = False
+    _allocates_first = True
     _later_options = FusedOptimizer._later_options | {
         "max_grad_norm": 0.0,
         "no_prox": False,
@@ -169,23 +171,30 @@ class Adan(FusedOptimizer):
         lr, (beta1, beta2, beta3) = float(group["lr"]), map(float, group["betas"])
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         exp_avg_diff, neg_pre_grad = state["exp_avg_diff"], state["neg_pre_grad"]
-        state["step"] += 1
-        step = state["step"].item()
+        step, decay = state["step"].item() + 1, lr * group["weight_decay"]
 
-        difference = neg_pre_grad.add_(grad).mul_(step > 1)
-        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-        exp_avg_diff.mul_(beta2).add_(difference, alpha=1 - beta2)
-        ahead = difference.mul_(beta2).add_(grad)
-        exp_avg_sq.mul_(beta3).addcmul_(ahead, ahead, value=1 - beta3)
+        # All memory first: without it nothing is written.
+        betas, root = (beta1, beta2, beta3), (1 - beta3**step) ** 0.5
+        beta1_, beta2_, beta3_, root_, eps, has_last, less, more = numbers_first(
+            exp_avg, *betas, root, group["eps"], step > 1, 1 - decay, 1 + decay
+        )
+        denom = torch.empty_like(exp_avg_sq)
+
+        state["step"].fill_(step)
+        difference = neg_pre_grad.add_(grad).mul_(has_last)
+        exp_avg.mul_(beta1_).add_(grad, alpha=1 - beta1)
+        exp_avg_diff.mul_(beta2_).add_(difference, alpha=1 - beta2)
+        ahead = difference.mul_(beta2_).add_(grad)
+        exp_avg_sq.mul_(beta3_).addcmul_(ahead, ahead, value=1 - beta3)
         neg_pre_grad.copy_(grad).neg_()
 
-        denom = exp_avg_sq.sqrt().div_((1 - beta3**step) ** 0.5).add_(group["eps"])
+        torch.sqrt(exp_avg_sq, out=denom).div_(root_).add_(eps)
         if group["no_prox"]:
-            weight.mul_(1 - lr * group["weight_decay"])
+            weight.mul_(less)
         weight.addcdiv_(exp_avg, denom, value=-lr / (1 - beta1**step))
         weight.addcdiv_(exp_avg_diff, denom, value=-lr * beta2 / (1 - beta2**step))
         if not group["no_prox"]:
-            weight.div_(1 + lr * group["weight_decay"])
+            weight.div_(more)
 
     def _imperative_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -204,6 +213,7 @@ class Adan(FusedOptimizer):
         if group["maximize"]:
             grads = torch._foreach_neg(grads)
         self._imperative_lists(group, weights, grads, [self._state[p] for p in weights])
+        self._stepped += weights
 
     def _imperative_lists(
         self,
@@ -217,35 +227,53 @@ class Adan(FusedOptimizer):
         exp_avgs, exp_avg_sqs, exp_avg_diffs, neg_pre_grads = (
             [state[name] for state in states] for name in self._state_names(group)
         )
-        for state in states:
-            state["step"] += 1
-        steps = [state["step"].item() for state in states]
+        steps = [state["step"].item() + 1 for state in states]
+        decay = lr * float(group["weight_decay"])
 
+        # All memory first: without it nothing is written.
+        betas = beta1, beta2, beta3
+        beta1_, beta2_, beta3_, eps, none, less, more, *roots = numbers_first(
+            exp_avgs[0],
+            *betas,
+            group["eps"],
+            0.0,
+            1 - decay,
+            1 + decay,
+            *[(1 - beta3**t) ** 0.5 for t in steps],
+        )
+        denoms = torch._foreach_mul(exp_avg_sqs, beta3_)
+
+        for state, step in zip(states, steps, strict=True):
+            state["step"].fill_(step)
         torch._foreach_add_(neg_pre_grads, grads)
-        torch._foreach_mul_(neg_pre_grads, [float(step > 1) for step in steps])
-        torch._foreach_mul_(exp_avgs, beta1)
+        for difference, step in zip(neg_pre_grads, steps, strict=True):
+            if step == 1:
+                difference.mul_(none)
+        torch._foreach_mul_(exp_avgs, beta1_)
         torch._foreach_add_(exp_avgs, grads, alpha=1 - beta1)
-        torch._foreach_mul_(exp_avg_diffs, beta2)
+        torch._foreach_mul_(exp_avg_diffs, beta2_)
         torch._foreach_add_(exp_avg_diffs, neg_pre_grads, alpha=1 - beta2)
-        torch._foreach_mul_(neg_pre_grads, beta2)
+        torch._foreach_mul_(neg_pre_grads, beta2_)
         torch._foreach_add_(neg_pre_grads, grads)
-        torch._foreach_mul_(exp_avg_sqs, beta3)
-        torch._foreach_addcmul_(exp_avg_sqs, neg_pre_grads, neg_pre_grads, value=1 - beta3)
+        torch._foreach_addcmul_(denoms, neg_pre_grads, neg_pre_grads, value=1 - beta3)
+        torch._foreach_copy_(exp_avg_sqs, denoms)
         torch._foreach_copy_(neg_pre_grads, grads)
         torch._foreach_neg_(neg_pre_grads)
 
-        denoms = torch._foreach_sqrt(exp_avg_sqs)
-        torch._foreach_div_(denoms, [(1 - beta3**step) ** 0.5 for step in steps])
-        torch._foreach_add_(denoms, float(group["eps"]))
-        decay = lr * float(group["weight_decay"])
+        torch._foreach_sqrt_(denoms)
+        if len(set(steps)) == 1:
+            torch._foreach_div_(denoms, roots[0])
+        else:
+            torch._foreach_div_(denoms, roots)
+        torch._foreach_add_(denoms, [eps] * len(denoms) if denoms[0].is_cpu else eps)
         if group["no_prox"]:
-            torch._foreach_mul_(weights, 1 - decay)
+            torch._foreach_mul_(weights, less)
         step_sizes = [-lr / (1 - beta1**step) for step in steps]
         torch._foreach_addcdiv_(weights, exp_avgs, denoms, step_sizes)
         step_sizes = [-lr * beta2 / (1 - beta2**step) for step in steps]
         torch._foreach_addcdiv_(weights, exp_avg_diffs, denoms, step_sizes)
         if not group["no_prox"]:
-            torch._foreach_div_(weights, 1 + decay)
+            torch._foreach_div_(weights, more)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from fusedstep.optim._projection import (
 from fusedstep.optim._scratch import Scratch
 from fusedstep.optim._subspace import bases_of, gaussian
 from fusedstep.optim._transformers_adamw import advance, bias_correction, move
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["APOLLOAdamW"]
 
@@ -185,6 +187,21 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         shape = self._basis_shapes(group, weight)[side]
         return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
 
+    def _before_move(
+        self, item: Work, scratch: Scratch, index: int, count: int, factor: float
+    ) -> _Rooms:
+        group, weight = item.group, item.weights[index]
+        dim = _reduced(group, self._sides(group, weight))
+        low = _norm(scratch.grads[index], dim).add_(_EPSILON)
+        own = _norm(as_matrix(item.grads[index]), dim, low.dtype)
+        lr, length = float(group["lr"]), bias_correction(group, count)
+        keep = 1 - lr * group["weight_decay"]
+        scales, norm = torch.empty_like(low), low.new_empty(())
+        narrow = torch.empty_like(low, dtype=weight.dtype) if weight.itemsize == 2 else scales
+        limit = _Limit(group, norm, length * lr * keep)
+        numbers = numbers_first(low, length, factor, keep)
+        return _Rooms(dim, low, own, scales, torch.empty_like(low), narrow, norm, limit, *numbers)
+
     def _move(
         self,
         item: Work,
@@ -192,22 +209,19 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         index: int,
         target: Tensor,
         state: dict[str, Tensor],
-        factor: float,
     ) -> None:
         """Scales the gradient by norms in the scratch memory, without waiting for a device."""
-        group, grad = item.group, as_matrix(item.grads[index])
-        length = bias_correction(group, int(state["step"]))
-        dim = _reduced(group, scratch.bases(index))
+        group, weight, grad = item.group, item.weights[index], as_matrix(item.grads[index])
+        room = self._ready[weight]
         # The scratch memory has the direction times the length.
-        norms = _norm(scratch.updates[index], dim) / length
-        scales = factor * norms / (_norm(scratch.grads[index], dim) + _EPSILON)
-        norm = _norm(scales * _norm(grad, dim, scales.dtype), None)
-        lr = float(group["lr"])
-        keep = 1 - lr * group["weight_decay"]
-        scales *= _limited(group, norm, state) * (length * lr * keep)
-        if keep != 1:
-            target.mul_(keep)
-        scales = scales.to(target.dtype)
+        _norm(scratch.updates[index], room.dim, out=room.scales)
+        scales = room.scales.div_(room.length).mul_(room.factor).div_(room.low)
+        _norm(torch.mul(scales, room.own, out=room.products), None, out=room.norm)
+        scales.mul_(room.limit.factor(room.norm, state))
+        if group["weight_decay"] != 0:
+            target.mul_(room.keep)
+        if target.dtype is not scales.dtype:
+            scales = room.narrow.copy_(scales)
         target.addcmul_(grad.to(target.dtype), scales, value=1.0 if group["maximize"] else -1.0)
 
     def _formula(
@@ -220,30 +234,67 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         low = project(matrix, bases)
         direction, length = advance(group, low, state)
         scaled = matrix * (_norm(direction, dim) / (_norm(low, dim) + _EPSILON))
-        scaled *= _limited(group, _norm(scaled, None), state)
+        norm = _norm(scaled, None)
+        scaled *= _Limit(group, norm).factor(norm, state)
         return move(group, weight, scaled, length)
 
 
-def _reduced(group: dict[str, Any], bases: dict[str, Tensor]) -> int | None:
-    """The dimension that norms are taken along, which is the projected one; None for all."""
-    return None if group["scale_type"] == "tensor" else int(RIGHT in bases)
+class _Rooms(NamedTuple):
+    """Memory for the move of a weight, and what is known before the step of its moments."""
+
+    dim: int | None
+    low: Tensor
+    """The norms of the low-rank gradient, and a little."""
+    own: Tensor
+    """The norms of the gradient."""
+    scales: Tensor
+    products: Tensor
+    narrow: Tensor
+    """Scales in the dtype of the weight."""
+    norm: Tensor
+    limit: _Limit
+    length: Tensor
+    factor: Tensor
+    keep: Tensor
 
 
-def _norm(tensor: Tensor, dim: int | None, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None, dtype=dtype)
+class _Limit:
+    """The factor of a scaled gradient, by ``scale`` and by the limit of the growth of its norm.
 
-
-def _limited(group: dict[str, Any], norm: Tensor, state: dict[str, Tensor]) -> Tensor | float:
-    """The factor of a scaled gradient of this norm, by ``scale`` and by the limit of its growth.
-
-    Notes the norm that it then has. A last norm of 0 limits nothing.
+    It is made before the norm is known, and then allocates nothing. A last norm of 0 limits
+    nothing.
     """
-    root, last = math.sqrt(group["scale"]), state[_NORM]
-    if group["disable_nl"]:
-        return root
-    if group["scale_front"]:
-        norm = norm * root
-    limit = (norm / (last + _EPSILON)).clamp(min=_GROWTH) / _GROWTH
-    limit = torch.where(last > 0, limit, 1.0)
-    last.copy_(norm / limit)
-    return root / limit
+
+    def __init__(self, group: dict[str, Any], like: Tensor, times: float = 1.0) -> None:
+        """``times``: a factor of the factor."""
+        root = math.sqrt(group["scale"])
+        self._limits, self._in_front = not group["disable_nl"], group["scale_front"]
+        numbers = root * times, root, times, _EPSILON, _GROWTH, 0.0, 1.0
+        self._both, self._root, self._times, *self._others = numbers_first(like, *numbers)
+        self._limit = torch.empty_like(like)
+        self._is_above = torch.empty_like(like, dtype=torch.bool)
+
+    def factor(self, norm: Tensor, state: dict[str, Tensor]) -> Tensor:
+        """Notes the norm that a gradient of this one then has in the state."""
+        if not self._limits:
+            return self._both
+        last, limit, (epsilon, growth, zero, one) = state[_NORM], self._limit, self._others
+        if self._in_front:
+            norm.mul_(self._root)
+        torch.div(norm, torch.add(last, epsilon, out=limit), out=limit)
+        limit.clamp_(min=_GROWTH).div_(growth)
+        torch.where(torch.gt(last, zero, out=self._is_above), limit, one, out=limit)
+        torch.div(norm, limit, out=last)
+        return torch.div(self._root, limit, out=limit).mul_(self._times)
+
+
+def _reduced(group: dict[str, Any], sides: Iterable[str]) -> int | None:
+    """The dimension that norms are taken along, which is the projected one; None for all."""
+    return None if group["scale_type"] == "tensor" else int(RIGHT in sides)
+
+
+def _norm(
+    tensor: Tensor, dim: int | None, dtype: torch.dtype | None = None, out: Tensor | None = None
+) -> Tensor:
+    keepdim = dim is not None
+    return torch.linalg.vector_norm(tensor, dim=dim, keepdim=keepdim, dtype=dtype, out=out)

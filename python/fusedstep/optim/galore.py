@@ -203,7 +203,6 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         index: int,
         target: Tensor,
         state: dict[str, Tensor],
-        factor: float,
     ) -> None:
         group, lr, bases = item.group, float(item.group["lr"]), scratch.bases(index)
         update, between = scratch.update(index), scratch.between

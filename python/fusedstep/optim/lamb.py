@@ -17,6 +17,7 @@ from fusedstep.optim._checks import (
     check_number,
 )
 from fusedstep.optim._dtensor import is_dtensor, whole
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Lamb"]
 
@@ -240,7 +241,7 @@ class Lamb(FusedOptimizer):
                 state = self._store.decoded(weight, self._state[weight])
                 wide = self._widened(group, weight, state)
                 grad = (-grad if group["maximize"] else grad).to(wide.dtype)
-                update, lr = self._direction(group, wide, grad, state)
+                update, lr, _ = self._direction(group, wide, grad, state)
                 self._store.encode(weight, self._state[weight], state)
                 begun.append((group, weight, wide, update, lr))
         found = self._spread_weights().norms(
@@ -257,44 +258,49 @@ class Lamb(FusedOptimizer):
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        update, lr = self._direction(group, weight, grad, state)
-        _apply(
-            group,
-            weight,
-            update,
-            lr,
-            _norm(weight) if _adapts(group) else 1.0,
-            _norm(update) if _adapts(group) else 1.0,
-        )
+        rooms = [weight.new_empty((), dtype=dtype) for dtype in (None, torch.float64)]
+        update, lr, spare = self._direction(group, weight, grad, state)
+        norms = 1.0, 1.0
+        if _adapts(group):
+            dense = spare.copy_(weight) if _lies_apart(weight) else weight
+            norms = _norm(dense, *rooms), _norm(update, *rooms)
+        _apply(group, weight, update, lr, *norms)
 
     def _direction(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> tuple[Tensor, float]:
-        """The update and its learning rate, but for the trust ratio."""
+    ) -> tuple[Tensor, float, Tensor]:
+        """The update, its learning rate but for the trust ratio, and memory of their shape."""
         beta1, beta2 = map(float, group["betas"])
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        state["step"] += 1
-        step = state["step"].item()
+        step, decay = state["step"].item() + 1, group["weight_decay"]
         bias1, bias2 = 1 - beta1**step, 1 - beta2**step
         lr = float(group["lr"])
 
-        exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        # All memory first: without it nothing is written.
+        beta1_, beta2_, bias1_, bias2_, eps, keep = numbers_first(
+            exp_avg, beta1, beta2, bias1, bias2, group["eps"], 1 - lr * decay
+        )
+        update, denom = torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq)
+
+        state["step"].fill_(step)
+        exp_avg.mul_(beta1_).add_(grad, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2_).addcmul_(grad, grad, value=1 - beta2)
         if _debiases_moments(group):
-            denom = (exp_avg_sq / bias2).sqrt_()
-            update = exp_avg / bias1
+            torch.div(exp_avg_sq, bias2_, out=denom).sqrt_()
+            torch.div(exp_avg, bias1_, out=update)
         else:
-            denom, update = exp_avg_sq.sqrt(), exp_avg.clone()
-        update.div_(denom.add_(group["eps"]))
-        if group["weight_decay"] != 0:
+            torch.sqrt(exp_avg_sq, out=denom)
+            update.copy_(exp_avg)
+        update.div_(denom.add_(eps))
+        if decay != 0:
             if group["decoupled_decay"]:
-                weight.mul_(1 - lr * group["weight_decay"])
+                weight.mul_(keep)
             else:
-                update.add_(weight, alpha=group["weight_decay"])
+                update.add_(weight, alpha=decay)
 
         if group["debias"] == "lr":
             lr *= math.sqrt(bias2) / bias1
-        return update, lr
+        return update, lr, denom
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -347,19 +353,28 @@ def _is_part_of_flat(weight: Tensor) -> bool:
     return getattr(weight, "_is_flat_param", False) or getattr(weight, "_fsdp_flattened", False)
 
 
-def _norm(tensor: Tensor) -> float:
+def _lies_apart(tensor: Tensor) -> bool:
+    """Returns whether there is memory between elements.
+
+    Torch adds such elements one to another in float32: the norm of four million, every second
+    column of a matrix, is a thousandth off.
+    """
     extent = 1 + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    if extent > tensor.numel() > 0 and not is_dtensor(tensor):
-        # Torch adds elements that lie apart one to another in float32: the norm of four million,
-        # every second column of a matrix, is a thousandth off.
-        tensor = tensor.contiguous()
-    found = whole(torch.linalg.vector_norm(tensor))
+    return extent > tensor.numel() > 0 and not is_dtensor(tensor)
+
+
+def _norm(tensor: Tensor, room: Tensor, wide_room: Tensor) -> float:
+    """The norm of a tensor whose elements do not lie apart, with memory for it."""
+    if is_dtensor(tensor):
+        room = wide_room = None
+    found = whole(torch.linalg.vector_norm(tensor, out=room))
     # Tools that estimate memory step tensors that have shapes and no numbers.
     norm = 1.0 if isinstance(found, FakeTensor) else found.item()
     if not 1e-16 < norm < 1e18:  # beyond them squares may leave the range of float32
-        norm = whole(torch.linalg.vector_norm(tensor, dtype=torch.float64)).item()
+        wide = torch.linalg.vector_norm(tensor, dtype=torch.float64, out=wide_room)
+        norm = whole(wide).item()
     return norm
 
 

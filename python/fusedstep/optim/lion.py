@@ -55,6 +55,7 @@ class Lion(FusedOptimizer):
 
     _rule = "lion"
     _states = ("exp_avg",)
+    _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"capturable": False}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -45,7 +46,8 @@ from fusedstep.optim._sharded_matrices import (
     transfer_device,
     whole_of,
 )
-from fusedstep.optim._weights import seed_of
+from fusedstep.optim._undo import numbers_first, undone_on_error
+from fusedstep.optim._weights import seed_of, way_of
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]
@@ -347,7 +349,12 @@ class Muon(Adam):
             else:
                 alone.append(place)
         for batch in self._batches(group, weights, alone):
-            self._step_batch(group, [weights[i] for i in batch], [grads[i] for i in batch])
+            some = [weights[i] for i in batch]
+            coded = [p for p in some if way_of(group, p) or self._store.kind_of(group, p)]
+            kept = [self._store.with_count(group, p).values() for p in coded]
+            with undone_on_error([*coded, *chain.from_iterable(kept)]):
+                self._step_batch(group, some, [grads[i] for i in batch])
+            self._stepped += some
         for (cut, *_), places in cut_alike.items():
             some = [[each[i] for i in places] for each in (weights, grads, forms)]
             self._step_cut(group, cut, *some)
@@ -372,7 +379,7 @@ class Muon(Adam):
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of one shape."""
-        moving = self._advance(group, weights, grads)
+        moving = self._begin(group, weights, grads)
         values = [each.value for each in moving]
         dtype, device = values[0].dtype, values[0].device
         counts = [matrices_of(group, value)[0] for value in values]
@@ -382,11 +389,22 @@ class Muon(Adam):
         def parts(of: Tensor) -> list[Tensor]:
             return [x.view(v.shape) for x, v in zip(of.split(counts), values, strict=True)]
 
+        # On a CPU products may lack memory: nothing is written before they are there.
+        is_last = device.type == "cpu"
+        if not is_last:
+            self._advance(group, moving)
+        share = 1 - float(group["momentum"])
         for part, each in zip(parts(update), moving, strict=True):
-            _write_update(group, each.grad, each.average, part)
+            average = each.average
+            if is_last:
+                average = torch.lerp(average, each.grad, share, out=part)
+            _write_update(group, each.grad, average, part)
         x = self._orthogonal(group, update)
         directions = parts(x if x.dtype is dtype else update.copy_(x))
-        self._move(group, values, directions, ratio_of(group, shape))
+        rooms = self._rooms(group, values)
+        if is_last:
+            self._advance(group, moving)
+        self._move(group, values, directions, ratio_of(group, shape), rooms)
         self._finish(group, moving)
 
     def _step_cut(
@@ -411,7 +429,8 @@ class Muon(Adam):
 
         def pack(batch: Batch, parts: list[Tensor]) -> None:
             places = batch.weights
-            moving = self._advance(group, *([each[i] for i in places] for each in (weights, grads)))
+            moving = self._begin(group, *([each[i] for i in places] for each in (weights, grads)))
+            self._advance(group, moving)
             by_place = under_way[batch] = dict(zip(places, moving, strict=True))
             for unit, part in zip(batch.units, parts, strict=True):
                 each = by_place[unit.weight]
@@ -426,7 +445,7 @@ class Muon(Adam):
                 values.append(batch.part_of_shard(unit, by_place[unit.weight].value))
                 directions.append(part)
             for ratio, (values, directions) in alike.items():
-                self._move(group, values, directions, ratio)
+                self._move(group, values, directions, ratio, self._rooms(group, values))
             self._finish(group, list(by_place.values()))
 
         exchange = Exchange(cut, self._scratch.take, device, wide, narrow)
@@ -434,10 +453,10 @@ class Muon(Adam):
 
     # The parts of a step
 
-    def _advance(
+    def _begin(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> list[_Moving]:
-        """Takes gradients into the averages, of what this process has of weights of one dtype."""
+        """The operands of what this process has of weights of one dtype."""
         moving = []
         for p, grad in zip(weights, grads, strict=True):
             kept = self._store.with_count(group, p)
@@ -445,9 +464,13 @@ class Muon(Adam):
             wide = self._widened(group, p, state)
             value, average = local(wide), local(state["momentum_buffer"])
             moving.append(_Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
+        return moving
+
+    @staticmethod
+    def _advance(group: dict[str, Any], moving: list[_Moving]) -> None:
+        """Takes gradients into the averages."""
         averages, grads = [each.average for each in moving], [each.grad for each in moving]
         torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
-        return moving
 
     def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
         """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
@@ -459,19 +482,34 @@ class Muon(Adam):
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         return orthogonalize(x, steps, self._scratch)
 
+    def _rooms(self, group: dict[str, Any], values: list[Tensor]) -> tuple[Tensor, ...]:
+        """What a move needs: what decay leaves of a value, zero, and memory to find where."""
+        like, most = values[0], max(map(Tensor.numel, values))
+        keep = 1 - float(group["lr"]) * float(group["weight_decay"])
+        shape = (most if group.get("cautious_decay") else 0,)
+        rooms = [
+            self._scratch.take("share", shape, x, like.device) for x in (like.dtype, torch.bool)
+        ]
+        return *numbers_first(like, keep, 0.0), *rooms
+
     def _move(
-        self, group: dict[str, Any], values: list[Tensor], directions: list[Tensor], ratio: float
+        self,
+        group: dict[str, Any],
+        values: list[Tensor],
+        directions: list[Tensor],
+        ratio: float,
+        rooms: tuple[Tensor, ...],
     ) -> None:
-        """Decays and moves values of weights, or parts of them."""
+        """Decays and moves values of weights, or parts of them, and allocates nothing."""
         lr = float(group["lr"])
-        decay = lr * float(group["weight_decay"])
+        decay, (keep, zero, room, told) = lr * float(group["weight_decay"]), rooms
         if decay and group.get("cautious_decay"):
             for value, direction in zip(values, directions, strict=True):
-                share = self._scratch.take("share", value.shape, value.dtype, value.device)
-                torch.ge(torch.mul(value, direction, out=share), 0, out=share)
-                value.addcmul_(share, value, value=-decay)
+                share, is_same = (x[: value.numel()].view(value.shape) for x in (room, told))
+                torch.ge(torch.mul(value, direction, out=share), zero, out=is_same)
+                value.addcmul_(share.copy_(is_same), value, value=-decay)
         elif decay:
-            torch._foreach_mul_(values, 1 - decay)
+            torch._foreach_mul_(values, keep)
         torch._foreach_add_(values, directions, alpha=-lr * ratio)
 
     def _finish(self, group: dict[str, Any], moving: list[_Moving]) -> None:

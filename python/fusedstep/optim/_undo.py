@@ -1,0 +1,80 @@
+"""A step that stops half way: part of it is undone, and an error names what has been stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep.optim._checks import name_of
+from fusedstep.optim._plan import Work
+
+#: Names that an error lists; it counts the others.
+_MOST_NAMES = 20
+
+
+class Saved:
+    """The values that tensors have now."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Gives the tensors their values back, and allocates nothing."""
+        for tensor, values in self._values:
+            tensor.copy_(values)
+
+
+@contextmanager
+def undone_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Gives tensors back the values that they have now, if memory runs out."""
+    saved = Saved(tensors)
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if is_out_of_memory(error):
+            saved.put_back()
+        raise
+
+
+def numbers_first(like: Tensor, *numbers: float) -> tuple[Tensor, ...]:
+    """Numbers of operations on a tensor, as tensors that these would make of them one by one."""
+    dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    return torch.tensor(numbers, dtype=dtype, device="cpu").unbind()
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    texts = ("bad_alloc", "there is no memory", "can't allocate memory", "out of memory")
+    return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
+
+
+def interrupted(
+    error: Exception, groups: list[dict[str, Any]], work: list[Work], stepped: list[Tensor]
+) -> Exception:
+    """The error of a step whose memory ran out: it names the weights that have been stepped.
+
+    It has them as ``stepped``. Any other error, and one before the first weight, is returned as it
+    is.
+    """
+    if not (stepped and is_out_of_memory(error)):
+        return error
+    done = set(map(id, stepped))
+    names, total = [], 0
+    for item in work:
+        (index,) = (i for i, each in enumerate(groups) if each["params"] is item.group["params"])
+        places = {id(p): place for place, p in enumerate(item.group["params"])}
+        names += [name_of(item.group, index, places[id(p)]) for p in item.weights if id(p) in done]
+        total += len(item.weights)
+    listed = ", ".join(names[:_MOST_NAMES])
+    others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    found = MemoryError(
+        f"memory ran out in a step of {total} weights. Stepped: {listed}{others}. The other "
+        f"{total - len(names)} and their states are as they were: with the gradients of those that "
+        f"have been stepped set to None, step() takes them. {error}"
+    )
+    found.stepped = stepped
+    return found
