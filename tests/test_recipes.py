@@ -39,6 +39,21 @@ def test_lamb_with_warmup(capsys):
     recipes.assert_trains(capsys, "lamb_warmup", "--batch", "16", steps=20)
 
 
+@pytest.mark.parametrize("name", ["muon", "adafactor"])
+def test_of_other_optimizers(capsys, name):
+    recipes.assert_trains(capsys, name, steps=20)
+
+
+def test_offload_says_that_it_needs_a_gpu(capsys):
+    assert recipes.run("offload") is None
+    assert capsys.readouterr().out.startswith("skipped: ")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_offload(capsys):
+    recipes.assert_trains(capsys, "offload", device="cuda", steps=20)
+
+
 def test_galore_in_backward(capsys):
     recipes.assert_trains(capsys, "galore_in_backward", steps=20)
 

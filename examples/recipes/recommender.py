@@ -25,7 +25,11 @@ def clicks(steps: int, batch: int, device: str):
 
 def main(argv: list[str] | None = None) -> recipe.Run:
     parser = recipe.arguments(__doc__, steps=200, batch=1024)
-    of_tables = {"rowwise": optim.RowWiseAdagrad, "adagrad": optim.Adagrad, "adam": optim.SparseAdam}
+    of_tables = {
+        "rowwise": optim.RowWiseAdagrad,
+        "adagrad": optim.Adagrad,
+        "adam": optim.SparseAdam,
+    }
     parser.add_argument("--table", choices=of_tables, default="rowwise", help="its optimizer")
     args = parser.parse_args(argv)
     torch.manual_seed(0)

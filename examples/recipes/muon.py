@@ -1,0 +1,29 @@
+"""Muon for the matrices of a transformer; AdamW, in the same optimizer, for all other weights."""
+
+import recipe
+
+from fusedstep import optim
+
+
+def main(argv: list[str] | None = None) -> recipe.Run:
+    args = recipe.arguments(__doc__).parse_args(argv)
+    model = recipe.LanguageModel().to(args.device)
+    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
+    of_muon = set(matrices)
+    others = [weight for weight in model.parameters() if weight not in of_muon]
+    groups = [
+        {"params": matrices, "lr": 0.02, "weight_decay": 0.01},
+        {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.01},
+    ]
+    optimizer = optim.Muon(groups)
+    with recipe.Run(args.device) as run:
+        for tokens in recipe.batches(args.steps, args.batch, args.device):
+            loss = model.loss(tokens)
+            loss.backward()
+            optimizer.step(max_norm=1.0, zero_grad="none")
+            run.add(loss, len(tokens))
+    return run
+
+
+if __name__ == "__main__":
+    main()
