@@ -7,6 +7,6 @@ A framework is imported by ``register()``, not before. A second call changes not
 ``unregister()`` undoes it. Lightning and Accelerate take any optimizer: they need no module.
 """
 
-from fusedstep.integrations import deepspeed, timm, torchtitan, transformers
+from fusedstep.integrations import deepspeed, megatron, timm, torchtitan, transformers
 
-__all__ = ["deepspeed", "timm", "torchtitan", "transformers"]
+__all__ = ["deepspeed", "megatron", "timm", "torchtitan", "transformers"]
