@@ -224,7 +224,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
         """The weights and gradients of a group, those together that are updated at one go."""
         whole = self._plans.get((index, 0))
-        if whole and same(weights, whole.weights):
+        if (whole and same(weights, whole.weights)) or weights in self._aside:
             return [(weights, grads)]
         return by_place(weights, grads, [_weights.way_of(group, p) for p in weights])
 

@@ -21,7 +21,7 @@ from fusedstep.optim._dtensor import is_dtensor, local_pairs
 from fusedstep.optim._factors import PLAIN
 from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._options import own_option
-from fusedstep.optim._plan import Bucket, Plan, Snapshot, Work, same
+from fusedstep.optim._plan import Bucket, Plan, PlansAside, Snapshot, Work, same
 from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._support import why_not_native
 
@@ -71,6 +71,7 @@ class BindsGroups:
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
+        self._aside = PlansAside()
         self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: tuple[Any, ...] | None = None
@@ -163,12 +164,11 @@ class BindsGroups:
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Work:
         try:
-            plan, sparse = self._plans.get(place), self._sparse_error(group) is None
+            plan, sparse = self._plan_at(place, group, weights), self._sparse_error(group) is None
             if not (
                 plan
                 and plan.names == self._store.names_of(group, weights[0])
                 and plan.seed == _weights.seed_of(group, weights[0])
-                and same(weights, plan.weights)
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
                 and plan.bind(weights, grads, sparse)
@@ -183,6 +183,25 @@ class BindsGroups:
         except RuntimeError as error:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)
+
+    def _plan_at(self, place: _Place, group: dict[str, Any], weights: list[Tensor]) -> Plan | None:
+        """The plan of these weights, if there is one, in its place.
+
+        That of others, which were there, is put aside: DeepSpeed's ZeRO exchanges the weights of a
+        group, or the groups, at each call.
+        """
+        plan = self._plans.get(place)
+        if plan is not None and same(weights, plan.weights):
+            return plan
+        if self._is_composite(group):
+            return None
+        found = self._aside.take(weights)
+        if plan is not None:
+            self._aside.put(plan)
+            del self._plans[place]
+        if found is not None:
+            self._plans[place] = found
+        return found
 
     def _check_composite(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -26,7 +26,7 @@ class LoadsStates:
         """
         if "_stepping" in vars(self):
             raise RuntimeError(_ops.IS_STEPPED)
-        for plan in self._plans.values():
+        for plan in (*self._plans.values(), *self._aside):
             _ops.check_idle(plan.handle)
         # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.
         self._loading: dict[str, Any] = {}

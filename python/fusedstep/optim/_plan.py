@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import chain
 from operator import is_
@@ -124,6 +124,42 @@ class Plan:
             return False
         self.had_sparse = sparse_grads > 0
         return sparse_grads >= 0
+
+
+class PlansAside:
+    """Plans of weights that a group had before and may have again, as engines exchange them.
+
+    They are found by their weights. A group of which other weights have a gradient at each step
+    would leave any number of them, so the oldest are dropped.
+    """
+
+    #: The most weights of all these plans: as many plans where each has one.
+    MOST = 4096
+
+    __slots__ = ("_count", "_plans")
+
+    def __init__(self) -> None:
+        self._plans: dict[tuple[int, ...], Plan] = {}  # oldest first; a plan keeps its weights
+        self._count = 0
+
+    def put(self, plan: Plan) -> None:
+        self._plans[tuple(map(id, plan.weights))] = plan
+        self._count += len(plan.weights)
+        while self._count > self.MOST:
+            self.take(next(iter(self._plans.values())).weights)
+
+    def take(self, weights: list[Tensor]) -> Plan | None:
+        """Returns the plan of these weights, and forgets it."""
+        plan = self._plans.pop(tuple(map(id, weights)), None)
+        if plan is not None:
+            self._count -= len(weights)
+        return plan
+
+    def __contains__(self, weights: list[Tensor]) -> bool:
+        return tuple(map(id, weights)) in self._plans
+
+    def __iter__(self) -> Iterator[Plan]:
+        return iter(self._plans.values())
 
 
 class Work(NamedTuple):
