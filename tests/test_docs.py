@@ -102,3 +102,14 @@ def test_times_of_the_choice_are_those_measured():
         name: ["–" if time is None else f"{time:.2g}" for time in times]
         for name, times in expected.items()
     }
+
+
+def test_times_of_small_calls_are_those_measured():
+    """Of docs/integrations.md."""
+    found = results("amd-zen4-2-cores/engines.json")["us"]
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    for way, times in found.items():
+        ours, torchs = (f"{times[name]:.3g}" for name in ("fusedstep", "torch"))
+        assert f"| {way} | **{ours}** | {torchs} |" in page
+    each = [times for way, times in found.items() if way.startswith("an optimizer for each")]
+    assert all(times["fusedstep"] <= times["torch"] + 5 for times in each)

@@ -8,6 +8,7 @@ from torch.optim.optimizer import (
 )
 
 from cases import PLAIN
+from fusedstep import _ops, optim
 
 
 @pytest.fixture(params=PLAIN, ids=str)
@@ -52,3 +53,29 @@ def test_the_profiler_sees_the_step(optimizer):
         optimizer.step()
     name = f"Optimizer.step#{type(optimizer).__name__}.step"
     assert [event.count for event in profile.key_averages() if event.key == name] == [1]
+
+
+def test_a_step_between_hooks_repeats_the_last_one():
+    """As engines step that have an optimizer for each weight: with what hooks have changed."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer = optim.SGD([param], lr=0.5)
+    lrs, found = iter((0.5, 0.5, 0.25, 0.25)), []
+
+    def before(owner, args, kwargs):
+        param.grad = torch.ones(3)
+        owner.param_groups[0]["lr"] = next(lrs)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(lambda owner, args, kwargs: found.append(param[0].item()))
+    optimizer.step()
+    record = optimizer._last_step
+    for _ in range(3):
+        optimizer.step()
+    assert found == [0.5, 0.0, -0.25, -0.5]
+    if _ops.direct():
+        assert optimizer._last_step is record is not None
+    optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(momentum=0.5))
+    lrs = iter((1.0,))
+    optimizer.step()
+    assert found[-1] == -1.5
+    assert "momentum_buffer" in optimizer.state[param]

@@ -39,8 +39,24 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
     That costs more than a small step, and so is left to those steps that need it. A ``step`` with
     the attribute ``repeats`` is not even called where the last one can be repeated.
     """
-    torch_step = Optimizer.profile_hook_step(func)
     repeats = getattr(func, "repeats", False)
+
+    @functools.wraps(func)
+    def between_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """What hooks have changed is noticed: the last step is compared after them."""
+        if (
+            repeats
+            and (not (args or kwargs) or _asks_nothing(args, kwargs))
+            and not is_compiling()
+            and self._last_step is not None
+            and (direct := _ops.direct())
+            and (not self._state_was_accessed or self._look_for_holders() is None)
+            and direct.repeat(self, self._last_step._replace(empty=()))
+        ):
+            return None
+        return func(self, *args, **kwargs)
+
+    torch_step = Optimizer.profile_hook_step(between_hooks)
 
     @functools.wraps(func)
     def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
