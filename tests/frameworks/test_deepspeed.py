@@ -9,7 +9,7 @@ import torch.distributed as dist
 import two_processes
 from cases import PLAIN
 from fusedstep import integrations, optim
-from fusedstep.optim import low_bit
+from fusedstep.optim import _binding, low_bit
 from pages import run_section
 from small import (
     assert_native,
@@ -50,9 +50,9 @@ def expected_losses(case, dtype):
     return losses
 
 
-def train(engine, rank, dtype):
+def train(engine, rank, dtype, steps=4):
     losses = []
-    for inputs, labels in batches(4, SIZE * PROCESSES):
+    for inputs, labels in batches(steps, SIZE * PROCESSES):
         part = slice(rank * SIZE, (rank + 1) * SIZE)
         loss = loss_of(engine, (inputs[part].to(dtype), labels[part]))
         engine.backward(loss)
@@ -115,6 +115,35 @@ def states_are_offloaded(here):
             offload = {"offload_optimizer": {"device": "cpu"}}
             losses = trained_by_deepspeed(case, here, 2, **offload)
             assert_same_losses(losses, expected_losses(case, torch.float32))
+
+
+def no_call_makes_a_plan_after_the_first_step(here):
+    """Though each call has other groups, or groups with other weights."""
+    import deepspeed
+
+    made = []
+
+    class Plan(_binding.Plan):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    set_environment(here)
+    before, _binding.Plan = _binding.Plan, Plan
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    for stage, zero in ((1, {}), (2, offload), (3, {"sub_group_size": 50}), (3, offload)):
+        made.clear()
+        model = network()
+        first, *others = model.parameters()
+        optimizer = optim.AdamW([{"params": [first]}, {"params": others, "lr": 0.1}])
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=configuration(stage, **zero)
+        )
+        train(engine, here.rank, torch.float32, steps=1)
+        plans = len(made)
+        train(engine, here.rank, torch.float32)
+        assert len(made) == plans > 1, stage
+    _binding.Plan = before
 
 
 def both_flags_are_needed(here):
@@ -182,6 +211,7 @@ WORKS = (
     every_stage_trains_as_one_process,
     bfloat16_weights_train_as_ones_of_float32_rounded,
     states_are_offloaded,
+    no_call_makes_a_plan_after_the_first_step,
     both_flags_are_needed,
     registered_classes_are_taken_by_zero,
     the_page_is_right,
