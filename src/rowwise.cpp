@@ -123,14 +123,14 @@ class RowwiseStep final : public PreparedStep {
           step_row(table, k, table.grad + k * table.grad_bytes);
           continue;
         }
-        if (k + kRowsAhead < item.end) prefetch(table, table.sparse->at(k + kRowsAhead, 0));
+        if (k + kRowsAhead < table.sparse->count()) prefetch(table, k + kRowsAhead);
         step_row(table, table.sparse->at(k, 0), table.sparse->grad(k));
       }
     }
   }
 
  private:
-  static constexpr int64_t kRowsAhead = 2, kMostAhead = 1024, kLine = 64;
+  static constexpr int64_t kRowsAhead = 6, kMostAhead = 1024, kLine = 64;
 
   struct Item {
     size_t tensor;
@@ -173,10 +173,15 @@ class RowwiseStep final : public PreparedStep {
                        .clear = own && options.grads == GradUse::kClear});
   }
 
-  static void prefetch(const Table& table, int64_t row) {
-    const std::byte* const weight = table.weight + row * table.weight_bytes;
+  static void prefetch(const Table& table, int64_t k) {
+    const int64_t row = table.sparse->at(k, 0);
+    const std::byte *const weight = table.weight + row * table.weight_bytes, *const grad =
+                                                                                 table.sparse->grad(k);
     const int64_t bytes = std::min(table.columns * table.element_size, kMostAhead);
-    for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(weight + at);
+    for (int64_t at = 0; at < bytes; at += kLine) {
+      __builtin_prefetch(weight + at, 1);
+      __builtin_prefetch(grad + at);
+    }
     const int64_t size = table.format == Format::kDouble ? 8 : 4;
     __builtin_prefetch(static_cast<const std::byte*>(table.sums) + row * size);
   }
