@@ -504,6 +504,7 @@ CASES = (
 COMPOSITES = {
     optim.APOLLOAdamW: "apollo",
     optim.Adafactor: "adafactor",
+    optim.GaLoreAdafactor: "galore",
     optim.GaLoreAdamW: "galore",
     optim.Muon: "muon",
     optim.RowWiseAdagrad: "rowwise_adagrad",

@@ -120,6 +120,18 @@ def assert_same(a, b):
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+#: Matrices whose low-rank moments, of half the smaller side, are as many as codes need.
+CODED_SHAPES = [(160, 96), (96, 160), (32, 8)]
+
+
+def coded_groups(dtype=torch.float32, **options):
+    """Groups of a rank with moments that may be in codes, and some that are too few."""
+    generous = {"rank": 48} | options
+    return as_params(
+        [(projected(**generous), CODED_SHAPES[:2]), (projected(rank=4), CODED_SHAPES[2:])], dtype
+    )
+
+
 def allocated(optimizer):
     """The largest piece of memory that torch hands out during a step."""
     activities = [torch.profiler.ProfilerActivity.CPU]

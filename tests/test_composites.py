@@ -46,6 +46,7 @@ ROWS = (
     Composite(optim.Adafactor, {}),
     Composite(optim.Muon, {}, counts=False),
     Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),
+    Composite(optim.GaLoreAdafactor, {"rank": 3, "update_proj_gap": 3}),
     Composite(optim.APOLLOAdamW, {"rank": 3, "update_proj_gap": 3}),
     Composite(optim.RowWiseAdagrad, {}),
     Composite(optim.SparseAdam, {}, makes_whole=as_sparse),

@@ -15,7 +15,16 @@ from fusedstep import __main__, optim
 from fusedstep.memory import report
 from fusedstep.memory.activations import trace
 from fusedstep.memory.model import Model, load
-from fusedstep.memory.plan import MASTERS, STATE_DTYPES, Choice, Run, choices, need, state_bytes
+from fusedstep.memory.plan import (
+    MASTERS,
+    STATE_DTYPES,
+    Choice,
+    Run,
+    choices,
+    need,
+    parse,
+    state_bytes,
+)
 from pages import ROOT
 from probes import memory_of_a_step as probe
 from stepping import CHUNK, as_parameters, make_gradients, make_weights
@@ -67,6 +76,24 @@ def test_master_weights_are_told_apart_from_states(case, dtype):
         options = {"state_dtype": STATE_DTYPES[choice.states], "master_weights": MASTERS["float32"]}
         assert masters == 4 * elements
         assert states + masters == bytes_after_a_step(case, dtype, **options), choice
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "states", "expected"),
+    [
+        ("GaLoreAdamW", "default", (128 * 48 * 8 + 48 * 96 * 4 + 4) + (40 * 8 + 4)),
+        ("GaLoreAdamW", "int8", (128 * 48 * 2 + 24 * 8 + 48 * 96 * 4 + 4) + (40 * 8 + 4)),
+        ("APOLLOAdamW", "int8", (128 * 48 * 2 + 24 * 8 + 4 + 4) + (40 * 8 + 4)),
+        ("GaLoreAdafactor", "default", ((128 + 48) * 4 + 48 * 96 * 4 + 4) + (40 * 4 + 4)),
+    ],
+)
+def test_states_of_low_rank(optimizer, states, expected):
+    """Vectors are in a group without a rank."""
+    name, options = parse(f"{optimizer}:rank=48")
+    shapes = (torch.Size([128, 96]), torch.Size([40]))
+    choice = Choice(name, options, states)
+    assert state_bytes(shapes, torch.float32, choice) == (expected, 0)
+    assert choice in list(choices([f"{optimizer}:rank=48"], [states], Run()))
 
 
 def test_every_optimizer_is_compared():

@@ -12,6 +12,7 @@ from low_rank import (
     OPTIONS,
     as_params,
     assert_same,
+    coded_groups,
     gradient,
     groups,
     projected,
@@ -21,6 +22,7 @@ from low_rank import (
     tensors_of,
     weights_of,
 )
+from reference.codes import MAPS
 
 SVDS = ("exact", "randomized", "power", "lazy")
 
@@ -117,7 +119,7 @@ def bases_made(monkeypatch, optimizer, steps, gradients=set_gradients):
         made.append(1)
         return original(*args)
 
-    monkeypatch.setattr("fusedstep.optim.galore.bases_of", counting)
+    monkeypatch.setattr("fusedstep.optim._galore.bases_of", counting)
     for step in range(steps):
         gradients(optimizer, step)
         optimizer.step()
@@ -202,6 +204,34 @@ def test_a_resumed_run_is_the_same(svd, fused):
     run(second, range(3, 9))
     assert_same(weights_of(second), weights_of(whole))
     assert_same(tensors_of(second), tensors_of(whole))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (optim.GaLoreAdamW8bit, {}),
+        (optim.GaLoreAdamW, {"state_dtype": "int4", "svd": "power"}),
+        (optim.APOLLOAdamW, {"state_dtype": "fp8"}),
+        (optim.GaLoreAdafactor, {"beta1": 0.9, "svd": "lazy"}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_resumed_run_of_other_states_is_the_same(cls, options, dtype, fused):
+    def build():
+        return cls(coded_groups(dtype), lr=0.01, fused=fused, **options)
+
+    whole, first, second = build(), build(), build()
+    run(whole, range(7))
+    run(first, range(3))
+    second.load_state_dict(saved(first))
+    with torch.no_grad():
+        for p, q in zip(weights_of(second), weights_of(first), strict=True):
+            p.copy_(q)
+    run(second, range(3, 7))
+    assert_same(tensors_of(second), tensors_of(whole))
+    is_coded = any(value.itemsize == 1 for value in second.state[weights_of(second)[0]].values())
+    assert is_coded == (cls is not optim.GaLoreAdafactor)
 
 
 @pytest.mark.parametrize(
@@ -303,5 +333,64 @@ def test_the_published_class_is_converted():
     theirs.state.update({params[i]: state for i, state in given["state"].items()})
     converted = convert(theirs)
     assert type(converted) is optim.GaLoreAdamW
+    run(converted, range(2, 4))
+    assert_same(weights_of(converted), weights_of(whole))
+
+
+def published(optimizer, name, defaults, state_of):
+    """An optimizer of galore_torch with the weights, options and states of one of ours."""
+    theirs = type(name, (torch.optim.Optimizer,), {"__module__": f"galore_torch.{name.lower()}"})
+    groups = []
+    for group in optimizer.param_groups:
+        own = {"rank", "update_proj_gap", "scale", "proj_type"} if group["rank"] else set()
+        groups.append({name: group[name] for name in (*own, "params", "lr", "weight_decay")})
+    made = theirs(groups, defaults)
+    for p, state in optimizer.state.items():
+        bases = [state[side] for side in (LEFT, RIGHT) if side in state]
+        made.state[p] = state_of(state) | {"step": int(state["step"])}
+        if bases:
+            made.state[p]["projector"] = Projector(bases[0])
+    return made
+
+
+def test_the_published_8_bit_class_is_converted():
+    """Its moments are those of bitsandbytes: codes, a map of their values, and absmax."""
+    whole, ours = (optim.GaLoreAdamW8bit(coded_groups(), lr=0.01) for _ in range(2))
+    run(whole, range(4))
+    run(ours, range(2))
+
+    def state_of(state):
+        found = {}
+        for number, name in enumerate(("exp_avg", "exp_avg_sq"), 1):
+            found[f"state{number}"] = state[name]
+            if f"{name}_absmax" in state:
+                found[f"qmap{number}"] = MAPS["int8", number == 1][0].float()
+                found[f"absmax{number}"] = state[f"{name}_absmax"].flatten()
+        return found
+
+    defaults = {"betas": (0.9, 0.999), "eps": 1e-8}
+    converted = convert(published(ours, "AdamW8bit", defaults, state_of))
+    assert type(converted) is optim.GaLoreAdamW8bit
+    assert converted.state[weights_of(converted)[0]]["exp_avg"].dtype is torch.uint8
+    run(converted, range(2, 4))
+    assert_same(weights_of(converted), weights_of(whole))
+
+
+def test_the_published_adafactor_is_converted():
+    options = {"lr": 0.03, "beta1": 0.8, "weight_decay": 0.1, "clip_threshold": 0.7}
+    whole, ours = (optim.GaLoreAdafactor(groups(), **options) for _ in range(2))
+    run(whole, range(4))
+    run(ours, range(2))
+
+    def state_of(state):
+        names = ("exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg")
+        return {name: state[name] for name in names if name in state} | {"RMS": 0.3}
+
+    defaults = {
+        "eps": (1e-30, 1e-3), "clip_threshold": 0.7, "decay_rate": -0.8, "beta1": 0.8,
+        "scale_parameter": True, "relative_step": True, "warmup_init": False,
+    }  # fmt: skip
+    converted = convert(published(ours, "Adafactor", defaults, state_of))
+    assert type(converted) is optim.GaLoreAdafactor
     run(converted, range(2, 4))
     assert_same(weights_of(converted), weights_of(whole))

@@ -41,6 +41,7 @@ _NAMES: dict[type[FusedOptimizer], tuple[str, ...]] = {
     optim.Adagrad: ("sum",),
     optim.Adam: ("exp_avg", "exp_avg_sq"),
     optim.AdamW: ("exp_avg", "exp_avg_sq"),
+    optim.GaLoreAdamW: ("exp_avg", "exp_avg_sq"),
     optim.Lamb: ("exp_avg", "exp_avg_sq"),
     optim.Lion: ("exp_avg",),
     optim.RMSprop: ("square_avg",),
@@ -97,7 +98,8 @@ def in_our_codes(
 ) -> Any:
     """The state of a weight with the names and codes that it has here; any other as it is.
 
-    `what`: the weight in an error. `group`: the options to come.
+    `what`: the weight in an error. `weight`: the weight, or a tensor of the shape of its states.
+    `group`: the options to come.
 
     Raises:
         ValueError: if a state is missing, truncated or of another optimizer.
@@ -156,7 +158,7 @@ def _of_bitsandbytes(
         raise ValueError(
             f"the state of {what} has unorm_vec: it is one of LARS, not of {cls.__name__}"
         )
-    found = {"step": state["step"]} if "step" in state else {}
+    found = {name: state[name] for name in ("step", "projector") if name in state}
     for number, name in enumerate(names, 1):
         theirs = f"state{number}"
         if theirs not in state:

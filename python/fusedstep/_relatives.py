@@ -136,6 +136,8 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,
     ("galore_torch", "AdamW"): _low_rank,
+    ("galore_torch", "AdamW8bit"): lambda optimizer: (low_bit.GaLoreAdamW8bit, {}),
+    ("galore_torch", "Adafactor"): lambda optimizer: (optim.GaLoreAdafactor, {}),
     ("timm", "Adan"): _adan,
     ("torchrec", "RowWiseAdagrad"): lambda optimizer: (optim.RowWiseAdagrad, {}),
     **{

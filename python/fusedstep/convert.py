@@ -17,9 +17,11 @@ from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
 from fusedstep._relatives import inside, successor
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
-from fusedstep.optim._codes import absmax_of, is_codes
+from fusedstep.optim._codes import absmax_of, is_codes, of_shape
 from fusedstep.optim._foreign import FOREIGN, in_our_words
+from fusedstep.optim._low_rank import LowRankSteps
 from fusedstep.optim._options import own_option
+from fusedstep.optim._projection import low_shape_of
 from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
     check_count_of_steps,
@@ -114,7 +116,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
             apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
             ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers,
-            ``RowWiseAdagrad`` of torchrec, ``GaLoreAdamW`` of galore_torch, ``APOLLOAdamW`` of
+            ``RowWiseAdagrad`` of torchrec, the classes of galore_torch, ``APOLLOAdamW`` of
             apollo_torch, whose projections go on with other random numbers, one of bitsandbytes but
             for LAMB, LARS and AdEMAMix, or a class of ``torchao.optim`` with states of 8 or 4 bits.
             The last two go on with the ``state_dtype`` that they have
@@ -282,11 +284,18 @@ def _decoded(
     """The states of groups, those in other libraries' codes in ours, or in numbers."""
     return [
         [
-            in_our_codes(name_of(group, index, place), state, cls, group, group["params"][place])
+            in_our_codes(name_of(group, index, place), state, cls, group, _like(cls, group, place))
             for place, state in enumerate(members)
         ]
         for index, (group, members) in enumerate(zip(groups, states, strict=True))
     ]
+
+
+def _like(cls: type[FusedOptimizer], group: dict[str, Any], place: int) -> Tensor:
+    """A weight, or a tensor of the shape of its states where a class projects it."""
+    weight = group["params"][place]
+    is_projected = issubclass(cls, LowRankSteps) and group.get("rank") is not None
+    return of_shape(weight, low_shape_of(group, weight)) if is_projected else weight
 
 
 def _translated(

@@ -263,7 +263,7 @@ class _Watch:
         _twin.step(twin, *args, **kwargs)
         self.report.reference_ms = min(self.report.reference_ms, _ms_since(started))
 
-        call, ways = self._call(), _ways_of(optimizer)
+        call, ways, owners = self._call(), _ways_of(optimizer), _groups_of(optimizer)
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
             _twin.step(twin, *args, **kwargs)
@@ -272,7 +272,7 @@ class _Watch:
                 state = optimizer.state.get(p, {})
                 for what in filter(lambda what: is_codes(state[what]), state):
                     del found[what]  # which are rounded to codes
-                before = optimizer._store.decoded(p, state)
+                before = optimizer._store.decoded(owners[p], p, state)
                 before["weight"] = _value(ways[p], p, optimizer)
                 if MASTER in before:  # in double nothing is rounded from it
                     found[MASTER] = weight
@@ -335,8 +335,8 @@ def _copy_of(
     """
     copies, states, ways = {}, {}, _ways_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
-    for p in dict.fromkeys(p for params in groups for p in params):
-        state = optimizer._store.decoded(p, optimizer.state.get(p, {}))
+    for p, group in _groups_of(optimizer).items():
+        state = optimizer._store.decoded(group, p, optimizer.state.get(p, {}))
         in_double = copied is _in_double
         twin = copies[p] = copied(_value(ways[p], p, optimizer) if in_double else p.detach())
         if p.grad is not None:
@@ -352,9 +352,13 @@ def _copy_of(
     return _twin.imperative_twin(optimizer, groups, states), copies
 
 
+def _groups_of(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
+    return {p: group for group in optimizer.param_groups for p in group["params"]}
+
+
 def _ways_of(optimizer: Optimizer) -> dict[Tensor, str | None]:
     """The ways in which weights keep their values."""
-    return {p: way_of(group, p) for group in optimizer.param_groups for p in group["params"]}
+    return {p: way_of(group, p) for p, group in _groups_of(optimizer).items()}
 
 
 def _value(way: str | None, weight: Tensor, optimizer: Optimizer) -> Tensor:

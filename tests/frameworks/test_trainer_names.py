@@ -182,6 +182,48 @@ def test_groups_of_low_rank(transformers, tmp_path, monkeypatch, name, cls, defa
     it.train()
 
 
+@pytest.mark.parametrize(
+    ("name", "cls", "options"),
+    [
+        ("galore_adamw", optim.GaLoreAdamW, {}),
+        ("galore_adamw_8bit", optim.GaLoreAdamW8bit, {"state_dtype": "int8"}),
+        (
+            "galore_adafactor",
+            optim.GaLoreAdafactor,
+            {"relative_step": False, "scale_parameter": False},
+        ),
+        ("apollo_adamw", optim.APOLLOAdamW, {}),
+        ("galore_adamw_8bit_layerwise", optim.GaLoreAdamW8bit, {}),
+        ("galore_adafactor_layerwise", optim.GaLoreAdafactor, {}),
+    ],
+)
+def test_names_of_low_rank_select_ours(transformers, tmp_path, name, cls, options):
+    """They train, with the groups and options that the names stand for."""
+    args = arguments(
+        transformers,
+        tmp_path,
+        optim=name,
+        optim_args="rank=4",
+        optim_target_modules=["attn", "mlp"],
+        max_grad_norm=0.0,
+        gradient_accumulation_steps=1,
+    )
+    it = trainer(transformers, args, llama)
+    it.train()
+    optimizer = inner(it)
+    assert type(optimizer) is cls
+    (group,) = [group for group in optimizer.param_groups if group["rank"] is not None]
+    assert group["rank"] == 4
+    assert all(
+        {"projector_left", "projector_right"} & optimizer.state[p].keys() or "apollo" in name
+        for p in group["params"]
+    )
+    for option, value in options.items():
+        assert all(each[option] == value for each in optimizer.param_groups)
+    losses = losses_of(it)
+    assert losses[-1] < losses[0]
+
+
 def test_every_linear_layer_is_a_target(transformers, tmp_path, monkeypatch):
     monkeypatch.setattr(optim, "GaLoreAdamW", LowRank, raising=False)
     args = arguments(

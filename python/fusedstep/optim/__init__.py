@@ -21,6 +21,7 @@ from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.apollo import APOLLOAdamW
 from fusedstep.optim.galore import GaLoreAdamW
+from fusedstep.optim.galore_adafactor import GaLoreAdafactor
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
 from fusedstep.optim.low_bit import Adagrad8bit as Adagrad8bit
@@ -30,6 +31,7 @@ from fusedstep.optim.low_bit import AdamFp8 as AdamFp8
 from fusedstep.optim.low_bit import AdamW4bit as AdamW4bit
 from fusedstep.optim.low_bit import AdamW8bit as AdamW8bit
 from fusedstep.optim.low_bit import AdamWFp8 as AdamWFp8
+from fusedstep.optim.low_bit import GaLoreAdamW8bit as GaLoreAdamW8bit
 from fusedstep.optim.low_bit import Lamb8bit as Lamb8bit
 from fusedstep.optim.low_bit import Lion8bit as Lion8bit
 from fusedstep.optim.low_bit import RMSprop8bit as RMSprop8bit
@@ -52,6 +54,7 @@ __all__ = [
     "AdamW",
     "Adamax",
     "Adan",
+    "GaLoreAdafactor",
     "GaLoreAdamW",
     "Lamb",
     "Lion",

@@ -219,7 +219,7 @@ def has_text(group: dict[str, Any]) -> bool:
 _OF_WAYS = ("master_weights", "rounding", "seed")
 
 #: Options of which None says that there is none.
-_NONE_IS_NONE = ("beta1", "max_grad_norm")
+_NONE_IS_NONE = ("beta1", "max_grad_norm", "rank")
 
 #: Options that may be texts.
 _TEXTS = (

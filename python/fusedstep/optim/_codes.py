@@ -58,6 +58,16 @@ def is_codes(value: Any) -> bool:
     return isinstance(value, Tensor) and value.dtype in CODES
 
 
+def of_shape(weight: Tensor, shape: torch.Size | None) -> Tensor:
+    """The weight where a state has its shape; else a tensor without memory that has the state's.
+
+    Codes of a state are as those of a weight of this shape.
+    """
+    if shape is None or shape == weight.shape:
+        return weight
+    return torch.empty((), dtype=weight.dtype, device=weight.device).expand(shape)
+
+
 def kind_of(codes: Tensor, weight: Tensor) -> str:
     """The kind of a state's codes."""
     if codes.dtype is torch.float8_e4m3fn:
@@ -84,6 +94,15 @@ def check_codes(name: str, codes: Tensor, absmax: Any, weight: Tensor) -> None:
     for tensor in (codes, absmax):
         if _spread(tensor)[0] != _spread(weight)[0]:
             raise ValueError(f"{name} must be a DTensor if, and only if, its weight is one")
+
+
+def are_codes_of(codes: Tensor, absmax: Any, weight: Tensor) -> bool:
+    """Returns whether these are the codes of a state of the weight, and their absmax."""
+    try:
+        check_codes("", codes, absmax, weight)
+    except ValueError:
+        return False
+    return True
 
 
 #: Elements that tell whether numbers are codes.

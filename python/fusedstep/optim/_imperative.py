@@ -64,9 +64,9 @@ class ImperativeTwin:
         """Steps a weight, or changes nothing if memory runs out."""
         kept = self._store.with_count(group, weight)
         with undone_on_error(self._written_early(group, weight, grad, kept)):
-            state = self._store.decoded(weight, kept)
+            state = self._store.decoded(group, weight, kept)
             self._step_on_numbers(group, weight, grad, state)
-            self._store.encode(weight, kept, state)
+            self._store.encode(group, weight, kept, state)
         self._stepped.append(weight)
 
     def _written_early(

@@ -22,6 +22,7 @@ from fusedstep.optim._checks import (
     name_of,
     with_name,
 )
+from fusedstep.optim._codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
 from fusedstep.optim._plan import Work, same
@@ -30,7 +31,7 @@ from fusedstep.optim._projection import (
     basis_shapes,
     check_whole_number,
     is_due,
-    low_shape,
+    low_shape_of,
     matrix_shape,
     sides,
     why_not_projected,
@@ -52,6 +53,10 @@ class LowRankSteps:
 
     def _sides(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         return sides(group["proj_type"], *matrix_shape(weight))
+
+    def _moment_shapes(self, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+        """The shapes of the moments of a low-rank gradient of this shape."""
+        return dict.fromkeys(self._states, shape)
 
     def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         """The shapes of states beside the moments."""
@@ -93,6 +98,13 @@ class LowRankSteps:
 
     # Options, and which groups
 
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        matrices = [p for p in weights if p.ndim >= 2]
+        others = [p for p in weights if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "rank": None}]
+        return [group for group in groups if group["params"]]
+
     def _check_projection(self, options: dict[str, Any]) -> None:
         """Raises an option of the projection that is none."""
         if options["rank"] is not None:
@@ -107,22 +119,25 @@ class LowRankSteps:
         super()._check(shared)
         options.update(shared)
 
-    def _is_composite(self, group: dict[str, Any]) -> bool:
+    def _is_projected(self, group: dict[str, Any]) -> bool:
         return group.get("rank") is not None
 
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return self._is_projected(group)
+
     def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        if not self._is_composite(group):
-            return None
+        if not self._is_projected(group):
+            return super()._state_shapes(group, weight)
         self._check_projection(group)
         if reason := why_not_projected(group, weight):
             raise ValueError(f"a weight of a group with a rank {reason}")
-        shape = low_shape(group["rank"], self._sides(group, weight), *matrix_shape(weight))
-        return {"exp_avg": shape, "exp_avg_sq": shape} | self._more_shapes(group, weight)
+        shape = low_shape_of(group, weight)
+        return self._moment_shapes(group, shape) | self._more_shapes(group, weight)
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
-        if self._is_composite(group):
+        if self._is_projected(group):
             self._check_projection(group)
             for p in weights:
                 if reason := why_not_projected(group, p):
@@ -163,10 +178,10 @@ class LowRankSteps:
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
-        if "exp_avg" not in state:  # it has taken no step
-            return {}
         shapes = self._state_shapes(group, weight)
-        if shapes is None:
+        if state.keys().isdisjoint(self._states):  # it has taken no step
+            return {}
+        if not self._is_projected(group):
             return {name: value for name, value in state.items() if name != "seed"}
         found = getattr(state.get("projector"), "ortho_matrix", None)
         found = list(found) if isinstance(found, (list, tuple)) else [found]
@@ -181,6 +196,8 @@ class LowRankSteps:
                 formed[name] = value
             elif not shapes.get(name, weight.shape):  # a number
                 formed[name] = torch.zeros((), device=weight.device)
+            if is_codes(value):
+                formed[absmax_of(name)] = known[absmax_of(name)]
         return formed
 
     # Counts, which the numbers of a native step follow from
@@ -225,7 +242,7 @@ class LowRankSteps:
     def _bind(
         self, place: tuple[int, int], group: dict[str, Any], weights: list[Tensor], grads: Any
     ) -> Work:
-        if not self._is_composite(group):
+        if not self._is_projected(group):
             return super()._bind(place, group, weights, grads)
         scratch = self._scratch.get(weights[0])
         if (
@@ -265,14 +282,19 @@ class LowRankSteps:
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         for place, p in enumerate(weights):
+            state = self._state[p]
             for name, shape in self._state_shapes(group, p).items():
-                found = self._state[p][name]
-                if found.dtype != (torch.float32 if p.itemsize == 2 else p.dtype) and shape:
-                    raise RuntimeError(
-                        f"tensor {place} of the list: the state {name} is {found.dtype} but has to "
-                        f"be {torch.float32 if p.itemsize == 2 else p.dtype}"
-                    )
-                if found.shape != shape or found.device != p.device:
+                found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
+                if is_codes(found):
+                    fits = are_codes_of(found, state.get(absmax_of(name)), of_shape(p, shape))
+                else:
+                    fits = found.shape == shape
+                    if found.dtype != wide and shape:
+                        raise RuntimeError(
+                            f"tensor {place} of the list: the state {name} is {found.dtype} but "
+                            f"has to be {wide}"
+                        )
+                if not fits or found.device != p.device:
                     raise RuntimeError(
                         f"{name} of {self._name_of(group, p)} is {list(found.shape)} on "
                         f"{found.device}, but the options of its group ask for {list(shape)} on "
@@ -283,10 +305,10 @@ class LowRankSteps:
 
     def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
         states = [self._store.with_count(group, p) for p in weights]
-        bases = [
-            basis_shapes(group["rank"], self._sides(group, p), *matrix_shape(p)) for p in weights
-        ]
-        return Scratch(weights, states, bases, self._kind(group, weights))
+        sides = [(self._sides(group, p), *matrix_shape(p)) for p in weights]
+        shapes = [low_shape_of(group, p) for p in weights]
+        bases = [basis_shapes(group["rank"], *each) for each in sides]
+        return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
     def _update_groups(
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
@@ -294,7 +316,7 @@ class LowRankSteps:
         try:
             for item in work:
                 self._checked_options(item, factors)
-                if self._is_composite(item.group):
+                if self._is_projected(item.group):
                     self._make_ready(item, factors)
             return super()._update_groups(work, factors, zero_grad)
         finally:
@@ -342,7 +364,7 @@ class LowRankSteps:
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
         found = [
-            self._scratch.get(item.weights[0]) if self._is_composite(item.group) else None
+            self._scratch.get(item.weights[0]) if self._is_projected(item.group) else None
             for item in work
         ]
         projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
@@ -385,6 +407,7 @@ class LowRankSteps:
         """The states of a weight, but for bases that a step leaves alone and what is beside it."""
         bases = () if weight in self._fresh else self._sides(group, weight)
         names = {"step", *self._state_shapes(group, weight)}.difference(bases)
+        names |= set(map(absmax_of, names))
         return [value for name, value in self._state[weight].items() if name in names]
 
     def _move_weight(
@@ -420,7 +443,7 @@ class LowRankSteps:
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        if self._is_composite(group):
+        if self._is_projected(group):
             self._commit(weight)
             state = state | self._fresh[weight]
         super()._step_on_numbers(group, weight, grad, state)

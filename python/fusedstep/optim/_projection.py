@@ -86,6 +86,12 @@ def low_shape(rank: int, side: tuple[str, ...], rows: int, columns: int) -> torc
     return torch.Size((rank if LEFT in side else rows, rank if RIGHT in side else columns))
 
 
+def low_shape_of(group: dict[str, Any], weight: Tensor) -> torch.Size:
+    """The shape of the low-rank gradient of a weight in a group with a rank."""
+    rows, columns = matrix_shape(weight)
+    return low_shape(group["rank"], sides(group["proj_type"], rows, columns), rows, columns)
+
+
 def basis_shapes(
     rank: int, side: tuple[str, ...], rows: int, columns: int
 ) -> dict[str, torch.Size]:

@@ -13,7 +13,14 @@ from torch._subclasses import FakeTensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._checks import check_options, name_of
-from fusedstep.optim._codes import absmax_of, can_be_coded, cast_codes, check_codes, is_codes
+from fusedstep.optim._codes import (
+    absmax_of,
+    can_be_coded,
+    cast_codes,
+    check_codes,
+    is_codes,
+    of_shape,
+)
 from fusedstep.optim._registry import classes
 from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
@@ -158,7 +165,7 @@ def check_tensor(
             f"{name} has the codes of another library; fusedstep.import_state_dict reads torchao's"
         )
     if is_codes(value):
-        check_codes(name, value, absmax, weight)
+        check_codes(name, value, absmax, of_shape(weight, shape))
     elif value.shape != (weight.shape if shape is None else shape):
         needs = "the weight has" if shape in (None, weight.shape) else "must have"
         shape = weight.shape if shape is None else shape

@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedstep import _ops
 from fusedstep.optim._plan import GradUse, Plan
 from fusedstep.optim._products import project, size_between
+from fusedstep.optim._states import StateStore
 
 #: Tensors in scratch memory begin at multiples of so many elements.
 _ALIGNED = 64
@@ -28,14 +29,16 @@ class Scratch:
         self,
         weights: list[Tensor],
         states: list[dict[str, Tensor]],
+        shapes: list[torch.Size],
         bases: list[dict[str, torch.Size]],
         kind: tuple[Any, ...],
     ) -> None:
-        """``bases``: their shapes by side. ``kind``: all that this memory is made for."""
+        """``shapes``: of low-rank gradients. ``bases``: their shapes by side.
+
+        ``kind``: all that this memory is made for.
+        """
         self.weights, self.kind = list(weights), kind
         self.dtype, device = weights[0].dtype, weights[0].device
-        exp_avg = [state["exp_avg"] for state in states]
-        shapes = [each.shape for each in exp_avg]
         ends = list(accumulate(-(-shape.numel() // _ALIGNED) * _ALIGNED for shape in shapes))
 
         def memory(dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
@@ -46,7 +49,7 @@ class Scratch:
                 for begin, shape in zip(begins, shapes, strict=True)
             ]
 
-        wide = exp_avg[0].dtype
+        wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         self._flat_grads, self.grads = memory(wide)
         self._flat_updates, self.updates = memory(wide)
         self._flat_narrow, self._narrow = memory(self.dtype) if wide != self.dtype else (None, [])
@@ -54,8 +57,8 @@ class Scratch:
         self.between = torch.empty(between, dtype=self.dtype, device=device) if between else None
         self._bases: list[dict[str, Tensor]] = [{} for _ in weights]
         self._new: dict[int, dict[str, Tensor]] = {}
-        slots = exp_avg + [state["exp_avg_sq"] for state in states]
         names = ("exp_avg", "exp_avg_sq")
+        slots = StateStore.slots(names, self.updates, states)
         self.plan = Plan(self.updates, slots, states, names, ("step",), False, False)
 
     def bases(self, index: int) -> dict[str, Tensor]:

@@ -73,11 +73,29 @@ class StateStore:
 
     def kind_of(self, group: dict[str, Any], weight: Tensor) -> str | None:
         """The kind of codes that a weight's states are in, by its own, else by options."""
-        state = self.by_weight.get(weight, {})
-        present = [state[name] for name in self._names(group, weight) if name in state]
-        if present:
-            return _codes.kind_of(present[0], weight) if is_codes(present[0]) else None
-        return self._asked_kind(group, weight)
+        return next(iter(self._kinds(group, weight).values()), None)
+
+    def _kinds(self, group: dict[str, Any], weight: Tensor) -> dict[str, str | None]:
+        """The kind of codes that each state is in which may be in codes, by its name."""
+        state, found = self.by_weight.get(weight, {}), {}
+        for name in self._names_in_group(group):
+            like = self._like(group, weight, name)
+            if name not in state:
+                found[name] = self._asked_kind(group, weight, name)
+            else:
+                codes = state[name]
+                found[name] = _codes.kind_of(codes, like) if is_codes(codes) else None
+        return found
+
+    def _asked_kind(self, group: dict[str, Any], weight: Tensor, name: str) -> str | None:
+        """The kind of codes that options ask for; states of shards with other shapes have none."""
+        if self._shapes(group, weight) is not None and _dtensor.is_dtensor(weight):
+            return None
+        return _codes.asked_kind(group, self._like(group, weight, name))
+
+    def _like(self, group: dict[str, Any], weight: Tensor, name: str) -> Tensor:
+        """The weight, or a tensor of the shape of a state that has another one."""
+        return _codes.of_shape(weight, (self._shapes(group, weight) or {}).get(name))
 
     @staticmethod
     def slots(
@@ -95,24 +113,35 @@ class StateStore:
                     slots.append(_dtensor.local(state[name]))
         return slots + absmax
 
-    def decoded(self, weight: Tensor, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def decoded(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
         """A state with numbers in place of codes."""
         coded = {name for name, value in state.items() if is_codes(value)}
         left_out = set(map(absmax_of, coded))
         return {
-            name: self._decode(name, weight, state) if name in coded else value
+            name: self._decode(name, self._like(group, weight, name), state)
+            if name in coded
+            else value
             for name, value in state.items()
             if name not in left_out
         }
 
-    def _decode(self, name: str, weight: Tensor, state: dict[str, Tensor]) -> Tensor:
-        return _codes.decode(state[name], state[absmax_of(name)], weight, name in self._signed)
+    def _decode(self, name: str, like: Tensor, state: dict[str, Tensor]) -> Tensor:
+        return _codes.decode(state[name], state[absmax_of(name)], like, name in self._signed)
 
-    def encode(self, weight: Tensor, state: dict[str, Tensor], numbers: dict[str, Tensor]) -> None:
+    def encode(
+        self,
+        group: dict[str, Any],
+        weight: Tensor,
+        state: dict[str, Tensor],
+        numbers: dict[str, Tensor],
+    ) -> None:
         """Puts numbers into those parts of a state that are in codes."""
         for name in [name for name, value in state.items() if is_codes(value)]:
-            kind = _codes.kind_of(state[name], weight)
-            kept = _codes.parts(state[name], state[absmax_of(name)], weight)
+            like = self._like(group, weight, name)
+            kind = _codes.kind_of(state[name], like)
+            kept = _codes.parts(state[name], state[absmax_of(name)], like)
             for part, new in zip(kept, self._encode(name, kind, numbers), strict=True):
                 part.copy_(new)
 
@@ -257,10 +286,11 @@ class StateStore:
             if name == LOW and isinstance(value, Tensor):
                 self.by_weight[weight][name] = value.to(device, torch.int16)
             elif is_codes(value):
-                kind, absmax = _codes.kind_of(value, weight), saved[absmax_of(name)]
+                like, absmax = self._like(group, weight, name), saved[absmax_of(name)]
+                kind = _codes.kind_of(value, like)
                 if kind == "int4":
-                    value = _codes.in_form(value, weight, 2)
-                absmax = _codes.in_form(absmax, weight, _codes.BLOCKS[kind])
+                    value = _codes.in_form(value, like, 2)
+                absmax = _codes.in_form(absmax, like, _codes.BLOCKS[kind])
                 self.by_weight[weight][name] = value.to(device)
                 self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
             elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in _SIXTEEN_BITS:
@@ -285,18 +315,19 @@ class StateStore:
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        state, kind = self.by_weight.get(weight, {}), self._asked_kind(group, weight)
-        new: dict[str, Tensor] = {}
+        state, new = self.by_weight.get(weight, {}), {}
         gone = []
-        for name in self._names(group, weight):
-            if name not in state or self.kind_of(group, weight) == kind:
+        for name, kind_now in self._kinds(group, weight).items():
+            like = self._like(group, weight, name)
+            kind = self._asked_kind(group, weight, name)
+            if name not in state or kind_now == kind:
                 continue
             codes = is_codes(state[name])
-            numbers = self._decode(name, weight, state) if codes else state[name]
+            numbers = self._decode(name, like, state) if codes else state[name]
             if kind is not None:
                 found, absmax = self._encode(name, kind, {name: numbers})
-                new[name] = _codes.spread_codes(weight, found, kind)
-                new[absmax_of(name)] = _codes.spread_absmax(weight, absmax, kind)
+                new[name] = _codes.spread_codes(like, found, kind)
+                new[absmax_of(name)] = _codes.spread_absmax(like, absmax, kind)
             else:
                 new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
                 gone.append(absmax_of(name))
@@ -304,13 +335,13 @@ class StateStore:
         for name in gone:
             del state[name]
 
-    def _asked_kind(self, group: dict[str, Any], weight: Tensor) -> str | None:
-        """The kind of codes that options ask for; states of other shapes have none."""
-        return None if self._shapes(group, weight) is not None else _codes.asked_kind(group, weight)
-
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
-        """Returns whether options ask for float32 states."""
-        return has_master(group, weight) or own_option(group, "state_dtype") is not None
+        """Returns whether options ask for float32 states, or a class always has them."""
+        return (
+            has_master(group, weight)
+            or own_option(group, "state_dtype") is not None
+            or self._shapes(group, weight) is not None
+        )
 
     def _has_shapes(self, group: dict[str, Any], p: Tensor) -> bool:
         shapes, names = self._shapes(group, p) or {}, self.names_of(group, p)
@@ -336,17 +367,24 @@ class StateStore:
         """A zeroed tensor for each state of each weight, and for the absmax of codes."""
         alike: dict[tuple[bool, str | None, tuple[str, ...]], list[Tensor]] = {}
         for p in weights:
-            kind, names = self.kind_of(group, p), self.names_of(group, p)
-            shapes = self._shapes(group, p) or {}
+            kind, names, kinds = None, self.names_of(group, p), self._kinds(group, p)
+            shapes = self._shapes(group, p)
+            if shapes is None:
+                kind, shapes = self.kind_of(group, p), {}
+            names = names[len(shapes) :]
             placements = self._placements(group, p) if shapes else None
             parts = self._shapes(group, _dtensor.local(p)) if placements else shapes
             for name, shape in shapes.items():
+                if kinds.get(name) is not None:
+                    like = [self._like(group, p, name)]
+                    for _, what, codes in self._zero_codes(kinds[name], (name,), like, False):
+                        yield p, what, codes
+                    continue
                 dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
                 tensor = torch.zeros(parts[name], dtype=dtype, device=p.device)
                 if placements:
                     tensor = _dtensor.spread_as(p, tensor, shape, placements[name])
                 yield p, name, tensor
-                names = names[1:]
             alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
         for (wide, kind, names), some in alike.items():
             if kind is not None:

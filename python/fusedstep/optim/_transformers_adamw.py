@@ -55,6 +55,11 @@ def bias_correction(group: dict[str, Any], count: int) -> float:
     return math.sqrt(1 - beta2**count) / (1 - beta1**count)
 
 
+def second_bias(group: dict[str, Any], count: int) -> float:
+    """The factor by which the root of the second moment is too small at a step."""
+    return math.sqrt(1 - float(group["betas"][1]) ** count)
+
+
 def direction(
     exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, betas: tuple[float, float], eps: float
 ) -> Tensor:

@@ -167,7 +167,7 @@ class Adafactor(FusedOptimizer):
         variant: Literal["torch", "transformers"] | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        super().__init__(params, _as_set(_of_a_variant(options)))
+        super().__init__(params, as_set(of_a_variant(options)))
 
     def _check(self, options: dict[str, Any]) -> None:
         _check_own(options)
@@ -178,7 +178,7 @@ class Adafactor(FusedOptimizer):
         return ()
 
     def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        return _shapes_of(weight.shape, _is_torchs(group), _option(group, "beta1") is not None)
+        return shapes_of(group, weight.shape)
 
     def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         if not is_dtensor(weight):
@@ -200,7 +200,7 @@ class Adafactor(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class, torch's or transformers'."""
         groups = [
-            _as_set(_of_a_variant(group), self.defaults) for group in state_dict["param_groups"]
+            as_set(of_a_variant(group), self.defaults) for group in state_dict["param_groups"]
         ]
         states = {
             key: {name: value for name, value in state.items() if name != "RMS"}  # not a state
@@ -435,40 +435,58 @@ class Adafactor(FusedOptimizer):
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        state["step"] = state["step"] + 1
-        step = state["step"].item()
-        numbers = _numbers(group, step, _eps(group, weight))
-        rate, least = numbers["rate"], numbers["least_mean"]
-        names = list(self._state_shapes(group, weight))
-        keepdim = _is_torchs(group)
-
-        squares = grad * grad + numbers["added"]
-        if weight.dim() > 1:
-            row, column = (
-                state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
-                for name, dim in zip(names, (-1, -2), strict=False)
-            )
-            state[names[0]], state[names[1]] = row, column
-            if not keepdim:
-                row, column = row.unsqueeze(-1), column.unsqueeze(-2)
-            row = row / row.mean(-2, keepdim=True).clamp(min=least)
-            factor = row.rsqrt() * column.rsqrt()
-        else:
-            state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
-            factor = state[names[0]].rsqrt()
-        update = grad * factor.clamp(max=numbers["most"])
-
-        length = numbers["step"]
-        if numbers["scaled"]:
-            length = length * _rms(weight).clamp(min=numbers["least_scale"])
-        update = update * (length / (_rms(update) / numbers["threshold"]).clamp(min=1))
-        if "exp_avg" in names:
-            update = numbers["beta"] * state["exp_avg"] + (1 - numbers["beta"]) * update
-            state["exp_avg"] = update
+        numbers = numbers_of(group, weight, state)
+        length = length_of(numbers, weight)
+        update = factored_update(group, numbers, grad, state, length)
         if group["weight_decay"] != 0:
             decay = numbers["decay"] * (length if numbers["decays_by_length"] else 1)
             weight = weight * (1 - decay)
         return weight - update
+
+
+def numbers_of(group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Counts a step; returns its numbers, by the native operator's names for them."""
+    state["step"] = state["step"] + 1
+    return _numbers(group, state["step"].item(), _eps(group, weight))
+
+
+def length_of(numbers: dict[str, Any], weight: Tensor) -> Tensor | float:
+    """The size of a step, by the root mean square of the weight if that is asked for."""
+    if not numbers["scaled"]:
+        return numbers["step"]
+    return numbers["step"] * _rms(weight).clamp(min=numbers["least_scale"])
+
+
+def factored_update(
+    group: dict[str, Any],
+    numbers: dict[str, Any],
+    grad: Tensor,
+    state: dict[str, Tensor],
+    length: Tensor | float,
+) -> Tensor:
+    """Takes the moments of a gradient forward, and returns the update of this length."""
+    rate, least = numbers["rate"], numbers["least_mean"]
+    names, keepdim = list(shapes_of(group, grad.shape)), _is_torchs(group)
+    squares = grad * grad + numbers["added"]
+    if grad.dim() > 1:
+        row, column = (
+            state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
+            for name, dim in zip(names, (-1, -2), strict=False)
+        )
+        state[names[0]], state[names[1]] = row, column
+        if not keepdim:
+            row, column = row.unsqueeze(-1), column.unsqueeze(-2)
+        row = row / row.mean(-2, keepdim=True).clamp(min=least)
+        factor = row.rsqrt() * column.rsqrt()
+    else:
+        state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
+        factor = state[names[0]].rsqrt()
+    update = grad * factor.clamp(max=numbers["most"])
+    update = update * (length / (_rms(update) / numbers["threshold"]).clamp(min=1))
+    if "exp_avg" in names:
+        update = numbers["beta"] * state["exp_avg"] + (1 - numbers["beta"]) * update
+        state["exp_avg"] = update
+    return update
 
 
 class _Call:
@@ -521,9 +539,13 @@ def _names_of_numbers() -> list[str]:
     return torch.ops.fusedstep.factored_options()
 
 
+def shapes_of(group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+    """The shapes of the states of a gradient of this shape; shared, not to be changed."""
+    return _shapes_of(shape, _is_torchs(group), _option(group, "beta1") is not None)
+
+
 @functools.lru_cache(maxsize=1024)
 def _shapes_of(shape: torch.Size, is_torchs: bool, has_beta1: bool) -> dict[str, torch.Size]:
-    """The shapes of the states of a weight of this shape; shared, not to be changed."""
     if is_torchs:
         rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])
         names = {"row_var": rows, "col_var": columns} if len(shape) > 1 else {"variance": shape}
@@ -640,14 +662,14 @@ def _by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
+def of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a constructor or a dictionary with their variant, which other ones tell."""
     own = (*_RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
     is_torchs = all(given.get(name) is None for name in own)
     return {"variant": "torch" if is_torchs else "transformers"} | _by_torchs_names(given)
 
 
-def _as_set(options: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def as_set(options: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The options without what torch's class lacks and what has not been set.
 
     ``defaults``: those of an optimizer, in whose place a group has to say it all the same.

@@ -7,36 +7,18 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._low_rank import LowRankSteps
+from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
 from fusedstep.optim._plan import Work
 from fusedstep.optim._products import add_back, as_matrix, project
-from fusedstep.optim._projection import (
-    LEFT,
-    PROJ_TYPES,
-    RIGHT,
-    basis_shapes,
-    check_one_of,
-    is_due,
-    matrix_shape,
-    offset_of,
-)
+from fusedstep.optim._projection import LEFT, RIGHT
 from fusedstep.optim._scratch import Scratch
-from fusedstep.optim._subspace import bases_of, overlap
 from fusedstep.optim._transformers_adamw import advance, move
 from fusedstep.optim._weights import way_of
 
 __all__ = ["GaLoreAdamW"]
 
-SVDS = ("exact", "randomized", "power", "lazy")
 
-#: The state that counts how often ``svd="lazy"`` has doubled the gap of a weight.
-_DOUBLINGS = "gap_doublings"
-
-#: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.
-_AT_REST, _MOST_DOUBLINGS = 0.4, 4
-
-
-class GaLoreAdamW(LowRankSteps, FusedOptimizer):
+class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
     r"""Implements the GaLoreAdamW algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
@@ -125,15 +107,9 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2403.03507
     """
 
-    _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
-        "correct_bias": True,
-        "rank": None,
-        "update_proj_gap": 200,
-        "scale": 1.0,
-        "proj_type": "std",
-        "svd": "exact",
-        "stagger": False,
-    }
+    _later_options: ClassVar[dict[str, Any]] = (
+        FusedOptimizer._later_options | {"correct_bias": True} | LATER_OPTIONS
+    )
 
     def __init__(
         self,
@@ -160,41 +136,6 @@ class GaLoreAdamW(LowRankSteps, FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals() | {"differentiable": False})
-
-    def _check_projection(self, options: dict[str, Any]) -> None:
-        super()._check_projection(options)
-        check_one_of("proj_type", options["proj_type"], PROJ_TYPES)
-        check_one_of("svd", options["svd"], SVDS)
-
-    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        shapes = basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
-        return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
-
-    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
-        if not is_due(count, group["update_proj_gap"], offset):
-            return False
-        if count == 0 or group["svd"] != "lazy":
-            return True
-        times = (count + offset) // group["update_proj_gap"]
-        return times % 2 ** int(self._state[weight][_DOUBLINGS]) == 0
-
-    def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
-    ) -> dict[str, Tensor]:
-        if not is_due:
-            return {}
-        state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
-        last = {name: state[name] for name in side} if count else None
-        key = self._key(group, weight, count)
-        wide = grad.to(state[side[0]].dtype)
-        found = bases_of(wide, group["rank"], side, svd, last, key)
-        if svd != "lazy":
-            return found
-        doublings = torch.zeros_like(state[_DOUBLINGS])
-        if last is not None and overlap(last, found) >= _AT_REST:
-            doublings = (state[_DOUBLINGS] + 1).clamp(max=_MOST_DOUBLINGS)
-        return found | {_DOUBLINGS: doublings}
 
     def _move(
         self,

@@ -238,11 +238,11 @@ class Lamb(FusedOptimizer):
         begun = []
         for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
             for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
-                state = self._store.decoded(weight, self._state[weight])
+                state = self._store.decoded(group, weight, self._state[weight])
                 wide = self._widened(group, weight, state)
                 grad = (-grad if group["maximize"] else grad).to(wide.dtype)
                 update, lr, _ = self._direction(group, wide, grad, state)
-                self._store.encode(weight, self._state[weight], state)
+                self._store.encode(group, weight, self._state[weight], state)
                 begun.append((group, weight, wide, update, lr))
         found = self._spread_weights().norms(
             [weight for _, weight, _, _, _ in begun],

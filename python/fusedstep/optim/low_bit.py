@@ -8,12 +8,19 @@ Each is the class that its name begins with, with ``state_dtype`` set: see
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any, TypeVar
 
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._transformers_adamw import second_bias
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW
+from fusedstep.optim.galore import GaLoreAdamW
 from fusedstep.optim.lamb import Lamb
 from fusedstep.optim.lion import Lion
 from fusedstep.optim.rmsprop import RMSprop
@@ -46,3 +53,80 @@ Adam4bit = _named("Adam4bit", Adam, "int4")
 AdamW4bit = _named("AdamW4bit", AdamW, "int4")
 AdamFp8 = _named("AdamFp8", Adam, "fp8")
 AdamWFp8 = _named("AdamWFp8", AdamW, "fp8")
+
+
+class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
+    """GaLoreAdamW with states in codes, ``state_dtype="int8"``; arguments as galore_torch has them.
+
+    Other defaults than :class:`GaLoreAdamW`'s are those of the published class: ``eps`` is 1e-8,
+    ``weight_decay`` 1e-2. ``eps`` is added after the bias of the second moment is corrected, as by
+    the kernels of bitsandbytes. The states of fewer than 4,096 numbers are float32; bases always.
+
+    Args:
+        amsgrad, args, min_8bit_size, percentile_clipping, block_wise, is_paged: of bitsandbytes;
+            others than the defaults are refused
+        optim_bits (int): is taken and changes nothing, as in the published class
+
+    The other arguments are those of :class:`GaLoreAdamW`.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        optim_bits: int = 32,
+        args: Any = None,
+        min_8bit_size: int = 4096,
+        percentile_clipping: int = 100,
+        block_wise: bool = True,
+        is_paged: bool = False,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        svd: str = "exact",
+        stagger: bool = False,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = "int8",
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        own = set(inspect.signature(GaLoreAdamW).parameters)
+        options = {name: value for name, value in locals().items() if name in own}
+        only = {
+            "amsgrad": (amsgrad, False),
+            "args": (args, None),
+            "min_8bit_size": (min_8bit_size, 4096),
+            "percentile_clipping": (percentile_clipping, 100),
+            "block_wise": (block_wise, True),
+            "is_paged": (is_paged, False),
+        }
+        for name, (value, known) in only.items():
+            if value != known:
+                raise ValueError(f"{name} must be {known} in GaLoreAdamW8bit, not {value!r:.40}")
+        super().__init__(**options)
+
+    def _numbers_of(
+        self, group: dict[str, Any], count: int, lr: float, weight_decay: float
+    ) -> tuple[Any, ...]:
+        return super()._numbers_of(_with_corrected_eps(group, count), count, lr, weight_decay)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        group = _with_corrected_eps(group, int(state["step"]) + 1)
+        return super()._formula(group, weight, grad, state)
+
+
+def _with_corrected_eps(group: dict[str, Any], count: int) -> dict[str, Any]:
+    """A group whose eps is what it is after the correction of the second moment's bias."""
+    return group | {"eps": group["eps"] * second_bias(group, count)}

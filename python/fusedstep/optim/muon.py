@@ -460,7 +460,7 @@ class Muon(Adam):
         moving = []
         for p, grad in zip(weights, grads, strict=True):
             kept = self._store.with_count(group, p)
-            state = self._store.decoded(p, kept)
+            state = self._store.decoded(group, p, kept)
             wide = self._widened(group, p, state)
             value, average = local(wide), local(state["momentum_buffer"])
             moving.append(_Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
@@ -518,7 +518,7 @@ class Muon(Adam):
             if seed_of(group, each.weight) is not None:
                 each.state["step"] += 1
             self._write_back(group, each.weight, each.wide, each.state)
-            self._store.encode(each.weight, each.kept, each.state)
+            self._store.encode(group, each.weight, each.kept, each.state)
         if any(map(is_dtensor, (each.weight for each in moving))):  # by way of their shards
             increment_version([each.weight for each in moving])
 

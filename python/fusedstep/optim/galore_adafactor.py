@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
+from fusedstep.optim._products import add_back, as_matrix, project
+from fusedstep.optim._projection import LEFT, RIGHT
+from fusedstep.optim.adafactor import (
+    Adafactor,
+    as_set,
+    factored_update,
+    length_of,
+    numbers_of,
+    of_a_variant,
+    shapes_of,
+)
+
+__all__ = ["GaLoreAdafactor"]
+
+
+class GaLoreAdafactor(GaLoreSteps, Adafactor):
+    r"""Implements the GaLoreAdafactor algorithm, in groups and formula galore_torch's.
+
+    For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
+    2, …; here of the type that projects from the right, by a basis ``B`` [r, N]::
+
+        B = the first r right singular vectors of G      at steps 1, 1 + gap, 1 + 2 * gap, …
+        R = G @ B.T                                      [M, r]
+        row = (1 - t**decay_rate) * row + t**decay_rate * mean(R**2 + eps1, of each row)
+        col = (1 - t**decay_rate) * col + t**decay_rate * mean(R**2 + eps1, of each column)
+        u = R / sqrt(row * col / mean(row))
+        u = u / max(1, rms(u) / clip_threshold)
+        s = max(eps2, rms(w))
+        w = w - min(lr, 1 / sqrt(t)) * s * (scale * u @ B + weight_decay * w)
+
+    From the left, ``R = A.T @ G`` [r, N] and the update is ``A @ u`` with the left singular vectors
+    ``A`` [M, r]; ``"full"`` does both. In the usual notation
+
+    .. math::
+        \begin{aligned}
+            R_t      &= P_t^\top G_t                                                          \\
+            \theta_t &= (1 - \alpha_t \lambda) \, \theta_{t-1}
+                        - \alpha_t \sigma P_t \operatorname{Adafactor}(R_t)
+        \end{aligned}
+
+    with gradient :math:`G_t` (negated if maximizing), basis :math:`P_t`, ``scale`` :math:`\sigma`,
+    ``weight_decay`` :math:`\lambda` and the step size :math:`\alpha_t`, ``min(…) * s`` above.
+    `GaLore`_ is the projection; Adafactor is ``transformers.Adafactor``, as in :class:`Adafactor`:
+    with a beta1 it is a running average of the step size times ``u`` that is projected back. Groups
+    without a rank are :class:`Adafactor` of that variant.
+
+    Weights that are projected have at least two dimensions; one of more is the matrix of its first
+    one and all others together. The states ``exp_avg_sq_row`` and ``exp_avg_sq_col`` are those of
+    the rows and columns of ``R``, and ``exp_avg`` has its shape; ``projector_left`` [M, r] and
+    ``projector_right`` [r, N] are the bases; with ``svd="lazy"`` there is the number
+    ``gap_doublings`` too. All are float32 beside 16-bit weights. The products of a group with a
+    rank are the library's, and what is done to ``R`` is torch's; other groups are one native
+    operation.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): upper bound of the relative step size; with
+            ``relative_step=False`` the step size itself, before it is scaled; None is 1e-2
+            (default: None)
+        eps (tuple[float, float], optional): eps1, and the least value that counts as the root
+            mean square of a weight (default: (1e-30, 1e-3))
+        clip_threshold (float, optional): largest root mean square of an update (default: 1.0)
+        decay_rate (float, optional): exponent of the decay of the second moments (default: -0.8)
+        beta1 (float, optional): coefficient of a running average of the updates; None averages
+            nothing (default: None)
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+        scale_parameter (bool, optional): multiply the step size by the root mean square of the
+            weight (default: True)
+        relative_step (bool, optional): the step size is at most ``1 / sqrt(t)`` (default: True)
+        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` takes the place of lr
+            (default: False)
+        rank (int, optional): rank of the projected gradients of a group; None projects
+            nothing (default: None)
+        update_proj_gap (int, optional): steps from one basis to the next (default: 200)
+        scale (float, optional): factor of projected updates (default: 0.25)
+        proj_type (str, optional): the side that is projected, as in :class:`GaLoreAdamW`
+            (default: "std")
+        svd (str, optional): how a basis is made, as in :class:`GaLoreAdamW` (default: "exact")
+        stagger (bool, optional): spread the refreshes of a group over the gap (default: False)
+        seed (int, optional): of the random numbers of ``svd`` and of ``rounding="stochastic"``
+            (default: 0)
+
+    Raises:
+        ValueError: if an option is out of range or unknown, ``params`` is empty, or a weight of a
+            group with a rank has fewer than two dimensions, a side shorter than the rank, or is a
+            DTensor or complex; the error names the parameter.
+        RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
+            update, or a missing native library; at :meth:`step`, before anything is changed, for
+            sparse gradients and for NaN and infinite elements in gradients of a group with a rank.
+
+    Example::
+
+        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
+        >>> others = [p for p in model.parameters() if p.ndim != 2]
+        >>> groups = [{"params": others}, {"params": matrices, "rank": 128}]
+        >>> optimizer = optim.GaLoreAdafactor(groups)
+
+    .. _GaLore:
+        https://arxiv.org/abs/2403.03507
+    """
+
+    _rule = Adafactor._rule
+    _states = Adafactor._states
+    _allocates_first = False
+    _later_options: ClassVar[dict[str, Any]] = Adafactor._later_options | LATER_OPTIONS
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor | None = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = -0.8,
+        beta1: float | None = None,
+        weight_decay: float = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        *,
+        rank: int | None = None,
+        update_proj_gap: int = 200,
+        scale: float = 0.25,
+        proj_type: str = "std",
+        svd: str = "exact",
+        stagger: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
+        FusedOptimizer.__init__(self, params, as_set(of_a_variant(own)))
+
+    def _moment_shapes(self, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+        return shapes_of(group, shape)
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _takes_scratch(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        return False  # no plan steps the moments of rows and columns
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        of = GaLoreSteps if self._is_projected(group) else Adafactor
+        of._composite_steps(self, group, weights, grads)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        bases = {side: state[side] for side in (LEFT, RIGHT) if side in state}
+        if not bases:
+            return Adafactor._formula(self, group, weight, grad, state)
+        numbers = numbers_of(group, weight, state)
+        length = length_of(numbers, weight)
+        low = project(as_matrix(grad), bases)
+        update = factored_update(group, numbers, low, state, length)
+        if numbers["decay"] != 0:
+            weight.mul_(1 - numbers["decay"] * (length if numbers["decays_by_length"] else 1))
+        matrix = as_matrix(weight)
+        add_back(matrix, update, bases, 1.0, -group["scale"])
+        return matrix.view(weight.shape)
