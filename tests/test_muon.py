@@ -1,6 +1,7 @@
 """Muon: its maths against float64, torch's class, and what it refuses."""
 
 import copy
+import io
 import pickle
 
 import pytest
@@ -162,6 +163,11 @@ def test_coefficients_of_each_step():
         ),
         ({"ns_coefficients": (2, -1.5, 0.5)}, {"coefficients": [(2, -1.5, 0.5)] * 5}),
         ({"cautious_decay": True, "weight_decay": 5.0}, {"cautious": True, "weight_decay": 5.0}),
+        ({"normuon": True}, {"beta2": 0.95}),
+        (
+            {"normuon": True, "beta2": 0.6, "cautious_decay": True, "weight_decay": 5.0},
+            {"beta2": 0.6, "cautious": True, "weight_decay": 5.0},
+        ),
     ],
     ids=lambda options: ", ".join(map(str, options)) or "defaults",
 )
@@ -218,6 +224,7 @@ def test_small_batches_give_the_same(monkeypatch):
     assert_moved_alike(found, expected, parameters(shapes), 1e-5)
 
 
+@pytest.mark.parametrize("normuon", [False, True])
 @pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
 @pytest.mark.parametrize(
     ("shape", "options", "blocks"),
@@ -231,10 +238,62 @@ def test_small_batches_give_the_same(monkeypatch):
     ],
     ids=["stack", "flattened", "convolution", "stacks", "heads", "heads of a stack"],
 )
-def test_weights_are_matrices(shape, options, blocks, fused):
+def test_weights_are_matrices(shape, options, blocks, fused, normuon):
     shapes = [shape, shape]
-    found, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32, fused=fused, **options)
-    assert_moved_alike(found, by_reference(shapes, blocks=blocks), parameters(shapes), 1e-4)
+    options |= {"ns_dtype": torch.float32, "fused": fused, "normuon": normuon}
+    found, _ = trained(optim.Muon, shapes, **options)
+    expected = by_reference(shapes, blocks=blocks, beta2=0.95 if normuon else None)
+    assert_moved_alike(found, expected, parameters(shapes), 1e-4)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+def test_rows_of_normuon_have_one_size(fused):
+    """At the first step the average is in proportion to its squares, and all rows come out alike."""
+    options = {"weight_decay": 0.0, "ns_dtype": torch.float64, "fused": fused}
+    moves = []
+    for normuon in (False, True):
+        found, optimizer = trained(
+            optim.Muon, [(24, 8)], torch.float64, steps=1, normuon=normuon, **options
+        )
+        moves.append(found[0].detach() - parameters([(24, 8)], torch.float64)[0].detach())
+    sizes = moves[1].norm(dim=1)
+    torch.testing.assert_close(sizes, sizes.mean().expand(24), rtol=1e-8, atol=0)
+    assert moves[0].norm(dim=1).std() > 0.05 * sizes.mean()
+    torch.testing.assert_close(moves[1].norm(), moves[0].norm(), rtol=1e-8, atol=0)
+    assert optimizer.state[found[0]]["second_momentum_buffer"].shape == (24, 1)
+
+
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_of_normuon_goes_on_from_its_dictionary(dtype, fused):
+    shapes, options = [(24, 8), (3, 8, 12)], {"normuon": True, "fused": fused, "lr": 0.02}
+    whole, _ = trained(optim.Muon, shapes, dtype, steps=4, **options)
+    params, first = trained(optim.Muon, shapes, dtype, steps=2, **options)
+    file = io.BytesIO()
+    torch.save(first.state_dict(), file)
+    file.seek(0)
+    optimizer = optim.Muon(params, **options)
+    optimizer.load_state_dict(torch.load(file, weights_only=True))
+    for p in params:
+        assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
+    for number in (2, 3):
+        step(optimizer, params, number)
+    assert all(torch.equal(p, q) for p, q in zip(params, whole, strict=True))
+
+
+def test_normuon_of_codes_and_of_a_group():
+    shapes = [(64, 80)] * 2
+    options = {"ns_dtype": torch.float32, "normuon": True}
+    found, optimizer = trained(optim.Muon, shapes, state_dtype="int8", **options)
+    state = optimizer.state[found[0]]
+    assert state["momentum_buffer"].dtype is torch.uint8
+    assert state["second_momentum_buffer"].dtype is torch.float32
+    assert_moved_alike(found, by_reference(shapes, beta2=0.95), parameters(shapes), 0.05)
+    params = parameters([(24, 8), (24, 8)])
+    optimizer = optim.Muon([{"params": params[:1], "normuon": True}, {"params": params[1:]}])
+    step(optimizer, params, 0)
+    assert ["second_momentum_buffer" in optimizer.state[p] for p in params] == [True, False]
+    assert "normuon" not in optimizer.param_groups[1]
 
 
 def test_weights_of_other_strides():
@@ -563,6 +622,8 @@ def test_steps_under_torch_compile_and_a_dispatch_mode():
         ({"weight_decay": -1}, "Invalid weight_decay value"),
         ({"betas": (1.0, 0.5)}, "Invalid beta parameter at index 0"),
         ({"adamw_eps": -1}, "Invalid adamw_eps value"),
+        ({"beta2": 1.0}, "Invalid beta2 value: 1.0"),
+        ({"beta2": -0.1}, "Invalid beta2 value: -0.1"),
     ],
     ids=str,
 )

@@ -17,24 +17,18 @@ def iterated(matrix, coefficients, eps):
 
 
 def muon(
-    weight,
-    gradient,
-    state,
-    *,
-    lr=1e-3,
-    weight_decay=0.1,
-    momentum=0.95,
-    nesterov=True,
-    coefficients=(QUINTIC,) * 5,
-    eps=1e-7,
-    adjust="original",
-    cautious=False,
-):
+    weight, gradient, state, *, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True,
+    coefficients=(QUINTIC,) * 5, eps=1e-7, adjust="original", cautious=False, beta2=None,
+):  # fmt: skip
     m = state.get("momentum_buffer", torch.zeros_like(weight))
     m = momentum * m + (1 - momentum) * gradient
     update = momentum * m + (1 - momentum) * gradient if nesterov else m
     x = iterated(update, coefficients, eps)
-    rows, columns = weight.shape
+    new, (rows, columns) = {"momentum_buffer": m}, weight.shape
+    if beta2 is not None:  # NorMuon
+        of_rows = x.square().mean(1, keepdim=True)
+        v = new["v"] = beta2 * state.get("v", 0) + (1 - beta2) * of_rows
+        x = x / v.sqrt() * x.norm() / (x / v.sqrt()).norm()
     factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * math.sqrt(max(rows, columns))}
     decayed = weight * (x * weight >= 0) if cautious else weight
-    return weight - lr * (weight_decay * decayed + factor[adjust] * x), {"momentum_buffer": m}
+    return weight - lr * (weight_decay * decayed + factor[adjust] * x), new

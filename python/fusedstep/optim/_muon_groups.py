@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim._checks import check_at_least_zero
+from fusedstep.optim._checks import check_at_least_zero, check_number
 from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
-from fusedstep.optim._sharded_matrices import Form, why_not_gathered
+from fusedstep.optim._sharded_matrices import Form, cut_of, why_not_gathered
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -23,6 +23,8 @@ MUON_OWN: dict[str, Any] = {
     "stacked": None,
     "ns_dtype": None,
     "cautious_decay": False,
+    "normuon": False,
+    "beta2": 0.95,
     "betas": (0.9, 0.999),
     "adamw_eps": 1e-8,
     "maximize": False,
@@ -58,11 +60,15 @@ def check_muon_options(options: dict[str, Any]) -> None:
     heads = options.get("split_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
-    for name in ("use_muon", "stacked", "cautious_decay"):
+    for name in ("use_muon", "stacked", "cautious_decay", "normuon"):
         if isinstance(options.get(name), str):
             raise TypeError(f"{name} must not be a text: {options[name]!r:.40}")
     for name in ("momentum", "weight_decay"):
         check_at_least_zero(name, options[name])
+    beta2 = options.get("beta2", MUON_OWN["beta2"])
+    check_number("beta2", beta2)
+    if not 0 <= beta2 < 1:
+        raise ValueError(f"Invalid beta2 value: {beta2}")
 
 
 def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
@@ -76,6 +82,8 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
         return "is complex, which Muon does not support; use_muon=False has AdamW step it"
     if reason := why_not_gathered(weight):
         return f"{reason}; use_muon=False has AdamW step it"
+    if group.get("normuon") and cut_of(weight) is not None:
+        return "is a sharded DTensor, of whose rows normuon=True keeps no moments"
     heads = group.get("split_heads", 1)
     rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
     if rows % heads:
@@ -97,6 +105,17 @@ def matrices_of(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
         stack, (rows, *rest) = [], weight.shape
         columns = math.prod(rest)
     return math.prod(stack) * heads, rows // heads, columns
+
+
+def beta2_of(group: dict[str, Any]) -> float:
+    """The coefficient of NorMuon's averages."""
+    return float(group.get("beta2", MUON_OWN["beta2"]))
+
+
+def rows_shape(group: dict[str, Any], weight: Tensor) -> torch.Size:
+    """The shape of one number for each row of the matrices of a weight."""
+    rows = weight.shape[:-1] if _is_stacked(group, weight) else weight.shape[:1]
+    return torch.Size((*rows, 1))
 
 
 def form_of(group: dict[str, Any], weight: Tensor) -> Form:

@@ -166,6 +166,25 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
     return form(x, spare, squares, steps)
 
 
+#: What NorMuon adds to roots and norms that are divided by.
+_NORMUON_EPS = 1e-10
+
+
+def normalize_rows(x: Tensor, moments: Tensor, beta2: float) -> None:
+    """Gives the rows of matrices ``[B, M, N]`` one size, as NorMuon does, in place.
+
+    ``moments`` [B, M, 1], running averages of the mean squares of rows, are taken forward. The
+    norms of the matrices stay: they and their new ones follow from those of rows.
+    """
+    norms = torch.linalg.vector_norm(x, dim=2, keepdim=True, dtype=moments.dtype)
+    moments.lerp_(norms.square() / max(x.shape[2], 1), 1 - beta2)
+    factors = 1 / moments.sqrt().add_(_NORMUON_EPS)
+    whole, new = (
+        torch.linalg.vector_norm(each, dim=1, keepdim=True) for each in (norms, norms * factors)
+    )
+    x.mul_(factors * (whole / new.add_(_NORMUON_EPS)))
+
+
 def _gram(x: Tensor, out: Tensor) -> None:
     """The Gram matrix of the short side."""
     if x.shape[1] > x.shape[2]:

@@ -22,15 +22,22 @@ from fusedstep.optim._factors import Factors
 from fusedstep.optim._muon_groups import (
     MUON_OWN,
     as_adamw,
+    beta2_of,
     check_muon_options,
     form_of,
     matrices_of,
     ns_dtype_of,
     ratio_of,
+    rows_shape,
     uses_muon,
     why_no_matrix,
 )
-from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
+from fusedstep.optim._newton_schulz import (
+    Scratch,
+    coefficients_of,
+    normalize_rows,
+    orthogonalize,
+)
 from fusedstep.optim._options import OWN
 from fusedstep.optim._plan import Work
 from fusedstep.optim._sharded_matrices import (
@@ -55,7 +62,7 @@ __all__ = ["Muon"]
 #: Options that check_ranges() does not know.
 _OF_MUON = (
     *("ns_coefficients", "ns_steps", "adjust_lr_fn"),
-    *("use_muon", "split_heads", "stacked", "ns_dtype", "cautious_decay"),
+    *("use_muon", "split_heads", "stacked", "ns_dtype", "cautious_decay", "normuon", "beta2"),
 )
 
 #: Elements that go through the products together at most. More do not fill a device better, and
@@ -139,6 +146,11 @@ class Muon(Adam):
             instructions for it (default: None)
         cautious_decay (bool, optional): decay only elements that the update makes smaller, as
             `Cautious Weight Decay`_ does (default: False)
+        normuon (bool, optional): give the rows of an update one size, as `NorMuon`_ does: each is
+            divided by the root of a running average of its mean square, which is kept in the state
+            ``second_momentum_buffer``, and the matrix is given its norm of before. States are
+            float32 then beside 16-bit weights (default: False)
+        beta2 (float, optional): coefficient of that average (default: 0.95)
         betas (tuple[float, float], optional): of AdamW (default: (0.9, 0.999))
         adamw_eps (float, optional): eps of groups with ``use_muon=False`` that have none of their
             own (default: 1e-8)
@@ -172,11 +184,13 @@ class Muon(Adam):
         https://arxiv.org/abs/2502.16982
     .. _The Polar Express:
         https://arxiv.org/abs/2505.16932
+    .. _NorMuon:
+        https://arxiv.org/abs/2510.05491
     .. _Cautious Weight Decay:
         https://arxiv.org/abs/2510.12402
     """
 
-    _states = ("momentum_buffer", "exp_avg", "exp_avg_sq")
+    _states = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
     _signed = frozenset({"momentum_buffer"})
     _needs: ClassVar[dict[str, str]] = {}
     _numbers: ClassVar[dict[str, float]] = {}
@@ -202,6 +216,8 @@ class Muon(Adam):
         stacked: bool | None = None,
         ns_dtype: torch.dtype | None = None,
         cautious_decay: bool = False,
+        normuon: bool = False,
+        beta2: float = 0.95,
         betas: tuple[float, float] = (0.9, 0.999),
         adamw_eps: float = 1e-8,
         maximize: bool = False,
@@ -255,7 +271,15 @@ class Muon(Adam):
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        return cls._states[:1] if uses_muon(group) else cls._states[1:]
+        if not uses_muon(group):
+            return cls._states[2:]
+        return cls._states[: 2 if group.get("normuon") else 1]
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not (uses_muon(group) and group.get("normuon")):
+            return None
+        shapes = weight.shape, rows_shape(group, weight)
+        return dict(zip(self._state_names(group), shapes, strict=True))
 
     @classmethod
     def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -320,6 +344,14 @@ class Muon(Adam):
                 gram = x @ x.T
                 x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
             orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
+        if group.get("normuon"):
+            moments = state["second_momentum_buffer"]
+            means, beta2 = orthogonal.square().mean(-1, keepdim=True), beta2_of(group)
+            averages = moments.view(means.shape).lerp(means, 1 - beta2)
+            state["second_momentum_buffer"] = averages.view(moments.shape)
+            norm = orthogonal.norm(dim=(1, 2), keepdim=True)
+            orthogonal /= averages.sqrt() + 1e-10
+            orthogonal *= norm / (orthogonal.norm(dim=(1, 2), keepdim=True) + 1e-10)
         orthogonal = orthogonal.view(weight.shape)
 
         decay = lr * group["weight_decay"]
@@ -400,10 +432,18 @@ class Muon(Adam):
                 average = torch.lerp(average, each.grad, share, out=part)
             _write_update(group, each.grad, average, part)
         x = self._orthogonal(group, update)
-        directions = parts(x if x.dtype is dtype else update.copy_(x))
+        x = x if x.dtype is dtype else update.copy_(x)
+        kept_rows, rows = [], None
+        if group.get("normuon"):
+            kept_rows = [each.state["second_momentum_buffer"] for each in moving]
+            rows = torch.cat([each.view(-1, shape[1], 1) for each in kept_rows])
+            normalize_rows(x, rows, beta2_of(group))
+        directions = parts(x)
         rooms = self._rooms(group, values)
         if is_last:
             self._advance(group, moving)
+        for each, new in zip(kept_rows, rows.split(counts) if kept_rows else (), strict=True):
+            each.copy_(new.view(each.shape))
         self._move(group, values, directions, ratio_of(group, shape), rooms)
         self._finish(group, moving)
 
