@@ -248,7 +248,7 @@ def test_weights_are_matrices(shape, options, blocks, fused, normuon):
 
 @pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
 def test_rows_of_normuon_have_one_size(fused):
-    """At the first step the average is in proportion to its squares, and all rows come out alike."""
+    """The first average is in proportion to its own squares: all rows come out alike."""
     options = {"weight_decay": 0.0, "ns_dtype": torch.float64, "fused": fused}
     moves = []
     for normuon in (False, True):
