@@ -66,6 +66,7 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
         amsgrad, args, min_8bit_size, percentile_clipping, block_wise, is_paged: of bitsandbytes;
             others than the defaults are refused
         optim_bits (int): is taken and changes nothing, as in the published class
+        foreach (bool): is taken and changes nothing
 
     The other arguments are those of :class:`GaLoreAdamW`.
     """
@@ -113,7 +114,7 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
         for name, (value, known) in only.items():
             if value != known:
                 raise ValueError(f"{name} must be {known} in GaLoreAdamW8bit, not {value!r:.40}")
-        super().__init__(**options)
+        super().__init__(**options | {"foreach": None})
 
     def _numbers_of(
         self, group: dict[str, Any], count: int, lr: float, weight_decay: float
