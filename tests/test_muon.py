@@ -281,6 +281,13 @@ def test_a_run_of_normuon_goes_on_from_its_dictionary(dtype, fused):
     assert all(torch.equal(p, q) for p, q in zip(params, whole, strict=True))
 
 
+def test_normuon_takes_no_dtensors(monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    monkeypatch.setattr("fusedstep.optim._muon_groups.is_dtensor", lambda tensor: True)
+    with pytest.raises(ValueError, match="'w' is a DTensor, of whose rows normuon=True keeps no"):
+        optim.Muon([("w", weight)], normuon=True)
+
+
 def test_normuon_of_codes_and_of_a_group():
     shapes = [(64, 80)] * 2
     options = {"ns_dtype": torch.float32, "normuon": True}

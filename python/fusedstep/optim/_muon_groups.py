@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import check_at_least_zero, check_number
+from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
-from fusedstep.optim._sharded_matrices import Form, cut_of, why_not_gathered
+from fusedstep.optim._sharded_matrices import Form, why_not_gathered
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw")
 
@@ -82,8 +83,8 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
         return "is complex, which Muon does not support; use_muon=False has AdamW step it"
     if reason := why_not_gathered(weight):
         return f"{reason}; use_muon=False has AdamW step it"
-    if group.get("normuon") and cut_of(weight) is not None:
-        return "is a sharded DTensor, of whose rows normuon=True keeps no moments"
+    if group.get("normuon") and is_dtensor(weight):
+        return "is a DTensor, of whose rows normuon=True keeps no moments"
     heads = group.get("split_heads", 1)
     rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
     if rows % heads:
