@@ -28,7 +28,7 @@ def run(*arguments, file=None):
 
 @pytest.mark.usefixtures("_eager_compiler")
 @pytest.mark.parametrize("size", [("96", "64"), ("64", "96")])
-@pytest.mark.parametrize("kernel", ["torch", "hybrid", "compiled"])
+@pytest.mark.parametrize("kernel", ["torch", "hybrid", "parts", "compiled"])
 def test_steps_are_as_exact_as_published(kernel, size, tmp_path, capsys):
     options = ("--kernel", kernel, "--M", size[0], "--N", size[1], "--rank", "16", "--repeats", "2")
     found = run(*options, "--verbose", "--device", "cpu", file=tmp_path / "found.json")
@@ -85,12 +85,12 @@ def test_a_benchmark_has_a_table_of_all_kernels(tmp_path, capsys):
     assert (table["M"], table["N"], table["tf32"]) == (80, 64, False)
     assert [row["rank"] for row in table["rows"]] == [32, 64]
     for row in table["rows"]:
-        assert row.keys() == {"rank", "torch", "hybrid", "compiled"}
+        assert row.keys() == {"rank", "torch", "hybrid", "parts", "compiled"}
         assert all(row[kernel] > 0 for kernel in kernels.KERNELS)
     assert plot.stat().st_size > 1000
     captured = capsys.readouterr()
     assert "80 x 64, median ms" in captured.out
-    assert "[6/6]" in captured.err
+    assert "[8/8]" in captured.err
 
 
 def test_the_published_tables_are_the_default():

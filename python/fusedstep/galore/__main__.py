@@ -30,7 +30,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--mode", choices=("test", "benchmark"), default="test", help="(default: test)")
     add(
         "--kernel",
-        choices=("torch", "hybrid", "fused", "compiled"),
+        choices=("torch", "hybrid", "parts", "fused", "compiled"),
         default="hybrid",
         help="what --mode=test looks at (default: hybrid)",
     )
@@ -126,31 +126,33 @@ def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
     shapes, ranks = _sizes(given)
     is_gpu = torch.device(given.device).type == "cuda"
     precisions = (False, True) if is_gpu and given.dtype == "float32" else (False,)
-    tables = []
-    total, done = len(shapes) * len(ranks) * len(precisions) * len(KERNELS), 0
-    for (rows, columns), tf32 in product(shapes, precisions):
-        _allow_tf32(tf32)
-        table: dict[str, Any] = {"M": rows, "N": columns, "tf32": tf32, "rows": []}
-        for rank in ranks:
-            example = problem(rows, columns, rank, _DTYPES[given.dtype], given.device)
-            row: dict[str, Any] = {"rank": rank}
-            for kernel in KERNELS:
-                done += 1
-                print(
-                    f"\r[{done}/{total}] {rows} x {columns}, rank {rank}, {kernel:<10}",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                row[kernel] = median(milliseconds(example, kernel, given.repeats))
-            table["rows"].append(row)
+    tables: dict[Any, dict[str, Any]] = {
+        (shape, tf32): {"M": shape[0], "N": shape[1], "tf32": tf32, "rows": []}
+        for shape, tf32 in product(shapes, precisions)
+    }
+    rows = {key: {rank: {"rank": rank} for rank in ranks} for key in tables}
+    for key, table in tables.items():
+        table["rows"] = list(rows[key].values())
+    found = {"settings": _settings(given), "tables": list(tables.values())}
+    total, done = len(tables) * len(ranks) * len(KERNELS), 0
+    # The one that compiles comes last: a benchmark that is stopped then has all others in its file.
+    for kernel, shape, rank in product(KERNELS, shapes, ranks):
+        example = problem(*shape, rank, _DTYPES[given.dtype], given.device)
+        for tf32 in precisions:
+            done += 1
+            text = f"{shape[0]} x {shape[1]}, rank {rank}, {kernel:<10}"
+            print(f"\r[{done}/{total}] {text}", end="", file=sys.stderr, flush=True)
+            _allow_tf32(tf32)
+            row = rows[shape, tf32][rank]
+            row[kernel] = median(milliseconds(example, kernel, given.repeats))
             if given.verbose:
                 print(f"\n{row}", file=sys.stderr)
-        tables.append(table)
+        if given.json:
+            given.json.write_text(json.dumps(found, indent=1) + "\n")
     print(file=sys.stderr)
-    for table in tables:
+    for table in found["tables"]:
         print("\n".join(_lines(table)))
-    return {"settings": _settings(given), "tables": tables}
+    return found
 
 
 def _lines(table: dict[str, Any]) -> Iterator[str]:

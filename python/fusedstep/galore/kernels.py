@@ -3,6 +3,7 @@
 =========  =========================================================================================
 torch      the formula in torch operations: ``GaLoreAdamW(fused=False)``
 hybrid     two library products and a native Adam step in between: ``GaLoreAdamW(fused=True)``
+parts      these products and this step alone, without the optimizer around them
 compiled   the formula of a whole step in one graph of torch.compile
 =========  =========================================================================================
 """
@@ -17,9 +18,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fusedstep.optim._products import project
+from fusedstep import _ops
+from fusedstep.optim._products import add_back, project
 from fusedstep.optim._projection import LEFT, low_shape, sides
-from fusedstep.optim._transformers_adamw import bias_correction, direction
+from fusedstep.optim._scratch import Scratch, step_all
+from fusedstep.optim._transformers_adamw import bias_correction, direction, native_numbers
 from fusedstep.optim.galore import GaLoreAdamW
 
 #: Steps that a run has taken before the one that is looked at.
@@ -76,6 +79,26 @@ def _by_optimizer(given: Problem, fused: bool) -> Callable[[], None]:
     return optimizer.step
 
 
+def _parts(given: Problem) -> Callable[[], None]:
+    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
+    bases, low = {side: given.state[side]}, given.state["exp_avg"].shape
+    scratch = Scratch([given.weight], [given.state], [low], [{side: bases[side].shape}], ())
+    scratch.keep_bases(0, bases)
+    keep = 1 - group["lr"] * group["weight_decay"]
+    betas, eps = group["betas"], group["eps"]
+
+    def step() -> None:
+        numbers = native_numbers(betas, eps, int(given.state["step"]) + 1, 1.0, 0.0, True)
+        scratch.project(0, given.grad, scratch.bases(0), 1.0)
+        scratch.prepare("adam", (*map(numbers.__getitem__, _ops.rule_options["adam"]), False))
+        step_all([scratch])
+        factor = group["lr"] * keep * group["scale"]
+        add_back(given.weight, scratch.update(0), scratch.bases(0), keep, factor)
+
+    return step
+
+
 def _compiled(given: Problem) -> Callable[[], None]:
     group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
@@ -90,6 +113,7 @@ def _compiled(given: Problem) -> Callable[[], None]:
         weight.sub_(update * length.to(grad.dtype))
         weight.mul_(1 - group["lr"] * group["weight_decay"])
 
+    torch._dynamo.reset()  # a formula has few shapes, and a benchmark has many
     compiled = torch.compile(formula, fullgraph=True, mode=mode)
     tensors = {name: value for name, value in state.items() if name != "step"}
 
@@ -106,6 +130,7 @@ def _compiled(given: Problem) -> Callable[[], None]:
 KERNELS: dict[str, Callable[[Problem], Callable[[], None]]] = {
     "torch": lambda given: _by_optimizer(given, fused=False),
     "hybrid": lambda given: _by_optimizer(given, fused=True),
+    "parts": _parts,
     "compiled": _compiled,
 }
 

@@ -199,6 +199,7 @@ def _kind(value: Any) -> str:
 def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | options_of(type(optimizer)) | optimizer._own_options.keys()
+    own -= {"variant"}  # which Adafactor finds out for a dictionary of any class
     name = type(optimizer).__name__
     likely = [
         cls

@@ -1,0 +1,80 @@
+"""Times Muon's iteration of matrices of near shapes: shape by shape, and padded to one.
+
+    python bench/probes/muon_padding.py [--device cuda] [--json OUT.json]
+
+32 matrices of as many shapes, whose sides differ by up to a share of the largest: 5 steps, each
+shape in products of its own, and all in one batch with zeros up to the largest, which leave the
+other elements what they are. Milliseconds are medians, without the copies that padding needs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+
+COUNT, REPEATS = 32, 10
+#: The largest matrix, and the share of its sides by which others are smaller.
+LARGEST, SPREADS = ((128, 128), (128, 1152), (768, 768), (768, 3072)), (0.1, 0.4)
+
+
+def milliseconds(run: Callable[[], object], device: str) -> float:
+    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
+    times = []
+    for index in range(REPEATS + 2):
+        wait()
+        start = time.perf_counter()
+        run()
+        wait()
+        if index > 1:
+            times.append(1e3 * (time.perf_counter() - start))
+    return float(f"{statistics.median(times):.4g}")
+
+
+def measured(largest: tuple[int, int], spread: float, device: str) -> dict[str, object]:
+    dtype, scratch = usual_dtype(torch.device(device)), Scratch()
+    steps = coefficients_of("quintic", 5)
+    shares = [1 - spread * place / (COUNT - 1) for place in range(COUNT)]
+    each = [
+        torch.randn(1, *(max(int(side * share), 1) for side in largest), device=device, dtype=dtype)
+        for share in shares
+    ]
+    for x in each:
+        x /= torch.linalg.matrix_norm(x)[:, None, None]
+    padded = torch.zeros(COUNT, *largest, device=device, dtype=dtype)
+    for x, place in zip(each, padded, strict=True):
+        place[: x.shape[1], : x.shape[2]] = x[0]
+    times = {
+        "by shape": lambda: [orthogonalize(x.clone(), steps, scratch) for x in each],
+        "padded": lambda: orthogonalize(padded.clone(), steps, scratch),
+    }
+    ms = {name: milliseconds(run, device) for name, run in times.items()}
+    return {"largest": list(largest), "spread": spread, "ms": ms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    found = []
+    for largest in LARGEST:
+        for spread in SPREADS:
+            found.append(measured(largest, spread, given.device))
+            print(found[-1], flush=True)
+    if given.json:
+        given.json.write_text(json.dumps({"device": given.device, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
