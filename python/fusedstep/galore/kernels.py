@@ -84,6 +84,7 @@ def _parts(given: Problem) -> Callable[[], None]:
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     bases, low = {side: given.state[side]}, given.state["exp_avg"].shape
     scratch = Scratch([given.weight], [given.state], [low], [{side: bases[side].shape}], ())
+    scratch.project(0, given.grad, bases, 1.0)
     scratch.keep_bases(0, bases)
     keep = 1 - group["lr"] * group["weight_decay"]
     betas, eps = group["betas"], group["eps"]
