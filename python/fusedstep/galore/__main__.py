@@ -171,7 +171,8 @@ def _draw(found: dict[str, Any], file: Path) -> None:
     for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
         ranks = [row["rank"] for row in table["rows"]]
         for kernel in KERNELS:
-            axes.plot(ranks, [row[kernel] for row in table["rows"]], marker="o", label=kernel)
+            times = [row.get(kernel, float("nan")) for row in table["rows"]]
+            axes.plot(ranks, times, marker="o", label=kernel)
         axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="ms")
         axes.set_xticks(ranks, map(str, ranks))
         axes.set_title(f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else ""))
