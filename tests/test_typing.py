@@ -13,7 +13,7 @@ def test_mypy_finds_the_types_that_are_written_down(request, repository):
     cache = request.config.cache.mkdir("mypy")
     run = subprocess.run(
         [
-            *(sys.executable, "-m", "mypy", "--follow-imports=silent", "--warn-unused-ignores"),
+            *(sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"),
             *("--cache-dir", str(cache), str(Path(__file__).with_name("typing_cases.py"))),
         ],
         env={"MYPYPATH": str(repository / "python"), "PATH": ""},

@@ -145,7 +145,7 @@ class Adafactor(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor = _LR,
+        lr: float | Tensor | None = _LR,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,

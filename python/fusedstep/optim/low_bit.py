@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -29,30 +30,68 @@ from fusedstep.optim.sgd import SGD
 _Class = TypeVar("_Class", bound=type[FusedOptimizer])
 
 
-def _named(name: str, base: _Class, kind: str) -> _Class:
-    @functools.wraps(base.__init__)
-    def constructor(self: Any, *args: Any, foreach: bool | None = None, **options: Any) -> None:
-        base.__init__(self, *args, **({"state_dtype": kind} | options))
+def _in_codes(kind: str) -> Callable[[_Class], _Class]:
+    """A decorator: the class has its base's constructor, with ``state_dtype`` set."""
 
-    doc = f"""{base.__name__} with states in codes: ``state_dtype="{kind}"``.
+    def named(cls: _Class) -> _Class:
+        base: Any = cls.__base__
+
+        @functools.wraps(base.__init__)
+        def constructor(self: Any, *args: Any, foreach: bool | None = None, **options: Any) -> None:
+            base.__init__(self, *args, **({"state_dtype": kind} | options))
+
+        cls.__init__ = constructor
+        cls.__doc__ = f"""{base.__name__} with states in codes: ``state_dtype="{kind}"``.
 
     Arguments are those of :class:`{base.__name__}`. ``foreach`` is taken and changes nothing.
     """
-    members = {"__init__": constructor, "__doc__": doc, "__module__": __name__}
-    return type(base)(name, (base,), members, is_alias=True)
+        return cls
+
+    return named
 
 
-Adagrad8bit = _named("Adagrad8bit", Adagrad, "int8")
-Adam8bit = _named("Adam8bit", Adam, "int8")
-AdamW8bit = _named("AdamW8bit", AdamW, "int8")
-Lamb8bit = _named("Lamb8bit", Lamb, "int8")
-Lion8bit = _named("Lion8bit", Lion, "int8")
-RMSprop8bit = _named("RMSprop8bit", RMSprop, "int8")
-SGD8bit = _named("SGD8bit", SGD, "int8")
-Adam4bit = _named("Adam4bit", Adam, "int4")
-AdamW4bit = _named("AdamW4bit", AdamW, "int4")
-AdamFp8 = _named("AdamFp8", Adam, "fp8")
-AdamWFp8 = _named("AdamWFp8", AdamW, "fp8")
+@_in_codes("int8")
+class Adagrad8bit(Adagrad, is_alias=True): ...
+
+
+@_in_codes("int8")
+class Adam8bit(Adam, is_alias=True): ...
+
+
+@_in_codes("int8")
+class AdamW8bit(AdamW, is_alias=True): ...
+
+
+@_in_codes("int8")
+class Lamb8bit(Lamb, is_alias=True): ...
+
+
+@_in_codes("int8")
+class Lion8bit(Lion, is_alias=True): ...
+
+
+@_in_codes("int8")
+class RMSprop8bit(RMSprop, is_alias=True): ...
+
+
+@_in_codes("int8")
+class SGD8bit(SGD, is_alias=True): ...
+
+
+@_in_codes("int4")
+class Adam4bit(Adam, is_alias=True): ...
+
+
+@_in_codes("int4")
+class AdamW4bit(AdamW, is_alias=True): ...
+
+
+@_in_codes("fp8")
+class AdamFp8(Adam, is_alias=True): ...
+
+
+@_in_codes("fp8")
+class AdamWFp8(AdamW, is_alias=True): ...
 
 
 class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):

@@ -1,0 +1,30 @@
+"""What `import fusedstep` brings along beside torch: nothing. docs/performance.md has its time."""
+
+import json
+import subprocess
+import sys
+
+PROGRAM = """
+import json, sys
+import torch
+before = set(sys.modules)
+import fusedstep
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+#: Parts that are imported by those who use them.
+LATER = ("fusedstep.galore", "fusedstep.integrations", "fusedstep.memory")
+
+
+def test_only_modules_of_the_package_are_imported_and_nothing_is_said(subprocess_environment):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", PROGRAM],
+        env=subprocess_environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = done.stdout.splitlines()
+    assert done.stderr == ""
+    assert [name for name in json.loads(line) if name.split(".")[0] != "fusedstep"] == []
+    assert [name for name in json.loads(line) if name.startswith(LATER)] == []
