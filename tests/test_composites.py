@@ -127,6 +127,11 @@ def test_fused_takes_meta_weights_that_get_memory_before_the_first_step(row):
     with torch.device("meta"):
         model = torch.nn.Linear(*reversed(SHAPE), bias=False)
     optimizer = row.build(model.parameters(), fused=True)
+    if row in DENSE:
+        model.weight.grad = torch.empty(SHAPE, device="meta")
+        with pytest.raises(RuntimeError, match=r"float32 and meta|kernels on meta"):
+            optimizer.step()
+        model.weight.grad = None
     model.to_empty(device="cpu")
     optimizer.param_groups[0]["params"] = list(model.parameters())
     with torch.no_grad():

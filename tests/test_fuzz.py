@@ -39,6 +39,9 @@ def test_cases_have_everything_in_them():
     assert called == {"max_norm", "zero_grad", "closure", "scale", "found_inf"}
     assert max(sum(len(g["weights"]) for g in case["groups"]) for case in drawn) > 140
     assert any(0 in weight["shape"] for weight in weights)
+    ways = {(name, case["options"].get(name)) for case in drawn for name in choices.WAYS}
+    assert {("state_dtype", kind) for kind in choices.CODES} < ways
+    assert {way for each in choices.BFLOAT16_WAYS for way in each.items()} < ways
     assert any(overlaps([3, 5], g["strides"]) for g in gradients if len(g.get("strides", ())) == 2)
     for row in PLAIN:
         mine = [case for case in drawn if case["row"] == row.name]
@@ -188,6 +191,23 @@ class ByteOutside(Planted):
     def spoil(self, p, before):
         end = p.storage_offset() + 29 * 100 + 39 * 2 + 1
         p.as_strided((1,), (1,), end).fill_(0)
+
+
+class CodeOff(Planted):
+    def spoil(self, p, before):
+        codes = self.optimizer.state[p][self.row.states[0]].view(torch.uint8)
+        codes[(0,) * codes.dim()] ^= 1
+
+
+@pytest.mark.parametrize("kind", choices.CODES)
+def test_a_wrong_code_is_seen(kind):
+    case = small_case("adam")
+    case["options"]["state_dtype"] = kind
+    case["groups"][0]["weights"][1] |= {"shape": [64, 80], "strides": [100, 1]}
+    run.check(case, oracle.Tally())
+    with pytest.raises(run.CaseError) as found:
+        run.check(case, oracle.Tally(), CodeOff)
+    assert found.value.kind == "value"
 
 
 class BitsOfOneSetting(Planted):

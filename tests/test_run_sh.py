@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+REPOSITORY = Path(__file__).resolve().parents[1]
+
 #: Stands for every program that a build needs: tells what was asked of CMake, and builds nothing.
 STUB = """#!/bin/sh
 case "$(basename "$0") $1" in
@@ -82,6 +84,32 @@ def test_a_checkout_that_cannot_be_written_is_named_before_anything_else(checkou
     assert done.stderr == (
         f"run.sh: {folder} cannot be written, and builds go there: use a copy that is yours\n"
     )
+
+
+def test_a_run_leaves_git_status_clean(checkout, programs):
+    """With all that commands, tests and benchmarks write, where .gitignore has it."""
+    shutil.copy(REPOSITORY / ".gitignore", checkout)
+    git = ("git", "-C", checkout, "-c", "user.name=a", "-c", "user.email=a@b")
+    for words in (("init", "-q"), ("add", "-A"), ("commit", "-q", "-m", "all")):
+        assert run(*git, *words).returncode == 0
+    written = (
+        *("build/results/a.json", "build/logs/a.log", "python/fusedstep/lib/libfusedstep.so"),
+        *("tests/__pycache__/a.pyc", ".pytest_cache/a", ".ruff_cache/a", "dist/a.whl"),
+        *(".venv/bin/python", "python/fusedstep.egg-info/PKG-INFO", "data/mnist/a"),
+    )
+    (checkout / "build").mkdir()
+    for name in ("jemalloc", "python-headers"):
+        (checkout / "build" / f".tried-{name}").touch()
+    for command in ("help", "build"):
+        done = run(checkout / "run.sh", command, env=programs)
+        assert done.returncode == 0, done.stderr
+        (checkout / "asked").unlink(missing_ok=True)  # the stub's
+    for name in written:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).touch()
+    assert run(*git, "status", "--porcelain").stdout == ""
+    (checkout / "stray").touch()
+    assert run(*git, "status", "--porcelain").stdout == "?? stray\n"
 
 
 STEP = 'source "$1/scripts/common.sh" && shift && step x "compiling" "$@"'

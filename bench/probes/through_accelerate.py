@@ -9,28 +9,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from read_states import ELEMENTS, ROUNDS, WEIGHTS, microseconds, subject
 
 from fusedstep import optim
-
-WEIGHTS, ELEMENTS, ROUNDS = 2_000, 64, 500
-
-
-def subject(cls: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-    params = [torch.nn.Parameter(torch.ones(ELEMENTS)) for _ in range(WEIGHTS)]
-    for param in params:
-        param.grad = torch.full_like(param, 0.01)
-    return cls(cls._grouped(params), lr=1e-4)
-
-
-def microseconds(step) -> float:
-    began = time.perf_counter()
-    step()
-    return (time.perf_counter() - began) * 1e6
 
 
 def main() -> None:

@@ -43,16 +43,21 @@ BY_NAME: dict[str, tuple] = {
     "variant": ("paper", "apex", "nvlamb", "timm", "deepspeed", "cybertron"),
     "debias": (True, False, "lr"),
     "state_dtype": (None, "float32"),
+    "rounding": (None,),
+    "seed": (0, 7, 2**63 - 1),
     "fused": (None, True),
     "differentiable": (False,),
 }
 BETAS = (0.9, 0.99, 0.999, 0.5, 0.0)
 
-#: Arguments that no case sets: the oracle does not round as options of these ask.
-NEVER_SET = {"params", "rounding", "seed"}
+#: Arguments that are set together: ways to keep states and weights in fewer bits.
+WAYS = ("state_dtype", "master_weights", "rounding", "seed")
+CODES = ("int8", "int4", "fp8")
+#: Of these weights are bfloat16, or have no 16 bits.
+BFLOAT16_WAYS = ({"master_weights": "split"}, {"rounding": "kahan"}, {"rounding": "stochastic"})
 
 #: Options without a value that is the same for all groups, or that the states depend on.
-ONLY_AT_FIRST = {"variant", "max_grad_norm", "state_dtype", "master_weights", "differentiable"}
+ONLY_AT_FIRST = {"variant", "max_grad_norm", "differentiable", *WAYS}
 
 #: Arguments that a constructor needs beside an option that is set.
 NEEDS = {"nesterov": {"momentum": 0.9, "dampening": 0.0}}
@@ -77,7 +82,7 @@ def values_of(name: str, default: Any) -> tuple:
 def options_of(row: Any) -> dict[str, Any]:
     """The options of an optimizer with their defaults."""
     parameters = inspect.signature(row.optimizer).parameters
-    return {name: each.default for name, each in parameters.items() if name not in NEVER_SET}
+    return {name: each.default for name, each in parameters.items() if name != "params"}
 
 
 def draw(seed: int) -> dict[str, Any]:
@@ -104,7 +109,7 @@ class _Chooser:
         several = self._one_of(1, 1, 1, 2, 3)
         count = self._one_of(*[self._random.randint(1, 4)] * 5, self._random.randint(5, 150))
         self._dtypes = [self._one_of(*DTYPES)] if self._chance(0.6) else [*DTYPES]
-        options = self._options(self._defaults, 0.5)
+        options = self._options(self._defaults, 0.5) | self._ways()
         for name in NEEDS.keys() & options.keys():
             options |= NEEDS[name] if options[name] else {}
         groups = [self._group(max(1, count // several)) for _ in range(several)]
@@ -132,6 +137,16 @@ class _Chooser:
         if name == "betas":
             return [self._one_of(*BETAS) for _ in self._defaults["betas"]]
         return self._one_of(*values_of(name, self._defaults[name]))
+
+    def _ways(self) -> dict[str, Any]:
+        """Codes for the states, or a way to keep more of a weight than it has bits for."""
+        if self._chance(0.6) or "state_dtype" not in self._defaults:
+            return {}
+        found = {"state_dtype": self._one_of(*CODES)} if self._chance(0.6) else {}
+        if not found or self._chance(0.4):
+            self._dtypes = self._one_of(["bfloat16"], ["bfloat16", "float32"])
+            found |= {"master_weights": False} | self._one_of(*BFLOAT16_WAYS)
+        return found
 
     def _later_option(self) -> tuple[str, Any]:
         names = [name for name in self._defaults if name not in ONLY_AT_FIRST]

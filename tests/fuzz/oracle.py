@@ -19,8 +19,16 @@ from torch import Tensor
 from cases import Case as Row
 from fuzz.bounded import Arithmetic, Bounded, UndecidableError, judge
 from fuzz.memory import overlaps
+from reference.codes import MAPS, values
 
-MASTER = "master_param"
+MASTER, LOW, COMPENSATION = "master_param", "low_param", "compensation"
+BESIDE = (MASTER, LOW, COMPENSATION)
+"""States that keep what a weight has no bits for."""
+
+ABSMAX = "_absmax"
+"""What the name of a state in codes has behind it for the absmax of its blocks."""
+
+NOT_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf"}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 ANY = "any"
@@ -104,7 +112,8 @@ class Expected:
     count: float = 0.0
     counts: bool = True
     """True if the state has that count."""
-    has_master: bool = False
+    way: str | None = None
+    """The way to keep more of the weight than it has bits for."""
     gradient: Bounded | str = "same"
     """Expected gradient, or a word: same, zero, none, any."""
     is_decidable: bool = True
@@ -172,7 +181,7 @@ def expected_step(
         )
         state = optimizer.state.get(p, {})
         if p in step.untouched:
-            state = {name: state[name] for name in state.keys() & {*row.numbers, MASTER}}
+            state = {name: state[name] for name in state.keys() & {*row.numbers, *BESIDE}}
         _expect(expected[p], row, group, p, state, factor * clip, is_rounded)
     return expected, norm
 
@@ -194,12 +203,8 @@ def _expect(
     arithmetic = Arithmetic.of(p.dtype)
     weight = p.detach().double()
     is_short = p.dtype in SIXTEEN_BITS
-    expected.has_master = is_short and group.get("master_weights", False)
-    if expected.has_master and MASTER in state:
-        # A weight that is not what its copy rounds to has been changed, and is taken as it is.
-        copy = state[MASTER]
-        weight = torch.where(copy.to(p.dtype) == p.detach(), copy.double(), weight)
-    weight = Bounded(weight, 0.0, arithmetic)
+    expected.way = _way_of(group) if is_short else None
+    weight = Bounded(value_of(p.detach(), state), 0.0, arithmetic)
     gradient = Bounded(p.grad.detach().double(), 0.0, arithmetic)
     if factor != 1:
         gradient = factor * gradient
@@ -208,14 +213,18 @@ def _expect(
                 (gradient.value + sign * gradient.error).to(p.dtype).double() for sign in (-1, 1)
             )
             gradient = Bounded((low + high) / 2, (high - low) / 2, arithmetic)
-    beside = {*row.numbers, MASTER}
-    stored = {name: tensor for name, tensor in state.items() if name not in beside}
-    states = {name: Bounded(s.double(), 0.0, arithmetic, True) for name, s in stored.items()}
-    wide = is_short and (
-        group.get("master_weights", False) or group.get("state_dtype") is torch.float32
-    )
-    if stored and not group.get("master_weights", False):
-        wide = is_short and next(iter(stored.values())).dtype is torch.float32
+    beside = {*row.numbers, *BESIDE}
+    stored = {
+        name: tensor
+        for name, tensor in state.items()
+        if name not in beside and not name.endswith(ABSMAX)
+    }
+    states = {
+        name: Bounded(decoded(name, state, p.shape), 0.0, arithmetic, True) for name in stored
+    }
+    wide = is_short and (expected.way or group.get("state_dtype") is not None)
+    if stored and not expected.way:
+        wide = is_short and next(iter(stored.values())).dtype not in SIXTEEN_BITS
     expected.dtype = torch.float32 if wide else p.dtype
     expected.count = (state["step"].item() if "step" in state else 0.0) + 1
     expected.counts = row.counts
@@ -232,6 +241,65 @@ def _expect(
         )
     except UndecidableError:
         expected.is_decidable = False
+
+
+def _way_of(group: dict[str, Any]) -> str | None:
+    masters = group.get("master_weights", False)
+    return group.get("rounding") or (MASTER if masters is True else masters or None)
+
+
+def value_of(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
+    """The value that a step starts from, in float64: the weight's, and what is kept beside it."""
+    if MASTER in state:
+        # A weight that is not what its copy rounds to has been changed, and is taken as it is.
+        copy = state[MASTER]
+        return torch.where(copy.to(weight.dtype) == weight, copy, weight.float()).double()
+    if COMPENSATION in state:
+        return (weight.float() + state[COMPENSATION].float()).double()
+    if LOW not in state:
+        return weight.double()
+    upper, low = weight.contiguous().view(torch.int16).int(), state[LOW].int()
+    magnitude = upper & 0x7FFF
+    # These would take zero across zero, and infinity to NaN: the weight has been changed.
+    foreign = ((low < 0) & (magnitude == 0)) | ((low > 0) & (magnitude >= 0x7F80))
+    return ((upper << 16) + torch.where(foreign, 0, low)).view(torch.float32).double()
+
+
+def kind_of(codes: Tensor, shape: torch.Size) -> str:
+    """The kind of a state's codes."""
+    if codes.dtype is torch.float8_e4m3fn:
+        return "fp8"
+    return "int8" if codes.numel() == shape.numel() else "int4"
+
+
+def decoded(name: str, state: dict[str, Tensor], shape: torch.Size) -> Tensor:
+    """A state in float64."""
+    if name + ABSMAX not in state:
+        return state[name].double()
+    codes = state[name]
+    kind = kind_of(codes, shape)
+    return values(codes.contiguous(), state[name + ABSMAX], kind, name not in NOT_NEGATIVE, shape)
+
+
+def _as_codes(name: str, number: Bounded, state: dict[str, Tensor], shape: torch.Size) -> Bounded:
+    """A number with the error that its nearest code adds."""
+    kind, absmax = kind_of(state[name], shape), state[name + ABSMAX].double()
+    of_code, block = MAPS[kind, name not in NOT_NEGATIVE]
+    of_code = of_code[~of_code.isnan()].sort().values
+    most = absmax.repeat_interleave(block)[: shape.numel()].reshape(shape)
+    share = (number.value / most).nan_to_num(0.0)
+    above = torch.searchsorted(of_code, share.contiguous()).clamp(1, len(of_code) - 1)
+    near = torch.stack([share - of_code[above - 1], of_code[above] - share]).abs().amin(0)
+    if kind == "int8" and name not in NOT_NEGATIVE:  # nothing negative is rounded to zero
+        least = of_code[of_code < 0].max()
+        is_near = (share > least) & (number.value - number.error < 0)
+        near = torch.where(is_near, torch.maximum(near, share - least), near)
+    # Blocks of less count as zero, and of more as infinite.
+    distance = torch.where(most < 2.0**-117, number.value.abs(), near * most)
+    distance = torch.where(most > 2.0**126, torch.inf, distance)
+    # Within its error the number may be that of a block's largest, or have another code.
+    unit = number.arithmetic.unit * number.value.abs()
+    return Bounded(number.value, distance + 2 * number.error + 4 * unit, number.arithmetic)
 
 
 @functools.cache
@@ -269,7 +337,8 @@ def compare(
     for name, value, number in _stored(expected, p, state, what):
         verdict = judge(value.detach(), number)
         tally.elements += value.numel()
-        tally.vague += int(verdict.vague.sum())
+        if name + ABSMAX not in state:  # else it is a code that is near enough
+            tally.vague += int(verdict.vague.sum())
         if verdict.wrong.any():
             raise WrongError(f"{what}: {name} {_first(verdict.wrong, value, number)}")
 
@@ -283,16 +352,28 @@ def _stored(
             if not torch.equal(value, number):
                 raise WrongError(f"{what}: {name} is {value.item()} instead of {number.item()}")
             continue
+        if name + ABSMAX in state:
+            yield name, decoded(name, state, p.shape), _as_codes(name, number, state, p.shape)
+            continue
         if (value.dtype, value.shape) != (expected.dtype, p.shape):
             raise WrongError(f"{what}: {name} is {value.dtype} {list(value.shape)}")
         yield name, value, number
-    if expected.has_master:
-        copy = state[MASTER]
-        if not torch.equal(copy.to(p.dtype).nan_to_num(0.5), p.detach().nan_to_num(0.5)):
-            raise WrongError(f"{what}: the weight is not what its copy rounds to")
-        yield MASTER, copy, expected.weight
+    weight, after = expected.weight, value_of(p.detach(), state)
+    if expected.way is None:
+        yield "weight", p, weight
+    elif expected.way == "stochastic":
+        ulp = torch.nextafter(p.detach().abs(), torch.tensor(torch.inf, dtype=p.dtype)).double()
+        ulp = (ulp - p.detach().abs().double()).nan_to_num(0.0, 0.0)
+        yield "weight", p, Bounded(weight.value, weight.error + ulp, weight.arithmetic)
     else:
-        yield "weight", p, expected.weight
+        if (
+            not torch.equal(after.to(p.dtype).nan_to_num(0.5), p.detach().nan_to_num(0.5))
+            and expected.way == MASTER
+        ):
+            raise WrongError(f"{what}: the weight is not what its copy rounds to")
+        beside = 2.0**-16 * p.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
+        error = weight.error + (beside if expected.way == "kahan" else 0.0)
+        yield "weight", after.float(), Bounded(weight.value, error, weight.arithmetic)
 
 
 def compare_gradient(expected: Expected, before: Tensor | None, p: Tensor, what: str) -> None:

@@ -38,7 +38,7 @@ from fusedstep.optim._newton_schulz import (
     normalize_rows,
     orthogonalize,
 )
-from fusedstep.optim._options import OWN
+from fusedstep.optim._options import OWN, own_option
 from fusedstep.optim._plan import Work
 from fusedstep.optim._sharded_matrices import (
     Batch,
@@ -53,6 +53,7 @@ from fusedstep.optim._sharded_matrices import (
     transfer_device,
     whole_of,
 )
+from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import numbers_first, undone_on_error
 from fusedstep.optim._weights import seed_of, way_of
 from fusedstep.optim.adam import Adam
@@ -300,6 +301,14 @@ class Muon(Adam):
         weights = [p for item in work if uses_muon(item.group) for p in item.weights]
         self._spread_weights().check_gradients(weights)
         super()._imperative_update(work, factors)
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        on_meta = [p for p in weights if p.is_meta]
+        if on_meta and uses_muon(group) and own_option(group, "fused"):
+            raise RuntimeError(why_not_native(on_meta))
+        return super()._is_native(group, weights, grads)
 
     # Matrix by matrix
 
