@@ -70,6 +70,9 @@ COMPOSED = (
     Composite("adafactor", optim.Adafactor, {}),
     Composite("adafactor, split", optim.Adafactor, {"master_weights": "split"}, **_BFLOAT16),
     Composite("sparse_adam", optim.SparseAdam, {}, sparse=True),
+)
+
+UNFUSED = (
     *(
         Composite(f"{case.name}, unfused", functools.partial(case.build, fused=False), {})
         for case in first_of_each(lambda case: case.optimizer, PLAIN)
@@ -232,7 +235,9 @@ def scenarios_of(case: Case) -> list[str]:
 def subjects() -> list[tuple[Case | Composite, str, Scenario]]:
     """Optimizers with the scenarios that they go through, and their names."""
     rows = [(case, name, SCENARIOS[name]) for case in PLAIN for name in scenarios_of(case)]
-    return rows + [(case, *item) for case in COMPOSED for item in OF_COMPOSED.items()]
+    rows += [(case, *item) for case in COMPOSED for item in OF_COMPOSED.items()]
+    tensors = OF_COMPOSED["two groups clipped"]._replace(kinds=(TENSORS,))
+    return rows + [(case, "two groups clipped", tensors) for case in UNFUSED]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
