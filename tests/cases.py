@@ -19,12 +19,14 @@ from reference.adagrad import adagrad
 from reference.adam import adam, adamw
 from reference.adamax import adamax
 from reference.adan import adan
+from reference.asgd import asgd
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
 from reference.lion import lion
 from reference.nadam import nadam
 from reference.radam import radam
 from reference.rmsprop import rmsprop
+from reference.rprop import rprop
 from reference.sgd import sgd
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -320,6 +322,22 @@ def _adamax(name, long_run=None, **options):
     )
 
 
+def _asgd(name, **options):
+    numbers = {"eta": options.get("lr", 1e-2), "mu": 1.0}
+    return Case(
+        name,
+        optim.ASGD,
+        {"lr": 1e-2} | options,
+        asgd,
+        ("ax",),
+        torch.optim.ASGD,
+        numbers=("step", *numbers),
+        initial=numbers,
+        tolerances=DECOUPLED,
+        rosenbrock_lr=1e-3,
+    )
+
+
 def _lion(name, **options):
     return Case(
         name,
@@ -404,6 +422,21 @@ def _rmsprop(name, long_run=None, **options):
     )
 
 
+def _rprop(name, **options):
+    options = {"lr": 2**-7} | options  # which any dtype holds: it is a state's first value
+    return Case(
+        name,
+        optim.Rprop,
+        options,
+        rprop,
+        ("prev", "step_size"),
+        torch.optim.Rprop,
+        initial={"step_size": options["lr"]},
+        continuous=False,
+        long_run={"step_sizes": (1e-6, 1e-2)},
+    )
+
+
 #: For a thousand steps with weight decay: where it cancels the gradient, rounding decides the sign
 #: of an update, and short averages carry that on.
 LONG_AVERAGES = {"betas": (0.9, 0.999)}
@@ -454,6 +487,9 @@ CASES = (
     _adamax("adamax"),
     _adamax("adamax-l2", LONG_AVERAGES, weight_decay=0.02, betas=(0.8, 0.95), eps=1e-6),
     _adamax("adamax-maximize", maximize=True),
+    _asgd("asgd"),
+    _asgd("asgd-averaged-decay", t0=1.0, lambd=0.5, alpha=0.5, weight_decay=0.02),
+    _asgd("asgd-maximize", t0=-1.0, maximize=True),
     _lion("lion"),
     _lion("lion-decay", weight_decay=0.02, betas=(0.8, 0.95)),
     _lion("lion-maximize", maximize=True, weight_decay=0.1),
@@ -484,6 +520,9 @@ CASES = (
         maximize=True,
     ),
     _radam("radam-decoupled", decoupled_weight_decay=True, weight_decay=0.02, betas=(0.9, 0.9)),
+    _rprop("rprop"),
+    _rprop("rprop-bounds", etas=(0.25, 1.5), step_sizes=(2e-3, 0.03)),
+    _rprop("rprop-maximize", maximize=True, etas=(0.8, 1.1)),
     _rmsprop("rmsprop"),
     _rmsprop("rmsprop-momentum", momentum=0.5, maximize=True),
     _rmsprop("rmsprop-centered", centered=True, alpha=0.95, eps=1e-6),

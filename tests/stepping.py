@@ -228,8 +228,12 @@ class Bounds:
                 return (1 - betas[-1]) * (self._case.squares * gradient) ** 2
             case "exp_avg_diff":
                 return (1 - betas[1]) * 2 * gradient
-            case "neg_pre_grad" | "exp_inf":
+            case "neg_pre_grad" | "exp_inf" | "prev":
                 return gradient
+            case "ax":  # a mean of weights, whose errors are theirs
+                return self._largest_weight + 3 * self._largest_move
+            case "step_size":
+                return 0.0
             case "sum":
                 return gradient**2
             case "acc_delta":

@@ -213,7 +213,8 @@ def names_in_dictionaries(build):
 
 
 def options_come_with_the_dictionary(build):
-    optimizer, params = trained(build, lr=0.3, weight_decay=0.2, maximize=True)
+    decay = {"weight_decay": 0.2} if build.cls.__name__ != "Rprop" else {}  # which has none
+    optimizer, params = trained(build, lr=0.3, maximize=True, **decay)
     other = build(params)
     other.load_state_dict(optimizer.state_dict())
     (group,) = without_own(other.param_groups, build.cls)

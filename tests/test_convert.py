@@ -293,7 +293,7 @@ class LambWithMore(optim.Lamb):
 
 @pytest.mark.parametrize(
     "cls",
-    [torch.optim.Rprop, torch.optim.LBFGS, AdamWithMore, LambWithMore],
+    [torch.optim.LBFGS, AdamWithMore, LambWithMore],
     ids=lambda c: c.__name__,
 )
 def test_refuses_other_classes(cls):

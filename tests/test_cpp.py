@@ -19,7 +19,7 @@ def in_cpp(group):
     """A group's options as C++ has them: numbers, and two flags for Lamb's `debias`."""
     if "debias" in group:
         group = group | {"debias": group["debias"] is True, "debias_lr": group["debias"] == "lr"}
-    kinds = {bool: bool, int: float, float: float, tuple: tuple}
+    kinds = {bool: bool, int: float, float: float, tuple: lambda v: tuple(map(float, v))}
     return {name: kinds[type(v)](v) for name, v in group.items() if type(v) in kinds}
 
 

@@ -280,6 +280,7 @@ DIFFERENCES = [
         ("default", "unfused", "foreach"),
     ),
     Difference("`step`", "types_where_doubles_are_the_default", WITHOUT_FUSED, ("fused",)),
+    Difference("a step count of `ASGD`", "a_number_for_a_step", (optim.ASGD,), tuple(MODES)),
     Difference("`step`", "a_double_for_a_step", COUNTING, ("default", "fused")),
     Difference("`amsgrad` switched on", "amsgrad_switched_on", ADAMS, tuple(MODES)),
     Difference("a state, or a part of it", "states_taken_away", SEVERAL, tuple(MODES)),

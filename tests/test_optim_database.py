@@ -163,6 +163,12 @@ def differences_of_capturable():
 DIFFERENCES = [
     *differences_of_capturable(),
     Difference(
+        "a tensor `lr` that requires a gradient",
+        str({"lr": torch.tensor(0.1, requires_grad=True)}),
+        (optim.Rprop,),
+        tuple(ALL_MODES),
+    ),
+    Difference(
         "`capturable=True` on a CPU weight",
         str({"capturable": True, "foreach": True}),
         tuple(cls for cls in having("capturable") if cls not in WITH_FOREACH),

@@ -3,6 +3,7 @@
 import copy
 import io
 import itertools
+import math
 import pickle
 
 import pytest
@@ -37,7 +38,9 @@ WITH_STATES = [case for case in KINDS if case.states]
 SHAPES = ((65, 67), (7,), (2 * CHUNK + 5,), (4096,))
 
 #: States that no rule makes negative.
-NOT_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf"}
+NOT_NEGATIVE = {
+    "exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "step_size",
+}  # fmt: skip
 
 
 def is_signed(name):
@@ -306,7 +309,9 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
         params[0].grad = gradient
         optimizer.step()
         other.step()
-        for name in case.states if step == 3 else ():
+        # Of a sign, which is 0 of NaN, only NaN itself is sure to be kept.
+        signs = case.states[:1] if math.isnan(bad) else ()
+        for name in (case.states if case.continuous else signs) if step == 3 else ():
             assert not decoded(optimizer, params[0], name, kind)[damaged].isfinite().any()
     assert_same_bits(params[0][~damaged], others[0][~damaged], "weight")
     for name in case.states:

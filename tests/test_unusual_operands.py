@@ -425,7 +425,7 @@ def test_max_grad_norm_may_be_a_tensor(case, fused):
     for max_grad_norm in (torch.tensor(1.0), 1.0, 0.5):
         (param,) = as_parameters([torch.ones(4)])
         optimizer = case.build([param], max_grad_norm=max_grad_norm, fused=fused)
-        for norm in (4.0, 0.25):
+        for norm in (0.25, 4.0):
             param.grad = torch.full((4,), norm / 2)
             optimizer.step()
         found.append(contents(optimizer))

@@ -453,7 +453,11 @@ def test_flushing_to_zero_is_no_difference(case):
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize(
     "case",
-    [case for case in WITH_NAMESAKE if case.option("weight_decay") and not case.decoupled],
+    [
+        case
+        for case in WITH_NAMESAKE
+        if case.has("weight_decay") and case.option("weight_decay") and not case.decoupled
+    ],
     ids=str,
 )
 def test_cancellation_is_no_difference(case, clips, decay):

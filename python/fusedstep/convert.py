@@ -70,6 +70,10 @@ def convert(optimizer: torch.optim.Adamax, **overrides: Any) -> optim.Adamax: ..
 
 
 @overload
+def convert(optimizer: torch.optim.ASGD, **overrides: Any) -> optim.ASGD: ...
+
+
+@overload
 def convert(optimizer: torch.optim.Muon, **overrides: Any) -> optim.Muon: ...
 
 
@@ -83,6 +87,10 @@ def convert(optimizer: torch.optim.RAdam, **overrides: Any) -> optim.RAdam: ...
 
 @overload
 def convert(optimizer: torch.optim.RMSprop, **overrides: Any) -> optim.RMSprop: ...
+
+
+@overload
+def convert(optimizer: torch.optim.Rprop, **overrides: Any) -> optim.Rprop: ...
 
 
 @overload

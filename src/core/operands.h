@@ -5,7 +5,7 @@
 namespace fusedstep {
 
 // Numbers of a tensor: its step count, and those that a rule keeps beside it.
-inline constexpr int kMaxNumbers = 2;
+inline constexpr int kMaxNumbers = 3;
 
 // Operands of an update in this order: weight, gradient, states. The last state may be a master copy.
 enum Operand : int { kWeight, kGrad, kFirstState };

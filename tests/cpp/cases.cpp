@@ -57,9 +57,17 @@ rules::AdamaxHyper hyper_of<rules::Adamax>(unsigned) {
   return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
 }
 template <>
+rules::ASGDHyper hyper_of<rules::ASGD>(unsigned) {
+  return {.lr = 0.01, .lambd = 0.5, .alpha = 0.5, .t0 = -1, .weight_decay = 0.125};
+}
+template <>
 rules::LionHyper hyper_of<rules::Lion>(unsigned) {
   // Binary fractions: with others a rounding decides on the sign of what cancels.
   return {.lr = 0.02, .beta1 = 0.75, .beta2 = 0.875, .weight_decay = 0.125};
+}
+template <>
+rules::RpropHyper hyper_of<rules::Rprop>(unsigned) {
+  return {.etaminus = 0.75, .etaplus = 1.25, .step_size_min = 0.125, .step_size_max = 2};
 }
 template <>
 rules::SGDHyper hyper_of<rules::SGD>(unsigned) {

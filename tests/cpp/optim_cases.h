@@ -13,11 +13,13 @@
 #include "fusedstep/optim/adamax.h"
 #include "fusedstep/optim/adamw.h"
 #include "fusedstep/optim/adan.h"
+#include "fusedstep/optim/asgd.h"
 #include "fusedstep/optim/lamb.h"
 #include "fusedstep/optim/lion.h"
 #include "fusedstep/optim/nadam.h"
 #include "fusedstep/optim/radam.h"
 #include "fusedstep/optim/rmsprop.h"
+#include "fusedstep/optim/rprop.h"
 #include "fusedstep/optim/sgd.h"
 
 namespace fusedstep::optim {
@@ -86,9 +88,16 @@ struct RMSpropRow : RowOf<RMSprop, RMSpropOptions, RMSpropParamState> {
     return RMSpropOptions(0.02).alpha(0.9).eps(1e-6).weight_decay(0.1).momentum(0.5).centered(true);
   }
 };
+struct ASGDRow : RowOf<ASGD, ASGDOptions, ASGDParamState> {
+  static constexpr double kLrForXor = 1;
+  static Options options() { return ASGDOptions(0.02).lambd(0.5).alpha(0.5).t0(1).weight_decay(0.1); }
+};
+struct RpropRow : RowOf<Rprop, RpropOptions, RpropParamState> {
+  static Options options() { return RpropOptions(0.02).etas({0.25, 1.5}).step_sizes({1e-3, 0.5}); }
+};
 
-using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, LionRow,
-                            NAdamRow, RAdamRow, RMSpropRow, SGDRow>;
+using Rows = testing::Types<LambRow, AdamRow, AdamWRow, AdagradRow, AdanRow, AdadeltaRow, AdamaxRow, ASGDRow,
+                            LionRow, NAdamRow, RAdamRow, RMSpropRow, RpropRow, SGDRow>;
 
 // The class's name, without its namespace.
 template <class Row>

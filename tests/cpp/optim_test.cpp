@@ -170,7 +170,7 @@ TYPED_TEST(OptimTest, GroupsHaveOptionsOfTheirOwn) {
   const Tensors first_alone = clones(first), second_alone = clones(second);
   const auto options = TypeParam::options();
   auto other = TypeParam::options();
-  other.lr(0.003).weight_decay(0);
+  other.lr(0.003).maximize(true);
 
   typename TypeParam::Optimizer optimizer(std::vector<OptimizerParamGroup>{}, options);
   optimizer.add_param_group(OptimizerParamGroup(first));
@@ -580,11 +580,16 @@ TYPED_TEST(OptimTest, AStateWithoutAPartGetsIt) {
     return static_cast<State&>(*owner.state().at(weight.unsafeGetTensorImpl()));
   };
   State &state = state_of(optimizer, weights[0]), &other = state_of(expected, others[0]);
-  const Tensor initial = torch::full({8}, TypeParam::Optimizer::initial_value(TypeParam::options()));
+  const double value = TypeParam::Optimizer::initial_value(TypeParam::options(), State::kStates[0].name, 0);
+  const Tensor initial = torch::full({8}, value);
   state.slot(0, Tensor());
   state.step(Tensor());
   other.slot(0, initial);
-  other.step(torch::zeros({}));
+  for (size_t k = 0; k < State::kNumbers.size(); ++k) {  // all, where no other state is left
+    const auto [name, first] = State::kNumbers[k];
+    if (k > 0 && std::size(State::kStates) > 1) continue;
+    other.number(k, torch::full({}, TypeParam::Optimizer::initial_value(TypeParam::options(), name, first)));
+  }
   take_steps(optimizer, weights, 2, 4);
   take_steps(expected, others, 2, 4);
   expect_equal(weights, others);

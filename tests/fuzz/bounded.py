@@ -161,10 +161,30 @@ def _full_like(like: Bounded, number: float) -> Bounded:
 
 
 def _maximum(a: Bounded, b: Bounded) -> Bounded:
-    return Bounded(torch.maximum(a.value, b.value), torch.maximum(a.error, b.error), a.arithmetic)
+    is_sure = (a.value - b.value).abs() > a.error + b.error
+    of_larger = torch.where(a.value > b.value, a.error, b.error)
+    error = torch.where(is_sure, of_larger, torch.maximum(a.error, b.error))
+    return Bounded(torch.maximum(a.value, b.value), error, a.arithmetic)
+
+
+def _is_more(a: Bounded, b: Bounded | float) -> Bounded:
+    """1 where a number is more than the other, else 0; with an error of 1 where one cannot say."""
+    sign = (a - b).sign()
+    return Bounded((sign.value > 0).double(), sign.error, a.arithmetic)
+
+
+def _where(condition: Bounded, a: Bounded, b: Bounded) -> Bounded:
+    value = torch.where(condition.value > 0, a.value, b.value)
+    error = torch.where(condition.value > 0, a.error, b.error)
+    either = torch.maximum(a.error, b.error) + (a.value - b.value).abs()
+    return Bounded(value, torch.where(condition.error > 0, either, error), a.arithmetic)
 
 
 _FUNCTIONS = {
+    torch.gt: _is_more,
+    torch.lt: lambda a, b: _is_more(-a, -b),
+    torch.where: _where,
+    torch.minimum: lambda a, b: -_maximum(-a, -b),
     torch.zeros_like: lambda like: _full_like(like, 0.0),
     torch.full_like: _full_like,
     torch.maximum: _maximum,

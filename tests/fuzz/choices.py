@@ -34,6 +34,8 @@ BY_NAME: dict[str, tuple] = {
     "eps": (1e-8, 1e-6, 1e-3, 1e-10),
     "weight_decay": (0.0, 0.0, 0.01, 0.3),
     "rho": (0.9, 0.99, 0.5),
+    "etas": ((0.5, 1.2), (0.25, 2.0)),
+    "step_sizes": ((1e-6, 50.0), (1e-3, 0.1)),
     "lr_decay": (0.0, 0.01, 0.5),
     "initial_accumulator_value": (0.0, 0.1, 2.0),
     "max_grad_norm": (0.1, 1.0, 100.0),

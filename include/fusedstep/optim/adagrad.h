@@ -48,7 +48,9 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
   static rules::AdagradHyper hyper(const AdagradOptions& o) {
     return {.lr = o.lr(), .lr_decay = o.lr_decay(), .weight_decay = o.weight_decay(), .eps = o.eps()};
   }
-  static double initial_value(const AdagradOptions& options) { return options.initial_accumulator_value(); }
+  static double initial_value(const AdagradOptions& options, std::string_view name, double otherwise) {
+    return name == "sum" ? options.initial_accumulator_value() : otherwise;
+  }
   static const char* sparse_error(const AdagradOptions& options) {
     return options.weight_decay() == 0 ? nullptr
                                        : "weight_decay option is not compatible with sparse gradients";

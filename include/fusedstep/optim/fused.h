@@ -149,6 +149,7 @@ class Plan {
 
 // Types and values of options that have commas in them, or are long.
 using TwoBetas = std::tuple<double, double>;
+using TwoNumbers = std::tuple<double, double>;
 using ThreeBetas = std::tuple<double, double, double>;
 inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
@@ -221,8 +222,8 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
 //   static constexpr const char* kRule            the rule's name,
 //   static void check(const Options&)             which throws c10::Error for options out of range,
 //   static Hyper hyper(const Options&)            the rule's hyper-parameters,
-// and, where states start at another number than zero,
-//   static double initial_value(const Options&),
+// and, where a state does not start at zero, or a number not as the rule says, but by an option,
+//   static double initial_value(const Options&, std::string_view name, double otherwise),
 // and, where it does anything with the gradients but read them,
 //   static GradUse grad_use(const Options&),
 // and, where they are not the option max_grad_norm and 1e-6,
@@ -241,7 +242,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
 
-  static double initial_value(const Options&) { return 0; }
+  static double initial_value(const Options&, std::string_view /*name*/, double otherwise) {
+    return otherwise;
+  }
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
   static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
   static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
@@ -445,8 +448,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     static const auto new_states =
         detail::find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
     const Tensors made = new_states.call(fresh, static_cast<int64_t>(all.size()), /*wide=*/false);
-    for (const torch::Tensor& tensor : made) {
-      if (Derived::initial_value(options) != 0) tensor.fill_(Derived::initial_value(options));
+    for (size_t i = 0; i < made.size(); ++i) {
+      const double value = Derived::initial_value(options, kStates[all[i / fresh.size()]].name, 0);
+      if (value != 0) made[i].fill_(value);
     }
     for (size_t i = 0; i < fresh.size(); ++i) {
       const auto found = state_.find(fresh[i].unsafeGetTensorImpl());
@@ -457,7 +461,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
       const bool is_first = !to.has_slots();
       for (size_t k = 0; k < State::kNumbers.size(); ++k) {
         if (is_first || !to.number(k).defined()) {
-          to.number(k, torch::full({}, State::kNumbers[k].first, torch::kFloat32));
+          const auto [name, first] = State::kNumbers[k];
+          to.number(k, torch::full({}, Derived::initial_value(options, name, first), torch::kFloat32));
         }
       }
       for (size_t s = 0; s < all.size(); ++s) {

@@ -6,11 +6,13 @@
 #include "fusedstep/rules/adam.h"
 #include "fusedstep/rules/adamax.h"
 #include "fusedstep/rules/adan.h"
+#include "fusedstep/rules/asgd.h"
 #include "fusedstep/rules/lamb.h"
 #include "fusedstep/rules/lion.h"
 #include "fusedstep/rules/nadam.h"
 #include "fusedstep/rules/radam.h"
 #include "fusedstep/rules/rmsprop.h"
+#include "fusedstep/rules/rprop.h"
 #include "fusedstep/rules/sgd.h"
 
 #define FUSEDSTEP_RULES(X) \
@@ -19,11 +21,13 @@
   X(Adam)                  \
   X(Adamax)                \
   X(Adan)                  \
+  X(ASGD)                  \
   X(Lamb)                  \
   X(Lion)                  \
   X(NAdam)                 \
   X(RAdam)                 \
   X(RMSprop)               \
+  X(Rprop)                 \
   X(SGD)
 
 namespace fusedstep::rules {

@@ -20,6 +20,7 @@ from fusedstep.optim.adamax import Adamax
 from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.apollo import APOLLOAdamW
+from fusedstep.optim.asgd import ASGD
 from fusedstep.optim.galore import GaLoreAdamW
 from fusedstep.optim.galore_adafactor import GaLoreAdafactor
 from fusedstep.optim.lamb import Lamb
@@ -41,10 +42,12 @@ from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop
 from fusedstep.optim.rowwise_adagrad import RowWiseAdagrad
+from fusedstep.optim.rprop import Rprop
 from fusedstep.optim.sgd import SGD
 from fusedstep.optim.sparse_adam import SparseAdam
 
 __all__ = [
+    "ASGD",
     "SGD",
     "APOLLOAdamW",
     "Adadelta",
@@ -63,5 +66,6 @@ __all__ = [
     "RAdam",
     "RMSprop",
     "RowWiseAdagrad",
+    "Rprop",
     "SparseAdam",
 ]

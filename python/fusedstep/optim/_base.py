@@ -64,8 +64,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
     #: States that a group has only if an option is neither 0 nor False, with this option.
     _needs: ClassVar[dict[str, str]] = {}
-    #: The option that is the first value of the states of the weight's shape, in place of 0.
-    _initial_option: ClassVar[str | None] = None
+    #: States and numbers that start at the value of an option, with this option.
+    _initial: ClassVar[dict[str, str]] = {}
     #: True if an element's update depends on no other element: shards can then be stepped alone. Of
     #: others a step of shards is two phases, with norms over all processes in between.
     _elementwise: ClassVar[bool] = True
@@ -129,7 +129,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             self._state_placements,
             self._counts_steps,
         )
-        return StateStore(by_weight, self._numbers, *of_group, signed, self._initial_option)
+        return StateStore(by_weight, self._numbers, *of_group, signed, self._initial)
 
     # A subclass overrides these
 

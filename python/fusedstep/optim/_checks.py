@@ -130,8 +130,19 @@ def check_count(betas: tuple[Any, ...], count: int) -> None:
         raise ValueError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}; {others}")
 
 
+def check_pair(name: str, pair: Any) -> None:
+    """Raises if an option is not two numbers."""
+    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+        raise TypeError(f"{name} must be two numbers, not {pair!r}")
+    for index, value in enumerate(pair):
+        check_number(f"{name}[{index}]", value)
+
+
+#: Options that are two numbers.
+_PAIRS = ("etas", "step_sizes")
+
 #: Options that are numbers and have a range of their own, or any.
-_ANY_RANGE = frozenset({"dampening", "max_ratio"})
+_ANY_RANGE = frozenset({"dampening", "lambd", "max_ratio", "t0"})
 
 
 def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> None:
@@ -160,6 +171,10 @@ def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> N
                 raise ValueError(f"Invalid rho value: {value}")
         elif name in _ANY_RANGE:
             check_number(name, value)
+        elif name in _PAIRS:
+            check_pair(name, value)
+            if name == "etas" and not 0.0 < value[0] < 1.0 < value[1]:
+                raise ValueError(f"Invalid eta values: {value[0]}, {value[1]}")
         elif name not in _NO_NUMBERS and name != "debias":
             check_at_least_zero(name, value)
 
@@ -179,6 +194,8 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             for index, beta in enumerate(betas):
                 check_number(f"betas[{index}]", beta)
             check_count(betas, len(default))
+        elif name in _PAIRS:
+            check_pair(name, value)
         elif name == "state_dtype":
             check_state_dtype(value)
         elif name in _OF_WAYS:
@@ -195,7 +212,9 @@ def check_floats(group: dict[str, Any], defaults: dict[str, Any], betas: int) ->
     """Raises if an option whose default is a number, or several, cannot be taken as such."""
     for name, default in defaults.items():
         is_none = name in _NONE_IS_NONE and group[name] is None
-        if name not in OWN and is_number(default) and not (isinstance(default, bool) or is_none):
+        if name in _PAIRS:
+            check_pair(name, group[name])
+        elif name not in OWN and is_number(default) and not (isinstance(default, bool) or is_none):
             float(group[name])
     floats(group.get("betas", ()), betas if "betas" in group else 0)
 
@@ -210,8 +229,8 @@ def floats(betas: tuple[float | Tensor, ...], count: int) -> list[float]:
 def has_text(group: dict[str, Any]) -> bool:
     """Tells whether a group has a text for an option, where none may be. Every step asks."""
     if str not in map(type, group.values()):
-        betas = group.get("betas")
-        return isinstance(betas, (list, tuple)) and str in map(type, betas)
+        pairs = map(group.get, ("betas", *_PAIRS))
+        return any(isinstance(each, (list, tuple)) and str in map(type, each) for each in pairs)
     return any(type(value) is str for name, value in group.items() if name not in _TEXTS)
 
 

@@ -26,8 +26,8 @@ class StateStore:
     rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
     others than the weight's, and None elsewhere; ``placements`` returns those of these states of a
     DTensor, and None where each process has all of them. ``counts`` returns whether a group's
-    states have a step count. ``signed`` are those that may be negative. The option
-    ``initial_option`` is the first value of these, or 0.
+    states have a step count. ``signed`` are those that may be negative. ``initial``: states and
+    numbers that start at the value of an option, with this option.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class StateStore:
         placements: Callable[[dict[str, Any], Tensor], dict[str, Any] | None],
         counts: Callable[[dict[str, Any]], bool],
         signed: frozenset[str],
-        initial_option: str | None,
+        initial: dict[str, str],
     ) -> None:
         self.by_weight = by_weight
-        self._first, self._initial_option = first, initial_option
+        self._first, self._initial = first, initial
         self._names_in_group, self._shapes, self._counts_steps = names, shapes, counts
         self._placements = placements
         self._signed = signed
@@ -171,17 +171,16 @@ class StateStore:
         """Gives a state to those weights that have none."""
         all_weights = weights
         weights = [p for p in weights if not self._has_all(group, p)]
-        value = group[self._initial_option] if self._initial_option else 0
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
         for p, name, tensor in self._zeros(group, weights, native):
             state, new = self.by_weight.get(p, {}), made[p]
             for number in self._first:
                 if not (number in state or number in new):
-                    new[number] = _new_number(p, group, self._first[number])
+                    new[number] = _new_number(p, group, self._first_value(group, number))
             if name not in state:
                 if name in BESIDE.values():
                     self._start_beside(group, p, tensor)
-                elif value != 0:
+                elif value := self._first_value(group, name.removesuffix(absmax_of(""))):
                     self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
@@ -197,6 +196,12 @@ class StateStore:
         self._counts.update(counts)
         for p in all_weights:
             self._drop_beside(group, p)
+
+    def _first_value(self, group: dict[str, Any], name: str) -> float:
+        """What a number, or every element of a state, is before the first step."""
+        if name in self._initial:
+            return float(group[self._initial[name]])
+        return self._first.get(name, 0.0)
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
         """Sets what a weight keeps beside it, so that its value is what it was in another way."""

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class Adagrad(FusedOptimizer):
 
     _rule = "adagrad"
     _states = ("sum",)
-    _initial_option = "initial_accumulator_value"
+    _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _allocates_first = True
     _formula = by_torch(adagrad, "sum", "step")
 

@@ -80,7 +80,7 @@ class RowWiseAdagrad(FusedOptimizer):
 
     _rule = "rowwise_adagrad"
     _states = ("sum",)
-    _initial_option = "initial_accumulator_value"
+    _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _composite = True
     _torch_fuses = False
     _later_options: ClassVar[dict[str, Any]] = {

@@ -1,0 +1,54 @@
+#pragma once
+#include "fusedstep/optim/fused.h"
+
+namespace fusedstep::optim {
+
+// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
+#define FUSEDSTEP_ASGD_OPTIONS(X) \
+  X(double, lr, 1e-2)             \
+  X(double, lambd, 1e-4)          \
+  X(double, alpha, 0.75)          \
+  X(double, t0, 1e6)              \
+  X(double, weight_decay, 0)      \
+  X(bool, maximize, false)        \
+  X(double, max_grad_norm, kNoLimit)
+
+struct ASGDOptions : torch::optim::OptimizerCloneableOptions<ASGDOptions> {
+  FUSEDSTEP_OPTIONS(ASGDOptions, FUSEDSTEP_ASGD_OPTIONS)
+};
+
+struct ASGDParamState : ParamState<ASGDParamState, rules::ASGD> {
+  const torch::Tensor& eta() const { return number(1); }
+  const torch::Tensor& mu() const { return number(2); }
+  const torch::Tensor& ax() const { return slot(0); }
+};
+
+// Averaged SGD (Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992), with the
+// options of torch's Python class. For each tensor p with gradient g, at step t:
+//
+//   g = g + weight_decay p
+//   p = (1 - lambd eta) p - eta g,   ax = ax + mu (p - ax)
+//   eta = lr / (1 + lambd lr t)^alpha,   mu = 1 / max(1, t - t0)      for the next step
+//
+// eta starts at lr, mu at 1. Parameters, states and errors are those of FusedOptimizer.
+class ASGD : public FusedOptimizer<ASGD, ASGDOptions, ASGDParamState, rules::ASGD> {
+ public:
+  using FusedOptimizer::FusedOptimizer;
+
+  static constexpr const char* kRule = "asgd";
+
+  static void check(const ASGDOptions& options) {
+    detail::check_at_least_zero(options.lr(), "learning rate");
+    detail::check_at_least_zero(options.alpha(), "alpha value");
+    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+  }
+  static rules::ASGDHyper hyper(const ASGDOptions& o) {
+    return {o.lr(), o.lambd(), o.alpha(), o.t0(), o.weight_decay()};
+  }
+  static double initial_value(const ASGDOptions& options, std::string_view name, double otherwise) {
+    return name == "eta" ? options.lr() : otherwise;
+  }
+};
+
+}  // namespace fusedstep::optim

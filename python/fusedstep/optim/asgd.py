@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.asgd import asgd
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["ASGD"]
+
+
+class ASGD(FusedOptimizer):
+    r"""Implements the ASGD algorithm, in signature and states :class:`torch.optim.ASGD`.
+
+    For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
+
+        g = g + weight_decay * w
+        w = (1 - lambd * eta) * w - eta * g     # eta is lr at first
+        ax = ax + mu * (w - ax)                 # mu starts at 1, which makes it w
+        eta = lr / (1 + lambd * lr * t)**alpha  # for the next step, as is mu
+        mu = 1 / max(1, t - t0)
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            \theta_t &= (1 - \lambda \eta_t) \theta_{t-1} - \eta_t (g_t + \omega \theta_{t-1})  \\
+            a_t      &= a_{t-1} + \mu_t (\theta_t - a_{t-1})                                    \\
+            \eta_t   &= \gamma / (1 + \lambda \gamma (t - 1))^\alpha, \quad
+                        \mu_t = 1 / \max(1, t - 1 - t_0)
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``lambd``
+    :math:`\lambda`, ``alpha`` :math:`\alpha`, ``t0`` :math:`t_0` and ``weight_decay``
+    :math:`\omega`. The mean of the weights since step ``t0`` is the state ``ax`` (a); nothing uses
+    it here. This is `Acceleration of Stochastic Approximation by Averaging`_ with Bottou's
+    learning rates.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-2)
+        lambd (float, optional): decay of the weights and of the learning rate (default: 1e-4)
+        alpha (float, optional): power of the learning rate's decay (default: 0.75)
+        t0 (float, optional): step at which to begin averaging (default: 1e6)
+        weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
+
+    Example::
+
+        >>> optimizer = optim.ASGD(model.parameters(), lr=1e-2, t0=1000)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Acceleration of Stochastic Approximation by Averaging:
+        https://doi.org/10.1137/0330046
+    """
+
+    _rule = "asgd"
+    _states = ("ax",)
+    _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "eta": 0.01, "mu": 1.0}
+    _initial: ClassVar[dict[str, str]] = {"eta": "lr"}
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _formula = by_torch(asgd, "ax", "mu", "eta", "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: float = 0,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        capturable: bool = False,
+        *,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        weights, grads, mus, axs, etas, *others = lists
+        return super()._init_group(group, weights, grads, axs, etas, mus, *others)

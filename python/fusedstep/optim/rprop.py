@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.optim.rprop import rprop
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._functional import by_torch
+
+__all__ = ["Rprop"]
+
+
+class Rprop(FusedOptimizer):
+    r"""Implements the Rprop algorithm, in signature and states :class:`torch.optim.Rprop`.
+
+    For an element ``w`` with gradient ``g``, at each step::
+
+        s = sign(g * prev)
+        d = d * (etas[1] if s > 0 else etas[0] if s < 0 else 1)
+        d = clamp(d, *step_sizes)
+        prev = g = 0 if s < 0 else g
+        w = w - d * sign(g)     # d is lr at first
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            \Delta_t &= \begin{cases}
+                \min(\eta^+ \Delta_{t-1}, \Delta_{\max}) & \text{if } g_t g_{t-1} > 0         \\
+                \max(\eta^- \Delta_{t-1}, \Delta_{\min}) & \text{if } g_t g_{t-1} < 0
+                    \text{, where } g_t \leftarrow 0                                          \\
+                \Delta_{t-1}                             & \text{otherwise}
+            \end{cases}                                                                       \\
+            \theta_t &= \theta_{t-1} - \Delta_t \operatorname{sign}(g_t)
+        \end{aligned}
+
+    with gradient :math:`g_t` (negated if maximizing), ``etas`` :math:`(\eta^-, \eta^+)` and
+    ``step_sizes`` :math:`(\Delta_{\min}, \Delta_{\max})`. The states are ``prev`` (g) and
+    ``step_size`` (Δ), which starts at ``lr``; later changes of ``lr`` have no effect. This is `A
+    Direct Adaptive Method for Faster Backpropagation Learning: The RPROP Algorithm`_, for gradients
+    of the whole training set.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): the step size of each element at first (default: 1e-2)
+        etas (tuple[float, float], optional): factors of a step size where the sign of the gradient
+            changes, and where it stays (default: (0.5, 1.2))
+        step_sizes (tuple[float, float], optional): smallest and largest step size
+            (default: (1e-6, 50))
+
+    Example::
+
+        >>> optimizer = optim.Rprop(model.parameters(), lr=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _A Direct Adaptive Method for Faster Backpropagation Learning\: The RPROP Algorithm:
+        https://doi.org/10.1109/ICNN.1993.298623
+    """
+
+    _rule = "rprop"
+    _states = ("prev", "step_size")
+    _initial: ClassVar[dict[str, str]] = {"step_size": "lr"}
+    _torch_fuses = False
+    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _by_torch = by_torch(rprop, *_states, "step")
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-2,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50),
+        *,
+        capturable: bool = False,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        etaminus, etaplus = map(float, group["etas"])
+        smallest, largest = map(float, group["step_sizes"])
+        return group | {
+            "etaminus": etaminus,
+            "etaplus": etaplus,
+            "step_size_min": smallest,
+            "step_size_max": largest,
+        }
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        return self._by_torch(self._rule_options(group), weight, grad, state)
