@@ -136,10 +136,12 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     adadelta: optim.Adadelta = fusedstep.convert(torch.optim.Adadelta(parameters))
     adafactor: optim.Adafactor = fusedstep.convert(torch.optim.Adafactor(matrices))
     adamax: optim.Adamax = fusedstep.convert(torch.optim.Adamax(parameters))
+    asgd: optim.ASGD = fusedstep.convert(torch.optim.ASGD(parameters))
     muon: optim.Muon = fusedstep.convert(torch.optim.Muon(matrices))
     nadam: optim.NAdam = fusedstep.convert(torch.optim.NAdam(parameters))
     radam: optim.RAdam = fusedstep.convert(torch.optim.RAdam(parameters))
     rmsprop: optim.RMSprop = fusedstep.convert(torch.optim.RMSprop(parameters))
+    rprop: optim.Rprop = fusedstep.convert(torch.optim.Rprop(parameters))
     sgd: optim.SGD = fusedstep.convert(torch.optim.SGD(parameters))
     adan: optim.Adan = fusedstep.convert(optim.Adan(parameters))
     fused: optim.FusedOptimizer = fusedstep.convert(other)
@@ -148,6 +150,7 @@ def conversions(other: torch.optim.Optimizer, base: optim.FusedOptimizer) -> Non
     wrong: optim.Lamb = fusedstep.convert(other)  # type: ignore[assignment]
     fusedstep.import_state_dict(wrong, other.state_dict())
     del adamw, adam, adagrad, adadelta, adafactor, adamax, muon, nadam, radam, rmsprop, sgd, adan
+    del asgd, rprop
 
 
 def mistakes() -> None:

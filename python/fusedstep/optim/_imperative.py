@@ -78,7 +78,7 @@ class ImperativeTwin:
         is_plain = not (self._store.has_wide(group, weight) or self._store.kind_of(group, weight))
         if self._allocates_first and is_plain and not grad.is_sparse:
             return []
-        return [weight, *kept.values()]
+        return [weight, *filter(torch.is_tensor, kept.values())]  # scripts keep other things there
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
