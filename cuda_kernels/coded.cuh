@@ -1,7 +1,10 @@
-// The passes of a rule over tensors whose states are in codes: a warp has 256 elements, which are a block of
-// codes, or two of int4. Each of its threads has four of either half, so that its accesses are whole words.
-// The maths is that of float32 states.
+// The passes of a rule over tensors whose states are in codes, or whose weights keep their value in one of the
+// ways of src/core/weight_code.h, or both: a warp has 256 elements, which are a block of codes, or two of int4.
+// Each of its threads has four of either half, so that its accesses are whole words. The maths is that of
+// float32 states and master copies.
 #pragma once
+#include <type_traits>
+
 #include "cuda_kernels/reduce.cuh"
 #include "src/core/code_map.h"
 
@@ -67,23 +70,23 @@ struct Eight {
   }
 };
 
-// Eight elements that are not whole.
-template <class Stored>
-__device__ __noinline__ void load_in_order(const BlockLayout& layout, int operand, const Stored* from,
-                                           const Eight<false>& at, float* x) {
+// Eight elements that are not whole, as they are in memory.
+template <class Word>
+__device__ __noinline__ void load_in_order(const BlockLayout& layout, int operand, const Word* from,
+                                           const Eight<false>& at, Word* x) {
 #pragma unroll 1
   for (int half = 0; half < kHalves; ++half) {
     for_in_order(layout, operand, at.first(half), at.count(half),
-                 [&](int j, int64_t offset) { x[half * kInHalf + j] = Codec<Stored>::decode(from[offset]); });
+                 [&](int j, int64_t offset) { x[half * kInHalf + j] = from[offset]; });
   }
 }
-template <class Stored>
-__device__ __noinline__ void store_in_order(const BlockLayout& layout, int operand, Stored* to,
-                                            const Eight<false>& at, const float* x) {
+template <class Word>
+__device__ __noinline__ void store_in_order(const BlockLayout& layout, int operand, Word* to,
+                                            const Eight<false>& at, const Word* x) {
 #pragma unroll 1
   for (int half = 0; half < kHalves; ++half) {
     for_in_order(layout, operand, at.first(half), at.count(half),
-                 [&](int j, int64_t offset) { to[offset] = Codec<Stored>::encode(x[half * kInHalf + j]); });
+                 [&](int j, int64_t offset) { to[offset] = x[half * kInHalf + j]; });
   }
 }
 
@@ -108,7 +111,7 @@ struct StateCodes {
   float absmax[kStates][kHalves];
 };
 
-// Tables are shared by the threads of a block, which wait before they use them.
+// Tables are shared by the threads of a block, which wait for them.
 template <int kStates>
 __device__ __forceinline__ void load_tables(const TensorTask& task, CodeTable (&tables)[kStates]) {
   constexpr int kWords = sizeof(CodeTable) / sizeof(uint4);
@@ -119,37 +122,72 @@ __device__ __forceinline__ void load_tables(const TensorTask& task, CodeTable (&
     auto* const to = reinterpret_cast<uint4*>(&tables[k]);
     if (const int word = static_cast<int>(threadIdx.x); word < kWords) to[word] = from[word];
   }
+  __syncthreads();
 }
 
-// A rule's operands, of which the states, but for a master copy, are in codes.
-template <class Operands, bool kWhole>
-class Coded : public Operands {
+// How the states of a tensor are stored.
+enum class StatesIn { kCodes, kFloats };
+
+// Codes and tables of states that have none.
+struct NoCodes {};
+__device__ __forceinline__ void load_tables(const TensorTask&, NoCodes&) {}
+
+// A rule's operands in registers. The weight is there by its value.
+template <class Rule_, class Weight, StatesIn kStatesIn, bool kWhole>
+class Coded : public Operands<Rule_, typename StoredOf<Weight>::Type, float> {
+  using Plain = Operands<Rule_, typename StoredOf<Weight>::Type, float>;
+
  public:
-  using Rule = typename Operands::Rule;
-  using Stored = typename Operands::Stored;
-  static constexpr int kInCodes = Rule::kStates;
-  using Read = typename Operands::template Read<kCodedWidth>;
-  using Tables = CodeTable[kInCodes];
+  using Rule = Rule_;
+  using Stored = typename Plain::Stored;
+  static constexpr bool kInCodes = kStatesIn == StatesIn::kCodes;
+  static constexpr bool kKeepsValue = StoredOf<Weight>::kHasMaster, kIsBf16 = std::is_same_v<Stored, bf16>;
+  static constexpr int kStates = Rule::kStates, kBeside = kFirstState + kStates;
+  static constexpr int kOperands = Plain::kOperands + kKeepsValue;
+  using Read = typename Plain::template Read<kCodedWidth>;
+  using States = std::conditional_t<kInCodes, StateCodes<kStates>, NoCodes>;
+  using Tables = std::conditional_t<kInCodes, CodeTable[kInCodes ? kStates : 1], NoCodes>;
   using At = Eight<kWhole>;
 
   // Without scalars: best when elements have been asked for.
   __device__ Coded(const Launch& launch, const Chunk& chunk)
-      : Operands(launch, chunk, /*with_scalars=*/false), task_(launch.tensors[chunk.tensor]) {}
+      : Plain(launch, chunk, /*with_scalars=*/false), task_(launch.tensors[chunk.tensor]) {}
 
-  template <Reuse kOfWeight>
+  template <Reuse kReuse>
   __device__ __forceinline__ void load_weight(const At& at, Read& read) const {
-    load_plain<kOfWeight>(at, kWeight, this->weight, read.weight);
-    if constexpr (Operands::kHasMaster) {
-      load_plain<kOfWeight>(at, kFirstState + kInCodes, this->state[kInCodes], read.state[kInCodes]);
+    load_plain<kReuse>(at, kWeight, this->weight, read.weight);
+  }
+  // Makes a weight that has been loaded its value: last, since what is kept beside it is waited for.
+  template <Reuse kReuse>
+  __device__ __forceinline__ void load_value(const At& at, Read& read) const {
+    if constexpr (kKeepsValue) {
+      if (task_.weight_code == WeightCode::kPlain) {
+        load_copy<kReuse>(at, read.weight);
+      } else if (is_compensated()) {
+        load_compensated<kReuse>(at, read.weight);
+      } else if (kIsBf16 && task_.weight_code == WeightCode::kSplit) {
+        load_split<kReuse>(at, read.weight);
+      }
     }
   }
   __device__ __forceinline__ void load_grad(const At& at, Read& read) const {
     load_plain<kOnce>(at, kGrad, this->grad, read.grad);
   }
-  __device__ __forceinline__ void store_weight(const At& at, const Read& read) const {
-    store_plain<kOnce>(at, kWeight, this->weight, read.weight);
-    if constexpr (Operands::kHasMaster) {
-      store_plain<kOnce>(at, kFirstState + kInCodes, this->state[kInCodes], read.state[kInCodes]);
+  __device__ __forceinline__ void store_weight(const Launch& launch, const Chunk& chunk, const At& at,
+                                               const Read& read) const {
+    if constexpr (!kKeepsValue) {
+      store_plain<kOnce>(at, kWeight, this->weight, read.weight);
+    } else if (task_.weight_code == WeightCode::kPlain) {
+      store_plain<kOnce>(at, kWeight, this->weight, read.weight);
+      store_beside<float>(at, read.weight);
+    } else if (is_compensated()) {
+      store_compensated(at, read.weight);
+    } else if (kIsBf16 && task_.weight_code == WeightCode::kSplit) {
+      store_split(at, read.weight);
+    } else if (kIsBf16) {
+      const uint64_t* const of_tensor = launch.draws_of_tensor;
+      const uint64_t step = of_tensor != nullptr ? of_tensor[chunk.tensor] : launch.draws;
+      store_at_random(at, read.weight, key_of_place(step, task_.place));
     }
   }
   __device__ __forceinline__ void store_grad(const At& at, const Read& read) const {
@@ -165,9 +203,31 @@ class Coded : public Operands {
     store_plain<kOnce>(at, kGrad, this->grad, read.grad);
   }
 
-  __device__ __forceinline__ void load_states(const At& at, StateCodes<kInCodes>& states) const {
+  __device__ __forceinline__ void load_states(const At& at, States& states, Read& read) const {
+    if constexpr (kInCodes) {
+      load_codes(at, states);
+    } else {
+      for_states([&](int k) { load_plain<kOnce>(at, kFirstState + k, this->state[k], read.state[k]); });
+    }
+  }
+  // For all threads of a warp.
+  __device__ __forceinline__ void store_states(const At& at, const Tables& tables, const States& states,
+                                               Read& read) const {
+    if constexpr (kInCodes) {
+      store_codes(at, tables, states, read);
+    } else {
+      for_states([&](int k) { store_plain<kOnce>(at, kFirstState + k, this->state[k], read.state[k]); });
+    }
+  }
+  // Makes codes that have been loaded states.
+  __device__ __forceinline__ void decode(const Tables& tables, const States& states, Read& read) const {
+    if constexpr (kInCodes) decode_codes(tables, states, read);
+  }
+
+ private:
+  __device__ __forceinline__ void load_codes(const At& at, States& states) const {
 #pragma unroll
-    for (int k = 0; k < kInCodes; ++k) {
+    for (int k = 0; k < kStates; ++k) {
       const CodedTask& of = task_.coded[k];
       const bool halves = states.halves[k] = of.halves;
       const int64_t first = at.first(0);
@@ -196,10 +256,10 @@ class Coded : public Operands {
       }
     }
   }
-  __device__ __forceinline__ void decode(const Tables& tables, const StateCodes<kInCodes>& states,
-                                         Read& read) const {
+  __device__ __forceinline__ void decode_codes(const Tables& tables, const States& states,
+                                               Read& read) const {
 #pragma unroll
-    for (int k = 0; k < kInCodes; ++k) {
+    for (int k = 0; k < kStates; ++k) {
       const bool halves = states.halves[k];
       const float top = tables[k].top;
       float scale[kHalves] = {states.absmax[k][0], states.absmax[k][1]};
@@ -217,11 +277,10 @@ class Coded : public Operands {
       }
     }
   }
-  // For all threads of a warp.
-  __device__ __forceinline__ void store_states(const At& at, const Tables& tables,
-                                               const StateCodes<kInCodes>& states, Read& read) const {
+  __device__ __forceinline__ void store_codes(const At& at, const Tables& tables, const States& states,
+                                              Read& read) const {
 #pragma unroll
-    for (int k = 0; k < kInCodes; ++k) {
+    for (int k = 0; k < kStates; ++k) {
       if constexpr (!kWhole) {
 #pragma unroll
         for (int i = 0; i < kCodedWidth; ++i) {
@@ -284,25 +343,103 @@ class Coded : public Operands {
     }
   }
 
- private:
   static __device__ __forceinline__ int32_t largest_of_warp(int32_t mine) {
     return static_cast<int32_t>(__reduce_max_sync(0xffffffffu, static_cast<uint32_t>(mine)));
   }
   static __device__ __forceinline__ int64_t first_block(bool halves, const At& at) {
     return halves ? at.of_warp / kHalfElements : at.of_warp / (kHalves * kHalfElements);
   }
+  template <class Run>
+  static __device__ __forceinline__ void each(const Run& run) {
+#pragma unroll
+    for (int i = 0; i < kCodedWidth; ++i) run(i);
+  }
+  template <class Run>
+  static __device__ __forceinline__ void for_states(const Run& run) {
+#pragma unroll
+    for (int k = 0; k < kStates; ++k) run(k);
+  }
+
+  // The ways of src/core/weight_code.h.
+
+  using Values = float[kCodedWidth];
+
+  __device__ __forceinline__ bool is_compensated() const {
+    return task_.weight_code == WeightCode::kKahanBf16 || task_.weight_code == WeightCode::kKahanHalf;
+  }
+  template <Reuse kReuse>
+  __device__ __forceinline__ void load_copy(const At& at, Values& weight) const {
+    float copy[kCodedWidth];
+    load_beside<kReuse, float>(at, copy);
+    each([&](int i) {
+      const float rounded = Codec<Stored>::decode(Codec<Stored>::encode(copy[i]));
+      weight[i] = rules::where_equal(rounded, weight[i], copy[i], weight[i]);
+    });
+  }
+  template <Reuse kReuse>
+  __device__ __forceinline__ void load_compensated(const At& at, Values& weight) const {
+    float error[kCodedWidth];
+    load_beside<kReuse, Stored>(at, error);
+    each([&](int i) { weight[i] += error[i]; });
+  }
+  template <Reuse kReuse>
+  __device__ __forceinline__ void load_split(const At& at, Values& weight) const {
+    int16_t low[kCodedWidth];
+    load_beside<kReuse, int16_t>(at, low);
+    each([&](int i) {
+      const auto upper = static_cast<uint16_t>(static_cast<uint32_t>(bits_of(weight[i])) >> 16);
+      weight[i] = from_bits(static_cast<int32_t>(joined(upper, low[i])));
+    });
+  }
+  __device__ __forceinline__ void store_compensated(const At& at, const Values& value) const {
+    float weight[kCodedWidth], error[kCodedWidth];
+    each([&](int i) {
+      weight[i] = Codec<Stored>::decode(Codec<Stored>::encode(value[i]));
+      const float exact = value[i] - weight[i];
+      error[i] = rules::where_equal(exact * 0.0f, 0.0f, exact, 0.0f);
+    });
+    store_plain<kOnce>(at, kWeight, this->weight, weight);
+    store_beside<Stored>(at, error);
+  }
+  __device__ __forceinline__ void store_split(const At& at, const Values& value) const {
+    uint16_t weight[kCodedWidth];
+    int16_t low[kCodedWidth];
+    each([&](int i) { split(static_cast<uint32_t>(bits_of(value[i])), weight[i], low[i]); });
+    store_plain<kOnce>(at, kWeight, reinterpret_cast<uint16_t*>(this->weight), weight);
+    store_beside<int16_t>(at, low);
+  }
+  __device__ __forceinline__ void store_at_random(const At& at, const Values& value, uint64_t draws) const {
+    uint16_t weight[kCodedWidth];
+    const uint64_t range = key_of_range(draws, static_cast<uint64_t>(at.of_warp));
+    each([&](int i) {
+      const uint32_t index = static_cast<uint32_t>(at.first(i / kInHalf)) + i % kInHalf;
+      weight[i] = rounded_by(static_cast<uint32_t>(bits_of(value[i])), draw(range, index));
+    });
+    store_plain<kOnce>(at, kWeight, reinterpret_cast<uint16_t*>(this->weight), weight);
+  }
+
+  template <Reuse kReuse, class T>
+  __device__ __forceinline__ void load_beside(const At& at, ComputeOf<T> (&x)[kCodedWidth]) const {
+    load_plain<kReuse>(at, kBeside, static_cast<const T*>(task_.data[kBeside]), x);
+  }
+  template <class T>
+  __device__ __forceinline__ void store_beside(const At& at, const ComputeOf<T> (&x)[kCodedWidth]) const {
+    store_plain<kOnce>(at, kBeside, static_cast<T*>(task_.data[kBeside]), x);
+  }
   template <Reuse kReuse, class T>
   __device__ __forceinline__ void load_plain(const At& at, int operand, const T* from,
-                                             float (&x)[kCodedWidth]) const {
+                                             ComputeOf<T> (&x)[kCodedWidth]) const {
     if constexpr (!kWhole) {
-      float found[kCodedWidth] = {};  // in memory
-      load_in_order(task_.layout, operand, from, at, found);
-#pragma unroll
-      for (int i = 0; i < kCodedWidth; ++i) x[i] = found[i];
+      using Bits = typename Word<sizeof(T)>::Type;
+      Bits found[kCodedWidth] = {};  // in memory
+      load_in_order(task_.layout, operand, reinterpret_cast<const Bits*>(from), at, found);
+      T stored[kCodedWidth];
+      memcpy(static_cast<void*>(stored), found, sizeof found);
+      each([&](int i) { x[i] = Codec<T>::decode(stored[i]); });
     } else {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        float some[kInHalf];
+        ComputeOf<T> some[kInHalf];
         load<kReuse>(from + at.first(half), some);
 #pragma unroll
         for (int j = 0; j < kInHalf; ++j) x[half * kInHalf + j] = some[j];
@@ -311,16 +448,18 @@ class Coded : public Operands {
   }
   template <Reuse kReuse, class T>
   __device__ __forceinline__ void store_plain(const At& at, int operand, T* to,
-                                              const float (&x)[kCodedWidth]) const {
+                                              const ComputeOf<T> (&x)[kCodedWidth]) const {
     if constexpr (!kWhole) {
-      float left[kCodedWidth];  // in memory
-#pragma unroll
-      for (int i = 0; i < kCodedWidth; ++i) left[i] = x[i];
-      store_in_order(task_.layout, operand, to, at, left);
+      using Bits = typename Word<sizeof(T)>::Type;
+      T stored[kCodedWidth];
+      each([&](int i) { stored[i] = Codec<T>::encode(x[i]); });
+      Bits left[kCodedWidth];  // in memory
+      memcpy(left, static_cast<const void*>(stored), sizeof left);
+      store_in_order(task_.layout, operand, reinterpret_cast<Bits*>(to), at, left);
     } else {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
-        float some[kInHalf];
+        ComputeOf<T> some[kInHalf];
 #pragma unroll
         for (int j = 0; j < kInHalf; ++j) some[j] = x[half * kInHalf + j];
         store<kReuse>(to + at.first(half), some);
@@ -339,9 +478,9 @@ constexpr int kCodedResident = Body::kOperands <= 4   ? 4
 
 // The last pass of a step over a part of a chunk: all of an elementwise rule, or the second phase of a rule
 // with norms.
-template <class Body, class Tables>
+template <class Body>
 __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& chunk, int part,
-                                            Tables& tables) {
+                                            typename Body::Tables& tables) {
   using Rule = typename Body::Rule;
   const typename Body::At at(chunk, part);
   Body body(launch, chunk);
@@ -350,10 +489,12 @@ __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& c
     return;
   }
   typename Body::Read read;
-  StateCodes<Body::kInCodes> states;
+  typename Body::States states;
   body.template load_weight<kOnce>(at, read);
   body.load_grad(at, read);
   if constexpr (kHasNorms<Rule>) {
+    if (!launch.stores) body.load_states(at, states, read);
+    body.template load_value<kOnce>(at, read);
     body.take_scalars(launch, chunk);
     const float factor = Rule::factor(body.scalars, launch.ratios[chunk.tensor]);
     if (launch.stores) {  // the gradients are updates
@@ -366,9 +507,7 @@ __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& c
         body.put_weight(p, read, first);
       }
     } else {
-      body.load_states(at, states);
       load_tables(launch.tensors[chunk.tensor], tables);
-      __syncthreads();
       body.decode(tables, states, read);
       body.with_packs(read, [&](int, auto& p, auto g, auto& s) {
         const auto u = Rule::direction(body.scalars, p, g, s);
@@ -376,44 +515,46 @@ __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& c
       });
       body.store_states(at, tables, states, read);
     }
-    body.store_weight(at, read);
+    body.store_weight(launch, chunk, at, read);
   } else {
-    body.load_states(at, states);
+    body.load_states(at, states, read);
     load_tables(launch.tensors[chunk.tensor], tables);
-    __syncthreads();
+    body.template load_value<kOnce>(at, read);
     body.take_scalars(launch, chunk);
     if (body.scales) body.scale_grad(at, read);
     body.decode(tables, states, read);
     body.with_packs(read, [&](int, auto& p, auto g, auto& s) { update<Rule>(body.scalars, p, g, s); });
-    body.store_weight(at, read);
+    body.store_weight(launch, chunk, at, read);
     body.store_states(at, tables, states, read);
   }
   if (body.clears) body.clear_grad(at);
 }
 // Not inlined, as what is rarely called, for the registers of what is not.
-template <class Body, class Tables>
-__device__ __noinline__ void update_rest(const Launch& launch, const Chunk& chunk, int part, Tables& tables) {
+template <class Body>
+__device__ __noinline__ void update_rest(const Launch& launch, const Chunk& chunk, int part,
+                                         typename Body::Tables& tables) {
   update_part<Body>(launch, chunk, part, tables);
 }
 
-template <class Rule, class Weight>
-__global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight, float>>)
+template <class Rule, class Weight, StatesIn kStatesIn>
+__global__ void __launch_bounds__(kThreads, kCodedResident<Coded<Rule, Weight, kStatesIn, true>>)
     coded_update_kernel(const __grid_constant__ Launch launch, bool in_words) {
-  using Of = Operands<Rule, Weight, float>;
-  __shared__ CodeTable tables[Rule::kStates];
+  using Whole = Coded<Rule, Weight, kStatesIn, true>;
+  using Rest = Coded<Rule, Weight, kStatesIn, false>;
+  __shared__ typename Whole::Tables tables;
   const Chunk chunk = launch.chunks[blockIdx.x / kCodedParts].chunk;
   const int part = static_cast<int>(blockIdx.x % kCodedParts);
   if (is_whole(chunk, part, in_words)) {
-    update_part<Coded<Of, true>>(launch, chunk, part, tables);
+    update_part<Whole>(launch, chunk, part, tables);
   } else if (chunk.begin + part * kPartElements < chunk.end) {
-    update_rest<Coded<Of, false>>(launch, chunk, part, tables);
+    update_rest<Rest>(launch, chunk, part, tables);
   }
 }
 
-template <Access kAccess, class Rule, class Weight>
+template <Access kAccess, class Rule, class Weight, StatesIn kStatesIn>
 void launch_coded_update(const Launch& launch) {
-  launch_blocks(coded_update_kernel<Rule, Weight>, launch.chunk_count * kCodedParts, launch.queue, launch,
-                kAccess == kInWords);
+  launch_blocks(coded_update_kernel<Rule, Weight, kStatesIn>, launch.chunk_count * kCodedParts, launch.queue,
+                launch, kAccess == kInWords);
 }
 
 // Squares of a warp's elements, for their sums.
@@ -424,19 +565,20 @@ struct CodedSums {
   float found[kWarps][kNorms][kHalves][kSegmentElements + kLanes];  // padded: norms in banks of their own
 };
 
-template <class Body, class Tables>
+template <class Body>
 __device__ __forceinline__ void accumulate_part(const Launch& launch, const Chunk& chunk, int part,
-                                                const Tables& tables, CodedSums& sums) {
+                                                const typename Body::Tables& tables, CodedSums& sums) {
   using Rule = typename Body::Rule;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, thread = static_cast<int>(threadIdx.x) % kWarp;
   auto& found = sums.found[warp];
   const typename Body::At at(chunk, part);
   Body body(launch, chunk);
   typename Body::Read read;
-  StateCodes<Body::kInCodes> states;
+  typename Body::States states;
   body.template load_weight<kAgain>(at, read);
   body.load_grad(at, read);
-  body.load_states(at, states);
+  body.load_states(at, states, read);
+  body.template load_value<kAgain>(at, read);
   body.take_scalars(launch, chunk);
   if (body.scales) body.scale_grad(at, read);
   body.decode(tables, states, read);
@@ -463,31 +605,31 @@ __device__ __forceinline__ void accumulate_part(const Launch& launch, const Chun
     body.store_grad(at, read);
   }
 }
-template <class Body, class Tables>
+template <class Body>
 __device__ __noinline__ void accumulate_rest(const Launch& launch, const Chunk& chunk, int part,
-                                             const Tables& tables, CodedSums& sums) {
+                                             const typename Body::Tables& tables, CodedSums& sums) {
   accumulate_part<Body>(launch, chunk, part, tables, sums);
 }
 
 // The first phase of a rule with norms, one block of threads a chunk. Updates go to the gradient if that
 // stores them; if not, it leaves nothing but the norms.
-template <class Rule, class Weight>
-__global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight, float>>)
+template <class Rule, class Weight, StatesIn kStatesIn>
+__global__ void __launch_bounds__(kThreads, kCodedResident<Coded<Rule, Weight, kStatesIn, true>>)
     coded_accumulate_kernel(const __grid_constant__ Launch launch, bool in_words) {
-  using Of = Operands<Rule, Weight, float>;
-  __shared__ CodeTable tables[Rule::kStates];
+  using Whole = Coded<Rule, Weight, kStatesIn, true>;
+  using Rest = Coded<Rule, Weight, kStatesIn, false>;
+  __shared__ typename Whole::Tables tables;
   __shared__ CodedSums sums;
   if (left_out(launch.found_inf)) return;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const Chunk chunk = numbered.chunk;
   load_tables(launch.tensors[chunk.tensor], tables);
-  __syncthreads();
 #pragma unroll 1
   for (int part = 0; chunk.begin + part * kPartElements < chunk.end; ++part) {
     if (is_whole(chunk, part, in_words)) {
-      accumulate_part<Coded<Of, true>>(launch, chunk, part, tables, sums);
+      accumulate_part<Whole>(launch, chunk, part, tables, sums);
     } else {
-      accumulate_rest<Coded<Of, false>>(launch, chunk, part, tables, sums);
+      accumulate_rest<Rest>(launch, chunk, part, tables, sums);
     }
   }
   __syncthreads();
@@ -498,10 +640,17 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Operands<Rule, Weight
   }
 }
 
-template <Access kAccess, class Rule, class Weight>
+template <Access kAccess, class Rule, class Weight, StatesIn kStatesIn>
 void launch_coded_accumulate(const Launch& launch) {
-  launch_blocks(coded_accumulate_kernel<Rule, Weight>, launch.chunk_count, launch.queue, launch,
+  launch_blocks(coded_accumulate_kernel<Rule, Weight, kStatesIn>, launch.chunk_count, launch.queue, launch,
                 kAccess == kInWords);
+}
+
+template <Access kAccess, class Rule, class Weight, StatesIn kStatesIn>
+constexpr CodedPasses coded_passes() {
+  CodedPasses passes{nullptr, launch_coded_update<kAccess, Rule, Weight, kStatesIn>};
+  if constexpr (kHasNorms<Rule>) passes.accumulate = launch_coded_accumulate<kAccess, Rule, Weight, kStatesIn>;
+  return passes;
 }
 
 }  // namespace fusedstep::cuda

@@ -50,7 +50,7 @@ struct Square {
   }
 };
 
-// The same for a tensor whose layout has the order of rows and columns, as one with states in codes.
+// The same for a tensor whose layout has the order of rows and columns.
 template <class Stored>
 struct SquareInOrder : Square<Stored> {
   const BlockLayout& layout;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) sum_kernel(const __grid_constant__ L
   const TensorTask& task = launch.tensors[numbered.chunk.tensor];
   if (grad.rows != nullptr) {
     sum_rows<kAccess, Stored>(launch, numbered, grad);
-  } else if (kAccess == kByElement && task.coded[0].table != nullptr) {
+  } else if (kAccess == kByElement && task.in_order) {
     const SquareInOrder<Stored> body{{data}, task.layout};
     sum_chunk<kInWords, double, 1, ComputeOf<Stored>>(launch, numbered, body);
   } else {

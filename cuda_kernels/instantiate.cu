@@ -20,10 +20,12 @@ template <Access kAccess, template <unsigned> class Rule, unsigned kFlags, class
 constexpr PassKernels kernels_of() {
   using R = Rule<kFlags>;
   PassKernels kernels{};
-  constexpr bool kTakesCodes = std::is_same_v<State, float> && R::kStates > 0;
-  if constexpr (kTakesCodes) kernels.update_coded = launch_coded_update<kAccess, R, Weight>;
-  if constexpr (kTakesCodes && kHasNorms<Rule<0>>)
-    kernels.accumulate_coded = launch_coded_accumulate<kAccess, R, Weight>;
+  if constexpr (std::is_same_v<State, float> && R::kStates > 0) {
+    kernels.coded_states = coded_passes<kAccess, R, Weight, StatesIn::kCodes>();
+  }
+  if constexpr (StoredOf<Weight>::kHasMaster) {
+    kernels.coded_weight = coded_passes<kAccess, R, Weight, StatesIn::kFloats>();
+  }
   if constexpr (!kHasNorms<Rule<0>>) {
     kernels.update = launch_update<kAccess, R, Weight, State>;
     if constexpr (kTakesRows<R>) kernels.update_rows = launch_update_rows<kAccess, R, Weight, State>;
@@ -62,6 +64,9 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   double numbers[kMaxNumbers];
   for (int k = 0; k < kNumbers; ++k) numbers[k] = *launch.numbers[k * launch.tensor_count + i];
   numbers[0] = static_cast<float>(numbers[0]) + 1;  // in float32, which stands still at 2^24
+  if (launch.draws != nullptr) {
+    launch.draws[i] = key_of_step(launch.seed, static_cast<uint64_t>(numbers[0]));
+  }
   if (launch.tensors[i].as_double) {
     const auto scalars = rules::prepare<R, double>(hyper, numbers[0], numbers + 1);
     memcpy(&launch.scalars[i], &scalars, sizeof scalars);

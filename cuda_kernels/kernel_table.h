@@ -9,6 +9,7 @@
 #include "src/core/code_map.h"
 #include "src/core/operands.h"
 #include "src/core/walk.h"
+#include "src/core/weight_code.h"
 
 struct CUstream_st;
 
@@ -72,10 +73,15 @@ struct CodedTask {
 struct TensorTask {
   void* data[kMaxOperands];
   CodedTask coded[kMaxStates];
-  // Without sizes: all operands share one dense order. Blocks of a tensor with states in codes are elements.
+  // The way in which the weight keeps its value, and the tensor's place among an optimizer's, from which
+  // random numbers follow. The operand behind the rule's states is kept beside the weight.
+  WeightCode weight_code;
+  uint64_t place;
+  // Without sizes: all operands share one dense order.
   BlockLayout layout;
-  int64_t first_chunk, last_chunk;
+  bool in_order;  // if there are sizes: blocks are elements, by rows and columns
   bool as_double;  // the maths
+  int64_t first_chunk, last_chunk;
 };
 
 // Access of a pass to its tensors: in words of several elements, where all operands, or the rows that a
@@ -115,6 +121,9 @@ struct Launch {
   int64_t chunk_count;
   const Scalars* scalars_of_tensor;  // null: `scalars` are those of all
   Scalars scalars;
+  // The key of the step, for weights that are rounded at random.
+  const uint64_t* draws_of_tensor;  // null: `draws` is that of all
+  uint64_t draws;
   double sign;                // minus one to maximize
   double grad_factor;         // multiplies gradients
   const double* more_factor;  // and by this; null: by no more
@@ -175,6 +184,8 @@ struct PrepareLaunch {
   const float* lr;         // null: that of `hyper`
   const float* found_inf;  // as in Launch
   Scalars* scalars;
+  uint64_t seed;
+  uint64_t* draws;  // of each tensor, the key of its step; null: none are asked for
   Stream stream;
 };
 
@@ -188,15 +199,20 @@ struct IndexLaunch {
   Stream stream;
 };
 
+// Passes over tensors with codes, the same for each access. A rule without norms has no `accumulate`.
+struct CodedPasses {
+  void (*accumulate)(const Launch&);
+  void (*update)(const Launch&);
+};
+
 // An elementwise rule has `update` and, if a gradient of zero changes nothing, `update_rows` for steps of
 // which some gradients are sparse. A two-phase rule has `two_phases` for tensors that are gone over in
 // words, and `one_chunk` where each of these is no more than a chunk, and for others `accumulate` and one
-// `apply` or the other, as Launch::stores says. For states in codes, where float32 ones would do, each has
-// `update_coded`, and a two-phase rule `accumulate_coded` before it: the same for each access.
+// `apply` or the other, as Launch::stores says. Where float32 states would do, each has `coded_states`; where
+// a master copy would do, `coded_weight` for weights that keep their value otherwise, and float32 states.
 struct PassKernels {
   void (*update)(const Launch&);
-  void (*update_coded)(const Launch&);
-  void (*accumulate_coded)(const Launch&);
+  CodedPasses coded_states, coded_weight;
   void (*update_rows)(const Launch&);
   void (*two_phases)(const TwoPhaseLaunch&);
   void (*one_chunk)(const TwoPhaseLaunch&);

@@ -138,7 +138,7 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
 }
 
 WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
-                               bool is_random, int device) {
+                               bool is_random) {
   const DType weight = operands.weight.dtype, last = slots > 0 ? operands.states[slots - 1].dtype : weight;
   const bool is_beside = masters && slots > 0;
   WeightCode code = WeightCode::kPlain;
@@ -150,9 +150,6 @@ WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slo
   const bool is_bf16_only = code == WeightCode::kSplit || code == WeightCode::kRandom;
   if (is_bf16_only && weight != DType::kBFloat16) {
     refuse(i, std::string(name_of(code)) + " takes bfloat16 weights, but one is " + name_of(weight));
-  }
-  if (device != kHost) {
-    refuse(i, std::string(name_of(code)) + " has no CUDA kernels yet; fused=False takes it there");
   }
   return code;
 }

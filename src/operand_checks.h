@@ -20,9 +20,9 @@ void check_devices(size_t i, const TensorOperands& operands, int slots, int devi
 // master copy of the weight, or what it keeps beside itself. `code` is checked_weight_code().
 Format checked_format(size_t i, const TensorOperands& operands, int slots, bool masters, WeightCode code);
 // Returns how a weight keeps its float32 value, which the dtype of the last state tells with `masters`.
-// Checks that a weight of its dtype, on this device, may.
+// Checks that a weight of its dtype may.
 WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
-                               bool is_random, int device);
+                               bool is_random);
 // Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.
 FUSEDSTEP_API Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state);
 // Checks that every entry of a sparse gradient is for a row of a tensor with these sizes, on up to `threads`

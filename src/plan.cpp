@@ -52,10 +52,11 @@ void Plan::round_at_random(uint64_t seed, std::vector<int64_t> places) {
   }
   seed_ = seed;
   places_ = std::move(places);
+  ++operands_version_;
 }
 
 uint64_t Plan::draws(size_t i, double step) const {
-  return key_of_draws(seed_, static_cast<uint64_t>(step), static_cast<uint64_t>(places_[i]));
+  return key_of_draws(seed_, static_cast<uint64_t>(step), place(i));
 }
 
 void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
@@ -64,8 +65,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
   int count = kFirstState + slots_;
   check_devices(i, operands, slots_, device_);
-  const WeightCode weight_code =
-      checked_weight_code(i, operands, slots_, masters_, rounds_at_random(), device_);
+  const WeightCode weight_code = checked_weight_code(i, operands, slots_, masters_, rounds_at_random());
   // Codes lie by rows and columns, whatever the shape of the bytes that hold them.
   std::array<TensorView, kMaxStates> decoded;
   std::array<CodedState, kMaxStates> coded{};

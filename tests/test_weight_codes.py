@@ -2,7 +2,6 @@
 
 import copy
 import io
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 import fusedstep
 from cases import CASES, KINDS, PLAIN, WITH_STATES, first_of_each, thinned
 from fusedstep import optim
-from fusedstep.optim._weights import why_not_native
 from layouts import Layout
 from stepping import (
     CHUNK,
@@ -255,11 +253,11 @@ def test_the_imperative_step_has_the_same_bits(way):
 # Rounding at random
 
 
-def errors_of_steps(steps, options=None, count=10**6, shape=None):
+def errors_of_steps(steps, options=None, count=10**6, device="cpu"):
     """Roundings of values that are 0.3 of the way between two weights."""
     way = STOCHASTIC | (options or {})
     found = []
-    param, optimizer = sgd(torch.ones(shape or count, dtype=BF16), way)
+    param, optimizer = sgd(torch.ones(count, dtype=BF16, device=device), way)
     for _ in range(steps):
         with torch.no_grad():
             param.fill_(1.0)
@@ -630,19 +628,6 @@ def test_differentiable_steps_are_refused(way):
     name, value = next(iter(way.items()))
     with pytest.raises(RuntimeError, match=f"{name}='{value}' does not support `differentiable`"):
         optim.SGD([torch.zeros(3, dtype=BF16)], differentiable=True, **way)
-
-
-@pytest.mark.parametrize("options", [{}, {"master_weights": True}], ids=str)
-def test_cuda_has_kernels_for_copies_alone(options):
-    weight = SimpleNamespace(dtype=BF16, device=torch.device("cuda"))
-    assert why_not_native(options, [weight]) is None
-
-
-@EACH_WAY
-def test_cuda_has_no_kernels_yet(way):
-    weight = SimpleNamespace(dtype=BF16, device=torch.device("cuda"))
-    name, value = next(iter(way.items()))
-    assert why_not_native(way, [weight]).startswith(f"{name}='{value}' has no native kernels on")
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,12 @@ FUSEDSTEP_FN uint64_t mixed(uint64_t x) {
   return x ^ (x >> 31);
 }
 
-// The key from which the random numbers of a tensor's step follow. `place` is that of the tensor among an
-// optimizer's.
+// The key of a step, that of a tensor in it, from which its random numbers follow, and the latter from all.
+// `place` is that of the tensor among an optimizer's.
+FUSEDSTEP_FN uint64_t key_of_step(uint64_t seed, uint64_t step) { return mixed(mixed(seed) + step); }
+FUSEDSTEP_FN uint64_t key_of_place(uint64_t step_key, uint64_t place) { return mixed(step_key + place); }
 FUSEDSTEP_FN uint64_t key_of_draws(uint64_t seed, uint64_t step, uint64_t place) {
-  return mixed(mixed(mixed(seed) + step) + place);
+  return key_of_place(key_of_step(seed, step), place);
 }
 // The key of 2^32 elements, of which the first has this index by rows and columns.
 FUSEDSTEP_FN uint64_t key_of_range(uint64_t key, uint64_t first) { return mixed(key + (first >> 32)); }

@@ -48,12 +48,15 @@ Scalars scalars_of(const ScalarsBlock& block) {
   return scalars;
 }
 
+// The passes that tensors need: those of PassKernels for codes, or others.
+enum class Coding : uint8_t { kNone, kStates, kWeight };
+
 // Tensors that one launch of a pass can take together.
 struct LaunchKind {
   Format format;
   Access access;
   bool can_store;  // the update between two phases
-  bool coded;      // its states are in codes
+  Coding coding;
 
   auto operator<=>(const LaunchKind&) const = default;
 };
@@ -100,6 +103,7 @@ struct Tables {
   unsigned long long* found_indices;
   double *partials, *ratios;
   Scalars* scalars;
+  uint64_t* draws;
   float** numbers;
   TensorProgress* progress;
   WaitingChunk* waiting;
@@ -130,9 +134,10 @@ class CudaPlan final : public DevicePlan {
       std::vector<Scalars> of_tensor;
       for (const uint32_t block : scalars.of_tensor) of_tensor.push_back(scalars_of(scalars.blocks[block]));
       upload(tables_.scalars, of_tensor);
-      uploads_.send(stream);
       launch.scalars_of_tensor = tables_.scalars;
     }
+    if (plan.rounds_at_random()) find_draws(plan, numbers, launch);
+    uploads_.send(stream);
     return prepared(plan, rule, launch, {});
   }
 
@@ -162,6 +167,10 @@ class CudaPlan final : public DevicePlan {
     count.stream = stream;
     Launch launch = launch_of(options, inputs, stream);
     launch.scalars_of_tensor = tables_.scalars;
+    if (plan.rounds_at_random()) {
+      count.seed = plan.seed();
+      launch.draws_of_tensor = count.draws = tables_.draws;
+    }
     launch.queue.early = starts_early_;
     return prepared(plan, rule, launch, count);
   }
@@ -259,14 +268,32 @@ class CudaPlan final : public DevicePlan {
     return std::make_unique<CudaStep>(*this, plan, rule, launch, count);
   }
 
+  // The keys of random numbers, of the step number of each tensor.
+  void find_draws(const Plan& plan, std::span<const double> numbers, Launch& launch) {
+    std::vector<uint64_t> of_tensor(plan.tensors());
+    std::ranges::transform(numbers.first(plan.tensors()), of_tensor.begin(), [&](double number) {
+      return key_of_step(plan.seed(), static_cast<uint64_t>(number));
+    });
+    if (std::ranges::adjacent_find(of_tensor, std::not_equal_to<>()) == of_tensor.end()) {
+      if (!of_tensor.empty()) launch.draws = of_tensor[0];
+      return;
+    }
+    upload(tables_.draws, of_tensor);
+    launch.draws_of_tensor = tables_.draws;
+  }
+
   static const PassKernels& kernels_of(const RuleTable& rules, const BoundRule& rule,
                                        const LaunchGroup& group) {
     return rules.of_flags[rule.flags].of[static_cast<int>(group.of.format)][group.of.access];
   }
   using Pass = void (*)(const Launch&);
   Pass update_of(const PassKernels& kernels, const LaunchGroup& group) const {
-    if (group.of.coded) return kernels.update_coded;
+    if (group.of.coding != Coding::kNone) return coded_passes(kernels, group).update;
     return grads_->has_rows ? kernels.update_rows : kernels.update;
+  }
+
+  static const CodedPasses& coded_passes(const PassKernels& kernels, const LaunchGroup& group) {
+    return group.of.coding == Coding::kStates ? kernels.coded_states : kernels.coded_weight;
   }
 
   // Brings the device's tables up to date with what was bound.
@@ -340,6 +367,9 @@ class CudaPlan final : public DevicePlan {
       std::copy_n(known.data, kMaxOperands, tasks[i].data);
       for (int k = 0; k < kMaxStates; ++k) tasks[i].coded[k] = on_device(known.coded[k]);
       tasks[i].as_double = plan.format(i) == Format::kDouble;
+      tasks[i].weight_code = known.weight_code;
+      if (plan.rounds_at_random()) tasks[i].place = plan.place(i);
+      tasks[i].in_order = known.is_on_tiles();
       if (known.layout == nullptr) continue;
       const auto copied = [&](const int64_t* from, int64_t count) {
         all_dims.insert(all_dims.end(), from, from + count);
@@ -390,7 +420,7 @@ class CudaPlan final : public DevicePlan {
         grads[i].rows = known.tables.rows + (rows.size() - 1);
       }
       classes[i] = {plan.format(i), is_in_words(plan, i) ? kInWords : kByElement, plan.grad_can_store(i),
-                    task.has_codes};
+                    coding_of(task)};
     }
     upload(known.tables.grads, grads);
     upload(known.tables.rows, rows);
@@ -414,6 +444,11 @@ class CudaPlan final : public DevicePlan {
       known.groups.back().last = position + 1;
     }
     upload(known.tables.chunks, chunks);
+  }
+
+  static Coding coding_of(const fusedstep::TensorTask& task) {
+    if (task.has_codes) return Coding::kStates;
+    return task.weight_code != WeightCode::kPlain ? Coding::kWeight : Coding::kNone;
   }
 
   static bool is_in_words(const Plan& plan, size_t i) {
@@ -443,6 +478,7 @@ class CudaPlan final : public DevicePlan {
                  at_found_indices = offsets.place<unsigned long long>(tensors),
                  at_partials = offsets.place<double>(kPartials * chunks),
                  at_ratios = offsets.place<double>(tensors), at_scalars = offsets.place<Scalars>(tensors),
+                 at_draws = offsets.place<uint64_t>(tensors),
                  at_numbers = offsets.place<float*>(kMaxNumbers * tensors),
                  at_progress = offsets.place<TensorProgress>(tensors),
                  at_waiting = offsets.place<WaitingChunk>(chunks), at_queue = offsets.place<ChunkQueue>(1),
@@ -466,6 +502,7 @@ class CudaPlan final : public DevicePlan {
     tables_.partials = reinterpret_cast<double*>(base + at_partials);
     tables_.ratios = reinterpret_cast<double*>(base + at_ratios);
     tables_.scalars = reinterpret_cast<Scalars*>(base + at_scalars);
+    tables_.draws = reinterpret_cast<uint64_t*>(base + at_draws);
     tables_.numbers = reinterpret_cast<float**>(base + at_numbers);
     tables_.progress = reinterpret_cast<TensorProgress*>(base + at_progress);
     tables_.waiting = reinterpret_cast<WaitingChunk*>(base + at_waiting);
@@ -514,7 +551,7 @@ class CudaPlan final : public DevicePlan {
     for (auto first = groups.begin(); first != groups.end();) {
       const auto end = std::find_if(first, groups.end(), [&](const LaunchGroup& group) {
         return group.of.format != first->of.format || group.of.access != first->of.access ||
-               group.of.coded != first->of.coded;
+               group.of.coding != first->of.coding;
       });
       LaunchGroup together = *first;
       together.last = std::prev(end)->last;
@@ -533,12 +570,12 @@ class CudaPlan final : public DevicePlan {
         launch.queue.early = false;
       }
     };
-    const auto in_codes = [](const LaunchGroup& group) { return group.of.coded; };
-    const auto in_words = [](const LaunchGroup& group) {
-      return !group.of.coded && group.of.access == kInWords;
+    const auto in_codes = [](const LaunchGroup& group) { return group.of.coding != Coding::kNone; };
+    const auto in_words = [&](const LaunchGroup& group) {
+      return !in_codes(group) && group.of.access == kInWords;
     };
-    const auto by_element = [](const LaunchGroup& group) {
-      return !group.of.coded && group.of.access == kByElement;
+    const auto by_element = [&](const LaunchGroup& group) {
+      return !in_codes(group) && group.of.access == kByElement;
     };
     if (rules.ratio == nullptr) {
       for_launches([&](const LaunchGroup& group) {
@@ -559,12 +596,16 @@ class CudaPlan final : public DevicePlan {
       });
       if (!std::ranges::all_of(grads_->groups, in_words)) {
         for_groups(by_element, [&](const PassKernels& kernels, auto&) { kernels.accumulate(launch); });
-        for_groups(in_codes, [&](const PassKernels& kernels, auto&) { kernels.accumulate_coded(launch); });
+        for_groups(in_codes, [&](const PassKernels& kernels, const LaunchGroup& group) {
+          coded_passes(kernels, group).accumulate(launch);
+        });
         rules.ratio(ratio_launch(plan, rule, launch.queue.stream));
         for_groups(by_element, [&](const PassKernels& kernels, auto&) {
           (launch.stores ? kernels.apply_stored : kernels.apply_recomputed)(launch);
         });
-        for_groups(in_codes, [&](const PassKernels& kernels, auto&) { kernels.update_coded(launch); });
+        for_groups(in_codes, [&](const PassKernels& kernels, const LaunchGroup& group) {
+          coded_passes(kernels, group).update(launch);
+        });
       }
     }
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
@@ -577,7 +618,8 @@ class CudaPlan final : public DevicePlan {
     for (const LaunchGroup& group : grads_->groups) {
       select(launch, group);
       const PassKernels& kernels = apart(rule, group);
-      (group.of.coded ? kernels.accumulate_coded : kernels.accumulate)(launch);
+      const bool coded = group.of.coding != Coding::kNone;
+      (coded ? coded_passes(kernels, group).accumulate : kernels.accumulate)(launch);
     }
     RatioLaunch sums = ratio_launch(plan, rule, launch.queue.stream);
     sums.asked = norms2;
@@ -593,14 +635,15 @@ class CudaPlan final : public DevicePlan {
       select(launch, group);
       const PassKernels& kernels = apart(rule, group);
       const auto apply = launch.stores ? kernels.apply_stored : kernels.apply_recomputed;
-      (group.of.coded ? kernels.update_coded : apply)(launch);
+      const bool coded = group.of.coding != Coding::kNone;
+      (coded ? coded_passes(kernels, group).update : apply)(launch);
     }
     check(cudaGetLastError(), "launching the second phase of a step, or in a kernel before it");
     plan.memory().ran_on = "cuda";
   }
 
   static const PassKernels& apart(const BoundRule& rule, const LaunchGroup& group) {
-    const Access access = group.of.coded ? group.of.access : kByElement;
+    const Access access = group.of.coding != Coding::kNone ? group.of.access : kByElement;
     return table(rule.id).of_flags[rule.flags].of[static_cast<int>(group.of.format)][access];
   }
 

@@ -178,6 +178,20 @@ std::string name(DType dtype) {
   return "?";
 }
 
+DType Case::dtype_of_state(int k) const {
+  if (k < rule.states || weight_code == WeightCode::kPlain) return state_dtype;
+  return weight_code == WeightCode::kSplit ? DType::kInt16 : dtype;
+}
+
+Plan Case::plan(size_t tensors, int device) const {
+  Plan plan(tensors, states(), device, has_master);
+  if (weight_code != WeightCode::kRandom) return plan;
+  std::vector<int64_t> places;
+  for (size_t i = 0; i < tensors; ++i) places.push_back((int64_t{5} << 32) + static_cast<int64_t>(3 * i));
+  plan.round_at_random(/*seed=*/7, places);
+  return plan;
+}
+
 std::vector<GradUse> grad_uses(const Case& test_case) {
   constexpr GradUse kUses[] = {GradUse::kLeave, GradUse::kScale, GradUse::kScratch, GradUse::kClear};
   const auto [flags, format] = std::pair(test_case.rule.flags, static_cast<unsigned>(test_case.dtype));
@@ -211,7 +225,18 @@ std::vector<Case> two_phase_cases() {
 std::string name(const Case& test_case) {
   std::string text = test_case.rule.name + "_" + name(test_case.dtype);
   if (test_case.state_dtype != test_case.dtype) text += "_" + name(test_case.state_dtype);
-  return test_case.has_master ? text + "_master" : text;
+  switch (test_case.weight_code) {
+    case WeightCode::kPlain:
+      return test_case.has_master ? text + "_master" : text;
+    case WeightCode::kSplit:
+      return text + "_split";
+    case WeightCode::kKahanBf16:
+    case WeightCode::kKahanHalf:
+      return text + "_kahan";
+    case WeightCode::kRandom:
+      return text + "_stochastic";
+  }
+  return "?";
 }
 
 void PrintTo(const Case& test_case, std::ostream* out) { *out << name(test_case); }

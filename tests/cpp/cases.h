@@ -30,10 +30,12 @@ struct Case {
   RuleCase rule;
   DType dtype;
   DType state_dtype = dtype;
-  bool has_master = false;
+  bool has_master = false;  // or what a weight keeps beside itself otherwise
+  WeightCode weight_code = WeightCode::kPlain;
 
   int states() const { return rule.states + (has_master ? 1 : 0); }
-  Plan plan(size_t tensors, int device = kHost) const { return Plan(tensors, states(), device, has_master); }
+  DType dtype_of_state(int k) const;
+  Plan plan(size_t tensors, int device = kHost) const;
 };
 
 inline constexpr DType kDTypes[] = {DType::kFloat, DType::kDouble, DType::kBFloat16, DType::kHalf};

@@ -11,7 +11,7 @@ namespace fusedstep::test {
 Tensor::Tensor(const Case& test_case, const Sizes& sizes, const Forms& forms, uint64_t seed, int64_t margin)
     : weight(test_case.dtype, sizes, forms.weight, margin), grad(test_case.dtype, sizes, forms.grad, margin) {
   for (int k = 0; k < test_case.states(); ++k) {
-    states.emplace_back(test_case.state_dtype, sizes, forms.states[k % forms.states.size()], margin);
+    states.emplace_back(test_case.dtype_of_state(k), sizes, forms.states[k % forms.states.size()], margin);
     states.back().clear();
   }
   weight.fill(seed);

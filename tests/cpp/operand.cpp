@@ -212,6 +212,8 @@ double decode(DType dtype, const unsigned char* from) {
       return std::bit_cast<float>(static_cast<uint32_t>(read<uint16_t>(from)) << 16);
     case DType::kHalf:
       return static_cast<double>(read<_Float16>(from));
+    case DType::kInt16:
+      return read<int16_t>(from);
   }
   return 0;
 }
@@ -226,6 +228,8 @@ void encode(DType dtype, double x, unsigned char* to) {
       return write(to, to_bfloat16(x));
     case DType::kHalf:
       return write(to, static_cast<_Float16>(x));
+    case DType::kInt16:
+      return write(to, static_cast<int16_t>(x));
   }
 }
 

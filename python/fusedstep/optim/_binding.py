@@ -61,8 +61,6 @@ class BindsGroups:
         reason = self._why_not_native(weights, grads)
         if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
-        if reason is None and (missing := _weights.why_not_native(group, weights)):
-            raise RuntimeError(missing)  # for fused=None as well: nobody asked for the slow way
         return reason is None
 
     def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:

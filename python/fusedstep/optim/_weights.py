@@ -90,18 +90,6 @@ def seed_of(group: dict[str, Any], weight: Tensor) -> int | None:
     return own_option(group, "seed") if way_of(group, weight) == "stochastic" else None
 
 
-def why_not_native(group: dict[str, Any], weights: list[Tensor]) -> str | None:
-    """Returns why native kernels cannot keep weights' values; raises where nothing can."""
-    ways = {way_of(group, p): p for p in weights}
-    for way, p in ways.items():
-        if way not in (None, "float32") and p.device.type != "cpu":
-            return (
-                f"{_ASKED[way]} has no native kernels on {p.device.type} yet; "
-                "fused=False steps it in torch operations"
-            )
-    return None
-
-
 def refuse_differentiable(group: dict[str, Any]) -> None:
     way = asked_way(group)
     if way not in (None, "float32"):

@@ -1,4 +1,5 @@
-// States in codes on CUDA, by the emulator: the CPU's bits for every rule, format, kind of codes and layout.
+// States in codes, and weights that keep their value in other ways than in a copy, on CUDA, by the emulator:
+// the CPU's bits for every rule, format, kind of codes, way and layout.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -24,7 +25,17 @@ struct CodedCase {
 };
 
 std::string name(Storage storage) {
-  return storage == Storage::kInt8 ? "int8" : storage == Storage::kInt4 ? "int4" : "fp8";
+  switch (storage) {
+    case Storage::kPlain:
+      return "plain";
+    case Storage::kInt8:
+      return "int8";
+    case Storage::kInt4:
+      return "int4";
+    case Storage::kFloat8:
+      return "fp8";
+  }
+  return "?";
 }
 std::string name(const CodedCase& coded) { return name(coded.of) + "_" + name(coded.storage); }
 void PrintTo(const CodedCase& coded, std::ostream* out) { *out << name(coded); }
@@ -101,9 +112,10 @@ Shape flat(int64_t size, int64_t margin = 0, int64_t displaced = 0) {
 class CodedTensor {
  public:
   CodedTensor(const CodedCase& test_case, const Shape& shape, uint64_t seed)
-      : in_codes_(shape.in_codes && elements_of(shape.sizes) > 1),
+      : weight_code_(test_case.of.weight_code),
         plain_(test_case.of, shape.sizes, shape.forms, seed, shape.margin) {
-    if (!in_codes_) return;
+    const bool in_codes = test_case.storage != Storage::kPlain && shape.in_codes;
+    if (!in_codes || elements_of(shape.sizes) < 2) return;
     for (int k = 0; k < test_case.of.rule.states; ++k) {
       const bool is_signed = (test_case.of.rule.bound.not_negative >> k & 1) == 0;
       codes_.emplace_back(code_map(test_case.storage, is_signed), shape.sizes, shape.displaced);
@@ -120,6 +132,11 @@ class CodedTensor {
   Tensor& plain() { return plain_; }
   void fill_codes(uint64_t seed) {
     for (size_t k = 0; k < codes_.size(); ++k) codes_[k].fill(seed + 10 * k);
+    if (weight_code_ == WeightCode::kPlain || weight_code_ == WeightCode::kRandom) return;
+    // Lower bits of every size, or errors about as large as a weight's last bit.
+    const double unit = weight_code_ == WeightCode::kSplit ? 0x1p14 : 0x1p-9;
+    Operand& beside = plain_.states.back();
+    for (int64_t i = 0; i < beside.elements(); ++i) beside.set(i, unit * number(seed + 5, i));
   }
 
   void expect_same(const CodedTensor& other, bool with_grad) const {
@@ -136,7 +153,7 @@ class CodedTensor {
   }
 
  private:
-  bool in_codes_;
+  WeightCode weight_code_;
   Tensor plain_;  // its states, but for a master copy, are not used where there are codes
   std::vector<Codes> codes_;
 };
@@ -168,7 +185,9 @@ class CudaCodesTest : public testing::TestWithParam<CodedCase> {
   static void step(Model& model, double count, const StepOptions& options, const DeviceInputs& inputs = {}) {
     model.bind();
     const BoundRule& rule = GetParam().of.rule.bound;
-    std::vector<double> numbers = with_first_numbers(rule, std::vector<double>(model.tensors.size(), count));
+    std::vector<double> counts(model.tensors.size(), count);
+    if (count > 2) counts.front() += 1;  // weights that have missed steps
+    std::vector<double> numbers = with_first_numbers(rule, counts);
     if (model.device) {
       model.device->prepare(model.plan, rule, numbers, options, inputs)->run({});
     } else {
@@ -264,15 +283,16 @@ TEST_P(CudaCodesTest, CountsOnTheDevice) {
   const std::vector<Shape> shapes = {flat(4500), flat(300)};
   Model actual = model(shapes, kDevice), expected = model(shapes, kHost);
   const BoundRule& rule = GetParam().of.rule.bound;
-  std::vector<float> numbers(shapes.size(), 0);
+  std::vector<float> numbers = {3, 2};
   for (const auto& number : rule.numbers) numbers.insert(numbers.end(), shapes.size(), number.first);
   std::vector<float*> places;
   for (float& each : numbers) places.push_back(&each);
   for (Model* each : {&actual, &expected}) each->fill_grads(1);
   actual.bind();
   actual.device->prepare_counted(actual.plan, rule, places, {}, {})->run({});
-  step(expected, 1, {});
-  EXPECT_EQ(numbers[0], 1);
+  step(expected, 3, {});
+  EXPECT_EQ(numbers[0], 4);
+  EXPECT_EQ(numbers[1], 3);
   expect_same(actual, expected);
 }
 
@@ -336,7 +356,7 @@ TEST_P(CudaCodesLayoutTest, TheNormOfGradients) {
 
 // All that may keep float32 states. The storages take turns with a rule's flags and formats; a rule without
 // flags, of float32 weights, has all of them.
-std::vector<CodedCase> coded_cases() {
+std::vector<CodedCase> states_in_codes() {
   std::vector<CodedCase> found;
   size_t turn = 0;
   for (const Case& each : all_cases()) {
@@ -352,13 +372,43 @@ std::vector<CodedCase> coded_cases() {
   return found;
 }
 
-// One rule of each family and format, each kind of codes.
+// All ways to keep the value of a weight that may have a master copy, beside float32 states and beside codes.
+// Storages take turns, and ways with a rule's flags.
+std::vector<CodedCase> weights_in_codes() {
+  std::vector<CodedCase> found;
+  size_t turn = 0;
+  for (const Case& each : all_cases()) {
+    if (!each.has_master) continue;
+    std::vector<WeightCode> ways = {WeightCode::kKahanHalf};
+    if (each.dtype == DType::kBFloat16) ways = {WeightCode::kSplit, WeightCode::kKahanBf16, WeightCode::kRandom};
+    for (size_t way = 0; way < ways.size(); ++way) {
+      if (each.rule.flags % ways.size() != way && each.rule.flags != 0) continue;
+      CodedCase kept{each, Storage::kPlain};
+      kept.of.weight_code = ways[way];
+      kept.of.has_master = ways[way] != WeightCode::kRandom;
+      found.push_back(kept);
+      if (each.rule.states == 0) continue;
+      constexpr Storage kStorages[] = {Storage::kInt8, Storage::kInt4, Storage::kFloat8};
+      found.push_back({kept.of, kStorages[++turn % std::size(kStorages)]});
+    }
+  }
+  return found;
+}
+
+std::vector<CodedCase> coded_cases() {
+  std::vector<CodedCase> found = states_in_codes();
+  for (CodedCase& each : weights_in_codes()) found.push_back(std::move(each));
+  return found;
+}
+
+// One rule of each family and format, each kind of codes and way.
 std::vector<CodedCase> coded_families() {
   std::vector<CodedCase> found;
   for (const CodedCase& each : coded_cases()) {
     const auto alike = [&](const CodedCase& other) {
       return other.of.rule.two_phase == each.of.rule.two_phase && other.of.dtype == each.of.dtype &&
-             other.of.has_master == each.of.has_master &&
+             other.of.has_master == each.of.has_master && other.of.weight_code == each.of.weight_code &&
+             (other.storage == Storage::kPlain) == (each.storage == Storage::kPlain) &&
              (other.storage == each.storage || each.of.dtype != DType::kFloat);
     };
     if (std::ranges::none_of(found, alike)) found.push_back(each);
