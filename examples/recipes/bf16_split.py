@@ -1,7 +1,4 @@
-"""bfloat16 weights and gradients; the step keeps the lower 16 bits of the weights beside them.
-
-On a GPU, where split weights have no kernels yet, it keeps float32 copies.
-"""
+"""bfloat16 weights and gradients; the step keeps the lower 16 bits of the weights beside them."""
 
 import recipe
 import torch
@@ -16,7 +13,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         model.parameters(),
         lr=3e-3,
         state_dtype=torch.float32,
-        master_weights="split" if args.device == "cpu" else True,
+        master_weights="split",
     )
     with recipe.Run(args.device) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):

@@ -45,8 +45,7 @@ def offload(
     A weight of 16 bits is kept in float32 there, by ``master_weights="float32"``, unless its group
     says how it keeps its value. The weights are those of the optimizer that was given, with the
     same options and kernels of the CPU, bit for bit. State dictionaries are that optimizer's, both
-    ways. Steps are native ones even if ``fused=False`` was given, as options need it for which
-    there are no kernels where the weights are.
+    ways. Steps are native ones even if ``fused=False`` was given.
 
     Args:
         optimizer: one of :mod:`fusedstep.optim`. Its states are taken over; do not use it again

@@ -1,0 +1,86 @@
+"""Times AdamW steps of GPT-2 (124 M) on a GPU, with 16-bit weights that keep their value.
+
+    python bench/probes/weight_codes.py OUT.json
+
+Writes medians in milliseconds, of ways in turn: of steps, of copies of as many bytes,
+and of steps of 2,000 small weights.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_states import SMALL, shapes
+
+from fusedstep import optim
+from run import rounded
+
+FLOAT32, BF16 = torch.float32, torch.bfloat16
+ROUNDS, STEPS = 10, 10
+
+#: Dtype of weights and gradients, options, and the bytes that a step moves for each element.
+WAYS: dict[str, tuple[torch.dtype, dict[str, Any], int]] = {
+    "float32": (FLOAT32, {}, 28),
+    "float32, int8": (FLOAT32, {"state_dtype": "int8"}, 16),
+    "bf16, float32 masters": (BF16, {"master_weights": "float32"}, 30),
+    "bf16, split": (BF16, {"master_weights": "split"}, 26),
+    "bf16, Kahan": (BF16, {"rounding": "kahan"}, 26),
+    "bf16, stochastic": (BF16, {"rounding": "stochastic"}, 22),
+    "bf16, split, int8": (BF16, {"master_weights": "split", "state_dtype": "int8"}, 14),
+    "bf16, Kahan, int8": (BF16, {"rounding": "kahan", "state_dtype": "int8"}, 14),
+    "bf16, stochastic, int8": (BF16, {"rounding": "stochastic", "state_dtype": "int8"}, 10),
+}
+
+
+def step(name: str, sizes: list[tuple[int, ...]]) -> Callable[[], object]:
+    dtype, options, _ = WAYS[name]
+    params = [torch.nn.Parameter(torch.randn(s, device="cuda").to(dtype)) for s in sizes]
+    for param in params:
+        param.grad = torch.randn_like(param) * 1e-3
+    return optim.AdamW(params, fused=True, **options).step
+
+
+def copy(size: int, elements: int) -> Callable[[], object]:
+    source = torch.empty(elements * size // 8, device="cuda")
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def medians(runs: Mapping[Any, Callable[[], object]]) -> dict[Any, float]:
+    """Milliseconds of each, which take turns."""
+    found: dict[Any, list[float]] = {name: [] for name in runs}
+    for round_ in range(ROUNDS + 1):
+        for name, run in runs.items():
+            for _ in range(STEPS):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                torch.cuda.synchronize()
+                if round_ > 0:  # the first makes plans and fills caches
+                    found[name].append(1e3 * (time.perf_counter() - start))
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def main(out: str) -> None:
+    elements = sum(torch.Size(shape).numel() for shape in shapes())
+    sizes = {size for _, _, size in WAYS.values()}
+    table = {
+        "elements": elements,
+        "bytes": {name: size for name, (_, _, size) in WAYS.items()},
+        "ms": medians({name: step(name, shapes()) for name in WAYS}),
+        "copy ms": medians({size: copy(size, elements) for size in sorted(sizes)}),
+        "small weights": len(SMALL),
+        "small ms": medians({name: step(name, SMALL) for name in WAYS}),
+    }
+    Path(out).write_text(json.dumps(rounded(table), separators=(",", ":")))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
