@@ -1,7 +1,7 @@
-// The passes of a rule over tensors whose states are in codes, or whose weights keep their value in one of the
-// ways of src/core/weight_code.h, or both: a warp has 256 elements, which are a block of codes, or two of int4.
-// Each of its threads has four of either half, so that its accesses are whole words. The maths is that of
-// float32 states and master copies.
+// The passes of a rule over tensors whose states are in codes, or whose weights keep their value in one of
+// the ways of src/core/weight_code.h, or both: a warp has 256 elements, which are a block of codes, or two of
+// int4. Each of its threads has four of either half, so that its accesses are whole words. The maths is that
+// of float32 states and master copies.
 #pragma once
 #include <type_traits>
 
@@ -256,8 +256,7 @@ class Coded : public Operands<Rule_, typename StoredOf<Weight>::Type, float> {
       }
     }
   }
-  __device__ __forceinline__ void decode_codes(const Tables& tables, const States& states,
-                                               Read& read) const {
+  __device__ __forceinline__ void decode_codes(const Tables& tables, const States& states, Read& read) const {
 #pragma unroll
     for (int k = 0; k < kStates; ++k) {
       const bool halves = states.halves[k];
@@ -649,7 +648,8 @@ void launch_coded_accumulate(const Launch& launch) {
 template <Access kAccess, class Rule, class Weight, StatesIn kStatesIn>
 constexpr CodedPasses coded_passes() {
   CodedPasses passes{nullptr, launch_coded_update<kAccess, Rule, Weight, kStatesIn>};
-  if constexpr (kHasNorms<Rule>) passes.accumulate = launch_coded_accumulate<kAccess, Rule, Weight, kStatesIn>;
+  if constexpr (kHasNorms<Rule>)
+    passes.accumulate = launch_coded_accumulate<kAccess, Rule, Weight, kStatesIn>;
   return passes;
 }
 

@@ -79,7 +79,7 @@ struct TensorTask {
   uint64_t place;
   // Without sizes: all operands share one dense order.
   BlockLayout layout;
-  bool in_order;  // if there are sizes: blocks are elements, by rows and columns
+  bool in_order;   // if there are sizes: blocks are elements, by rows and columns
   bool as_double;  // the maths
   int64_t first_chunk, last_chunk;
 };

@@ -380,7 +380,8 @@ std::vector<CodedCase> weights_in_codes() {
   for (const Case& each : all_cases()) {
     if (!each.has_master) continue;
     std::vector<WeightCode> ways = {WeightCode::kKahanHalf};
-    if (each.dtype == DType::kBFloat16) ways = {WeightCode::kSplit, WeightCode::kKahanBf16, WeightCode::kRandom};
+    if (each.dtype == DType::kBFloat16)
+      ways = {WeightCode::kSplit, WeightCode::kKahanBf16, WeightCode::kRandom};
     for (size_t way = 0; way < ways.size(); ++way) {
       if (each.rule.flags % ways.size() != way && each.rule.flags != 0) continue;
       CodedCase kept{each, Storage::kPlain};
