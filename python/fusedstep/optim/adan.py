@@ -205,6 +205,7 @@ class Adan(FusedOptimizer):
             or any(p.is_complex() or self._store.has_wide(group, p) for p in weights)
             or any(self._store.kind_of(group, p) for p in weights)
             or len(set(map(id, weights))) != len(weights)
+            or len({p.dtype == torch.float64 for p in weights}) > 1  # numbers are of one dtype
             or any(map(is_dtensor, weights))  # which has not all operations over lists
         ):
             # It goes by one weight at a time, and so must the errors, which are torch's.
