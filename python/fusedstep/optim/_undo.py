@@ -31,8 +31,12 @@ class Saved:
 
 @contextmanager
 def undone_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Gives tensors back the values that they have now, if memory runs out."""
-    saved = Saved(tensors)
+    """Gives tensors back the values that they have now, if the CPU's memory runs out.
+
+    On devices nothing is kept: copies would take longer there than the step.
+    """
+    written = list(tensors)
+    saved = Saved(written if all(tensor.is_cpu for tensor in written) else ())
     try:
         yield
     except (MemoryError, RuntimeError) as error:
