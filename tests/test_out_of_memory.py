@@ -24,7 +24,7 @@ def results(tmp_path_factory, repository, subprocess_environment):
         env=subprocess_environment | {"LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,  # beside other processes
     )
     assert done.returncode == 0, done.stderr
     return json.loads(Path(file).read_text())
