@@ -279,13 +279,14 @@ def blocks_of_other_shards_go_by_float32(here):
     other = Training(here, "one", [INSIDE], kept[:2])
     with pytest.raises(ValueError, match=r"the absmax of exp_avg .* of the shape \[2, 1, "):
         other.take(whole, full_state_dict=True)
-    (group,) = begun.optimizer.param_groups
     numbers = [
         {
             name: value.full_tensor() if is_dtensor(value) else value
             for name, value in begun.optimizer._store.decoded(group, weight, state).items()
         }
-        for weight, state in begun.optimizer.state.items()
+        for group in begun.optimizer.param_groups
+        for weight in group["params"]
+        for state in [begun.optimizer.state[weight]]
     ]
     for training in (begun, alone):
         training.convert(torch.float32)

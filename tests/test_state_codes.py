@@ -14,7 +14,7 @@ from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt
 from fusedstep import optim
 from fusedstep.optim import _registry, low_bit
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
-from reference.codes import MAPS, nearest, values
+from reference.codes import MAPS, NOT_NEGATIVE, nearest, values
 from stepping import (
     CHUNK,
     TEAM,
@@ -36,11 +36,6 @@ WITH_STATES = [case for case in KINDS if case.states]
 
 #: Ends within a block, a chunk and a byte; one tensor too small for codes.
 SHAPES = ((65, 67), (7,), (2 * CHUNK + 5,), (4096,))
-
-#: States that no rule makes negative.
-NOT_NEGATIVE = {
-    "exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "step_size",
-}  # fmt: skip
 
 
 def is_signed(name):

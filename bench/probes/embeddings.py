@@ -9,6 +9,7 @@ all of an optimizer are stepped on one batch, and their weights compared.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import sys
@@ -61,16 +62,10 @@ class Fbgemm:
     """FBGEMM's table, which steps in the backward pass."""
 
     def __init__(self, start: Tensor, kind: str) -> None:
-        from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
-            ComputeDevice,
-            EmbeddingLocation,
-            OptimType,
-            SplitTableBatchedEmbeddingBagsCodegen,
-        )
-
-        place = EmbeddingLocation.HOST, ComputeDevice.CPU
-        self.module = SplitTableBatchedEmbeddingBagsCodegen(
-            [(*start.shape, *place)], optimizer=OptimType[kind], learning_rate=LR, eps=EPS
+        ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        place = ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU
+        self.module = ops.SplitTableBatchedEmbeddingBagsCodegen(
+            [(*start.shape, *place)], optimizer=ops.OptimType[kind], learning_rate=LR, eps=EPS
         )
         self.weights().copy_(start)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from cases import Case as Row
 from fuzz.bounded import Arithmetic, Bounded, UndecidableError, judge
 from fuzz.memory import overlaps
-from reference.codes import MAPS, values
+from reference.codes import MAPS, NOT_NEGATIVE, values
 
 MASTER, LOW, COMPENSATION = "master_param", "low_param", "compensation"
 BESIDE = (MASTER, LOW, COMPENSATION)
@@ -28,7 +28,6 @@ BESIDE = (MASTER, LOW, COMPENSATION)
 ABSMAX = "_absmax"
 """What the name of a state in codes has behind it for the absmax of its blocks."""
 
-NOT_NEGATIVE = {"exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf"}
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 ANY = "any"

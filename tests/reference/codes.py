@@ -30,6 +30,12 @@ MAPS = {
 MAPS["fp8", False] = MAPS["fp8", True]
 
 
+#: States that no rule makes negative.
+NOT_NEGATIVE = {
+    "exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "step_size",
+}  # fmt: skip
+
+
 def values(codes: Tensor, absmax: Tensor, kind: str, signed: bool, shape) -> Tensor:
     """The numbers that codes stand for, in float64."""
     of_code, block = MAPS[kind, signed]

@@ -21,7 +21,8 @@ _replaced: dict[str, OptimInfo | None] = {}
 def register() -> None:
     """Registers the names of :func:`fusedstep.optim.names` with ``fused`` in front of them.
 
-    Left out are classes that take sparse gradients alone.
+    Left out are classes that take sparse gradients alone, and those without the ``weight_decay``
+    that timm gives every optimizer: Rprop.
 
     So ``create_optimizer_v2(model, "fusedadamw")`` makes an ``optim.AdamW``; ``"fusedsgd"``,
     ``"fusedadam"``, ``"fusedadamw"`` and ``"fusedlamb"`` are no longer apex's. Defaults are those
@@ -36,11 +37,11 @@ def register() -> None:
     known = default_registry.list_optimizers()
     for name in optim.names():
         cls, theirs = find(name), {}
-        if not cls._takes_dense:
+        accepted = inspect.signature(cls).parameters
+        if not cls._takes_dense or "weight_decay" not in accepted:
             continue
         if name in known:
             theirs = default_registry.get_optimizer_info(name).defaults or {}
-        accepted = inspect.signature(cls).parameters
         defaults = {option: value for option, value in theirs.items() if option in accepted}
         fused = f"fused{name}"
         replaced = default_registry.get_optimizer_info(fused) if fused in known else None

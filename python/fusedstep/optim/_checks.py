@@ -142,7 +142,7 @@ def check_pair(name: str, pair: Any) -> None:
 _PAIRS = ("etas", "step_sizes")
 
 #: Options that are numbers and have a range of their own, or any.
-_ANY_RANGE = frozenset({"dampening", "lambd", "max_ratio", "t0"})
+_ANY_RANGE = frozenset({"dampening", "max_ratio", "t0"})
 
 
 def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> None:

@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.rprop import rprop
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._functional import by_torch
 
 __all__ = ["Rprop"]
@@ -103,4 +104,9 @@ class Rprop(FusedOptimizer):
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
-        return self._by_torch(self._rule_options(group), weight, grad, state)
+        given = weight, grad, state
+        if is_dtensor(weight) and not group["differentiable"]:
+            # It writes elements chosen by a mask in place, which DTensors don't know.
+            given = local(weight), local(grad), {name: local(state[name]) for name in state}
+        self._by_torch(self._rule_options(group), *given)
+        return weight
