@@ -322,7 +322,9 @@ def _dense(row: Row, params: list[Parameter]) -> Stepper:
 EMBEDDING = (
     UNFUSED,
     replace(FOR_LOOP, name="torch", title="torch"),
-    Implementation("dense", "ours, dense gradient", _dense),
+    Implementation(
+        "dense", "ours, dense gradient", _dense, lambda row: row.case.optimizer._takes_dense
+    ),
     replace(FUSED, title="ours"),
 )
 

@@ -29,7 +29,7 @@ TITLES = {
     "peers": "Beside other libraries",
     "adan": "Adan over sizes of GPT-2",
     "clipping": "Clipping and clearing in the step",
-    "embedding": "Adagrad on an embedding table",
+    "embedding": "Sparse gradients of an embedding table",
     "nanogpt": "Training a small GPT",
 }
 

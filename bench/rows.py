@@ -9,12 +9,16 @@ from enum import Enum
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cases
 import gpt2
 import shapes
 from adan_published import PUBLISHED
+from fusedstep import optim
 from limit_library import Streams, powers_of_two
+from reference.rowwise_adagrad import rowwise_adagrad
+from reference.sparse_adam import sparse_adam
 from shapes import ShapeList
 
 
@@ -135,6 +139,32 @@ NAMED = {case.name: case for case in cases.CASES}
 LISTS = {each.name: each for each in (*shapes.MODELS, *shapes.LAYOUTS)}
 
 
+def _rowwise_adagrad(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    weight, total = rowwise_adagrad(weight, grad, state.get("sum", 0.0), step, **options)
+    return weight, {"sum": total}
+
+
+def _sparse_adam(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor], step: int, **options: Any
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Rows without a gradient stay as they are, with their moments."""
+    new = {name: state.get(name, torch.zeros_like(weight)).clone() for name in cases.MOMENTS}
+    rows = grad.any(dim=1).nonzero()[:, 0]
+    return sparse_adam(weight, rows, grad[rows], new, step, **options), new
+
+
+#: Those for tables alone, beside the case table's.
+ROWWISE_ADAGRAD = cases.Case(
+    "rowwise_adagrad", optim.RowWiseAdagrad, {"lr": 1e-2}, _rowwise_adagrad, (), sparse=True
+)
+SPARSE_ADAM = cases.Case(
+    "sparse_adam", optim.SparseAdam, {"lr": 1e-2}, _sparse_adam, cases.MOMENTS,
+    torch.optim.SparseAdam, sparse=True,
+)  # fmt: skip
+
+
 def steps(
     device: str,
     quick: bool = False,
@@ -182,8 +212,9 @@ def clipping(**_: Any) -> Iterator[Row]:
 
 
 def embedding(**_: Any) -> Iterator[Row]:
-    for gradient in ("each-row-once", "each-row-twice", "coalesced"):
-        yield Row(NAMED["adagrad"], shapes.EMBEDDING, gradient=gradient)
+    for case in (NAMED["adagrad"], ROWWISE_ADAGRAD, SPARSE_ADAM):
+        for gradient in ("each-row-once", "each-row-twice", "coalesced"):
+            yield Row(case, shapes.EMBEDDING, gradient=gradient)
 
 
 def adan(**_: Any) -> Iterator[Row]:

@@ -6,7 +6,7 @@ SUITE is one of
     steps      ours, unfused and torch's, under both allocators (the default); cuda: on a GPU
     peers      beside other libraries, each in a process of its own
     clipping   step(max_norm=..., zero_grad=True) against the separate calls
-    embedding  Adagrad with sparse gradients of an embedding table
+    embedding  sparse gradients of an embedding table
     adan       memory and time of Adan over the sizes of GPT-2 that its authors published
 
 Rows are named as "adam/gpt2", "adamw/gpt2/mixed" or "adam/gpt2/4-threads"; FILTER is a regular

@@ -163,7 +163,8 @@ class Case:
 
     def build_namesake(self, params, **overrides) -> torch.optim.Optimizer:
         """torch's optimizer with the same options, as its for-loop."""
-        return self.namesake(params, **({"foreach": False} | self.options | overrides))
+        loop = {"foreach": False} if "foreach" in parameters_of(self.namesake) else {}
+        return self.namesake(params, **(loop | self.options | overrides))
 
     def stores_update_in_grad(self, dtype: torch.dtype) -> bool:
         """True if a fused step leaves its update in a dense gradient of this dtype."""

@@ -416,9 +416,17 @@ TABLE = shapes.ShapeList("embedding", "a table", ((6000, 8),))
 
 
 @pytest.mark.parametrize("gradient", ["each-row-once", "each-row-twice", "coalesced"])
-@pytest.mark.parametrize("implementation", implementations.EMBEDDING, ids=lambda i: i.name)
-def test_sparse_steps_are_checked_by_the_rows_that_they_touch(implementation, gradient):
-    row = Row(CASES_BY_NAME["adagrad"], TABLE, gradient=gradient)
+@pytest.mark.parametrize(
+    ("case", "implementation"),
+    [
+        pytest.param(case, each, id=f"{case}-{each.name}")
+        for case in dict.fromkeys(row.case for row in rows.embedding())
+        for each in implementations.EMBEDDING
+        if each.exists(Row(case, TABLE))
+    ],
+)
+def test_sparse_steps_are_checked_by_the_rows_that_they_touch(case, implementation, gradient):
+    row = Row(case, TABLE, gradient=gradient)
     check = subjects.SparseCheck(row)
 
     def verdict(change=lambda table: None):
