@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adadelta import adadelta
@@ -7,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adadelta"]
 
@@ -58,6 +61,7 @@ class Adadelta(FusedOptimizer):
 
     _rule = "adadelta"
     _states = ("square_avg", "acc_delta")
+    _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
     _formula = by_torch(adadelta, "square_avg", "acc_delta", "step")
@@ -82,3 +86,20 @@ class Adadelta(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        square_avg, acc_delta, rho = state["square_avg"], state["acc_delta"], group["rho"]
+        step, decay = state["step"].item() + 1, group["weight_decay"]
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        rho_, eps = numbers_first(square_avg, rho, group["eps"])
+        std, delta = torch.empty_like(square_avg), acc_delta.add(eps)
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        square_avg.mul_(rho_).addcmul_(grad, grad, value=1 - rho)
+        torch.add(square_avg, eps, out=std).sqrt_()
+        delta.sqrt_().div_(std).mul_(grad)
+        acc_delta.mul_(rho_).addcmul_(delta, delta, value=1 - rho)
+        weight.add_(delta, alpha=-float(group["lr"]))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.adamax import adamax
@@ -7,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adamax"]
 
@@ -57,6 +60,7 @@ class Adamax(FusedOptimizer):
 
     _rule = "adamax"
     _states = ("exp_avg", "exp_inf")
+    _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
     _formula = by_torch(adamax, "exp_avg", "exp_inf", "step")
@@ -81,3 +85,18 @@ class Adamax(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        exp_inf, step, decay = state["exp_inf"], state["step"].item() + 1, group["weight_decay"]
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        beta2_, eps = numbers_first(exp_inf, beta2, group["eps"])
+        size = grad.abs().add_(eps)
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        state["exp_avg"].lerp_(grad, 1 - beta1)
+        torch.maximum(exp_inf.mul_(beta2_), size, out=exp_inf)
+        weight.addcdiv_(state["exp_avg"], exp_inf, value=-lr / (1 - beta1**step))

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["ASGD"]
 
@@ -62,6 +63,7 @@ class ASGD(FusedOptimizer):
 
     _rule = "asgd"
     _states = ("ax",)
+    _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "eta": 0.01, "mu": 1.0}
     _initial: ClassVar[dict[str, str]] = {"eta": "lr"}
     _torch_fuses = False
@@ -93,3 +95,23 @@ class ASGD(FusedOptimizer):
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
         weights, grads, mus, axs, etas, *others = lists
         return super()._init_group(group, weights, grads, axs, etas, mus, *others)
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, lambd, ax = float(group["lr"]), group["lambd"], state["ax"]
+        step, decay = state["step"].item() + 1, group["weight_decay"]
+        eta, averages = state["eta"].item(), state["mu"].item() != 1
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        (keep,) = numbers_first(weight, 1 - lambd * eta)
+        away = torch.empty_like(ax) if averages else None
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        weight.mul_(keep).add_(grad, alpha=-eta)
+        if away is not None:
+            ax.add_(torch.sub(weight, ax, out=away).mul_(state["mu"]))
+        else:
+            ax.copy_(weight)
+        state["eta"].fill_(lr / (1 + lambd * lr * step) ** group["alpha"])
+        state["mu"].fill_(1 / max(1, step - group["t0"]))

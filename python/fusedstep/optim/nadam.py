@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["NAdam"]
 
@@ -71,6 +72,7 @@ class NAdam(FusedOptimizer):
 
     _rule = "nadam"
     _states = ("exp_avg", "exp_avg_sq")
+    _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
@@ -101,3 +103,31 @@ class NAdam(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        step, decay = state["step"].item() + 1, float(group["weight_decay"])
+        mu, mu_next = (
+            beta1 * (1 - 0.5 * 0.96 ** (count * group["momentum_decay"]))
+            for count in (step, step + 1)
+        )
+        product = (state["mu_product"] * mu).item()
+
+        numbers = 1 - lr * decay, beta2, 1 - beta2**step, group["eps"]
+        keep, beta2_, bias2, eps = numbers_first(exp_avg, *numbers)
+        denom = torch.empty_like(exp_avg_sq)
+        if decay and not group["decoupled_weight_decay"]:
+            grad = grad.add(weight, alpha=decay)
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        state["mu_product"].fill_(product)
+        if decay and group["decoupled_weight_decay"]:
+            weight.mul_(keep)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2_).addcmul_(grad, grad, value=1 - beta2)
+        torch.div(exp_avg_sq, bias2, out=denom).sqrt_().add_(eps)
+        weight.addcdiv_(grad, denom, value=-lr * (1 - mu) / (1 - product))
+        weight.addcdiv_(exp_avg, denom, value=-lr * mu_next / (1 - product * mu_next))

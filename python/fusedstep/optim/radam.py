@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -7,6 +9,7 @@ from torch.optim.radam import radam
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["RAdam"]
 
@@ -71,6 +74,7 @@ class RAdam(FusedOptimizer):
 
     _rule = "radam"
     _states = ("exp_avg", "exp_avg_sq")
+    _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "capturable": False,
@@ -99,3 +103,36 @@ class RAdam(FusedOptimizer):
         max_grad_norm: float | None = None,
     ) -> None:
         super().__init__(params, locals())
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        lr, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        step, decay = state["step"].item() + 1, float(group["weight_decay"])
+        bias2 = 1 - beta2**step
+        longest = 2 / (1 - beta2) - 1
+        length = longest - 2 * step * beta2**step / bias2
+        rectifies = length > 5
+        rectification = 1.0
+        if rectifies:
+            ahead, behind = (length - 4) * (length - 2), (longest - 4) * (longest - 2)
+            rectification = (ahead * longest / (behind * length)) ** 0.5
+
+        numbers = lr, 1 - lr * decay, beta2, 1 - beta1**step, group["eps"], bias2**0.5
+        lr_, keep, beta2_, bias1, eps, root = numbers_first(exp_avg, *numbers)
+        (rectification_,) = numbers_first(exp_avg, rectification)
+        update, denom = torch.empty_like(exp_avg), torch.empty_like(exp_avg_sq)
+        if decay and not group["decoupled_weight_decay"]:
+            grad = grad.add(weight, alpha=decay)
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        if decay and group["decoupled_weight_decay"]:
+            weight.mul_(keep)
+        exp_avg.lerp_(grad, 1 - beta1)
+        exp_avg_sq.mul_(beta2_).addcmul_(grad, grad, value=1 - beta2)
+        torch.div(exp_avg, bias1, out=update).mul_(lr_)
+        if rectifies:
+            torch.sqrt(exp_avg_sq, out=denom).add_(eps).reciprocal_().mul_(root)
+            update.mul_(denom).mul_(rectification_)
+        weight.sub_(update)

@@ -10,6 +10,7 @@ from torch.optim.rmsprop import rmsprop
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._functional import by_torch
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["RMSprop"]
 
@@ -68,6 +69,7 @@ class RMSprop(FusedOptimizer):
 
     _rule = "rmsprop"
     _states = ("square_avg", "momentum_buffer", "grad_avg")
+    _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {
         "momentum": 0,
@@ -102,3 +104,27 @@ class RMSprop(FusedOptimizer):
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        square_avg, alpha, decay = state["square_avg"], group["alpha"], group["weight_decay"]
+        lr, step = float(group["lr"]), state["step"].item() + 1
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        avg = torch.empty_like(square_avg)
+        alpha_, momentum, eps = numbers_first(avg, alpha, group["momentum"], group["eps"])
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        square_avg.mul_(alpha_).addcmul_(grad, grad, value=1 - alpha)
+        if group["centered"]:
+            mean = state["grad_avg"].lerp_(grad, 1 - alpha)
+            torch.addcmul(square_avg, mean, mean, value=-1, out=avg).sqrt_()
+        else:
+            torch.sqrt(square_avg, out=avg)
+        avg.add_(eps)
+        if group["momentum"] > 0:
+            buffer = state["momentum_buffer"].mul_(momentum).addcdiv_(grad, avg)
+            weight.add_(buffer, alpha=-lr)
+        else:
+            weight.addcdiv_(grad, avg, value=-lr)

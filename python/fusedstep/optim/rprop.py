@@ -66,6 +66,7 @@ class Rprop(FusedOptimizer):
 
     _rule = "rprop"
     _states = ("prev", "step_size")
+    _allocates_first = True
     _initial: ClassVar[dict[str, str]] = {"step_size": "lr"}
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}
@@ -110,3 +111,21 @@ class Rprop(FusedOptimizer):
             given = local(weight), local(grad), {name: local(state[name]) for name in state}
         self._by_torch(self._rule_options(group), *given)
         return weight
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        prev, step_size, step = state["prev"], state["step_size"], state["step"].item() + 1
+        (shrinks, grows), (smallest, largest) = group["etas"], group["step_sizes"]
+        sign = grad.mul(prev).sign_()
+        sign[sign.gt(0)] = grows
+        sign[sign.lt(0)] = shrinks
+        sign[sign.eq(0)] = 1
+        grad = grad.clone(memory_format=torch.preserve_format)
+        grad[sign.eq(shrinks)] = 0
+        direction = grad.sign()
+
+        state["step"].fill_(step)  # nothing is allocated from here on
+        step_size.mul_(sign).clamp_(float(smallest), float(largest))
+        weight.addcmul_(direction, step_size, value=-1)
+        prev.copy_(grad)

@@ -8,6 +8,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._undo import numbers_first
 
 __all__ = ["SGD"]
 
@@ -63,6 +64,7 @@ class SGD(FusedOptimizer):
 
     _rule = "sgd"
     _states = ("momentum_buffer",)
+    _allocates_first = True
     _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
     _numbers: ClassVar[dict[str, float]] = {}
     _later_options = FusedOptimizer._later_options | {"nesterov": False}
@@ -127,3 +129,24 @@ class SGD(FusedOptimizer):
             maximize=False,
         )
         return weight
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if grad.is_sparse:
+            super()._imperative(group, weight, grad, state)
+            return
+        is_first, decay = state["step"].item() == 0, float(group["weight_decay"])
+        momentum = group["momentum"]
+        if decay:
+            grad = grad.add(weight, alpha=decay)
+        if momentum:
+            buffer = state["momentum_buffer"]
+            (momentum_,) = numbers_first(buffer, momentum)
+            ahead = torch.empty_like(grad) if group["nesterov"] else None
+            # Nothing is allocated from here on.
+            dampening = 0 if is_first else group["dampening"]
+            buffer.mul_(momentum_).add_(grad, alpha=1 - dampening)
+            grad = buffer if ahead is None else torch.add(grad, buffer, alpha=momentum, out=ahead)
+        state["step"].fill_(1)  # the first step is another one than those that follow
+        weight.add_(grad, alpha=-float(group["lr"]))
