@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import math
 import re
 import statistics
 import sys
@@ -43,6 +41,7 @@ from processes import LateError, Tell, WorkerError, check_allocator, events, pro
 from report import Row
 from rows import PRECISIONS
 from suites import SUITES, Process
+from tables import write_table
 
 #: Seconds after its time in which a process may end what it has begun: a first step may be
 #: compiled.
@@ -284,15 +283,6 @@ def _merged_row(found: list[Row]) -> Row:
 # ---- Where results go ----------------------------------------------------------------------------
 
 
-def rounded(value: Any) -> Any:
-    """Four digits of each number: runs differ by more."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
-
-
 def folder_of(arguments: argparse.Namespace, name: str) -> Path:
     """The folder that is asked for. Git ignores the usual one, in build/."""
     root = ROOT / ("bench" if arguments.commit else "build") / "results"
@@ -302,8 +292,7 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Path:
 
 
 def write(folder: Path, results: dict[str, Any]) -> None:
-    text = json.dumps(rounded(results), separators=(",", ":"), ensure_ascii=False)
-    (folder / f"{results['suite']}.json").write_text(text + "\n", encoding="utf-8")
+    write_table(folder / f"{results['suite']}.json", results)
     report.write_page(folder)
 
 

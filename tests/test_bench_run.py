@@ -16,6 +16,7 @@ import run as bench_run
 from benchmark import BENCH, needs_kernels, needs_limit
 from processes import LateError, WorkerError
 from suites import SUITES
+from tables import rounded, write_table
 
 # ---- A tiny run ----------------------------------------------------------------------------------
 
@@ -334,20 +335,27 @@ def test_results_go_where_git_ignores_them_unless_they_are_to_be_committed(
 def test_numbers_have_four_digits():
     given = {"ms": 0.0123456789, "all": [12345.6, 7, True, None, "text", float("inf")]}
     found = {"ms": 0.01235, "all": [12350.0, 7, True, None, "text", float("inf")]}
-    assert bench_run.rounded(given) == found
+    assert rounded(given) == found
 
 
-def test_committed_results_are_what_would_be_written_again(repository):
+def test_committed_results_are_what_would_be_written_again(repository, tmp_path):
     """The pages of the machines follow from their tables."""
     folders = [f.parent for f in (repository / "bench" / "results").glob("*/README.md")]
     assert len(folders) >= 5
     for folder in folders:
         assert (folder / "README.md").read_text() == report.page(folder), folder.name
         for file in folder.glob("*.json"):
-            results = json.loads(file.read_text())
-            assert bench_run.rounded(results) == results, file
-            compact = json.dumps(results, separators=(",", ":"), ensure_ascii=False)
-            assert file.read_text() == compact + "\n", file
+            write_table(tmp_path / file.name, json.loads(file.read_text()))
+            assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file
+
+
+def test_all_tables_have_one_writer(repository):
+    for file in (repository / "bench").rglob("*.py"):
+        text = file.read_text()
+        is_one = file.name in ("tables.py", "nanonano_train.py", "nanonano_matrix.py")
+        assert is_one or ".write_text(json" not in text, file
+        if file.parent.name == "probes" and "--json" in text:
+            assert "write_table(" in text, file
 
 
 @pytest.mark.parametrize(("commit", "shown", "drawn"), [(0, 0, 1), (1, 0, 0), (1, 1, 1)])

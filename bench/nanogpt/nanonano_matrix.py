@@ -31,6 +31,7 @@ from environment import ROOT, Env, environments
 from machine import Others, this_machine
 from nanonano_settings import ATTENTION, Settings, SettingsError
 from processes import WorkerError, events_of
+from tables import write_table
 
 TRAIN = Path(__file__).resolve().parent / "nanonano_train.py"
 
@@ -199,7 +200,7 @@ def main(words: list[str] | None = None) -> None:
         nanonano_plot.draw(folder / "nanogpt.json", folder)
         report.write_page(folder)  # once more, with the plot
     if arguments.json:
-        arguments.json.write_text(json.dumps(run.rounded(results)) + "\n", encoding="utf-8")
+        write_table(arguments.json, results)
     run.show_tables(results, folder)
     if any("failed" in row for row in rows):
         sys.exit(1)

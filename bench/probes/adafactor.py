@@ -10,8 +10,8 @@ Medians in milliseconds of steps that take turns. Embeddings are there with all 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,6 +21,9 @@ from muon import milliseconds
 from transformers import Adafactor
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 
 def steps_of(sizes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], object]]:
@@ -87,7 +90,7 @@ def main() -> None:
         if device.type == "cuda":
             about |= {"gpu": torch.cuda.get_device_name(device)}
         about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
-        asked.json.write_text(json.dumps(about | found, separators=(",", ":")) + "\n")
+        write_table(asked.json, about | found)
 
 
 if __name__ == "__main__":

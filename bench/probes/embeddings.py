@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from fusedstep import optim
-from run import rounded
+from tables import write_table
 
 Bags = tuple[Tensor, Tensor]
 LR, EPS = 0.05, 1e-8
@@ -146,9 +145,7 @@ def main(argv: list[str] | None = None) -> dict[str, dict[str, float]]:
     if asked.json:
         sizes = {each: getattr(asked, each) for each in ("rows", "columns", "bags", "items")}
         about = {"torch": torch.__version__, "threads": torch.get_num_threads(), **sizes}
-        asked.json.write_text(
-            json.dumps(about | {"ms": rounded(results)}, separators=(",", ":")) + "\n"
-        )
+        write_table(asked.json, about | {"ms": results})
     return results
 
 

@@ -9,16 +9,18 @@ medians of rounds taken in turns, on one thread, in microseconds a call; `--json
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
-import run as bench_run
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 TENSORS, ELEMENTS, ROUNDS = 200, 1_000, 100
 
@@ -115,8 +117,7 @@ def main() -> None:
         print(f"{way:34} {' '.join(f'{median:10.2f}' for median in medians)}")
     if asked.json:
         about = {"torch": torch.__version__, "threads": 1, "weights": f"{TENSORS} of {ELEMENTS}"}
-        figures = about | {"us": bench_run.rounded(found)}
-        asked.json.write_text(json.dumps(figures, separators=(",", ":")) + "\n")
+        write_table(asked.json, about | {"us": found})
 
 
 if __name__ == "__main__":

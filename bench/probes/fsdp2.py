@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,6 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 PROCESSES, ROUNDS, MAX_NORM, WIDTH = 2, 25, 1.0, 768
 
@@ -143,7 +147,7 @@ def process(rank: int, folder: str, threads: int, on_gpu: bool, output: Path | N
         }
         print(json.dumps(results, indent=1))
         if output is not None:
-            output.write_text(json.dumps(results, indent=1) + "\n")
+            write_table(output, results)
     dist.barrier()
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 

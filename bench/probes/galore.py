@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ from torch import Tensor
 from fusedstep import optim
 from fusedstep.optim._projection import RIGHT
 from fusedstep.optim._subspace import bases_of
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 WIDTH, VOCABULARY, CONTEXT, RANK = 768, 50257, 1024, 128
 
@@ -157,7 +161,7 @@ def main() -> None:
         found["refreshes"] = refreshes(given.side, given.device, not given.no_exact)
         print(json.dumps(found["refreshes"], indent=1))
     if given.json:
-        given.json.write_text(json.dumps(found, separators=(",", ":")) + "\n")
+        write_table(given.json, found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ memory is that of the states after the last step.
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,9 @@ from torch import Tensor
 
 from fusedstep import optim
 from small_llama import SmallLlama
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 WIDTH, LAYERS, RANK, GAP = 128, 3, 32, 50
 
@@ -97,7 +100,7 @@ def main() -> None:
         print(f"{name:20} {last['losses'][-1]:.4f}  {mebibytes:.2f} MiB", flush=True)
     if asked.json:
         about = {"steps": asked.steps, "every": asked.every, "device": asked.device}
-        asked.json.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+        write_table(asked.json, about | {"runs": runs})
     if asked.plot:
         draw(runs, asked.every, asked.plot)
 

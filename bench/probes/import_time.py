@@ -16,6 +16,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
+
 TIMES = 15
 PROGRAM = """
 import time
@@ -52,7 +55,7 @@ def main() -> None:
         },
     }
     print(json.dumps(found, indent=1))
-    Path(sys.argv[1]).write_text(json.dumps(found, separators=(",", ":")) + "\n")
+    write_table(Path(sys.argv[1]), found)
 
 
 if __name__ == "__main__":

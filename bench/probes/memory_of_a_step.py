@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import gc
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -27,6 +28,9 @@ from fusedstep import optim
 from fusedstep.memory.activations import checkpoint_blocks, loss_of, trace
 from fusedstep.memory.model import load
 from fusedstep.memory.plan import MASTERS, STATE_DTYPES, Choice, Run, need
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 
 class Case(NamedTuple):
@@ -169,8 +173,7 @@ def main() -> None:
         "device": torch.cuda.get_device_name() if is_cuda else "cpu",
         "model": "small" if is_cuda else "tiny",
     }
-    lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
-    arguments.output.write_text(f'{json.dumps(facts)[:-1]}, "steps": [\n{lines}\n]}}\n')
+    write_table(arguments.output, facts | {"steps": rows})
 
 
 if __name__ == "__main__":

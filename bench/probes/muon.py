@@ -9,8 +9,8 @@ decay, no copies. Medians in milliseconds of steps that take turns.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -20,6 +20,9 @@ import torch
 
 from fusedstep import optim
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 #: Of a layer: query, key and value; their projection; the two of the feed-forward part.
 LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
@@ -107,7 +110,7 @@ def main() -> None:
         about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
         if device.type == "cuda":
             about["name"] = torch.cuda.get_device_name(device)
-        asked.json.write_text(json.dumps(about | {"ms": found}, indent=1))
+        write_table(asked.json, about | {"ms": found})
 
 
 if __name__ == "__main__":

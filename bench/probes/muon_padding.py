@@ -10,8 +10,8 @@ other elements what they are. Milliseconds are medians, without the copies that 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +19,9 @@ from pathlib import Path
 import torch
 
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 COUNT, REPEATS = 32, 10
 #: The largest matrix, and the share of its sides by which others are smaller.
@@ -73,7 +76,7 @@ def main() -> None:
             found.append(measured(largest, spread, given.device))
             print(found[-1], flush=True)
     if given.json:
-        given.json.write_text(json.dumps({"device": given.device, "rows": found}, indent=1) + "\n")
+        write_table(given.json, {"device": given.device, "rows": found})
 
 
 if __name__ == "__main__":

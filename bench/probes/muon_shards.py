@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -24,6 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 PROCESSES = 2
 
@@ -101,7 +105,7 @@ def process(rank: int, folder: str, asked: argparse.Namespace) -> None:
         results = about | {"ms": rows}
         print(json.dumps(results, indent=1))
         if asked.json:
-            asked.json.write_text(json.dumps(results, separators=(",", ":")) + "\n")
+            write_table(asked.json, results)
     dist.barrier()
     os._exit(0)
 

@@ -10,7 +10,6 @@ the text that is not trained on.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
@@ -26,6 +25,7 @@ from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from small_gpt import SmallGPT
+from tables import write_table
 
 BATCH, LENGTH, WARM_UP = 16, 128, 20
 
@@ -131,7 +131,7 @@ def main() -> None:
             print(f"{kind:13} {rate:6g}  {losses[-1]:.4f}  {seconds:5.1f} s", flush=True)
     if asked.json:
         about = {"steps": asked.steps, "every": asked.every, "device": asked.device}
-        asked.json.write_text(json.dumps(about | {"runs": runs}, indent=1) + "\n")
+        write_table(asked.json, about | {"runs": runs})
     if asked.plot:
         draw(runs, asked.every, asked.plot)
 

@@ -28,6 +28,9 @@ import fusedstep
 from fusedstep import optim
 from small_gpt import SmallGPT
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
+
 VOCABULARY, LENGTH = 50304, 1024
 SIZES = {
     "1.3B": {"layers": 24, "width": 2048, "heads": 16},
@@ -167,7 +170,7 @@ def main() -> None:
         if asked.json:
             about = {"device": torch.cuda.get_device_name(), "batch": asked.batch}
             about |= {"length": LENGTH, "bucket_mb": asked.bucket}
-            asked.json.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n")
+            write_table(asked.json, about | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,14 +8,17 @@ After the read, which all steps follow that are timed, the dictionary is held or
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import torch
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 WEIGHTS, ELEMENTS, ROUNDS = 2_000, 64, 500
 
@@ -63,7 +66,7 @@ def main() -> None:
         found[name] = {what: float(f"{value:.3g}") for what, value in figures.items()}
     if asked.json:
         about = {"torch": torch.__version__, "threads": 1, "weights": f"{WEIGHTS} of {ELEMENTS}"}
-        asked.json.write_text(json.dumps(about | {"us": found}, separators=(",", ":")) + "\n")
+        write_table(asked.json, about | {"us": found})
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ bytes as a step moves.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -18,6 +17,9 @@ from pathlib import Path
 import torch
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
 SMALL = [(64, 64)] * 2000
@@ -76,7 +78,7 @@ def main(out: str, *devices: str) -> None:
         target = torch.empty_like(source)
         name = f"cuda copy of {size} B an element"
         table[name] = milliseconds(lambda s=source, t=target: t.copy_(s), "cuda")
-    Path(out).write_text(json.dumps(table, separators=(",", ":")))
+    write_table(Path(out), table)
 
 
 if __name__ == "__main__":

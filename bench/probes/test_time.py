@@ -7,10 +7,12 @@ Parts that ran beside others have the seconds that they were waited for.
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 PART = re.compile(r"^(?:passed|FAILED) +(\S.*?) +(\d+) s  (.*)$", re.MULTILINE)
 
@@ -23,7 +25,7 @@ def main() -> None:
         for name, seconds, tests in PART.findall(text)
     ]
     total = sum(part["seconds"] for part in parts)
-    output.write_text(json.dumps({"parts": parts, "seconds": total}, indent=1) + "\n")
+    write_table(output, {"parts": parts, "seconds": total})
 
 
 if __name__ == "__main__":

@@ -7,8 +7,8 @@ Prints the medians of steps taken in turns, on one thread, and their ratio; `--j
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
@@ -16,6 +16,9 @@ from accelerate import Accelerator
 from read_states import ELEMENTS, ROUNDS, WEIGHTS, microseconds, subject
 
 from fusedstep import optim
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 
 def main() -> None:
@@ -40,7 +43,7 @@ def main() -> None:
         found[name] = {what: float(f"{value:.3g}") for what, value in figures.items()}
     if asked.json:
         about = {"torch": torch.__version__, "threads": 1, "weights": f"{WEIGHTS} of {ELEMENTS}"}
-        asked.json.write_text(json.dumps(about | {"us": found}, separators=(",", ":")) + "\n")
+        write_table(asked.json, about | {"us": found})
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ them beside: OUT.svg.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,9 @@ from tqdm import tqdm
 from fusedstep import optim
 from fusedstep.optim._weights import value_of, way_of
 from small_gpt import SmallGPT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 BATCH, LENGTH, STEPS, LR, BETAS, WARM_UP = 32, 64, 500, 4e-3, (0.9, 0.99), 50
 
@@ -221,20 +224,10 @@ def main() -> None:
         "summary": summary(rows),
         "rows": rows,
     }
-    lines = {name: json.dumps(value) for name, value in results.items()}
-    lines["summary"] = _lines({name: json.dumps(each) for name, each in results["summary"].items()})
-    lines["rows"] = "[\n" + ",\n".join(f"  {json.dumps(row)}" for row in rows) + "\n]"
-    arguments.output.write_text(_lines(lines, "") + "\n")
+    write_table(arguments.output, results)
     draw(results, arguments.output.with_suffix(".svg"))
     for name, found in results["summary"].items():
         print(f"{name:24} {found}")
-
-
-def _lines(values: dict[str, str], indent: str = "  ") -> str:
-    """A dictionary in JSON, an entry a line."""
-    return (
-        "{\n" + ",\n".join(f'{indent}"{k}": {v}' for k, v in values.items()) + f"\n{indent[2:]}}}"
-    )
 
 
 if __name__ == "__main__":

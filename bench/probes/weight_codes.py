@@ -8,7 +8,6 @@ and of steps of 2,000 small weights.
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import time
@@ -20,7 +19,9 @@ import torch
 from small_states import SMALL, shapes
 
 from fusedstep import optim
-from run import rounded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_table
 
 FLOAT32, BF16 = torch.float32, torch.bfloat16
 ROUNDS, STEPS = 10, 10
@@ -79,7 +80,7 @@ def main(out: str) -> None:
         "small weights": len(SMALL),
         "small ms": medians({name: step(name, SMALL) for name in WAYS}),
     }
-    Path(out).write_text(json.dumps(rounded(table), separators=(",", ":")))
+    write_table(Path(out), table)
 
 
 if __name__ == "__main__":
