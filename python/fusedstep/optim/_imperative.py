@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable
+from fusedstep.optim._codes import is_codes
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
 from fusedstep.optim._undo import undone_on_error
@@ -63,11 +64,25 @@ class ImperativeTwin:
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         """Steps a weight, or changes nothing if memory runs out."""
         kept = self._store.with_count(group, weight)
-        with undone_on_error(self._written_early(group, weight, grad, kept)):
-            state = self._store.decoded(group, weight, kept)
-            self._step_on_numbers(group, weight, grad, state)
-            self._store.encode(group, weight, kept, state)
+        if self._is_direct(group, weight, grad, kept):
+            self._imperative(group, weight, -grad if group.get("maximize") else grad, kept)
+        else:
+            with undone_on_error(self._written_early(group, weight, grad, kept)):
+                state = self._store.decoded(group, weight, kept)
+                self._step_on_numbers(group, weight, grad, state)
+                self._store.encode(group, weight, kept, state)
         self._stepped.append(weight)
+
+    def _is_direct(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
+    ) -> bool:
+        """Returns whether the formula takes weight and states as they are, and needs no copies."""
+        return (
+            self._allocates_first
+            and weight.dtype in (torch.float32, torch.float64)
+            and not (group.get("differentiable") or group.get("capturable") or grad.is_sparse)
+            and not any(map(is_codes, kept.values()))
+        )
 
     def _written_early(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]

@@ -362,6 +362,8 @@ class StateStore:
         count = ("step",) if self._keeps_count(group, p) else ()
         if not state.keys() >= {*self._first, *count, *names, *absmax}:
             return False
+        if p.dtype not in _SIXTEEN_BITS:
+            return True
         # Without anything beside the weight: that its value is wide shows in its states.
         narrow = [n for n in self._names(group, p) if state[n].dtype in _SIXTEEN_BITS]
         return not (narrow and way_of(group, p) == "stochastic")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,9 +47,21 @@ def undone_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 def numbers_first(like: Tensor, *numbers: float) -> tuple[Tensor, ...]:
-    """Numbers of operations on a tensor, as tensors that these would make of them one by one."""
+    """Numbers of operations on a tensor, as tensors that these would make of them one by one.
+
+    Nobody writes to them: the weights of a step share them.
+    """
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
+    # Under a dispatch mode they may be tensors of its own.
+    make = _made_tensors if torch._C._len_torch_dispatch_stack() else _kept_tensors
+    return make(dtype, numbers)
+
+
+def _made_tensors(dtype: torch.dtype, numbers: tuple[float, ...]) -> tuple[Tensor, ...]:
     return torch.tensor(numbers, dtype=dtype, device="cpu").unbind()
+
+
+_kept_tensors = functools.lru_cache(maxsize=64)(_made_tensors)
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -106,18 +106,18 @@ class Rprop(FusedOptimizer):
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
         given = weight, grad, state
-        if is_dtensor(weight) and not group["differentiable"]:
-            # It writes elements chosen by a mask in place, which DTensors don't know.
-            given = local(weight), local(grad), {name: local(state[name]) for name in state}
+        if not group["differentiable"]:
+            given = _shards(*given)
         self._by_torch(self._rule_options(group), *given)
         return weight
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
+        weight, grad, state = _shards(weight, grad, state)
         prev, step_size, step = state["prev"], state["step_size"], state["step"].item() + 1
         (shrinks, grows), (smallest, largest) = group["etas"], group["step_sizes"]
-        sign = grad.mul(prev).sign_()
+        sign = grad.mul(prev).sign()
         sign[sign.gt(0)] = grows
         sign[sign.lt(0)] = shrinks
         sign[sign.eq(0)] = 1
@@ -129,3 +129,12 @@ class Rprop(FusedOptimizer):
         step_size.mul_(sign).clamp_(float(smallest), float(largest))
         weight.addcmul_(direction, step_size, value=-1)
         prev.copy_(grad)
+
+
+def _shards(
+    weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """The shards of DTensors: elements chosen by a mask are written, which DTensors don't know."""
+    if not is_dtensor(weight):
+        return weight, grad, state
+    return local(weight), local(grad), {name: local(value) for name, value in state.items()}
