@@ -16,13 +16,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from report import OURS, Results, Row, columns, rows_of, subjects, subtitle
+from tables import write_plot
 
 #: Colours of those that are in most plots; others take what matplotlib has left.
 COLOURS = {"unfused": "#8c8c8c", "torch_fused": "#1f77b4"}
 CYCLE = ("#9467bd", "#2ca02c", "#ff7f0e", "#8c564b", "#e377c2", "#bcbd22", "#17becf", "#c5b0d5")
 
 #: Text stays text, and the same results make the same file.
-matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep", "font.size": 9})
+matplotlib.rcParams.update({"font.size": 9})
 
 
 def colours(results: Results) -> dict[str, str]:
@@ -91,7 +92,7 @@ def draw(file: Path, folder: Path) -> None:
     results = json.loads(file.read_text(encoding="utf-8"))
     if panels := panels_of(results):
         figure = plot_times(results, panels)
-        figure.savefig(folder / f"{file.stem}-times.svg", metadata={"Date": None})
+        write_plot(folder / f"{file.stem}-times.svg", figure)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 import nanogpt_report
 from nanonano_settings import ATTENTION
 from report import Results, Row, subtitle
+from tables import write_plot
 
 #: The figures that have a panel: key, title, factor.
 PANELS = (
@@ -27,7 +28,7 @@ PANELS = (
 )
 
 #: Text stays text, and the same results make the same file.
-matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep", "font.size": 9})
+matplotlib.rcParams.update({"font.size": 9})
 
 
 def series_of(results: Results) -> dict[str, list[Row]]:
@@ -84,7 +85,7 @@ def _losses(axis: Axes, series: dict[str, list[Row]], colours: dict[str, str]) -
 def draw(file: Path, folder: Path) -> None:
     """Draws FILE-iterations.svg."""
     results: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    plot(results).savefig(folder / f"{file.stem}-iterations.svg", metadata={"Date": None})
+    write_plot(folder / f"{file.stem}-iterations.svg", plot(results))
 
 
 if __name__ == "__main__":

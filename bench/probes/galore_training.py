@@ -22,7 +22,7 @@ from fusedstep import optim
 from small_llama import SmallLlama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from tables import write_plot, write_table
 
 WIDTH, LAYERS, RANK, GAP = 128, 3, 32, 50
 
@@ -69,10 +69,8 @@ def train(name: str, steps: int, every: int, device: torch.device) -> dict[str, 
 
 
 def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep"})
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for run in runs:
@@ -81,7 +79,7 @@ def draw(runs: list[dict[str, Any]], every: int, path: Path) -> None:
         axes.plot(steps, run["losses"], label=run["run"], **dashes)
     axes.set(xlabel="step", ylabel="loss of held-out text")
     axes.legend()
-    figure.savefig(path, metadata={"Date": None})
+    write_plot(path, figure)
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from small_gpt import SmallGPT
-from tables import write_table
+from tables import write_plot, write_table
 
 BATCH, LENGTH, WARM_UP = 16, 128, 20
 
@@ -146,7 +146,7 @@ def draw(runs: list[dict], every: int, path: Path) -> None:
         axes.plot(steps, best["losses"], label=f"{kind}, lr {best['lr']:g}")
     axes.set(xlabel="step", ylabel="loss of held-out text")
     axes.legend()
-    figure.savefig(path)
+    write_plot(path, figure)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from tables import write_plot
 
 RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100"
 RANKS = tuple(2**k for k in range(11))
@@ -287,9 +291,7 @@ def plot(path: Path, time_of: Callable[[Model, int, str], float], ways: Iterable
     import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update(
-        {"svg.fonttype": "none", "svg.hashsalt": "fusedstep", "font.size": 9}
-    )
+    matplotlib.rcParams.update({"font.size": 9})
     figure = Figure(figsize=(9, 2.8), layout="constrained")
     axes = figure.subplots(1, len(MODELS), sharey=True)
     for axis, model in zip(axes, MODELS, strict=True):
@@ -300,7 +302,7 @@ def plot(path: Path, time_of: Callable[[Model, int, str], float], ways: Iterable
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ms a clipped step")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.savefig(path, metadata={"Date": None})
+    write_plot(path, figure)
 
 
 def main(argv: list[str] | None = None) -> dict[str, str]:

@@ -28,7 +28,7 @@ from fusedstep.optim._weights import value_of, way_of
 from small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from tables import write_plot, write_table
 
 BATCH, LENGTH, STEPS, LR, BETAS, WARM_UP = 32, 64, 500, 4e-3, (0.9, 0.99), 50
 
@@ -174,10 +174,8 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 def draw(results: dict[str, Any], file: Path) -> None:
     """Draws the losses, and their ratios to those of the first run; the same results, same file."""
-    import matplotlib
     from matplotlib.figure import Figure
 
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fusedstep"})
     figure = Figure(figsize=(9, 4), layout="constrained")
     losses, ratios = figure.subplots(1, 2)
     seeds = sorted({row["seed"] for row in results["rows"]})
@@ -199,7 +197,7 @@ def draw(results: dict[str, Any], file: Path) -> None:
     for axis in (losses, ratios):
         axis.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=5, frameon=False)
-    figure.savefig(file, metadata={"Date": None})
+    write_plot(file, figure)
 
 
 def main() -> None:

@@ -164,6 +164,7 @@ def _lines(table: dict[str, Any]) -> Iterator[str]:
 
 
 def _draw(found: dict[str, Any], file: Path) -> None:
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     tables = found["tables"]
@@ -177,7 +178,8 @@ def _draw(found: dict[str, Any], file: Path) -> None:
         axes.set_xticks(ranks, map(str, ranks))
         axes.set_title(f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else ""))
         axes.legend()
-    figure.savefig(file)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(file)
 
 
 if __name__ == "__main__":
