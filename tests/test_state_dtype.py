@@ -104,10 +104,11 @@ def test_strided_weights(case, dtype):
     torch.testing.assert_close(results[1], results[0])
 
 
+@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
-def test_wider_weights_keep_their_own_dtype(case):
+def test_wider_weights_keep_their_own_dtype(case, fused):
     for dtype in (torch.float32, torch.float64):
-        params, optimizer = run_wide(case, dtype)
+        params, optimizer = run_wide(case, dtype, fused=fused)
         for param in params:
             for name in case.states:
                 assert optimizer.state[param][name].dtype is dtype

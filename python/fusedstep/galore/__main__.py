@@ -176,6 +176,7 @@ def _draw(found: dict[str, Any], file: Path) -> None:
             axes.plot(ranks, times, marker="o", label=kernel)
         axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="ms")
         axes.set_xticks(ranks, map(str, ranks))
+        axes.set_xticks([], minor=True)
         axes.set_title(f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else ""))
         axes.legend()
     with rc_context({"svg.fonttype": "none"}):
