@@ -170,9 +170,12 @@ def test_norms_of_numbers_whose_squares_no_float_holds(case, of_weight, of_gradi
         torch.testing.assert_close(param.double(), twin, rtol=1e-5, atol=1e-6 * largest)
 
 
-def denormal_trajectory(case, dtype):
-    """Weights, and gradients, of which a part is below the smallest normal number."""
-    shapes = ((70,), (TEAM + CHUNK + 5,))
+def denormal_trajectory(case, dtype, flush, count):
+    """Weights, and gradients, of which a part is below the smallest normal number.
+
+    Only the steps are taken in the mode: a thread that starts later would have it from its starter.
+    """
+    shapes = ((70,), (10 * TEAM + CHUNK + 5,))  # so much that other threads come in time for it
     tiny = torch.finfo(dtype).smallest_normal
     params = as_parameters(make_weights(shapes, dtype))
     optimizer = case.build(params, lr=1e-3)
@@ -184,7 +187,10 @@ def denormal_trajectory(case, dtype):
             param.grad = gradient
             param.grad[::4] *= 0
             param.grad[1::4] *= tiny / 4
-        optimizer.step()
+        with threads(count, started=True):
+            torch.set_flush_denormal(flush)
+            optimizer.step()
+            torch.set_flush_denormal(False)
     return contents(optimizer)
 
 
@@ -193,17 +199,11 @@ def denormal_trajectory(case, dtype):
 def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
     results = []
     for flush in (False, True):
-        # Values are made before the mode is set: this is about the step alone.
-        make_weights(((70,), (TEAM + CHUNK + 5,)), dtype)
-        with threads(1), forced_isa("base"):
-            torch.set_flush_denormal(flush)
-            expected = denormal_trajectory(case, dtype)
+        with forced_isa("base"):
+            expected = denormal_trajectory(case, dtype, flush, 1)
         results.append(expected)
         for count in (1, 3):
-            torch.set_flush_denormal(False)
-            with threads(count, started=True):
-                torch.set_flush_denormal(flush)
-                actual = denormal_trajectory(case, dtype)
+            actual = denormal_trajectory(case, dtype, flush, count)
             assert_same_contents(actual, expected, f"flush {flush}, {count} threads:")
     if dtype not in LOW_PRECISION:
         # The mode matters here, or equal results would say nothing.
