@@ -12,12 +12,12 @@ check() {
 
 format_cpp() { ours '*.h' '*.cpp' '*.cu' '*.cuh' | xargs -r -d '\n' clang-format "$@"; }
 
-# Over the files that the release build compiles, those of several sources and the largest first: none that takes long is
-# left for the end.
+# Over the files that the release build compiles. Those that are compiled once for each rule, those of several sources and
+# the largest come first: none that takes long is left for the end.
 # clang has an omp.h only where its own OpenMP is installed: the compiler's is looked for last.
 tidy() {
   grep -oP '"file": "\K[^"]+' build/release/compile_commands.json | grep -v '\.cu$' | sort -u |
-    xargs -r -d '\n' ls -S | awk '/Unity/ { print; next } { rest = rest $0 "\n" } END { printf "%s", rest }' | xargs -r -d '\n' -n 1 -P "$(parallelism)" \
+    xargs -r -d '\n' ls -S | awk '/Unity|cpu_kernels/ { print; next } { rest = rest $0 "\n" } END { printf "%s", rest }' | xargs -r -d '\n' -n 1 -P "$(parallelism)" \
       clang-tidy -p build/release --quiet --extra-arg="-idirafter$("$CXX" -print-file-name=include)" 2>&1 |
     { grep -Ev 'warnings generated\.$|Processing file' || true; }
 }
