@@ -11,6 +11,13 @@ function(fusedstep_rules OUT)
   set(${OUT} ${names} PARENT_SCOPE)
 endfunction()
 
+# fusedstep_rule_definitions(<out> <rule>): for a source that is compiled once for each rule. It sees no other rule's header,
+# so that a change of that compiles nothing else anew.
+function(fusedstep_rule_definitions OUT RULE)
+  string(TOLOWER ${RULE} header)
+  set(${OUT} FUSEDSTEP_RULE=${RULE} "FUSEDSTEP_RULE_HEADER=\"fusedstep/rules/${header}.h\"" PARENT_SCOPE)
+endfunction()
+
 # The instruction sets, the base first, and the options of each.
 set(FUSEDSTEP_ISAS base)
 set(fusedstep_options_of_base "")
@@ -43,7 +50,7 @@ function(fusedstep_kernels NAME SOURCE ISA)
   # stands for a register ends.
   set(level -O3)
   set(options fusedstep_options)
-  string(REGEX MATCH "FUSEDSTEP_RULE=(.*)" rule "${ARGN}")
+  string(REGEX MATCH "FUSEDSTEP_RULE=([A-Za-z0-9]+)" rule "${ARGN}")
   if(FUSEDSTEP_SANITIZE AND rule AND NOT "${CMAKE_MATCH_1}" IN_LIST FUSEDSTEP_SANITIZED_RULES)
     set(options fusedstep_plain_options)
   elseif(FUSEDSTEP_SANITIZE)
@@ -69,7 +76,8 @@ function(fusedstep_isa_objects OUT)
     fusedstep_kernels(${target} "${kernels}/table.cpp" ${isa} CPU_CAPABILITY=${capability} CPU_CAPABILITY_${capability})
     list(APPEND objects $<TARGET_OBJECTS:${target}>)
     foreach(rule ${rules})
-      fusedstep_kernels(${target}_${rule} "${kernels}/rule.cpp" ${isa} FUSEDSTEP_RULE=${rule})
+      fusedstep_rule_definitions(definitions ${rule})
+      fusedstep_kernels(${target}_${rule} "${kernels}/rule.cpp" ${isa} ${definitions})
       list(APPEND objects $<TARGET_OBJECTS:${target}_${rule}>)
     endforeach()
   endforeach()

@@ -3,6 +3,7 @@
 #include "cpu_kernels/codecs.h"
 #include "cpu_kernels/group.h"
 #include "cpu_kernels/kernel_table.h"
+#include "fusedstep/vocabulary.h"
 #include "src/core/phases.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {

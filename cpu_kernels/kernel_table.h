@@ -3,10 +3,13 @@
 #pragma once
 #include <cstdint>
 
-#include "fusedstep/rules/list.h"
 #include "src/core/operands.h"
 #include "src/core/reduction.h"
 #include "src/core/task.h"
+
+namespace fusedstep::rules {
+enum class RuleId;  // in list.h, which kernels of one rule do not depend on
+}
 
 namespace fusedstep {
 enum class FactoredFormat : uint8_t;

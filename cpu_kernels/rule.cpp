@@ -1,10 +1,11 @@
-// Compiled once for each instruction set and each rule of the list, which FUSEDSTEP_RULE names: every
-// combination of its flags, for every format.
+// Compiled once for each instruction set and each rule of the list, which FUSEDSTEP_RULE names and
+// FUSEDSTEP_RULE_HEADER has: every combination of its flags, for every format.
 #include <array>
 #include <utility>
 
 #include "cpu_kernels/by_rule.h"
 #include "cpu_kernels/reduce.h"
+#include FUSEDSTEP_RULE_HEADER
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {

@@ -4,6 +4,7 @@
 #include "cpu_kernels/factored.h"
 #include "cpu_kernels/gradients.h"
 #include "cpu_kernels/rowwise.h"
+#include "fusedstep/rules/list.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {

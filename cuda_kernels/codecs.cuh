@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "cuda_kernels/kernel_table.h"
+#include "fusedstep/vocabulary.h"
 
 namespace fusedstep::cuda {
 

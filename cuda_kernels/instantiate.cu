@@ -1,11 +1,12 @@
-// Compiled once for each rule of the list, which FUSEDSTEP_RULE names: every combination of its flags, for
-// every format.
+// Compiled once for each rule of the list, which FUSEDSTEP_RULE names and FUSEDSTEP_RULE_HEADER has: every
+// combination of its flags, for every format.
 #include <array>
 #include <utility>
 
 #include "cuda_kernels/coded.cuh"
 #include "cuda_kernels/one_chunk.cuh"
 #include "cuda_kernels/rows.cuh"
+#include FUSEDSTEP_RULE_HEADER
 
 namespace fusedstep::cuda {
 namespace {

@@ -5,7 +5,6 @@
 #include <cstdint>
 
 #include "fusedstep/grad_use.h"
-#include "fusedstep/rules/list.h"
 #include "src/core/code_map.h"
 #include "src/core/operands.h"
 #include "src/core/walk.h"

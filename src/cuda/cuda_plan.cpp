@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "cuda_kernels/kernel_table.h"
+#include "fusedstep/rules/list.h"
 #include "src/backend.h"
 #include "src/code_maps.h"
 #include "src/cuda/code_table.h"

@@ -1,6 +1,8 @@
 // Compiled once for each instruction set, as the kernels are.
 #include "tests/cpp/words.h"
 
+#include <utility>
+
 #include "cpu_kernels/elementwise.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {

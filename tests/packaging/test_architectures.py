@@ -18,7 +18,9 @@ ALL = "80-real;86-real;89-real;90-real;100-real;120"
         ("12.0", ("-DFUSEDSTEP_CUDA_ARCHITECTURES=ALL",), ALL),
         ("9.0", ("-DFUSEDSTEP_CUDA_ARCHITECTURES=80;86-real",), "80;86-real"),
         (None, (), ALL),
-        (None, ("-DFUSEDSTEP_IN_PLACE=ON",), "90-virtual"),
+        (None, ("-DFUSEDSTEP_IN_PLACE=ON",), "90-virtual, runs nowhere"),
+        ("9.0", ("-DFUSEDSTEP_CUDA_ARCHITECTURES=NONE",), "90-virtual, runs nowhere"),
+        ("9.0", ("-DFUSEDSTEP_CUDA_ARCHITECTURES=90-virtual",), "90-virtual"),
         (None, ("-DFUSEDSTEP_IN_PLACE=ON", "-DFUSEDSTEP_CUDA_ARCHITECTURES=ALL"), ALL),
     ],
 )
@@ -29,7 +31,9 @@ def test_gpus_of_this_machine_else_all(tmp_path, gpus, options, expected):
     program.chmod(0o755)
     script = tmp_path / "script.cmake"
     script.write_text(
-        f'include("{MODULE}")\nfusedstep_cuda_architectures(chosen)\nmessage("=${{chosen}}")\n'
+        f'include("{MODULE}")\nfusedstep_cuda_architectures(chosen)\n'
+        'if(FUSEDSTEP_CUDA_RUNS_NOWHERE)\n  string(APPEND chosen ", runs nowhere")\nendif()\n'
+        'message("=${chosen}")\n'
     )
     done = subprocess.run(
         ["cmake", *options, "-P", script],
