@@ -218,9 +218,12 @@ def _expect(
         for name, tensor in state.items()
         if name not in beside and not name.endswith(ABSMAX)
     }
-    states = {
-        name: Bounded(decoded(name, state, p.shape), 0.0, arithmetic, True) for name in stored
-    }
+    states = {}
+    for name in stored:
+        value = decoded(name, state, p.shape)
+        # The values of codes are float32 numbers, made by float32 sums.
+        error = 2.0**-22 * value.abs() if name + ABSMAX in state else 0.0
+        states[name] = Bounded(value, error, arithmetic, True)
     wide = is_short and (expected.way or group.get("state_dtype") is not None)
     if stored and not expected.way:
         wide = is_short and next(iter(stored.values())).dtype not in SIXTEEN_BITS
