@@ -36,6 +36,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """At exit it has to: libraries report what it would have freed as leaked."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _process_settings_restored():
     """No test leaves its thread count, instruction set or denormal mode to the next."""
