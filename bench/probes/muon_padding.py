@@ -2,9 +2,10 @@
 
     python bench/probes/muon_padding.py [--device cuda] [--json OUT.json]
 
-32 matrices of as many shapes, whose sides differ by up to a share of the largest: 5 steps, each
-shape in products of its own, and all in one batch with zeros up to the largest, which leave the
-other elements what they are. Milliseconds are medians, without the copies that padding needs.
+32 matrices whose sides differ by up to a share of the largest: 5 steps, each matrix in products of
+its own, and all in one batch with zeros up to the largest, which leave the other elements what they
+are; and a step of Muon with near shapes apart, and joined as it does. Milliseconds are medians,
+those of the iteration without the copies that padding needs.
 """
 
 from __future__ import annotations
@@ -14,16 +15,21 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from fusedstep.optim import muon
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_table
 
 COUNT, REPEATS = 32, 10
+APART = {"_CALLS": {}, "_CALLS_ELSEWHERE": 0}
 #: The largest matrix, and the share of its sides by which others are smaller.
 LARGEST, SPREADS = ((128, 128), (128, 1152), (768, 768), (768, 3072)), (0.1, 0.4)
 
@@ -39,6 +45,22 @@ def milliseconds(run: Callable[[], object], device: str) -> float:
         if index > 1:
             times.append(1e3 * (time.perf_counter() - start))
     return float(f"{statistics.median(times):.4g}")
+
+
+def step_of(matrices: list[torch.Tensor], **choice: Any) -> Callable[[], object]:
+    """A step of Muon, with the module's choice of what is joined or another one."""
+    params = [torch.nn.Parameter(x[0].float()) for x in matrices]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer = muon.Muon(params)
+
+    def step() -> None:
+        with ExitStack() as changed:
+            for name, value in choice.items():
+                changed.enter_context(patch.object(muon, name, value))
+            optimizer.step()
+
+    return step
 
 
 def measured(largest: tuple[int, int], spread: float, device: str) -> dict[str, object]:
@@ -58,6 +80,7 @@ def measured(largest: tuple[int, int], spread: float, device: str) -> dict[str, 
         "by shape": lambda: [orthogonalize(x.clone(), steps, scratch) for x in each],
         "padded": lambda: orthogonalize(padded.clone(), steps, scratch),
     }
+    times |= {"steps apart": step_of(each, **APART), "steps joined": step_of(each)}
     ms = {name: milliseconds(run, device) for name, run in times.items()}
     return {"largest": list(largest), "spread": spread, "ms": ms}
 

@@ -32,11 +32,13 @@ from fusedstep.optim._muon_groups import (
     uses_muon,
     why_no_matrix,
 )
+from fusedstep.optim._near_shapes import Shape, joined, newton_schulz_operations
 from fusedstep.optim._newton_schulz import (
     Scratch,
     coefficients_of,
     normalize_rows,
     orthogonalize,
+    takes_gram_form,
 )
 from fusedstep.optim._options import OWN, own_option
 from fusedstep.optim._plan import Work
@@ -70,6 +72,11 @@ _OF_MUON = (
 #: their copies would have to be kept: on a CPU they leave its caches as well.
 _AT_ONCE = {"cpu": 1 << 22}
 _AT_ONCE_ELSEWHERE = 1 << 25
+
+#: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
+#: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
+_CALLS = {"cpu": 1 << 26}
+_CALLS_ELSEWHERE = 1 << 35
 
 
 class Muon(Adam):
@@ -403,32 +410,62 @@ class Muon(Adam):
     def _batches(
         self, group: dict[str, Any], weights: list[Tensor], places: list[int]
     ) -> Iterable[list[int]]:
-        """Places of weights that are stepped together: of one dtype, with matrices of one shape."""
-        alike: dict[Any, list[int]] = {}
+        """Places of weights that are stepped together: of one dtype, of one shape or near ones."""
+        alike: dict[Any, dict[Shape, list[int]]] = {}
         for place in places:
             p = weights[place]
             if (shard := local(p)).numel():
-                dtypes = p.dtype, self._store.has_wide(group, p)
-                key = (*matrices_of(group, shard)[1:], p.device, dtypes)
-                alike.setdefault(key, []).append(place)
-        for places in alike.values():
-            first = local(weights[places[0]])
-            most = max(_most_at_once(first.device) // first.numel(), 1)
-            yield from (places[i : i + most] for i in range(0, len(places), most))
+                kind = p.device, p.dtype, self._store.has_wide(group, p)
+                shape = matrices_of(group, shard)[1:]
+                alike.setdefault(kind, {}).setdefault(shape, []).append(place)
+        for (device, *_), by_shape in alike.items():
+            at_once = _most_at_once(device)
+            for shapes in self._joined(group, device, weights, by_shape):
+                together = [place for shape in shapes for place in by_shape[shape]]
+                first = local(weights[together[0]])
+                # Joined shapes are no more than that.
+                most = max(at_once // first.numel(), 1) if len(shapes) == 1 else len(together)
+                yield from (together[i : i + most] for i in range(0, len(together), most))
+
+    def _joined(
+        self,
+        group: dict[str, Any],
+        device: torch.device,
+        weights: list[Tensor],
+        by_shape: dict[Shape, list[int]],
+    ) -> list[list[Shape]]:
+        """Shapes that go through products together, padded to the largest sides among them."""
+        if len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1:
+            return [[shape] for shape in by_shape]
+        steps, dtype = int(group["ns_steps"]), ns_dtype_of(group, device)
+        return joined(
+            {
+                shape: sum(matrices_of(group, local(weights[i]))[0] for i in places)
+                for shape, places in by_shape.items()
+            },
+            _most_at_once(device),
+            _CALLS.get(device.type, _CALLS_ELSEWHERE),
+            lambda shape: newton_schulz_operations(shape, steps),
+            lambda shape: takes_gram_form(shape, dtype, steps),
+        )
 
     def _step_batch(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        """Steps weights of one dtype, of which this process has whole matrices of one shape."""
+        """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
         moving = self._begin(group, weights, grads)
         values = [each.value for each in moving]
         dtype, device = values[0].dtype, values[0].device
-        counts = [matrices_of(group, value)[0] for value in values]
-        shape = sum(counts), *matrices_of(group, values[0])[1:]
+        forms = [matrices_of(group, value) for value in values]
+        counts, rows, columns = zip(*forms, strict=True)
+        shape = sum(counts), max(rows), max(columns)
         update = self._scratch.take("update", shape, dtype, device)
+        if len({form[1:] for form in forms}) > 1:
+            update.zero_()
 
         def parts(of: Tensor) -> list[Tensor]:
-            return [x.view(v.shape) for x, v in zip(of.split(counts), values, strict=True)]
+            pieces = zip(of.split(counts), forms, values, strict=True)
+            return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
 
         # On a CPU products may lack memory: nothing is written before they are there.
         is_last = device.type == "cpu"
@@ -442,18 +479,19 @@ class Muon(Adam):
             _write_update(group, each.grad, average, part)
         x = self._orthogonal(group, update)
         x = x if x.dtype is dtype else update.copy_(x)
-        kept_rows, rows = [], None
+        kept_moments, moments = [], None
         if group.get("normuon"):
-            kept_rows = [each.state["second_momentum_buffer"] for each in moving]
-            rows = torch.cat([each.view(-1, shape[1], 1) for each in kept_rows])
-            normalize_rows(x, rows, beta2_of(group))
+            kept_moments = [each.state["second_momentum_buffer"] for each in moving]
+            moments = torch.cat([each.view(-1, shape[1], 1) for each in kept_moments])
+            normalize_rows(x, moments, beta2_of(group))
         directions = parts(x)
         rooms = self._rooms(group, values)
         if is_last:
             self._advance(group, moving)
-        for each, new in zip(kept_rows, rows.split(counts) if kept_rows else (), strict=True):
+        new_moments = moments.split(counts) if kept_moments else ()
+        for each, new in zip(kept_moments, new_moments, strict=True):
             each.copy_(new.view(each.shape))
-        self._move(group, values, directions, ratio_of(group, shape), rooms)
+        self._move(group, values, directions, [ratio_of(group, form) for form in forms], rooms)
         self._finish(group, moving)
 
     def _step_cut(
@@ -488,13 +526,10 @@ class Muon(Adam):
 
         def unpack(batch: Batch, parts: list[Tensor]) -> None:
             by_place = under_way.pop(batch)
-            alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-            for unit, part in zip(batch.units, parts, strict=True):
-                values, directions = alike.setdefault(ratio_of(group, (1, *unit.matrix)), ([], []))
-                values.append(batch.part_of_shard(unit, by_place[unit.weight].value))
-                directions.append(part)
-            for ratio, (values, directions) in alike.items():
-                self._move(group, values, directions, ratio, self._rooms(group, values))
+            values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
+            ratios = [ratio_of(group, (1, *unit.matrix)) for unit in batch.units]
+            if values:
+                self._move(group, values, parts, ratios, self._rooms(group, values))
             self._finish(group, list(by_place.values()))
 
         exchange = Exchange(cut, self._scratch.take, device, wide, narrow)
@@ -546,7 +581,7 @@ class Muon(Adam):
         group: dict[str, Any],
         values: list[Tensor],
         directions: list[Tensor],
-        ratio: float,
+        ratios: list[float],
         rooms: tuple[Tensor, ...],
     ) -> None:
         """Decays and moves values of weights, or parts of them, and allocates nothing."""
@@ -559,7 +594,12 @@ class Muon(Adam):
                 value.addcmul_(share.copy_(is_same), value, value=-decay)
         elif decay:
             torch._foreach_mul_(values, keep)
-        torch._foreach_add_(values, directions, alpha=-lr * ratio)
+        alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
+        for ratio, *pair in zip(ratios, values, directions, strict=True):
+            for each, tensor in zip(alike.setdefault(ratio, ([], [])), pair, strict=True):
+                each.append(tensor)
+        for ratio, (some, along) in alike.items():
+            torch._foreach_add_(some, along, alpha=-lr * ratio)
 
     def _finish(self, group: dict[str, Any], moving: list[_Moving]) -> None:
         """Puts moved values, and averages, where weights and states keep them."""
