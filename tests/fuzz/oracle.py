@@ -300,7 +300,7 @@ def _as_codes(name: str, number: Bounded, state: dict[str, Tensor], shape: torch
     distance = torch.where(most < 2.0**-117, number.value.abs(), near * most)
     distance = torch.where(most > 2.0**126, torch.inf, distance)
     # Within its error the number may be that of a block's largest, or have another code.
-    # What a code stands for is rounded too, however small the number.
+    # A decoded value is rounded, however small the number that it is nearest to.
     unit = number.arithmetic.unit * (number.value.abs() + distance)
     return Bounded(number.value, distance + 2 * number.error + 4 * unit, number.arithmetic)
 
