@@ -10,6 +10,7 @@ import torch
 import fusedstep
 from foreign import count_in_the_group, dressed
 from fusedstep import optim
+from fusedstep.optim._codes import BLOCKS
 from reference.adan import adan
 from stepping import (
     CHUNK,
@@ -205,6 +206,22 @@ def test_a_restart_begins_anew(way):
     after = [optimizer.state[p][name] for p in params for name in ("step", *NAMES)]
     assert all(now is before for now, before in zip(after, states, strict=True))
     assert optimizer._plans == plans
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_a_restart_of_codes_begins_anew(kind):
+    """The code 0 stands for no zero: codes, as their absmax, are those of a new state."""
+    params = as_parameters([torch.linspace(-1, 1, 5000), torch.ones(7)])
+    optimizer = optim.Adan(params, lr=0.01, fused=True, state_dtype=kind)
+    train(optimizer, params, [1, 2])
+    optimizer.restart_opt()
+    fresh_params = as_parameters(params)
+    fresh = optim.Adan(fresh_params, lr=0.01, fused=True, state_dtype=kind)
+    fresh._store.create(fresh.param_groups[0], fresh_params, True)
+    assert_same_contents(contents(optimizer), contents(fresh))
+    train(optimizer, params, [6, 7])
+    train(fresh, fresh_params, [6, 7])
+    assert_same_contents(contents(optimizer), contents(fresh))
 
 
 @by_way

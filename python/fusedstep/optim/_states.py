@@ -180,7 +180,7 @@ class StateStore:
             if name not in state:
                 if name in BESIDE.values():
                     self._start_beside(group, p, tensor)
-                elif value := self._first_value(group, name.removesuffix(absmax_of(""))):
+                elif value := self._first_value(group, _state_of(name)):
                     self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
@@ -222,7 +222,7 @@ class StateStore:
 
     def _fill(self, tensor: Tensor, name: str, value: complex, weight: Tensor) -> None:
         """Sets all elements of a state, or its codes, or their absmax, to a first value."""
-        of = name.removesuffix(absmax_of(""))
+        of = _state_of(name)
         if of != name or is_codes(tensor):
             kind = _codes.kind_of(tensor, weight)  # any kind has the same absmax
             codes, absmax = _codes.encode(torch.full([2], value), kind, of in self._signed)
@@ -230,6 +230,19 @@ class StateStore:
             tensor = tensor.view(torch.uint8) if is_codes(tensor) else tensor
             value = (absmax if of != name else codes.view(torch.uint8))[0].item()
         in_pieces(lambda part: part.fill_(value), tensor)
+
+    def restart(self, group: dict[str, Any], weight: Tensor) -> None:
+        """Sets the numbers and states of a weight to their first values, in place.
+
+        What it keeps beside it stays: that is of its value.
+        """
+        state = self.by_weight.get(weight, {})
+        for number in state.keys() & {"step", *self._first}:
+            state[number].fill_(self._first_value(group, number))
+        names = self._names(group, weight)
+        for name in (*names, *map(absmax_of, names)):
+            if name in state:
+                self._fill(state[name], name, self._first_value(group, _state_of(name)), weight)
 
     def operands(self, group: dict[str, Any], weights: list[Tensor]) -> list[dict[str, Tensor]]:
         """The states of weights as a step takes them: with counts, and all numbers as tensors."""
@@ -429,6 +442,11 @@ class StateStore:
             yield p, name, _codes.spread_codes(p, tensor, kind)
         for (name, p), tensor in zip(product(names, weights), absmax, strict=True):
             yield p, absmax_of(name), _codes.spread_absmax(p, tensor, kind)
+
+
+def _state_of(name: str) -> str:
+    """The state that a name is of, which may be that of its absmax."""
+    return name.removesuffix(absmax_of(""))
 
 
 def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:

@@ -148,9 +148,7 @@ class Adan(FusedOptimizer):
         """Forget all steps so far: the next one is again a first."""
         for group in self.param_groups:
             for p in group["params"]:
-                state = self._state.get(p, {})
-                for name in {"step", *self._state_names(group)} & state.keys():
-                    state[name].zero_()
+                self._store.restart(group, p)
 
     def _max_grad_norm(self) -> float:
         return super()._max_grad_norm() or math.inf
