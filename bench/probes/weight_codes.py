@@ -1,14 +1,15 @@
-"""Times AdamW steps of GPT-2 (124 M) on a GPU, with 16-bit weights that keep their value.
+"""Times AdamW steps of GPT-2 (124 M) on a GPU, with states in codes and 16-bit weights that train.
 
     python bench/probes/weight_codes.py OUT.json
 
-Writes medians in milliseconds, of ways in turn: of steps, of copies of as many bytes,
-and of steps of 2,000 small weights. Ten follow one another between two events, as a step follows
-a backward pass: the host is ahead of the GPU unless it binds.
+Writes medians in milliseconds, of ways in turn: of steps, other libraries' where these are
+installed, of copies of as many bytes, and of steps of 2,000 small weights. Ten follow one another
+between two events, as a step follows a backward pass: the host is ahead of the GPU unless it binds.
 """
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping
@@ -39,13 +40,42 @@ WAYS: dict[str, tuple[torch.dtype, dict[str, Any], int]] = {
     "bf16, stochastic, int8": (BF16, {"rounding": "stochastic", "state_dtype": "int8"}, 10),
 }
 
+#: Other libraries' steps that do the same: dtype, module, class, options.
+PEERS: dict[str, tuple[torch.dtype, str, str, dict[str, Any]]] = {
+    "torch, float32": (FLOAT32, "torch.optim", "AdamW", {"fused": True}),
+    "bitsandbytes, float32, int8": (FLOAT32, "bitsandbytes.optim", "AdamW8bit", {}),
+    "torchao, float32, int8": (FLOAT32, "torchao.optim", "AdamW8bit", {}),
+    "flashoptim, bf16, 24 bits, int8": (BF16, "flashoptim", "FlashAdamW", {}),
+    "torchao, bf16, stochastic, int8": (
+        BF16, "torchao.optim", "AdamW8bit", {"bf16_stochastic_round": True},
+    ),
+}  # fmt: skip
+
+
+def weights(dtype: torch.dtype, sizes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+    made = [torch.nn.Parameter(torch.randn(s, device="cuda").to(dtype)) for s in sizes]
+    for weight in made:
+        weight.grad = torch.randn_like(weight) * 1e-3
+    return made
+
+
+def peers(sizes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
+    found = {}
+    for name, (dtype, module, cls, options) in PEERS.items():
+        try:
+            made = getattr(importlib.import_module(module), cls)
+            step = made(weights(dtype, sizes), **options).step
+            step()
+        except Exception as error:
+            print(f"{name} is left out: {error!r}")
+            continue
+        found[name] = step
+    return found
+
 
 def step(name: str, sizes: list[tuple[int, ...]]) -> Callable[[], object]:
     dtype, options, _ = WAYS[name]
-    params = [torch.nn.Parameter(torch.randn(s, device="cuda").to(dtype)) for s in sizes]
-    for param in params:
-        param.grad = torch.randn_like(param) * 1e-3
-    return optim.AdamW(params, fused=True, **options).step
+    return optim.AdamW(weights(dtype, sizes), fused=True, **options).step
 
 
 def copy(size: int, elements: int) -> Callable[[], object]:
@@ -77,7 +107,7 @@ def main(out: str) -> None:
     table = {
         "elements": elements,
         "bytes": {name: size for name, (_, _, size) in WAYS.items()},
-        "ms": medians({name: step(name, shapes()) for name in WAYS}),
+        "ms": medians({name: step(name, shapes()) for name in WAYS} | peers(shapes())),
         "copy ms": medians({size: copy(size, elements) for size in sorted(sizes)}),
         "small weights": len(SMALL),
         "small ms": medians({name: step(name, SMALL) for name in WAYS}),
