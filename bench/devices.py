@@ -141,10 +141,15 @@ class Cuda(Device):
         torch.cuda.synchronize()
 
     def captured(self, stepper: Stepper) -> Stepper:
-        graph = torch.cuda.CUDAGraph()
+        graph, optimizer = torch.cuda.CUDAGraph(), stepper.optimizer
         with torch.cuda.graph(graph):
             stepper.step()
-        return Stepper(stepper.optimizer, graph.replay)
+
+        def replay(_held: object = optimizer) -> None:
+            """Holds the optimizer too: a graph reads its states and tables, and keeps neither."""
+            graph.replay()
+
+        return Stepper(optimizer, replay)
 
     def timer(self, step: Callable[[], object], before: Callable[[], object]) -> Timer:
         """Times batches between two events. Work before a step is timed with it."""
