@@ -130,12 +130,18 @@ def placements_without(weight: Tensor, dim: int, keepdim: bool) -> tuple[Any, ..
 
 
 def total(part: Tensor, spread: tuple[Any, tuple[Any, ...]] | None) -> Tensor:
-    """A sum over all processes, of which this one has a part: spread_of_sums() says how."""
+    """A sum over all processes, of which this one has a part: spread_of_sums() says how.
+
+    It may be in the memory of the part. By a DTensor it would take the host longer.
+    """
     if spread is None:
         return part
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(part, *spread, run_check=False).full_tensor()
+    mesh, placements = spread
+    found = part.to(mesh.device_type)
+    for index, placement in enumerate(placements):
+        if placement.is_partial():
+            torch.distributed.all_reduce(found, group=mesh.get_group(index))
+    return found
 
 
 def whole(tensor: Tensor) -> Tensor:
