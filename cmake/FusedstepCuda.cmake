@@ -5,6 +5,9 @@ set(FUSEDSTEP_WITH_CUDA AUTO CACHE STRING "The CUDA backend: AUTO (where nvcc an
 set(FUSEDSTEP_CUDA_ARCHITECTURES AUTO CACHE STRING
     "GPU architectures to compile for: AUTO (of the GPUs that are here, else ALL), ALL, NONE, or as CMAKE_CUDA_ARCHITECTURES")
 
+# Rules that step projected gradients in the epilogue of the product.
+set(FUSEDSTEP_PROJECTED_RULES Adam)
+
 function(fusedstep_has_cuda OUT)
   set(${OUT} OFF PARENT_SCOPE)
   if(FUSEDSTEP_WITH_CUDA STREQUAL "OFF" OR FUSEDSTEP_SANITIZE)
@@ -71,12 +74,24 @@ function(fusedstep_cuda_library TARGET)
     fusedstep_cuda_objects(fusedstep_cuda_${rule} "${kernels}/instantiate.cu" ${definitions})
     list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_${rule}>)
   endforeach()
+  # The kernels use instructions of one GPU, and are small: compiled in full for that, whatever others are for.
+  set(FUSEDSTEP_CUDA_RUNS_NOWHERE OFF)
+  foreach(rule ${FUSEDSTEP_PROJECTED_RULES})
+    fusedstep_rule_definitions(definitions ${rule})
+    fusedstep_cuda_objects(fusedstep_cuda_projected_${rule} "${kernels}/projected.cu" ${definitions})
+    set_target_properties(fusedstep_cuda_projected_${rule} PROPERTIES CUDA_ARCHITECTURES 90a-real)
+    list(APPEND objects $<TARGET_OBJECTS:fusedstep_cuda_projected_${rule}>)
+  endforeach()
 
   # A CUDA runtime of its own, of which nothing is seen outside: torch's may be of another version. The driver keeps what
   # the two have in common, as the current device and streams.
   add_library(
     ${TARGET} SHARED
-    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
+    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/cuda_projected.cpp src/cuda/memory.cpp
+    src/cuda/versions.cpp)
+  list(TRANSFORM FUSEDSTEP_PROJECTED_RULES REPLACE "(.+)" "FUSEDSTEP_CASE(\\1)" OUTPUT_VARIABLE cases)
+  list(JOIN cases " " cases)
+  set_source_files_properties(src/cuda/cuda_projected.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_PROJECTED_CASES=${cases}")
   target_compile_definitions(${TARGET} PRIVATE USE_CUDA)  # for torch's stable interface to show that to CUDA
   target_link_libraries(${TARGET} PRIVATE fusedstep fusedstep_options torch::headers torch::lib_torch_cuda CUDA::cudart_static)
   target_link_options(${TARGET} PRIVATE LINKER:-z,defs LINKER:--exclude-libs,ALL)

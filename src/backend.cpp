@@ -12,6 +12,7 @@ namespace {
 
 DevicePlanFactory plan_factory = nullptr;
 DeviceFactoredStepFactory factored_step_factory = nullptr;
+ProjectedStep projected_step_taker = nullptr;
 
 // Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
@@ -40,12 +41,17 @@ Factory loaded(const Factory& factory) {
 
 void register_cuda(DevicePlanFactory factory) { plan_factory = factory; }
 void register_cuda_factored(DeviceFactoredStepFactory factory) { factored_step_factory = factory; }
+void register_cuda_projected(ProjectedStep step) { projected_step_taker = step; }
 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
                                                       const FactoredOptions& options) {
   return loaded(factored_step_factory)(device, tensors, options);
+}
+
+void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor) {
+  loaded(projected_step_taker)(device, rule, step, tensor);
 }
 
 }  // namespace fusedstep

@@ -8,6 +8,7 @@
 
 #include "fusedstep/isa.h"
 #include "src/factored.h"
+#include "src/projected.h"
 #include "src/step.h"
 
 namespace fusedstep {
@@ -56,12 +57,14 @@ using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
     int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 
-// Sets the functions that make the plans, and the steps, of CUDA tensors.
+// Sets the functions that make the plans, and the steps, of CUDA tensors, or take them.
 FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
 FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
+FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
                                                       const FactoredOptions& options);
+void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
 
 }  // namespace fusedstep

@@ -86,7 +86,7 @@ def test_a_benchmark_has_a_table_of_all_kernels(tmp_path, capsys):
     assert [row["rank"] for row in table["rows"]] == [32, 64]
     for row in table["rows"]:
         assert row.keys() == {"rank", "torch", "hybrid", "parts", "compiled"}
-        assert all(row[kernel] > 0 for kernel in kernels.KERNELS)
+        assert all(time > 0 for time in row.values())
     assert plot.stat().st_size > 1000
     captured = capsys.readouterr()
     assert "80 x 64, median ms" in captured.out
@@ -106,7 +106,10 @@ def test_the_published_tables_are_the_default():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--kernel", "fused"), "kernel=fused, .* is not part of this build"),
+        (
+            ("--kernel", "fused", "--device", "cpu"),
+            "kernel=fused is for GPUs of compute capability 9",
+        ),
         (("--M", "64", "--N", "32", "--rank", "33"), "--rank 33 is not from 1 to"),
         (("--rank", "0"), "--rank 0 is not from 1 to"),
         (("--repeats", "0"), "--repeats must be at least 1"),

@@ -51,13 +51,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     given = parser.parse_args(arguments)
     shapes, ranks = _sizes(given)
-    if reason := why_not(given.kernel) if given.mode == "test" else None:
-        parser.error(reason)
     if given.repeats < 1:
         parser.error("--repeats must be at least 1")
     for (rows, columns), rank in product(shapes, ranks):
         if not 1 <= rank <= min(rows, columns):
             parser.error(f"--rank {rank} is not from 1 to the smaller side of {rows} x {columns}")
+    if given.mode == "test" and (reason := _why_not(given, given.kernel, shapes)):
+        parser.error(reason)
     found = _test(given, *shapes[0], ranks[0]) if given.mode == "test" else _benchmark(given)
     if given.json:
         given.json.write_text(json.dumps(found, indent=1) + "\n")
@@ -76,6 +76,12 @@ def _sizes(given: argparse.Namespace) -> tuple[list[tuple[int, int]], list[int]]
     smallest = min(map(min, shapes))
     ranks = [rank for rank in RANKS if rank <= smallest] if given.mode == "benchmark" else [128]
     return shapes, ranks
+
+
+def _why_not(given: argparse.Namespace, kernel: str, shapes: list[tuple[int, int]]) -> str | None:
+    """Returns why a kernel is not for all of these shapes, or None."""
+    reasons = (why_not(kernel, given.device, _DTYPES[given.dtype], *shape) for shape in shapes)
+    return next(filter(None, reasons), None)
 
 
 def _settings(given: argparse.Namespace) -> dict[str, Any]:
@@ -134,9 +140,10 @@ def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
     for key, table in tables.items():
         table["rows"] = list(rows[key].values())
     found = {"settings": _settings(given), "tables": list(tables.values())}
-    total, done = len(tables) * len(ranks) * len(KERNELS), 0
+    kernels = [kernel for kernel in KERNELS if not _why_not(given, kernel, shapes)]
+    total, done = len(tables) * len(ranks) * len(kernels), 0
     # The one that compiles comes last: a benchmark that is stopped then has all others in its file.
-    for kernel, shape, rank in product(KERNELS, shapes, ranks):
+    for kernel, shape, rank in product(kernels, shapes, ranks):
         example = problem(*shape, rank, _DTYPES[given.dtype], given.device)
         for tf32 in precisions:
             done += 1
@@ -158,9 +165,10 @@ def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
 def _lines(table: dict[str, Any]) -> Iterator[str]:
     precision = ", TF32" if table["tf32"] else ""
     yield f"\n{table['M']} x {table['N']}{precision}, median ms"
-    yield "rank  " + "  ".join(f"{kernel:>9}" for kernel in KERNELS)
+    kernels = [kernel for kernel in KERNELS if kernel in table["rows"][0]]
+    yield "rank  " + "  ".join(f"{kernel:>9}" for kernel in kernels)
     for row in table["rows"]:
-        yield f"{row['rank']:>4}  " + "  ".join(f"{row[kernel]:9.3f}" for kernel in KERNELS)
+        yield f"{row['rank']:>4}  " + "  ".join(f"{row[kernel]:9.3f}" for kernel in kernels)
 
 
 def _draw(found: dict[str, Any], file: Path) -> None:
@@ -171,7 +179,7 @@ def _draw(found: dict[str, Any], file: Path) -> None:
     figure = Figure(figsize=(5 * len(tables), 4), layout="constrained")
     for axes, table in zip(figure.subplots(1, len(tables), squeeze=False)[0], tables, strict=True):
         ranks = [row["rank"] for row in table["rows"]]
-        for kernel in KERNELS:
+        for kernel in [kernel for kernel in KERNELS if kernel in table["rows"][0]]:
             times = [row.get(kernel, float("nan")) for row in table["rows"]]
             axes.plot(ranks, times, marker="o", label=kernel)
         axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="ms")

@@ -4,6 +4,7 @@
 torch      the formula in torch operations: ``GaLoreAdamW(fused=False)``
 hybrid     two library products and a native Adam step in between: ``GaLoreAdamW(fused=True)``
 parts      these products and this step alone, without the optimizer around them
+fused      the native step in the epilogue of the first product, and the second product, alone
 compiled   the formula of a whole step in one graph of torch.compile
 =========  =========================================================================================
 """
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fusedstep import _ops
-from fusedstep.optim._products import add_back, project
+from fusedstep.optim._products import add_back, in_tf32, project
 from fusedstep.optim._projection import LEFT, low_shape, sides
 from fusedstep.optim._scratch import Scratch, step_all
 from fusedstep.optim._transformers_adamw import bias_correction, direction, native_numbers
@@ -100,6 +101,39 @@ def _parts(given: Problem) -> Callable[[], None]:
     return step
 
 
+def _fused(given: Problem) -> Callable[[], None]:
+    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
+    basis, from_left = given.state[side], side == LEFT
+    ready = in_tf32(basis.t() if from_left else basis, 1 if _is_tf32() else 2)
+    states = [given.state["exp_avg"], given.state["exp_avg_sq"]]
+    update, names = torch.empty_like(states[0]), _ops.rule_options["adam"]
+    keep = 1 - group["lr"] * group["weight_decay"]
+
+    def step() -> None:
+        given.state["step"] += 1
+        count = int(given.state["step"])
+        numbers = native_numbers(group["betas"], group["eps"], count, 1.0, 0.0, True)
+        torch.ops.fusedstep.projected_step(
+            "adam",
+            list(map(numbers.__getitem__, names)),
+            count,
+            given.grad,
+            ready,
+            states,
+            update,
+            from_left,
+            1.0,
+        )
+        add_back(given.weight, update, {side: basis}, keep, group["lr"] * keep * group["scale"])
+
+    return step
+
+
+def _is_tf32() -> bool:
+    return torch.backends.cuda.matmul.allow_tf32
+
+
 def _compiled(given: Problem) -> Callable[[], None]:
     group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
@@ -132,18 +166,20 @@ KERNELS: dict[str, Callable[[Problem], Callable[[], None]]] = {
     "torch": lambda given: _by_optimizer(given, fused=False),
     "hybrid": lambda given: _by_optimizer(given, fused=True),
     "parts": _parts,
+    "fused": _fused,
     "compiled": _compiled,
 }
 
 
-def why_not(kernel: str) -> str | None:
-    """Returns why there is no such kernel here, or None."""
-    if kernel in KERNELS:
+def why_not(kernel: str, device: str, dtype: torch.dtype, rows: int, columns: int) -> str | None:
+    """Returns why there is no such kernel for a matrix, or None."""
+    if kernel != "fused":
         return None
-    return (
-        "kernel=fused, Adam in the epilogue of the first product, is not part of this build: "
-        f"there are {', '.join(KERNELS)}"
-    )
+    if torch.device(device).type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+        return "kernel=fused is for GPUs of compute capability 9.0, as the H100 and the H200"
+    if dtype is not torch.float32 or rows % 4 or columns % 4:
+        return "kernel=fused is for float32, and for sides that are multiples of 4"
+    return _ops.missing_on("cuda")
 
 
 @torch.no_grad()

@@ -43,6 +43,16 @@ def project(
     return product(bases[LEFT].t(), product(grad, bases[RIGHT].t(), half), out, factor)
 
 
+def in_tf32(matrix: Tensor, count: int) -> Tensor:
+    """A float32 matrix as [count, …] matrices that add up to it: the nearest of TF32, and the rest.
+
+    With one of them, a product is rounded as in TF32; with two, it is as exact as in float32.
+    """
+    bits = (matrix.contiguous().view(torch.int32) + 0x1000) & -0x2000
+    large = bits.view(torch.float32)
+    return torch.stack([large, matrix - large][:count])
+
+
 def add_back(
     weight: Tensor,
     low: Tensor,
