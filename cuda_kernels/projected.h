@@ -18,8 +18,7 @@ struct ProjectedLaunch {
   Scalars scalars;
 };
 
-// Launches the step of a rule without flags, and returns true; or returns false where the rank needs no
-// such kernel or the device cannot run it.
+// Launches the step of a rule without flags, and returns true; or returns false if the device cannot run it.
 template <template <unsigned> class Rule>
 bool launch_projected(const ProjectedLaunch& launch, bool from_left, bool in_two, int device, Stream stream);
 

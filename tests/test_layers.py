@@ -20,7 +20,7 @@ LAYERS = [
         "plans": r"src/(bound|code_maps|extents|layout|load_balance|operand_checks)\."
         r"|src/(overlap|placement|plan|rows|session|tensor_view|tuning)\.",
     },
-    {"steps": r"src/(backend|dispatch|factored|isa|rowwise|step)\."},
+    {"steps": r"src/(backend|dispatch|factored|isa|projected|rowwise|step)\."},
     {"CUDA steps": "src/cuda/"},
     {"operators": "src/ops/"},
     {"Python": "src/python/"},
