@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +29,12 @@ from fusedstep.optim.galore import GaLoreAdamW
 #: Steps that a run has taken before the one that is looked at.
 _STEPS_BEFORE = 10
 
-_OPTIONS = {"lr": 1e-2, "weight_decay": 0.01, "scale": 0.25, "update_proj_gap": 10**9}
+_OPTIONS: dict[str, Any] = {
+    "lr": 1e-2,
+    "weight_decay": 0.01,
+    "scale": 0.25,
+    "update_proj_gap": 10**9,
+}
 
 
 class Problem(NamedTuple):
@@ -80,8 +85,12 @@ def _by_optimizer(given: Problem, fused: bool) -> Callable[[], None]:
     return optimizer.step
 
 
+def _group() -> dict[str, Any]:
+    return GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+
+
 def _parts(given: Problem) -> Callable[[], None]:
-    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    group = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     bases, low = {side: given.state[side]}, given.state["exp_avg"].shape
     scratch = Scratch([given.weight], [given.state], [low], [{side: bases[side].shape}], ())
@@ -102,7 +111,7 @@ def _parts(given: Problem) -> Callable[[], None]:
 
 
 def _fused(given: Problem) -> Callable[[], None]:
-    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    group = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     basis, from_left = given.state[side], side == LEFT
     ready = in_tf32(basis.t() if from_left else basis, 1 if _is_tf32() else 2)
@@ -131,11 +140,11 @@ def _fused(given: Problem) -> Callable[[], None]:
 
 
 def _is_tf32() -> bool:
-    return torch.backends.cuda.matmul.allow_tf32
+    return bool(torch.backends.cuda.matmul.allow_tf32)
 
 
 def _compiled(given: Problem) -> Callable[[], None]:
-    group = GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    group = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     state, mode = given.state, "max-autotune" if given.weight.is_cuda else "default"
 
