@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "fusedstep/drop_plan.h"
 #include "src/code_maps.h"
 #include "src/ops/negative_bit.h"
 #include "src/session.h"
@@ -552,3 +553,5 @@ std::span<const double> numbers(const Tensor& options, size_t count) {
 }
 
 }  // namespace fusedstep::ops
+
+void fusedstep_drop_plan(int64_t handle) noexcept { fusedstep::ops::drop_plan(handle); }

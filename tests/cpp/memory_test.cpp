@@ -22,9 +22,9 @@ struct Subject {
   using Optimizer = typename Row::Optimizer;
   using State = typename Row::State;
 
-  Subject(int steps, bool two_groups, const typename Row::Options& options) {
+  Subject(int steps, bool two_groups, const typename Row::Options& options, Tensors of = {}) {
     torch::manual_seed(1);
-    weights = make_weights();
+    weights = of.empty() ? make_weights() : std::move(of);
     const auto middle = two_groups ? weights.begin() + 2 : weights.end();
     std::vector<OptimizerParamGroup> groups;
     groups.emplace_back(Tensors(weights.begin(), middle));
@@ -48,7 +48,9 @@ struct Subject {
       found.push_back(state.step().clone());
       for (size_t k = 0; k < std::size(State::kStates); ++k) {
         if (state.slot(k).defined()) found.push_back(state.slot(k).clone());
+        if (state.absmax(k).defined()) found.push_back(state.absmax(k).clone());
       }
+      if (state.low_param().defined()) found.push_back(state.low_param().clone());
     }
     return found;
   }
@@ -122,6 +124,37 @@ TYPED_TEST(OutOfMemoryTest, InALaterStep) {
     this->expect_all_or_nothing(Allocations::kNew,
                                 [&] { return Subject<TypeParam>(2, two_groups, TypeParam::options()); });
   }
+}
+
+// A plan is replaced, and the old one freed, in the step that it is replaced for.
+TYPED_TEST(OutOfMemoryTest, InAStepOfOtherWeightsThanTheLast) {
+  this->expect_all_or_nothing(Allocations::kNew, [] {
+    Subject<TypeParam> subject(2, false, TypeParam::options());
+    subject.weights[1].mutable_grad() = Tensor();
+    subject.optimizer->step();
+    subject.weights[1].mutable_grad() = torch::ones_like(subject.weights[1]);
+    return subject;
+  });
+}
+
+TYPED_TEST(OutOfMemoryTest, WhereStatesAreInCodesBesideTheValue) {
+  for (const int steps : {0, 2}) {
+    const auto make = [&] {
+      const Tensors weights = {torch::ones({4096}, torch::kBFloat16).requires_grad_(),
+                               torch::ones({7}).requires_grad_()};
+      const auto options = TypeParam::options().state_dtype("int8").master_weights("split");
+      return Subject<TypeParam>(steps, false, options, weights);
+    };
+    this->expect_all_or_nothing(Allocations::kNew, make);
+  }
+}
+
+// A destructor that runs while there is no memory must not ask for any.
+TEST(DestructorTest, OfAnOptimizerAllocatesNothing) {
+  auto subject = std::make_unique<Subject<AdamRow>>(2, true, AdamRow::options());
+  test::fail_allocation(Allocations::kNew, 1);
+  subject.reset();
+  EXPECT_EQ(test::allocations_left(), 1);
 }
 
 using OutOfMemoryOfLambTest = OutOfMemoryTest<LambRow>;

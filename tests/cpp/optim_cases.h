@@ -106,6 +106,14 @@ std::string name_of() {
   return name.substr(name.rfind(':') + 1);
 }
 
+// For typed tests: a row's name is its class's.
+struct RowName {
+  template <class Row>
+  static std::string GetName(int) {
+    return name_of<Row>();
+  }
+};
+
 inline Tensors make_weights(torch::Dtype dtype = torch::kFloat32) {
   Tensors weights;
   for (const auto& sizes : std::vector<std::vector<int64_t>>{{17, 5}, {33}, {}, {2, 3, 4, 5}, {1000}}) {

@@ -2,15 +2,23 @@
 //
 //   fusedstep_optim_steps CASES RESULTS
 //
-// CASES, as torch.save() writes it, is a list of [class, options by name, weights, gradients of each step];
-// RESULTS is a tuple of the weights after these steps. Both languages name their options alike.
+// CASES, as torch.save() writes it, is a list of [class, options by name, weights, gradients of each step,
+// what happens before the second half of the steps, options of that]. RESULTS is a tuple of the weights after
+// these steps, and of the states of each as pairs of a name and a tensor. Both languages name their options
+// alike. What happens:
+//
+//   ""       nothing
+//   "set"    the group's options are set
+//   "load"   an optimizer that is made with these options loads the archive of the first
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <memory>
 #include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/cpp/optim_cases.h"
@@ -31,26 +39,71 @@ void set_options(torch::optim::OptimizerOptions& options, const c10::Dict<c10::I
 }
 
 template <class Row>
-bool step_if_named(const std::string& name, const c10::IValue& options, const Tensors& weights,
-                   c10::ArrayRef<c10::IValue> gradients) {
-  if (name_of<Row>() != name) return false;
-  typename Row::Optimizer optimizer(weights);
-  set_options(optimizer.param_groups()[0].options(), options.toGenericDict());
-  for (const c10::IValue& step : gradients) {
-    for (size_t i = 0; i < weights.size(); ++i) weights[i].mutable_grad() = step.toListRef()[i].toTensor();
-    optimizer.step();
+std::unique_ptr<typename Row::Optimizer> loaded_from(const typename Row::Optimizer& optimizer,
+                                                     const c10::Dict<c10::IValue, c10::IValue>& options) {
+  auto next = std::make_unique<typename Row::Optimizer>(optimizer.parameters());
+  set_options(next->defaults(), options);
+  std::stringstream file;
+  torch::save(optimizer, file);
+  torch::load(*next, file);
+  return next;
+}
+
+// Pairs of a name and a tensor: all but the numbers. Python's torch.load() knows no float8 of torch::save().
+template <class State>
+c10::IValue contents(const State& state) {
+  std::vector<c10::IValue> found;
+  const auto add = [&](const std::string& name, const Tensor& tensor) {
+    if (!tensor.defined()) return;
+    const bool is_float8 = tensor.scalar_type() == torch::kFloat8_e4m3fn;
+    found.push_back(c10::ivalue::Tuple::create(name, is_float8 ? tensor.view(torch::kUInt8) : tensor));
+  };
+  for (size_t k = 0; k < std::size(State::kStates); ++k) {
+    add(State::kStates[k].name, state.slot(k));
+    add(std::string(State::kStates[k].name) + "_absmax", state.absmax(k));
   }
+  add("master_param", state.master_param());
+  add("low_param", state.low_param());
+  add("compensation", state.compensation());
+  return c10::ivalue::Tuple::create(std::move(found));
+}
+
+template <class Row>
+bool step_if_named(c10::ArrayRef<c10::IValue> asked, const Tensors& weights, c10::IValue& result) {
+  if (name_of<Row>() != asked[0].toStringRef()) return false;
+  auto optimizer = std::make_unique<typename Row::Optimizer>(weights);
+  set_options(optimizer->param_groups()[0].options(), asked[1].toGenericDict());
+  const auto gradients = asked[3].toListRef();
+  const std::string& change = asked[4].toStringRef();
+  for (size_t step = 0; step < gradients.size(); ++step) {
+    const bool is_half = step == gradients.size() / 2;
+    const auto options = asked[5].toGenericDict();
+    if (is_half && change == "set") set_options(optimizer->param_groups()[0].options(), options);
+    if (is_half && change == "load") optimizer = loaded_from<Row>(*optimizer, options);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      weights[i].mutable_grad() = gradients[step].toListRef()[i].toTensor();
+    }
+    optimizer->step();
+  }
+  std::vector<c10::IValue> states;
+  for (const Tensor& weight : weights) {
+    const auto& state = *optimizer->state().at(weight.unsafeGetTensorImpl());
+    states.push_back(contents(static_cast<const typename Row::State&>(state)));
+  }
+  std::vector<c10::IValue> stepped(weights.begin(), weights.end());
+  result = c10::ivalue::Tuple::create(c10::ivalue::Tuple::create(std::move(stepped)),
+                                      c10::ivalue::Tuple::create(std::move(states)));
   return true;
 }
 
 template <class... Row>
-c10::IValue weights_after(testing::Types<Row...>, c10::ArrayRef<c10::IValue> asked) {
-  const std::string name = asked[0].toStringRef();
+c10::IValue result_of(testing::Types<Row...>, c10::ArrayRef<c10::IValue> asked) {
   Tensors weights;
   for (const c10::IValue& weight : asked[2].toListRef()) weights.push_back(weight.toTensor());
-  TORCH_CHECK((step_if_named<Row>(name, asked[1], weights, asked[3].toListRef()) || ...),
-              "tests/cpp/optim_cases.h has no row for ", name, " in its list Rows");
-  return c10::ivalue::Tuple::create({weights.begin(), weights.end()});
+  c10::IValue result;
+  TORCH_CHECK((step_if_named<Row>(asked, weights, result) || ...), "tests/cpp/optim_cases.h has no row for ",
+              asked[0].toStringRef(), " in its list Rows");
+  return result;
 }
 
 void answer(const char* cases, const char* results) {
@@ -59,7 +112,7 @@ void answer(const char* cases, const char* results) {
   const c10::IValue asked = torch::pickle_load(bytes);
   std::vector<c10::IValue> found;
   for (const c10::IValue& each : asked.toListRef()) {
-    found.push_back(weights_after(Rows(), each.toListRef()));
+    found.push_back(result_of(Rows(), each.toListRef()));
   }
   const std::vector<char> saved = torch::pickle_save(c10::ivalue::Tuple::create(std::move(found)));
   std::ofstream(results, std::ios::binary).write(saved.data(), static_cast<std::streamsize>(saved.size()));

@@ -22,12 +22,6 @@ class OptimTest : public testing::Test {
   void SetUp() override { torch::manual_seed(1); }
 };
 
-struct RowName {
-  template <class Row>
-  static std::string GetName(int) {
-    return name_of<Row>();
-  }
-};
 TYPED_TEST_SUITE(OptimTest, Rows, RowName);
 
 TYPED_TEST(OptimTest, MaximizingIsMinimizingTheNegative) {

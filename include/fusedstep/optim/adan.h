@@ -43,7 +43,12 @@ class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Ada
 
   // Forgets all steps so far: the next one is again a first.
   void restart_opt() {
-    for (auto& [key, state] : state_) static_cast<AdanParamState&>(*state).zero();
+    for (const auto& group : param_groups_) {
+      for (const torch::Tensor& weight : group.params()) {
+        const auto found = state_.find(weight.unsafeGetTensorImpl());
+        if (found != state_.end()) static_cast<AdanParamState&>(*found->second).zero(weight);
+      }
+    }
   }
 
   static void check(const AdanOptions& options) {

@@ -1,5 +1,5 @@
-// Base of the C++ optimizers: states by name, the plan behind each parameter group, and the step. They are
-// used as torch::optim's:
+// Base of the C++ optimizers: the plans behind each parameter group, and the step. They are used as
+// torch::optim's:
 //
 //   #include <fusedstep/optim/adam.h>
 //   #include <torch/torch.h>
@@ -15,208 +15,38 @@
 //     }
 //   }
 #pragma once
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <iterator>
 #include <limits>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "fusedstep/grad_use.h"
-#include "fusedstep/isa.h"
+#include "fusedstep/optim/operators.h"
+#include "fusedstep/optim/options.h"
+#include "fusedstep/optim/param_state.h"
+#include "fusedstep/optim/state_maker.h"
 #include "fusedstep/rules/list.h"
 
 namespace fusedstep::optim {
-namespace detail {
-
-// An operator of libfusedstep.so. The call to fusedstep_abi_version() ties the program to that library, which
-// it would otherwise reach through the dispatcher only, so that the linker could drop it.
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  TORCH_CHECK(fusedstep_abi_version() == FUSEDSTEP_ABI_VERSION, "libfusedstep.so has interface version ",
-              fusedstep_abi_version(), ", the headers have ", FUSEDSTEP_ABI_VERSION);
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-inline void check_at_least_zero(double value, const char* what) {
-  TORCH_CHECK(value >= 0, "Invalid ", what, ": ", value);
-}
-
-inline void check_beta(int index, double beta) {
-  TORCH_CHECK(0 <= beta && beta < 1, "Invalid beta parameter at index ", index, ": ", beta);
-}
-
-inline void check_betas(const std::tuple<double, double>& betas) {
-  check_beta(0, std::get<0>(betas));
-  check_beta(1, std::get<1>(betas));
-}
-
-inline void check_above_zero(double value, const char* what) {
-  TORCH_CHECK(value > 0, "Invalid ", what, ": ", value);
-}
-
-// Reads an option that older archives lack; it is then left alone.
-template <class T>
-void read_if_there(torch::serialize::InputArchive& archive, const char* name, T& option) {
-  c10::IValue value;
-  if (archive.try_read(name, value)) option = value.to<T>();
-}
-
-// The hyper-parameters of a rule as its operator takes them, in their order and, last, whether to maximize.
-template <class Hyper>
-std::vector<double> numbers(const Hyper& hyper, bool maximize) {
-  constexpr size_t kCount = std::size(Hyper::kNames);
-  static_assert(sizeof(Hyper) == kCount * sizeof(double));
-  std::vector<double> values(kCount);
-  std::memcpy(values.data(), &hyper, sizeof hyper);
-  values.push_back(maximize);
-  return values;
-}
-
-// The native plan of a list of weights and their states, and who they are.
-class Plan {
- public:
-  Plan(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
-       const std::vector<torch::Tensor>& steps)
-      : key_(key(weights, states, steps)) {
-    static const auto op =
-        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList, bool)>("fusedstep::plan_new");
-    handle_ = op.call(weights, states, steps, /*masters=*/false);
-  }
-  Plan(const Plan&) = delete;
-  Plan& operator=(const Plan&) = delete;
-  ~Plan() {
-    static const auto op = find_op<void(int64_t)>("fusedstep::plan_delete");
-    op.call(handle_);
-  }
-
-  int64_t handle() const { return handle_; }
-  bool is_of(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
-             const std::vector<torch::Tensor>& steps) const {
-    return key_ == key(weights, states, steps);
-  }
-
- private:
-  using Key = std::vector<const void*>;
-  static Key key(const std::vector<torch::Tensor>& weights, const std::vector<torch::Tensor>& states,
-                 const std::vector<torch::Tensor>& steps) {
-    Key impls;
-    impls.reserve(weights.size() + states.size() + steps.size());
-    for (const auto* list : {&weights, &states, &steps}) {
-      for (const torch::Tensor& tensor : *list) impls.push_back(tensor.unsafeGetTensorImpl());
-    }
-    return impls;
-  }
-
-  Key key_;
-  int64_t handle_ = 0;
-};
-
-}  // namespace detail
-
-// Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
-// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks is left as
-// it is: later versions have more of them.
-#define FUSEDSTEP_OPTIONS(Options, LIST)                                                                   \
- public:                                                                                                   \
-  Options() = default;                                                                                     \
-  /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */                                    \
-  Options(double lr) : lr_(lr) {}                                                                          \
-  LIST(FUSEDSTEP_DECLARE_OPTION)                                                                           \
- public:                                                                                                   \
-  void serialize(torch::serialize::InputArchive& archive) override { LIST(FUSEDSTEP_READ_OPTION) }         \
-  void serialize(torch::serialize::OutputArchive& archive) const override { LIST(FUSEDSTEP_WRITE_OPTION) } \
-  double get_lr() const override { return lr(); }                                                          \
-  void set_lr(const double lr) override { lr_ = lr; }                                                      \
-  friend bool operator==(const Options& a, const Options& b) { return true LIST(FUSEDSTEP_COMPARE_OPTION); }
-#define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
-#define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
-#define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
-#define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
-
-// Types and values of options that have commas in them, or are long.
-using TwoBetas = std::tuple<double, double>;
-using TwoNumbers = std::tuple<double, double>;
-using ThreeBetas = std::tuple<double, double, double>;
-inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
-
-// The numbers that a rule keeps for each parameter. The first is the step count.
-template <class Rule>
-constexpr auto numbers_of() {
-  std::array<rules::NumberSpec, 1 + rules::kNumbersOf<Rule>> numbers{{{"step", 0}}};
-  if constexpr (rules::kNumbersOf<Rule> != 0) std::ranges::copy(Rule::kNumbers, numbers.begin() + 1);
-  return numbers;
-}
-
-// The state of one parameter: numbers (each a float32 tensor) and the rule's states, by name.
-template <class Derived, template <unsigned> class Rule>
-class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
- public:
-  static constexpr auto& kStates = Rule<0>::kAllStates;
-  static constexpr auto kNumbers = numbers_of<Rule<0>>();
-
-  const torch::Tensor& step() const { return number(0); }
-  void step(torch::Tensor step) { number(0, std::move(step)); }
-  const torch::Tensor& number(size_t i) const { return numbers_[i]; }
-  void number(size_t i, torch::Tensor tensor) { numbers_[i] = std::move(tensor); }
-  const torch::Tensor& slot(size_t i) const { return slots_[i]; }
-  void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
-
-  bool has_slots() const {
-    return std::any_of(slots_.begin(), slots_.end(),
-                       [](const torch::Tensor& slot) { return slot.defined(); });
-  }
-
-  // As before a first step.
-  void zero() {
-    torch::NoGradGuard no_grad;
-    for (size_t i = 0; i < numbers_.size(); ++i) numbers_[i].fill_(kNumbers[i].first);
-    for (torch::Tensor& slot : slots_) {
-      if (slot.defined()) slot.zero_();
-    }
-  }
-
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    for (size_t i = 0; i < numbers_.size(); ++i) {
-      archive.write(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
-    }
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      if (slots_[i].defined()) archive.write(kStates[i].name, slots_[i], /*is_buffer=*/true);
-    }
-  }
-  void serialize(torch::serialize::InputArchive& archive) override {
-    for (size_t i = 0; i < numbers_.size(); ++i) {
-      archive.read(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
-    }
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      archive.try_read(kStates[i].name, slots_[i], /*is_buffer=*/true);
-    }
-  }
-
- private:
-  std::array<torch::Tensor, kNumbers.size()> numbers_;
-  std::array<torch::Tensor, std::size(Rule<0>::kAllStates)> slots_;
-};
 
 // Base of the C++ optimizers over the native rule `Rule`.
 //
 // Parameters are float32, float64, bfloat16 or float16 tensors on the CPU or a CUDA device, of any shape and
-// of any layout that does not overlap itself. States have the parameter's shape and dtype; the step count is
-// one float32 number. Constructors throw c10::Error for options out of range, step() for parameters and
-// gradients that the kernels cannot update, with nothing changed by then.
+// of any layout that does not overlap itself. States have the parameter's shape and, unless options ask for
+// another storage (FUSEDSTEP_STORAGE_OPTIONS), its dtype; the step count is one float32 number. Constructors
+// throw c10::Error for options out of range, step() for parameters and gradients that the kernels cannot
+// update, with nothing changed by then.
 //
 // `Derived` has
 //   static constexpr const char* kRule            the rule's name,
@@ -238,6 +68,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
                           const Options& defaults = {})
       : torch::optim::Optimizer(param_groups, std::make_unique<Options>(defaults)) {
     Derived::check(defaults);
+    for (const torch::optim::OptimizerParamGroup& group : param_groups_) {
+      const detail::Storage storage = detail::storage_of(static_cast<const Options&>(group.options()));
+      for (const torch::Tensor& weight : group.params()) detail::way_of(storage, weight);
+    }
   }
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
@@ -263,9 +97,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
     if (param_groups_.empty()) return loss;
     const double max_norm = max_norm_of_groups();
-    plans_.resize(param_groups_.size());
     std::vector<BoundGroup> bound;
-    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(param_groups_[i], plans_[i], bound);
+    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(i, bound);
     find_aliasing_grads(bound);
     const auto& last = static_cast<const Options&>(param_groups_.back().options());
     const torch::Tensor factor = grad_factor(bound, max_norm, Derived::grad_norm_eps(last));
@@ -287,8 +120,29 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
   }
+  // Loads options and states, which become codes or numbers as the options ask. What an archive does not say
+  // of their storage is as the optimizer was made. Throws c10::Error, with nothing changed, for an archive of
+  // another optimizer, or one with a state that does not fit its parameter.
   void load(torch::serialize::InputArchive& archive) override {
-    torch::optim::serialize<State, Options>(archive, *this);
+    torch::NoGradGuard no_grad;
+    std::vector<Options> options_before;
+    for (const auto& group : param_groups_) {
+      options_before.push_back(static_cast<const Options&>(group.options()));
+    }
+    auto states_before = std::exchange(state_, {});
+    try {
+      torch::optim::serialize<State, Options>(archive, *this);
+      for (size_t i = 0; i < param_groups_.size(); ++i) fit_loaded(i);
+      for (auto& [key, state] : states_before) {
+        if (state_.find(key) == state_.end()) state_.emplace(key, state->clone());
+      }
+    } catch (...) {
+      std::swap(state_, states_before);
+      for (size_t i = 0; i < param_groups_.size(); ++i) {
+        static_cast<Options&>(param_groups_[i].options()) = std::move(options_before[i]);
+      }
+      throw;
+    }
   }
 
  private:
@@ -320,39 +174,79 @@ class FusedOptimizer : public torch::optim::Optimizer {
     Tensors weights, grads, states;
   };
 
-  void bind_group(torch::optim::OptimizerParamGroup& group, std::unique_ptr<detail::Plan>& plan,
-                  std::vector<BoundGroup>& bound) {
-    const auto& options = static_cast<const Options&>(group.options());
-    const char* const sparse_error = Derived::sparse_error(options);
+  // Weights of a group with gradients, those that keep their values in one way.
+  struct Launch {
     Tensors weights, grads;
-    for (const torch::Tensor& weight : group.params()) {
+    std::vector<int64_t> places;  // among all weights of the optimizer: the group, and the weight in it
+  };
+
+  void bind_group(size_t index, std::vector<BoundGroup>& bound) {
+    const torch::optim::OptimizerParamGroup& group = param_groups_[index];
+    const auto& options = static_cast<const Options&>(group.options());
+    const detail::Storage storage = detail::storage_of(options);
+    const char* const sparse_error = Derived::sparse_error(options);
+    std::map<detail::Way, Launch> launches;
+    Tensors all;
+    for (size_t i = 0; i < group.params().size(); ++i) {
+      const torch::Tensor& weight = group.params()[i];
       if (!weight.grad().defined()) continue;
       TORCH_CHECK(!weight.grad().is_sparse() || sparse_error == nullptr, sparse_error);
-      weights.push_back(weight);
-      grads.push_back(in_memory(weight.grad()));
+      Launch& launch = launches[detail::way_of(storage, weight)];
+      launch.weights.push_back(weight);
+      launch.grads.push_back(in_memory(weight.grad()));
+      launch.places.push_back(static_cast<int64_t>((index << 32) + i));
+      all.push_back(weight);
     }
-    if (weights.empty()) return;
-    make_missing_states(weights, options);
+    if (all.empty()) return;
+    state_maker(options, storage).make_missing(all);
+    // A plan holds states, of which those of another way are of no use any more.
+    std::erase_if(plans_, [&](const auto& each) {
+      return each.first.first == index && !launches.contains(each.first.second);
+    });
+    for (auto& [way, launch] : launches) {
+      bind_launch(options, way, std::move(launch), plans_[{index, way}], bound);
+    }
+  }
 
-    Tensors states, steps;
-    for (const size_t k : slots(options)) {
-      for (const torch::Tensor& weight : weights) states.push_back(state_of(weight).slot(k));
-    }
-    for (size_t k = 0; k < State::kNumbers.size(); ++k) {
-      for (const torch::Tensor& weight : weights) steps.push_back(state_of(weight).number(k));
-    }
-    if (plan == nullptr || !plan->is_of(weights, states, steps)) {
-      plan = std::make_unique<detail::Plan>(weights, states, steps);
-    }
+  void bind_launch(const Options& options, detail::Way way, Launch launch,
+                   std::unique_ptr<detail::Plan>& plan, std::vector<BoundGroup>& bound) {
+    detail::PlanOperands operands = operands_of(options, way, launch);
+    if (plan == nullptr || !plan->is_of(operands)) plan = std::make_unique<detail::Plan>(operands);
     static const auto bind =
         detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
-    if (bind.call(plan->handle(), weights, grads) < 0) {  // the weights are on another device now
-      plan = std::make_unique<detail::Plan>(weights, states, steps);
-      TORCH_CHECK(bind.call(plan->handle(), weights, grads) >= 0,
+    if (bind.call(plan->handle(), operands.weights, launch.grads) < 0) {
+      // The weights are on another device now.
+      plan = std::make_unique<detail::Plan>(operands);
+      TORCH_CHECK(bind.call(plan->handle(), operands.weights, launch.grads) >= 0,
                   "the weights of a group must be on one device");
     }
-    states.insert(states.end(), steps.begin(), steps.end());
-    bound.push_back({&options, plan->handle(), std::move(weights), std::move(grads), std::move(states)});
+    operands.states.insert(operands.states.end(), operands.steps.begin(), operands.steps.end());
+    bound.push_back({&options, plan->handle(), std::move(operands.weights), std::move(launch.grads),
+                     std::move(operands.states)});
+  }
+
+  // The tensors of weights, whose states are whole, as a plan takes them.
+  detail::PlanOperands operands_of(const Options& options, detail::Way way, const Launch& launch) {
+    detail::PlanOperands found;
+    found.weights = launch.weights;
+    Tensors absmax;
+    for (const size_t k : slots(options)) {
+      for (const torch::Tensor& weight : launch.weights) {
+        const State& state = state_of(weight);
+        found.states.push_back(state.slot(k));
+        if (detail::is_codes(state.slot(k))) absmax.push_back(state.absmax(k));
+      }
+    }
+    found.has_beside = detail::has_beside(way);
+    for (const torch::Tensor& weight : launch.weights) {
+      if (found.has_beside) found.states.push_back(state_of(weight).beside(way));
+    }
+    found.states.insert(found.states.end(), absmax.begin(), absmax.end());
+    for (size_t k = 0; k < State::kNumbers.size(); ++k) {
+      for (const torch::Tensor& weight : launch.weights) found.steps.push_back(state_of(weight).number(k));
+    }
+    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), launch.places};
+    return found;
   }
 
   // A gradient as kernels read it: one of which the memory holds other values is copied, and lives as long as
@@ -429,48 +323,25 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*state_[weight.unsafeGetTensorImpl()]);
   }
 
-  void make_missing_states(const Tensors& weights, const Options& options) {
-    const std::vector<size_t> all = slots(options);
-    Tensors fresh;
-    const auto is_whole = [&all](const State& state) {
-      bool whole = true;
-      for (size_t k = 0; k < State::kNumbers.size(); ++k) whole = whole && state.number(k).defined();
-      for (const size_t k : all) whole = whole && state.slot(k).defined();
-      return whole;
-    };
-    for (const torch::Tensor& weight : weights) {
-      const auto found = state_.find(weight.unsafeGetTensorImpl());
-      if (found == state_.end() || !is_whole(static_cast<const State&>(*found->second))) {
-        fresh.push_back(weight);
-      }
-    }
-    if (fresh.empty()) return;
-    static const auto new_states =
-        detail::find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
-    const Tensors made = new_states.call(fresh, static_cast<int64_t>(all.size()), /*wide=*/false);
-    for (size_t i = 0; i < made.size(); ++i) {
-      const double value = Derived::initial_value(options, kStates[all[i / fresh.size()]].name, 0);
-      if (value != 0) made[i].fill_(value);
-    }
-    for (size_t i = 0; i < fresh.size(); ++i) {
-      const auto found = state_.find(fresh[i].unsafeGetTensorImpl());
-      std::unique_ptr<torch::optim::OptimizerParamState> state;
-      if (found == state_.end()) state = std::make_unique<State>();
-      State& to = static_cast<State&>(state ? *state : *found->second);
-      // Steps before there was any state to keep do not count: SGD's momentum may come later.
-      const bool is_first = !to.has_slots();
-      for (size_t k = 0; k < State::kNumbers.size(); ++k) {
-        if (is_first || !to.number(k).defined()) {
-          const auto [name, first] = State::kNumbers[k];
-          to.number(k, torch::full({}, Derived::initial_value(options, name, first), torch::kFloat32));
-        }
-      }
-      for (size_t s = 0; s < all.size(); ++s) {
-        // One that is there is kept: an option such as amsgrad came later.
-        if (!to.slot(all[s]).defined()) to.slot(all[s], made[s * fresh.size() + i]);
-      }
-      // Kept when it is whole: memory may run out before.
-      if (state) state_.emplace(fresh[i].unsafeGetTensorImpl(), std::move(state));
+  detail::StateMaker<State> state_maker(const Options& options, const detail::Storage& storage) {
+    return {state_, storage, slots(options), [&options](std::string_view name, double otherwise) {
+              return Derived::initial_value(options, name, otherwise);
+            }};
+  }
+
+  // Completes, checks and converts what has been loaded for a group.
+  void fit_loaded(size_t index) {
+    const torch::optim::OptimizerParamGroup& group = param_groups_[index];
+    auto& options = static_cast<Options&>(param_groups_[index].options());
+    options.complete_storage(static_cast<const Options&>(*defaults_));
+    const detail::Storage storage = detail::storage_of(options);
+    auto maker = state_maker(options, storage);
+    for (size_t i = 0; i < group.params().size(); ++i) {
+      const torch::Tensor& weight = group.params()[i];
+      if (state_.find(weight.unsafeGetTensorImpl()) == state_.end()) continue;
+      const std::string name = "parameter " + std::to_string(i) + " of group " + std::to_string(index);
+      detail::StateMaker<State>::check(name, weight, state_of(weight));
+      maker.convert(weight);
     }
   }
 
@@ -482,7 +353,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
   }
 
-  std::vector<std::unique_ptr<detail::Plan>> plans_;  // one a group
+  std::map<std::pair<size_t, detail::Way>, std::unique_ptr<detail::Plan>> plans_;  // by group and way
 };
 
 }  // namespace fusedstep::optim

@@ -1,0 +1,94 @@
+// Operators of libfusedstep.so, and the native plan that they work on.
+#pragma once
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "fusedstep/drop_plan.h"
+#include "fusedstep/isa.h"
+
+namespace fusedstep::optim::detail {
+
+using Tensors = std::vector<torch::Tensor>;
+
+// An operator of libfusedstep.so. The call to fusedstep_abi_version() ties the program to that library, which
+// it would otherwise reach through the dispatcher only, so that the linker could drop it.
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  TORCH_CHECK(fusedstep_abi_version() == FUSEDSTEP_ABI_VERSION, "libfusedstep.so has interface version ",
+              fusedstep_abi_version(), ", the headers have ", FUSEDSTEP_ABI_VERSION);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Zeroed states of the weights, slot-major, in the weights' layouts. `wide`: float32 where a weight has 16
+// bits.
+inline Tensors new_states(const Tensors& weights, size_t slots, bool wide) {
+  static const auto op = find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
+  return op.call(weights, static_cast<int64_t>(slots), wide);
+}
+
+// What the random numbers follow from by which a step rounds weights.
+struct Draws {
+  int64_t seed;
+  std::vector<int64_t> places;  // of each weight among those of the optimizer
+
+  bool operator==(const Draws&) const = default;
+};
+
+// The tensors of a plan. `states` are slot-major, then the absmax of each that is in codes. The last slot is
+// what the weights keep beside them, if `has_beside`.
+struct PlanOperands {
+  Tensors weights, states, steps;
+  bool has_beside = false;
+  std::optional<Draws> draws;
+};
+
+// A native plan, and who its tensors are.
+class Plan {
+ public:
+  explicit Plan(const PlanOperands& of) : key_(key(of)), draws_(of.draws), handle_{make(of)} {
+    if (!draws_) return;
+    static const auto round_at_random =
+        find_op<void(int64_t, int64_t, at::IntArrayRef)>("fusedstep::plan_round_at_random");
+    round_at_random.call(handle_.value, draws_->seed, draws_->places);
+  }
+
+  int64_t handle() const { return handle_.value; }
+  bool is_of(const PlanOperands& operands) const { return key_ == key(operands) && draws_ == operands.draws; }
+
+ private:
+  // Frees the plan, also where the constructor of its owner throws.
+  struct Handle {
+    int64_t value;
+
+    explicit Handle(int64_t value) : value(value) {}
+    Handle(const Handle&) = delete;
+    Handle& operator=(const Handle&) = delete;
+    ~Handle() { fusedstep_drop_plan(value); }
+  };
+  using Key = std::vector<const void*>;
+
+  static int64_t make(const PlanOperands& of) {
+    static const auto op =
+        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList, bool)>("fusedstep::plan_new");
+    return op.call(of.weights, of.states, of.steps, of.has_beside);
+  }
+  static Key key(const PlanOperands& of) {
+    Key impls;
+    impls.reserve(of.weights.size() + of.states.size() + of.steps.size());
+    for (const auto* list : {&of.weights, &of.states, &of.steps}) {
+      for (const torch::Tensor& tensor : *list) impls.push_back(tensor.unsafeGetTensorImpl());
+    }
+    return impls;
+  }
+
+  Key key_;
+  std::optional<Draws> draws_;
+  Handle handle_;
+};
+
+}  // namespace fusedstep::optim::detail

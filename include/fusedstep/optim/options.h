@@ -1,0 +1,146 @@
+// Options of the C++ optimizers: how a class declares its own, those that all have, and the checks of them.
+#pragma once
+#include <torch/arg.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+namespace fusedstep::optim {
+
+// Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
+// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks is left as
+// it is: later versions have more of them.
+#define FUSEDSTEP_OPTIONS(Options, LIST)                                                                \
+ public:                                                                                                \
+  Options() = default;                                                                                  \
+  /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */                                 \
+  Options(double lr) : lr_(lr) {}                                                                       \
+  LIST(FUSEDSTEP_DECLARE_OPTION)                                                                        \
+  FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_UNSET)                                                    \
+ public:                                                                                                \
+  void serialize(torch::serialize::InputArchive& archive) override {                                    \
+    LIST(FUSEDSTEP_READ_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_READ_SET)                           \
+  }                                                                                                     \
+  void serialize(torch::serialize::OutputArchive& archive) const override {                             \
+    LIST(FUSEDSTEP_WRITE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_WRITE_SET)                         \
+  }                                                                                                     \
+  double get_lr() const override { return lr(); }                                                       \
+  void set_lr(const double lr) override { lr_ = lr; }                                                   \
+  /* Sets what is not set as it is in others. */                                                        \
+  void complete_storage(const Options& others) { FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPLETE_OPTION) } \
+  friend bool operator==(const Options& a, const Options& b) {                                          \
+    return true LIST(FUSEDSTEP_COMPARE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPARE_SET);        \
+  }
+#define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
+#define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
+#define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
+#define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
+
+// The options that all optimizers have, as X(type, name): how states and weights are stored. An archive has
+// one only where it is set, that is, neither "" nor 0.
+//   state_dtype      "int8", "int4", "fp8": states in codes. "float32": also beside 16-bit weights
+//   master_weights   "float32", "split": the float32 value of a 16-bit weight is kept
+//   rounding         "stochastic", "kahan": the other ways to keep it. "stochastic" rounds at random
+//   seed             of these random numbers
+// docs/small_states.md and docs/numerics.md have what each does: the classes of Python do the same.
+#define FUSEDSTEP_STORAGE_OPTIONS(X) \
+  X(std::string, state_dtype)        \
+  X(std::string, master_weights)     \
+  X(std::string, rounding)           \
+  X(int64_t, seed)
+#define FUSEDSTEP_DECLARE_UNSET(type, name) TORCH_ARG(type, name){};
+#define FUSEDSTEP_READ_SET(type, name) FUSEDSTEP_READ_OPTION(type, name, type())
+#define FUSEDSTEP_WRITE_SET(type, name) \
+  if (name##_ != type()) archive.write(#name, torch::IValue(name##_));
+#define FUSEDSTEP_COMPARE_SET(type, name) FUSEDSTEP_COMPARE_OPTION(type, name, type())
+#define FUSEDSTEP_COMPLETE_OPTION(type, name) \
+  if (name##_ == type()) name##_ = others.name##_;
+
+// Types and values of options that have commas in them, or are long.
+using TwoBetas = std::tuple<double, double>;
+using TwoNumbers = std::tuple<double, double>;
+using ThreeBetas = std::tuple<double, double, double>;
+inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
+
+namespace detail {
+
+inline void check_at_least_zero(double value, const char* what) {
+  TORCH_CHECK(value >= 0, "Invalid ", what, ": ", value);
+}
+
+inline void check_beta(int index, double beta) {
+  TORCH_CHECK(0 <= beta && beta < 1, "Invalid beta parameter at index ", index, ": ", beta);
+}
+
+inline void check_betas(const std::tuple<double, double>& betas) {
+  check_beta(0, std::get<0>(betas));
+  check_beta(1, std::get<1>(betas));
+}
+
+inline void check_above_zero(double value, const char* what) {
+  TORCH_CHECK(value > 0, "Invalid ", what, ": ", value);
+}
+
+// Reads an option that older archives lack; it is then left alone.
+template <class T>
+void read_if_there(torch::serialize::InputArchive& archive, const char* name, T& option) {
+  c10::IValue value;
+  if (archive.try_read(name, value)) option = value.to<T>();
+}
+
+// The hyper-parameters of a rule as its operator takes them, in their order and, last, whether to maximize.
+template <class Hyper>
+std::vector<double> numbers(const Hyper& hyper, bool maximize) {
+  constexpr size_t kCount = std::size(Hyper::kNames);
+  static_assert(sizeof(Hyper) == kCount * sizeof(double));
+  std::vector<double> values(kCount);
+  std::memcpy(values.data(), &hyper, sizeof hyper);
+  values.push_back(maximize);
+  return values;
+}
+
+// The options of a group that say how states and weights are stored. It refers to them.
+struct Storage {
+  std::string_view state_dtype, master_weights, rounding;
+  int64_t seed;
+
+  bool keeps_values() const { return !(master_weights.empty() && rounding.empty()); }
+};
+
+// Throws c10::Error for options that are none, or exclude each other, in the words of Python's classes.
+inline void check_storage(const Storage& storage) {
+  const auto is_one_of = [](std::string_view value, const auto&... known) {
+    return value.empty() || ((value == known) || ...);
+  };
+  TORCH_CHECK(is_one_of(storage.state_dtype, "float32", "int8", "int4", "fp8"),
+              "state_dtype must be '', 'float32' or one of 'int8', 'int4', 'fp8', not '", storage.state_dtype,
+              "'");
+  TORCH_CHECK(is_one_of(storage.master_weights, "float32", "split"),
+              "master_weights must be '', 'float32' or 'split', not '", storage.master_weights, "'");
+  TORCH_CHECK(is_one_of(storage.rounding, "stochastic", "kahan"),
+              "rounding must be '', 'stochastic' or 'kahan', not '", storage.rounding, "'");
+  TORCH_CHECK(storage.master_weights.empty() || storage.rounding.empty(), "master_weights='",
+              storage.master_weights, "' and rounding='", storage.rounding,
+              "' exclude each other: each keeps what a 16-bit weight cannot hold");
+  TORCH_CHECK(storage.seed >= 0, "seed must be an int from 0 to 2**63 - 1, not ", storage.seed);
+}
+
+template <class Options>
+Storage storage_of(const Options& options) {
+  const Storage storage{options.state_dtype(), options.master_weights(), options.rounding(), options.seed()};
+  check_storage(storage);
+  return storage;
+}
+
+}  // namespace detail
+}  // namespace fusedstep::optim

@@ -1,0 +1,113 @@
+// The state of one parameter, by names, and its archives.
+#pragma once
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <array>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "fusedstep/optim/state_codes.h"
+#include "fusedstep/optim/weight_value.h"
+#include "fusedstep/rules/list.h"
+
+namespace fusedstep::optim {
+
+// The numbers that a rule keeps for each parameter. The first is the step count.
+template <class Rule>
+constexpr auto numbers_of() {
+  std::array<rules::NumberSpec, 1 + rules::kNumbersOf<Rule>> numbers{{{"step", 0}}};
+  if constexpr (rules::kNumbersOf<Rule> != 0) std::ranges::copy(Rule::kNumbers, numbers.begin() + 1);
+  return numbers;
+}
+
+// The state of one parameter: numbers (each a float32 tensor) and the rule's states, by name. A state in
+// codes has an absmax beside it; a 16-bit weight may have its master_param, low_param or compensation.
+template <class Derived, template <unsigned> class Rule>
+class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
+ public:
+  static constexpr auto& kStates = Rule<0>::kAllStates;
+  static constexpr auto kNumbers = numbers_of<Rule<0>>();
+
+  const torch::Tensor& step() const { return number(0); }
+  void step(torch::Tensor step) { number(0, std::move(step)); }
+  const torch::Tensor& number(size_t i) const { return numbers_[i]; }
+  void number(size_t i, torch::Tensor tensor) { numbers_[i] = std::move(tensor); }
+  const torch::Tensor& slot(size_t i) const { return slots_[i]; }
+  void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
+  const torch::Tensor& absmax(size_t i) const { return absmax_[i]; }
+  void absmax(size_t i, torch::Tensor tensor) { absmax_[i] = std::move(tensor); }
+
+  // What the weight keeps beside it in a way that has it.
+  const torch::Tensor& beside(detail::Way way) const { return beside_[static_cast<size_t>(way)]; }
+  void beside(detail::Way way, torch::Tensor tensor) {
+    beside_[static_cast<size_t>(way)] = std::move(tensor);
+  }
+  const torch::Tensor& master_param() const { return beside(detail::Way::kFloat32); }
+  const torch::Tensor& low_param() const { return beside(detail::Way::kSplit); }
+  const torch::Tensor& compensation() const { return beside(detail::Way::kKahan); }
+
+  static constexpr bool is_signed(size_t i) { return kStates[i].sign == rules::Sign::kAny; }
+
+  bool has_slots() const {
+    return std::any_of(slots_.begin(), slots_.end(),
+                       [](const torch::Tensor& slot) { return slot.defined(); });
+  }
+
+  // As before a first step of the weight, whose value stays.
+  void zero(const torch::Tensor& weight) {
+    torch::NoGradGuard no_grad;
+    for (size_t i = 0; i < numbers_.size(); ++i) numbers_[i].fill_(kNumbers[i].first);
+    for (size_t i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].defined()) fill(i, 0, weight);
+    }
+  }
+
+  // Sets all elements of a state of the weight to a value.
+  void fill(size_t i, double value, const torch::Tensor& weight) {
+    const std::string_view kind = detail::kind_of(slots_[i], weight);
+    if (kind.empty()) {
+      slots_[i].fill_(value);
+    } else {
+      detail::fill_codes(slots_[i], absmax_[i], kind, value, is_signed(i));
+    }
+  }
+
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      archive.write(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+    }
+    for_others(*this, [&](const std::string& name, const torch::Tensor& tensor) {
+      if (tensor.defined()) archive.write(name, tensor, /*is_buffer=*/true);
+    });
+  }
+  void serialize(torch::serialize::InputArchive& archive) override {
+    for (size_t i = 0; i < numbers_.size(); ++i) {
+      archive.read(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+    }
+    for_others(*this, [&](const std::string& name, torch::Tensor& tensor) {
+      archive.try_read(name, tensor, /*is_buffer=*/true);
+    });
+  }
+
+ private:
+  // Calls work(name, tensor) for all tensors but the numbers.
+  template <class Self, class Work>
+  static void for_others(Self& self, const Work& work) {
+    for (size_t i = 0; i < self.slots_.size(); ++i) {
+      work(kStates[i].name, self.slots_[i]);
+      work(std::string(kStates[i].name) + "_absmax", self.absmax_[i]);
+    }
+    for (size_t i = 0; i < self.beside_.size(); ++i) work(detail::kBeside[i], self.beside_[i]);
+  }
+
+  std::array<torch::Tensor, kNumbers.size()> numbers_;
+  std::array<torch::Tensor, std::size(Rule<0>::kAllStates)> slots_, absmax_;
+  std::array<torch::Tensor, detail::kBeside.size()> beside_;
+};
+
+}  // namespace fusedstep::optim

@@ -1,0 +1,230 @@
+// The states of a group's weights as its options ask for them: made where they are missing, converted and
+// checked where they come from an archive.
+#pragma once
+#include <torch/optim/optimizer.h>
+#include <torch/types.h>
+
+#include <algorithm>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "fusedstep/optim/operators.h"
+#include "fusedstep/optim/options.h"
+#include "fusedstep/optim/param_state.h"
+
+namespace fusedstep::optim::detail {
+
+// Makes states of the kind `State` for one group.
+template <class State>
+class StateMaker {
+ public:
+  using States = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+  // The value that a state or number with this name starts at, which is `otherwise` unless an option has it.
+  using Initial = std::function<double(std::string_view name, double otherwise)>;
+
+  // `slots`: the states that the group's options need, as indices of State::kStates.
+  StateMaker(States& states, const Storage& storage, std::vector<size_t> slots, Initial initial)
+      : states_(states), storage_(storage), slots_(std::move(slots)), initial_(std::move(initial)) {}
+
+  // Gives the weights what their states lack, and takes from these what is of no use any more. All weights
+  // get it, or none of those that have a state: memory may run out before.
+  void make_missing(const Tensors& weights) {
+    Tensors some;
+    std::vector<State> made;
+    for (const torch::Tensor& weight : weights) {
+      const State* const found = find(weight);
+      if (found != nullptr && is_whole(weight, *found)) continue;
+      some.push_back(weight);
+      made.push_back(found != nullptr ? State(*found) : State());
+    }
+    if (some.empty()) return;
+    std::map<Form, std::vector<size_t>> alike;
+    for (size_t i = 0; i < some.size(); ++i) alike[form_of(some[i], made[i])].push_back(i);
+    for (const auto& [form, places] : alike) complete(form, places, some, made);
+    for (size_t i = 0; i < some.size(); ++i) {
+      if (find(some[i]) == nullptr) {
+        states_.emplace(some[i].unsafeGetTensorImpl(), std::make_unique<State>(std::move(made[i])));
+      }
+    }
+    for (size_t i = 0; i < some.size(); ++i) {  // nothing of this allocates
+      if (State* const found = find(some[i]); made[i].step().defined()) *found = std::move(made[i]);
+    }
+  }
+
+  // Makes numbers of the state of a weight codes, or codes numbers, as the options ask.
+  void convert(const torch::Tensor& weight) {
+    State& state = *find(weight);
+    for (const size_t k : slots_) {
+      const torch::Tensor before = state.slot(k);
+      if (!before.defined()) continue;
+      const std::string_view now = kind_of(before, weight), asked = asked_kind(storage_, weight);
+      if (now == asked) continue;
+      const bool is_signed = State::is_signed(k);
+      const torch::Tensor values = now.empty() ? before : decode(before, state.absmax(k), weight, is_signed);
+      if (!asked.empty()) {
+        auto [codes, absmax] = encode(values, asked, is_signed);
+        state.slot(k, std::move(codes));
+        state.absmax(k, std::move(absmax));
+      } else {
+        const bool is_wide = way_of(storage_, weight) != Way::kNone || !storage_.state_dtype.empty();
+        state.slot(k, new_states({weight}, 1, is_wide)[0].copy_(values));
+        state.absmax(k, torch::Tensor());
+      }
+    }
+  }
+
+  // Throws c10::Error unless all tensors of a state fit the weight, which has this name.
+  static void check(const std::string& name, const torch::Tensor& weight, const State& state) {
+    const auto check_shape = [&](const std::string& what, const torch::Tensor& tensor) {
+      TORCH_CHECK(tensor.sizes() == weight.sizes(), what, " has the shape ", tensor.sizes(),
+                  ", but the weight has ", weight.sizes());
+    };
+    for (size_t k = 0; k < std::size(State::kStates); ++k) {
+      const torch::Tensor& tensor = state.slot(k);
+      const std::string what = std::string(State::kStates[k].name) + " of " + name;
+      if (!tensor.defined()) continue;
+      if (is_codes(tensor)) {
+        check_codes(what, tensor, state.absmax(k), weight);
+      } else {
+        check_shape(what, tensor);
+      }
+    }
+    for (size_t i = 0; i < kBeside.size(); ++i) {
+      const Way way{static_cast<uint8_t>(i)};
+      const torch::Tensor& tensor = state.beside(way);
+      const std::string what = std::string(kBeside[i]) + " of " + name;
+      if (!tensor.defined()) continue;
+      check_shape(what, tensor);
+      TORCH_CHECK(way != Way::kSplit || tensor.scalar_type() == torch::kInt16, what, " must be int16, not ",
+                  tensor.dtype());
+    }
+  }
+
+ private:
+  // Weights of one form get their states together: whether these are wide, in which codes, and the way.
+  using Form = std::tuple<bool, std::string_view, Way>;
+
+  State* find(const torch::Tensor& weight) {
+    const auto found = states_.find(weight.unsafeGetTensorImpl());
+    return found == states_.end() ? nullptr : static_cast<State*>(found->second.get());
+  }
+
+  bool is_whole(const torch::Tensor& weight, const State& state) const {
+    const Way way = way_of(storage_, weight);
+    for (size_t k = 0; k < State::kNumbers.size(); ++k) {
+      if (!state.number(k).defined()) return false;
+    }
+    for (const size_t k : slots_) {
+      const torch::Tensor& slot = state.slot(k);
+      if (!slot.defined() || (is_codes(slot) && !state.absmax(k).defined())) return false;
+      // Without anything beside the weight: that its value is wide shows in its states.
+      if (way == Way::kStochastic && has_16_bits(slot)) return false;
+    }
+    if (has_beside(way) && !state.beside(way).defined()) return false;
+    return std::ranges::none_of(kWaysBeside, [&](Way each) { return is_left_over(each, way, state); });
+  }
+
+  // The states' own form, where there are any, and else what the options ask for.
+  Form form_of(const torch::Tensor& weight, const State& state) const {
+    const Way way = way_of(storage_, weight);
+    const torch::Tensor first = slots_.empty() ? torch::Tensor() : state.slot(slots_[0]);
+    const std::string_view asked = slots_.empty() ? std::string_view() : asked_kind(storage_, weight);
+    const std::string_view kind = first.defined() ? kind_of(first, weight) : asked;
+    const auto one = std::ranges::find_if(slots_, [&](size_t k) { return state.slot(k).defined(); });
+    const bool is_wide = one == slots_.end() ? !storage_.state_dtype.empty() : !has_16_bits(state.slot(*one));
+    return {way != Way::kNone || is_wide, kind, way};
+  }
+
+  // Completes the states of those weights that are at these places, which have one form.
+  void complete(const Form& form, const std::vector<size_t>& places, const Tensors& all,
+                std::vector<State>& states) const {
+    const auto [is_wide, kind, way] = form;
+    Tensors weights;
+    for (const size_t i : places) weights.push_back(all[i]);
+    const size_t count = weights.size(), slots = slots_.size();
+    const bool has_master = way == Way::kFloat32, has_narrow = has_beside(way) && !has_master;
+    const Tensors numbers = new_states(weights, (kind.empty() ? slots : 0) + has_master, is_wide);
+    std::vector<bool> is_signed;
+    for (const size_t k : slots_) is_signed.push_back(State::is_signed(k));
+    const Tensors codes = kind.empty() ? Tensors() : new_codes(weights, kind, is_signed);
+    const Tensors narrow = has_narrow ? new_states(weights, 1, /*wide=*/false) : Tensors();
+    for (size_t i = 0; i < count; ++i) {
+      State& state = states[places[i]];
+      complete_numbers(state, way);
+      for (size_t s = 0; s < slots; ++s) {
+        const torch::Tensor& tensor = (kind.empty() ? numbers : codes)[s * count + i];
+        complete_slot(slots_[s], weights[i], tensor, kind.empty() ? tensor : codes[(slots + s) * count + i],
+                      way, state);
+      }
+      if (has_beside(way) && !state.beside(way).defined()) {
+        const torch::Tensor& tensor = has_master ? numbers[numbers.size() - count + i] : narrow[i];
+        state.beside(way, way == Way::kSplit ? tensor.view(torch::kInt16) : tensor);
+        start_beside(way, weights[i], state);
+      }
+      for (const Way each : kWaysBeside) {
+        if (is_left_over(each, way, state)) state.beside(each, torch::Tensor());
+      }
+    }
+  }
+
+  void complete_numbers(State& state, Way way) const {
+    // Steps before there was any state to keep do not count: SGD's momentum may come later. But random
+    // numbers follow from the count.
+    const bool is_first = !state.has_slots() && !slots_.empty() && way != Way::kStochastic;
+    for (size_t k = 0; k < State::kNumbers.size(); ++k) {
+      if (!is_first && state.number(k).defined()) continue;
+      const auto [name, first] = State::kNumbers[k];
+      state.number(k, torch::full({}, initial_(name, first), torch::kFloat32));
+    }
+  }
+
+  // A state that is there is kept: an option such as amsgrad came later. So may the way: no state is narrower
+  // than the value.
+  void complete_slot(size_t k, const torch::Tensor& weight, const torch::Tensor& tensor,
+                     const torch::Tensor& absmax, Way way, State& state) const {
+    const torch::Tensor before = state.slot(k);
+    if (!before.defined()) {
+      state.slot(k, tensor);
+      if (is_codes(tensor)) state.absmax(k, absmax);
+      const double value = initial_(State::kStates[k].name, 0);
+      if (value != 0) state.fill(k, value, weight);
+    } else if (is_codes(before)) {
+      if (!state.absmax(k).defined()) state.absmax(k, absmax);
+    } else if (way != Way::kNone && before.scalar_type() != tensor.scalar_type()) {
+      state.slot(k, before.to(torch::kFloat32));
+    }
+  }
+
+  // Gives a weight the value that it had in another way, if it had one.
+  static void start_beside(Way way, const torch::Tensor& weight, State& state) {
+    const torch::Tensor of = weight.detach();
+    const auto before = std::ranges::find_if(
+        kWaysBeside, [&](Way each) { return each != way && state.beside(each).defined(); });
+    if (before != kWaysBeside.end()) {
+      state.beside(way).copy_(beside_of(way, of, value_of(*before, of, state.beside(*before))));
+    } else if (way == Way::kFloat32) {  // sparse gradients do not reach every row of it
+      state.beside(way).copy_(of);
+    }
+  }
+
+  // True if a state has what a weight keeps beside it in a way which is not that of its group any more. A
+  // master stays while there is no way: it counts where it still rounds to the weight.
+  static bool is_left_over(Way each, Way way, const State& state) {
+    return each != way && state.beside(each).defined() && (way != Way::kNone || each != Way::kFloat32);
+  }
+
+  static constexpr std::array kWaysBeside{Way::kFloat32, Way::kSplit, Way::kKahan};
+
+  States& states_;
+  Storage storage_;
+  std::vector<size_t> slots_;
+  Initial initial_;
+};
+
+}  // namespace fusedstep::optim::detail
