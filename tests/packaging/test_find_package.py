@@ -17,11 +17,12 @@ def run(*command: object) -> None:
 
 
 def write_programs(folder):
-    """The consumer, and the examples of the README and of the headers."""
+    """The consumer, and the examples of the README, the headers and the page of small states."""
     shutil.copytree(HERE / "consumer", folder)
-    (in_readme,) = re.findall(r"```cpp\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for page, name in (("README.md", "readme"), ("docs/small_states.md", "small_states")):
+        (sample,) = re.findall(r"```cpp\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        (folder / f"{name}.cpp").write_text(sample)
     header = (ROOT / "include/fusedstep/optim/fused.h").read_text()
-    (folder / "readme.cpp").write_text(in_readme)
     lines = header.split("#pragma once")[0].splitlines()
     in_header = [line.removeprefix("//   ") for line in lines if line.startswith("//   ")]
     (folder / "header.cpp").write_text("\n".join(in_header) + "\n")
