@@ -48,6 +48,14 @@ CHANGES: dict[str, tuple[dict[str, Any], str, dict[str, Any], torch.dtype]] = {
         {},
         torch.bfloat16,
     ),
+    "int8-to-float32": ({"state_dtype": "int8"}, "convert", {"state_dtype": None}, torch.float32),
+    "int8-to-int4": ({"state_dtype": "int8"}, "convert", {"state_dtype": "int4"}, torch.bfloat16),
+    "fp8-to-wide": (
+        {"state_dtype": "fp8"},
+        "convert",
+        {"state_dtype": torch.float32},
+        torch.bfloat16,
+    ),
     "to-masters": ({}, "set", {"master_weights": "float32"}, torch.bfloat16),
     "to-stochastic": ({}, "set", {"rounding": "stochastic", "seed": 3}, torch.bfloat16),
     "kahan-to-split": (
@@ -110,7 +118,9 @@ def in_cpp(group):
     kinds[torch.dtype] = lambda dtype: str(dtype).removeprefix("torch.")
     found = {name: kinds[type(v)](v) for name, v in group.items() if type(v) in kinds}
     found |= {
-        name: "" for name in ("master_weights", "rounding") if group.get(name, "") in (None, False)
+        name: ""
+        for name in ("state_dtype", "master_weights", "rounding")
+        if group.get(name, "") in (None, False)
     }
     return {name: float(v) if type(v) is int and name != "seed" else v for name, v in found.items()}
 
@@ -148,9 +158,9 @@ def stepped(subject):
     params = as_parameters(make_weights(subject.shapes, subject.dtype))
     optimizer = subject.build(params)
     train(optimizer, params, range(1, STEPS // 2 + 1))
-    if subject.change == "set":
+    if subject.change in ("set", "convert"):
         optimizer.param_groups[0].update(subject.later)
-    elif subject.change == "load":
+    if subject.change in ("load", "convert"):
         saved = optimizer.state_dict()
         optimizer = subject.case.build(params, **subject.later)
         optimizer.load_state_dict(saved)

@@ -7,9 +7,10 @@
 // these steps, and of the states of each as pairs of a name and a tensor. Both languages name their options
 // alike. What happens:
 //
-//   ""       nothing
-//   "set"    the group's options are set
-//   "load"   an optimizer that is made with these options loads the archive of the first
+//   ""          nothing
+//   "set"       the group's options are set
+//   "load"      an optimizer that is made with these options loads the archive of the first
+//   "convert"   both
 #include <torch/csrc/jit/serialization/pickle.h>
 
 #include <fstream>
@@ -56,7 +57,7 @@ c10::IValue contents(const State& state) {
   const auto add = [&](const std::string& name, const Tensor& tensor) {
     if (!tensor.defined()) return;
     const bool is_float8 = tensor.scalar_type() == torch::kFloat8_e4m3fn;
-    found.push_back(c10::ivalue::Tuple::create(name, is_float8 ? tensor.view(torch::kUInt8) : tensor));
+    found.emplace_back(c10::ivalue::Tuple::create(name, is_float8 ? tensor.view(torch::kUInt8) : tensor));
   };
   for (size_t k = 0; k < std::size(State::kStates); ++k) {
     add(State::kStates[k].name, state.slot(k));
@@ -76,10 +77,10 @@ bool step_if_named(c10::ArrayRef<c10::IValue> asked, const Tensors& weights, c10
   const auto gradients = asked[3].toListRef();
   const std::string& change = asked[4].toStringRef();
   for (size_t step = 0; step < gradients.size(); ++step) {
-    const bool is_half = step == gradients.size() / 2;
+    const bool changes = step == gradients.size() / 2 && !change.empty();
     const auto options = asked[5].toGenericDict();
-    if (is_half && change == "set") set_options(optimizer->param_groups()[0].options(), options);
-    if (is_half && change == "load") optimizer = loaded_from<Row>(*optimizer, options);
+    if (changes && change != "load") set_options(optimizer->param_groups()[0].options(), options);
+    if (changes && change != "set") optimizer = loaded_from<Row>(*optimizer, options);
     for (size_t i = 0; i < weights.size(); ++i) {
       weights[i].mutable_grad() = gradients[step].toListRef()[i].toTensor();
     }

@@ -212,6 +212,17 @@ TYPED_TEST(StorageTest, AGroupMayHaveWeightsOfSeveralDtypes) {
   EXPECT_FALSE(state_of<TypeParam>(optimizer, wide[0]).low_param().defined());
 }
 
+TEST(AdagradTest, ASparseGradientAndStatesInCodesExcludeEachOther) {
+  const Tensors weights = {torch::ones({100, 64}).requires_grad_()}, before = clones(weights);
+  Adagrad optimizer(weights, AdagradOptions(0.1).state_dtype("int8"));
+  weights[0].mutable_grad() =
+      torch::sparse_coo_tensor(torch::tensor({{3, 1}}), torch::ones({2, 64}), weights[0].sizes());
+  const std::string error = error_of([&] { optimizer.step(); });
+  EXPECT_NE(error.find("a state is quantised; leave state_dtype out for its group"), std::string::npos)
+      << error;
+  expect_equal(weights, before);
+}
+
 // ---- Values ---------------------------------------------------------------------------------------------
 
 // 200 steps of 1e-3 take 1 to 0.8; a bfloat16 weight alone stays where it is.

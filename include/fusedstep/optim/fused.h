@@ -210,7 +210,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   void bind_launch(const Options& options, detail::Way way, Launch launch,
                    std::unique_ptr<detail::Plan>& plan, std::vector<BoundGroup>& bound) {
-    detail::PlanOperands operands = operands_of(options, way, launch);
+    detail::PlanOperands operands =
+        operands_of(options, way, std::move(launch.weights), std::move(launch.places));
     if (plan == nullptr || !plan->is_of(operands)) plan = std::make_unique<detail::Plan>(operands);
     static const auto bind =
         detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
@@ -226,26 +227,27 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // The tensors of weights, whose states are whole, as a plan takes them.
-  detail::PlanOperands operands_of(const Options& options, detail::Way way, const Launch& launch) {
+  detail::PlanOperands operands_of(const Options& options, detail::Way way, Tensors weights,
+                                   std::vector<int64_t> places) {
     detail::PlanOperands found;
-    found.weights = launch.weights;
     Tensors absmax;
     for (const size_t k : slots(options)) {
-      for (const torch::Tensor& weight : launch.weights) {
+      for (const torch::Tensor& weight : weights) {
         const State& state = state_of(weight);
         found.states.push_back(state.slot(k));
         if (detail::is_codes(state.slot(k))) absmax.push_back(state.absmax(k));
       }
     }
     found.has_beside = detail::has_beside(way);
-    for (const torch::Tensor& weight : launch.weights) {
+    for (const torch::Tensor& weight : weights) {
       if (found.has_beside) found.states.push_back(state_of(weight).beside(way));
     }
     found.states.insert(found.states.end(), absmax.begin(), absmax.end());
     for (size_t k = 0; k < State::kNumbers.size(); ++k) {
-      for (const torch::Tensor& weight : launch.weights) found.steps.push_back(state_of(weight).number(k));
+      for (const torch::Tensor& weight : weights) found.steps.push_back(state_of(weight).number(k));
     }
-    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), launch.places};
+    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), std::move(places)};
+    found.weights = std::move(weights);
     return found;
   }
 

@@ -4,8 +4,6 @@
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 
-#include <algorithm>
-#include <array>
 #include <cstdint>
 #include <cstring>
 #include <iterator>
@@ -26,10 +24,10 @@ namespace fusedstep::optim {
   /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */                                 \
   Options(double lr) : lr_(lr) {}                                                                       \
   LIST(FUSEDSTEP_DECLARE_OPTION)                                                                        \
-  FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_UNSET)                                                    \
+  FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_OPTION)                                                   \
  public:                                                                                                \
   void serialize(torch::serialize::InputArchive& archive) override {                                    \
-    LIST(FUSEDSTEP_READ_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_READ_SET)                           \
+    LIST(FUSEDSTEP_READ_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_READ_OPTION)                        \
   }                                                                                                     \
   void serialize(torch::serialize::OutputArchive& archive) const override {                             \
     LIST(FUSEDSTEP_WRITE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_WRITE_SET)                         \
@@ -39,32 +37,31 @@ namespace fusedstep::optim {
   /* Sets what is not set as it is in others. */                                                        \
   void complete_storage(const Options& others) { FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPLETE_OPTION) } \
   friend bool operator==(const Options& a, const Options& b) {                                          \
-    return true LIST(FUSEDSTEP_COMPARE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPARE_SET);        \
+    return true LIST(FUSEDSTEP_COMPARE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPARE_OPTION);     \
   }
 #define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
 #define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
 #define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
 #define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
 
-// The options that all optimizers have, as X(type, name): how states and weights are stored. An archive has
-// one only where it is set, that is, neither "" nor 0.
+// The options that all optimizers have: how states and weights are stored. An archive has one only where it
+// is set, that is, neither "" nor 0.
 //   state_dtype      "int8", "int4", "fp8": states in codes. "float32": also beside 16-bit weights
 //   master_weights   "float32", "split": the float32 value of a 16-bit weight is kept
 //   rounding         "stochastic", "kahan": the other ways to keep it. "stochastic" rounds at random
 //   seed             of these random numbers
 // docs/small_states.md and docs/numerics.md have what each does: the classes of Python do the same.
-#define FUSEDSTEP_STORAGE_OPTIONS(X) \
-  X(std::string, state_dtype)        \
-  X(std::string, master_weights)     \
-  X(std::string, rounding)           \
-  X(int64_t, seed)
-#define FUSEDSTEP_DECLARE_UNSET(type, name) TORCH_ARG(type, name){};
-#define FUSEDSTEP_READ_SET(type, name) FUSEDSTEP_READ_OPTION(type, name, type())
-#define FUSEDSTEP_WRITE_SET(type, name) \
-  if (name##_ != type()) archive.write(#name, torch::IValue(name##_));
-#define FUSEDSTEP_COMPARE_SET(type, name) FUSEDSTEP_COMPARE_OPTION(type, name, type())
-#define FUSEDSTEP_COMPLETE_OPTION(type, name) \
-  if (name##_ == type()) name##_ = others.name##_;
+#define FUSEDSTEP_STORAGE_OPTIONS(X)      \
+  X(std::string, state_dtype, kNotSet)    \
+  X(std::string, master_weights, kNotSet) \
+  X(std::string, rounding, kNotSet)       \
+  X(int64_t, seed, 0)
+#define FUSEDSTEP_WRITE_SET(type, name, value) \
+  if (detail::is_set(name##_)) archive.write(#name, torch::IValue(name##_));
+#define FUSEDSTEP_COMPLETE_OPTION(type, name, value) \
+  if (!detail::is_set(name##_)) name##_ = others.name##_;
+
+inline constexpr const char* kNotSet = "";
 
 // Types and values of options that have commas in them, or are long.
 using TwoBetas = std::tuple<double, double>;
@@ -90,6 +87,9 @@ inline void check_betas(const std::tuple<double, double>& betas) {
 inline void check_above_zero(double value, const char* what) {
   TORCH_CHECK(value > 0, "Invalid ", what, ": ", value);
 }
+
+inline bool is_set(const std::string& option) { return !option.empty(); }
+inline bool is_set(int64_t option) { return option != 0; }
 
 // Reads an option that older archives lack; it is then left alone.
 template <class T>
