@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fusedstep import optim
-from fusedstep.optim import _newton_schulz, muon
+from fusedstep.optim import _matrix_batches, _newton_schulz
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
 from two_processes import PROCESSES, folder_of_both
@@ -119,8 +119,8 @@ class Subjects:
 def batches_of_elements(count):
     """Has no batch more elements for a process than this, or than a weight has."""
     with (
-        mock.patch.dict(muon._AT_ONCE, {"cpu": count}),
-        mock.patch.object(muon, "_AT_ONCE_ELSEWHERE", count),
+        mock.patch.dict(_matrix_batches._AT_ONCE, {"cpu": count}),
+        mock.patch.object(_matrix_batches, "_AT_ONCE_ELSEWHERE", count),
     ):
         yield
 
@@ -178,7 +178,7 @@ def each_matrix_is_computed_once(here):
         computed.extend([x.shape[1:]] * len(x))
         return _newton_schulz.orthogonalize(x, *args)
 
-    with mock.patch.object(muon, "orthogonalize", counted), batches_of_elements(300):
+    with mock.patch.object(_matrix_batches, "orthogonalize", counted), batches_of_elements(300):
         found.sharded.step()
     counts = [None, None]
     dist.all_gather_object(counts, len(computed))

@@ -218,7 +218,7 @@ def test_together_is_within_the_error_of_bfloat16_of_one_by_one():
 def test_small_batches_give_the_same(monkeypatch):
     shapes = [(12, 8)] * 5
     expected, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32)
-    monkeypatch.setitem(fusedstep.optim.muon._AT_ONCE, "cpu", 200)
+    monkeypatch.setitem(fusedstep.optim._matrix_batches._AT_ONCE, "cpu", 200)
     found, optimizer = trained(optim.Muon, shapes, ns_dtype=torch.float32)
     assert max(each.numel() for each in optimizer._scratch.tensors()) == 192
     assert_moved_alike(found, expected, parameters(shapes), 1e-5)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim import muon as module
+from fusedstep.optim import _matrix_batches as module
 from fusedstep.optim._near_shapes import joined, newton_schulz_operations
 from fusedstep.optim._newton_schulz import takes_gram_form
 from stepping import assert_same_bits

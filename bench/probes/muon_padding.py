@@ -22,7 +22,7 @@ from unittest.mock import patch
 
 import torch
 
-from fusedstep.optim import muon
+from fusedstep.optim import Muon, _matrix_batches
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -52,12 +52,12 @@ def step_of(matrices: list[torch.Tensor], **choice: Any) -> Callable[[], object]
     params = [torch.nn.Parameter(x[0].float()) for x in matrices]
     for p in params:
         p.grad = torch.randn_like(p)
-    optimizer = muon.Muon(params)
+    optimizer = Muon(params)
 
     def step() -> None:
         with ExitStack() as changed:
             for name, value in choice.items():
-                changed.enter_context(patch.object(muon, name, value))
+                changed.enter_context(patch.object(_matrix_batches, name, value))
             optimizer.step()
 
     return step

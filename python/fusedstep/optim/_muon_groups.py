@@ -72,17 +72,17 @@ def check_muon_options(options: dict[str, Any]) -> None:
         raise ValueError(f"Invalid beta2 value: {beta2}")
 
 
-def why_no_matrix(group: dict[str, Any], weight: Tensor) -> str | None:
-    """Returns why Muon cannot step a weight; None if it can."""
+def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | None:
+    """Returns why Muon cannot step a weight; None if it can. ``other``: steps all other groups."""
     if weight.ndim < 2:
         return (
             f"has the shape {list(weight.shape)}, and Muon steps matrices: put biases, the weights "
-            "of norms and other vectors into a group with use_muon=False, which AdamW steps"
+            f"of norms and other vectors into a group with use_muon=False, which {other} steps"
         )
     if weight.is_complex():
-        return "is complex, which Muon does not support; use_muon=False has AdamW step it"
+        return f"is complex, which Muon does not support; use_muon=False has {other} step it"
     if reason := why_not_gathered(weight):
-        return f"{reason}; use_muon=False has AdamW step it"
+        return f"{reason}; use_muon=False has {other} step it"
     if group.get("normuon") and is_dtensor(weight):
         return "is a DTensor, of whose rows normuon=True keeps no moments"
     heads = group.get("split_heads", 1)
@@ -128,6 +128,12 @@ def form_of(group: dict[str, Any], weight: Tensor) -> Form:
 def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
     asked = group.get("ns_dtype")
     return usual_dtype(device) if asked is None else asked
+
+
+def to_divisors(group: dict[str, Any], norms: Tensor) -> Tensor:
+    """Makes of the norms of updates, in place, what these are divided by."""
+    eps = group["eps"]
+    return norms.add_(eps) if group.get("adds_eps") else norms.clamp_(min=eps)
 
 
 def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
