@@ -50,6 +50,8 @@ def of_class(cls, model):
     groups = two_groups(model)
     if cls is optim.Muon:
         groups[1]["use_muon"] = False
+    if cls is optim.MuSGD:
+        groups[0] |= {"use_muon": True, "momentum": 0.9}
     if "rank" in parameters_of(cls):
         groups[0] |= {"rank": 4, "update_proj_gap": 2}
     return cls(groups, lr=1e-2)

@@ -546,6 +546,7 @@ COMPOSITES = {
     optim.Adafactor: "adafactor",
     optim.GaLoreAdafactor: "galore",
     optim.GaLoreAdamW: "galore",
+    optim.MuSGD: "musgd",
     optim.Muon: "muon",
     optim.RowWiseAdagrad: "rowwise_adagrad",
     optim.SparseAdam: "sparse_adam",

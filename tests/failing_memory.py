@@ -47,6 +47,7 @@ class Composite(NamedTuple):
 
 
 _LOW_RANK = {"rank": 2, "update_proj_gap": 2, "weight_decay": 0.1}
+_MUSGD = {"use_muon": True, "momentum": 0.9, "weight_decay": 0.1}
 _CODES = {"state_dtype": "int8", "weight_decay": 0.1}
 _BFLOAT16 = {"dtype": torch.bfloat16}
 
@@ -66,6 +67,14 @@ COMPOSED = (
         "muon, int8", optim.Muon, {"state_dtype": "int8", "rounding": "stochastic"}, **_BFLOAT16
     ),
     Composite("muon for AdamW", optim.Muon, {"use_muon": False}),
+    Composite("musgd", optim.MuSGD, _MUSGD),
+    Composite(
+        "musgd, int8",
+        optim.MuSGD,
+        _MUSGD | {"state_dtype": "int8", "rounding": "stochastic"},
+        **_BFLOAT16,
+    ),
+    Composite("musgd, unfused", optim.MuSGD, _MUSGD | {"fused": False}),
     Composite("rowwise_adagrad", optim.RowWiseAdagrad, {}, sparse=True),
     Composite("adafactor", optim.Adafactor, {}),
     Composite("adafactor, split", optim.Adafactor, {"master_weights": "split"}, **_BFLOAT16),

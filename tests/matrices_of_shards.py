@@ -63,7 +63,7 @@ def weights_of(shapes, dtype=torch.float64, seed=0):
 class Subjects:
     """Whole weights and their shards, with an optimizer of each."""
 
-    def __init__(self, here, rows, dtype=torch.float64, mesh=None, **options):
+    def __init__(self, here, rows, dtype=torch.float64, mesh=None, make=optim.Muon, **options):
         self.here, groups, self.of_shards, self.of_wholes = here, [], [], []
         mesh = mesh or init_device_mesh(here.device.type, (PROCESSES,))
         for seed, (shapes, *placements, own) in enumerate(rows):
@@ -73,7 +73,7 @@ class Subjects:
             self.of_shards.append([torch.nn.Parameter(shard) for shard in shards])
             groups.append(own)
         self.whole, self.sharded = (
-            optim.Muon(
+            make(
                 [own | {"params": each} for own, each in zip(groups, params, strict=True)],
                 **{"lr": 0.02, "ns_dtype": dtype} | options,
             )
@@ -193,6 +193,51 @@ def memory_of_transfers_is_kept(here):
         scratch = [each.data_ptr() for each in found.sharded._scratch.tensors()]
         found.step((2,))
     assert [each.data_ptr() for each in found.sharded._scratch.tensors()] == scratch
+
+
+def musgd_is_stepped_as_the_whole(here):
+    """The part of SGD is each process's own, and all of it has moved by Muon's before."""
+    rows = [
+        (shapes, *placements, own | {"use_muon": True})
+        for shapes, *placements, own in ROWS.values()
+        if not own
+    ]
+    rows += [([(9, 4), (5,)], Shard(0), {})]
+    usual = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3, "muon": 0.2, "sgd": 1.0}
+    bounds = {"rtol": 1e-11, "atol": 1e-12}
+    bounds |= {"averages": dict(bounds)}  # those of SGD have the decay of what products moved
+    for options in ({}, {"maximize": True}, {"momentum": 0.0}, {"fused": False}):
+        for count in (150, 1 << 20):
+            with batches_of_elements(count):
+                found = Subjects(here, rows, make=optim.MuSGD, **(usual | options)).step()
+            found.assert_alike(f"{options}, {count}", **bounds)
+            if not options:
+                found.step((2,), max_norm=0.5).assert_alike("clipped", **bounds)
+
+
+def values_of_musgd_of_few_bytes_are_kept(here):
+    rows = [([(64, 80), (80, 64)], Shard(0), {"use_muon": True})]
+    usual = {"make": optim.MuSGD, "ns_dtype": torch.float32, "momentum": 0.9}
+    for dtype, options in (
+        (torch.bfloat16, {"master_weights": True}),
+        (torch.bfloat16, {"rounding": "stochastic"}),
+        (torch.float32, {"state_dtype": "int8"}),
+    ):
+        found = Subjects(here, rows, dtype, **usual, **options).step()
+        for whole, shard in found.pairs():
+            state, expected = found.sharded.state[shard], found.whole.state[whole]
+            assert state.keys() == expected.keys()
+            assert "momentum_buffer_SGD" in state
+            torch.testing.assert_close(
+                shard.detach().full_tensor(), whole.detach(), rtol=2e-2, atol=1e-3
+            )
+
+
+def placements_that_musgd_cannot_gather_are_refused_by_name(here):
+    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    weight = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    with pytest.raises(ValueError, match=r"'w' is a DTensor .*use_muon=False has SGD step it"):
+        optim.MuSGD([("w", weight)], use_muon=True)
 
 
 def values_and_states_of_few_bytes_are_kept(here):
@@ -367,6 +412,9 @@ WORKS = (
     a_mesh_with_copies_takes_shards,
     each_matrix_is_computed_once,
     memory_of_transfers_is_kept,
+    musgd_is_stepped_as_the_whole,
+    values_of_musgd_of_few_bytes_are_kept,
+    placements_that_musgd_cannot_gather_are_refused_by_name,
     values_and_states_of_few_bytes_are_kept,
     groups_of_adamw_step_beside_matrices,
     what_is_not_a_number_stays_in_its_matrix,

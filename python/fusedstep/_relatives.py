@@ -80,6 +80,10 @@ def _low_rank(optimizer: Any) -> _Successor:
     return (optim.APOLLOAdamW if is_apollo else optim.GaLoreAdamW), {}
 
 
+def _musgd(optimizer: Any) -> _Successor:
+    return optim.MuSGD, {"muon": optimizer.muon, "sgd": optimizer.sgd}
+
+
 def _torchao(cls: type[FusedOptimizer], kind: str) -> Callable[[Any], _Successor]:
     def relative(optimizer: Any) -> _Successor:
         rounding = {"rounding": "stochastic"} if optimizer.bf16_stochastic_round else {}
@@ -146,4 +150,5 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
         for suffix, kind in (("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8"))
     },
     ("transformers", "Adafactor"): lambda optimizer: (optim.Adafactor, {}),
+    ("ultralytics", "MuSGD"): _musgd,
 }

@@ -38,6 +38,7 @@ from fusedstep.optim.low_bit import Lion8bit as Lion8bit
 from fusedstep.optim.low_bit import RMSprop8bit as RMSprop8bit
 from fusedstep.optim.low_bit import SGD8bit as SGD8bit
 from fusedstep.optim.muon import Muon
+from fusedstep.optim.musgd import MuSGD
 from fusedstep.optim.nadam import NAdam
 from fusedstep.optim.radam import RAdam
 from fusedstep.optim.rmsprop import RMSprop
@@ -61,6 +62,7 @@ __all__ = [
     "GaLoreAdamW",
     "Lamb",
     "Lion",
+    "MuSGD",
     "Muon",
     "NAdam",
     "RAdam",

@@ -67,7 +67,7 @@ class MatrixBatches:
         """The factor of the learning rate for a matrix; ``shape``: of the weight that it is of."""
         return ratio_of(group, (1, *matrix))
 
-    def _second_step(self, group: dict[str, Any], moving: list[_Moving]) -> Callable[[], None]:
+    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
         """Prepares what steps weights once more when they have moved, and returns what takes it.
 
         Nothing is written before, and nothing can fail on a CPU from then on.
@@ -215,7 +215,7 @@ class MatrixBatches:
         wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
         products = ns_dtype_of(group, there)
         narrow = products if products.itemsize < wide.itemsize else wide
-        under_way: dict[Batch, dict[int, _Moving]] = {}
+        under_way: dict[Batch, dict[int, Moving]] = {}
 
         def pack(batch: Batch, parts: list[Tensor]) -> None:
             places = batch.weights
@@ -245,7 +245,7 @@ class MatrixBatches:
 
     def _begin(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> list[_Moving]:
+    ) -> list[Moving]:
         """The operands of what this process has of weights of one dtype."""
         moving = []
         for p, grad in zip(weights, grads, strict=True):
@@ -253,11 +253,11 @@ class MatrixBatches:
             state = self._store.decoded(group, p, kept)
             wide = self._widened(group, p, state)
             value, average = local(wide), local(state["momentum_buffer"])
-            moving.append(_Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
+            moving.append(Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
         return moving
 
     @staticmethod
-    def _advance(group: dict[str, Any], moving: list[_Moving]) -> None:
+    def _advance(group: dict[str, Any], moving: list[Moving]) -> None:
         """Takes gradients into the averages."""
         averages, grads = [each.average for each in moving], [each.grad for each in moving]
         torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
@@ -307,7 +307,7 @@ class MatrixBatches:
         for ratio, (some, along) in alike.items():
             torch._foreach_add_(some, along, alpha=-lr * ratio)
 
-    def _finish(self, group: dict[str, Any], moving: list[_Moving]) -> None:
+    def _finish(self, group: dict[str, Any], moving: list[Moving]) -> None:
         """Puts moved values, and averages, where weights and states keep them."""
         for each in moving:
             if seed_of(group, each.weight) is not None:
@@ -318,7 +318,7 @@ class MatrixBatches:
             increment_version([each.weight for each in moving])
 
 
-class _Moving(NamedTuple):
+class Moving(NamedTuple):
     """A weight in the middle of its step, and what this process has of it."""
 
     weight: Tensor

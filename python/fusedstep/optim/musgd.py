@@ -1,0 +1,312 @@
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import check_at_least_zero, check_ranges
+from fusedstep.optim._dtensor import local
+from fusedstep.optim._matrix_batches import Moving
+from fusedstep.optim._muon_groups import check_muon_options, uses_muon
+from fusedstep.optim._muon_steps import MuonSteps
+from fusedstep.optim._near_shapes import Shape
+from fusedstep.optim._options import OWN, own_option
+from fusedstep.optim._second_step import Operands, SecondSteps
+from fusedstep.optim._support import why_not_native
+from fusedstep.optim.sgd import SGD
+
+__all__ = ["MuSGD"]
+
+#: Muon's options that are always the same here.
+_FIXED: dict[str, Any] = {
+    "ns_coefficients": "quintic",
+    "ns_steps": 5,
+    "eps": 1e-7,
+    "adds_eps": True,
+    "adjust_lr_fn": None,
+    "stacked": False,
+}
+
+_MUSGD_OWN: dict[str, Any] = {"muon": 0.5, "sgd": 0.5, "ns_dtype": None, "maximize": False}
+
+#: Options that check_ranges() does not know.
+_NO_RANGE = ("use_muon", "ns_dtype")
+
+_SGD_BUFFER = "momentum_buffer_SGD"
+
+
+class MuSGD(MuonSteps, SGD):
+    r"""Implements the MuSGD algorithm, in signature and states that of Ultralytics.
+
+    For a matrix ``w`` with gradient ``g`` in a group with ``use_muon``::
+
+        m = momentum * m + (1 - momentum) * g
+        u = momentum * m + (1 - momentum) * g if nesterov else m
+        x = newton_schulz(u / (norm(u) + 1e-7))         (as Muon, 5 steps)
+        w = w - lr * muon * sqrt(max(1, w.shape[-2] / w.shape[-1])) * x
+        d = g + weight_decay * w
+        b = momentum * b + d
+        e = d + momentum * b if nesterov else b
+        w = w - lr * sgd * e
+
+    In the usual notation
+
+    .. math::
+        \begin{aligned}
+            M_t      &= \mu M_{t-1} + (1 - \mu) G_t                                           \\
+            U_t      &= \mu M_t + (1 - \mu) G_t                                               \\
+            X_t      &= \mathrm{NewtonSchulz}(U_t / (\lVert U_t \rVert_F + 10^{-7}))          \\
+            \phi_t   &= \theta_{t-1} - \gamma \alpha \sqrt{\max(1, A / B)} \, X_t             \\
+            D_t      &= G_t + \lambda \phi_t                                                  \\
+            B_t      &= \mu B_{t-1} + D_t                                                     \\
+            \theta_t &= \phi_t - \gamma \beta (D_t + \mu B_t)
+        \end{aligned}
+
+    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``momentum``
+    :math:`\mu`, ``weight_decay`` :math:`\lambda`, ``muon`` :math:`\alpha`, ``sgd`` :math:`\beta`,
+    and a weight whose last two dimensions are :math:`A` and :math:`B`. Without ``nesterov``
+    :math:`M_t` takes the place of :math:`U_t`, and :math:`B_t` that of :math:`D_t + \mu B_t`. This
+    is the optimizer of `Ultralytics`_, with Keller Jordan's `Muon`_. All other groups are stepped
+    by :class:`SGD`, with ``lr`` itself.
+
+    Weights of a group with ``use_muon`` have two dimensions or more. All but the first are
+    flattened: a convolution is a matrix [out, rest], but has the factor of its last two dimensions,
+    which are the filter's. They may have any strides, and be float32, float64, bfloat16 or float16
+    on any device. ``momentum_buffer`` (m) and ``momentum_buffer_SGD`` (b) have the weight's dtype
+    and dimension order; without ``momentum`` there is no b, and no state of other groups. Matrices
+    of one shape go through the iteration together, in memory that the optimizer keeps; the native
+    rule of SGD then steps them all. A gradient with a NaN makes NaN of its own matrix, and of no
+    other. Of sharded DTensors each matrix is gathered to one process, which computes it for all.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 1e-3)
+        momentum (float, optional): momentum factor of both parts (default: 0)
+        weight_decay (float, optional): weight decay (L2 penalty) of the part of SGD (default: 0)
+        nesterov (bool, optional): Nesterov momentum of both parts (default: False)
+        use_muon (bool, optional): True has a group stepped by both, False by SGD alone
+            (default: False)
+        muon (float, optional): factor of ``lr`` of Muon's part (default: 0.5)
+        sgd (float, optional): factor of ``lr`` of SGD's part, in groups with ``use_muon``
+            (default: 0.5)
+        ns_dtype (torch.dtype, optional): of the products: torch.bfloat16, torch.float16,
+            torch.float32 or torch.float64; None is bfloat16, or float32 on a CPU without
+            instructions for it (default: None)
+        fused (bool, optional): False steps weight by weight in plain torch operations; True and
+            None take matrices together and the native rule of SGD. Where there is none for a
+            weight, None takes torch operations, and True is an error (default: None)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a group with
+            ``use_muon`` has a weight of fewer than two dimensions, one that is complex, or a
+            DTensor that is no shard along one dimension of a mesh.
+        RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients of groups
+            with ``use_muon``, weights that overlap themselves in memory, and shards with a gradient
+            in some processes only.
+
+    Example::
+
+        >>> matrices = [w for w in model.parameters() if w.ndim in (2, 4)]
+        >>> others = [w for w in model.parameters() if w.ndim not in (2, 4)]
+        >>> groups = [
+        ...     {"params": matrices, "use_muon": True, "weight_decay": 5e-4},
+        ...     {"params": others},
+        ... ]
+        >>> optimizer = optim.MuSGD(
+        ...     groups, lr=0.01, momentum=0.9, nesterov=True, muon=0.2, sgd=1.0
+        ... )
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _Ultralytics:
+        https://docs.ultralytics.com/reference/optim/muon/
+    .. _Muon:
+        https://kellerjordan.github.io/posts/muon/
+    """
+
+    _states = ("momentum_buffer", _SGD_BUFFER)
+    _signed = frozenset(_states)
+    _elementwise = False
+    _torch_fuses = False
+    _allocates_first = False
+    _composite = True
+    _own_options = OWN | _MUSGD_OWN
+    _later_options: ClassVar[dict[str, Any]] = {"use_muon": False, "nesterov": False}
+    _other = "SGD"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        use_muon: bool = False,
+        muon: float = 0.5,
+        sgd: float = 0.5,
+        *,
+        ns_dtype: torch.dtype | None = None,
+        maximize: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | str | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        FusedOptimizer.__init__(self, params, locals())
+
+    # Options
+
+    def _check(self, options: dict[str, Any]) -> None:
+        others = {name: value for name, value in options.items() if name not in _NO_RANGE}
+        check_ranges(others, self._betas, None)
+        check_muon_options(self._as_muon(options))
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        super()._check_group(index, group)
+        for name in ("weight_decay", "muon", "sgd"):
+            check_at_least_zero(name, group.get(name, _MUSGD_OWN.get(name)))
+
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        matrices = [p for p in weights if p.ndim >= 2]
+        others = [p for p in weights if p.ndim < 2]
+        groups = [{"params": matrices, "use_muon": True}, {"params": others}]
+        return [group for group in groups if group["params"]]
+
+    @property
+    def muon(self) -> float:
+        """The factor of Muon's part. To set it sets that of all groups."""
+        return float(self.defaults.get("muon", _MUSGD_OWN["muon"]))
+
+    @muon.setter
+    def muon(self, factor: float) -> None:
+        self._set_factor("muon", factor)
+
+    @property
+    def sgd(self) -> float:
+        """The factor of SGD's part. To set it sets that of all groups."""
+        return float(self.defaults.get("sgd", _MUSGD_OWN["sgd"]))
+
+    @sgd.setter
+    def sgd(self, factor: float) -> None:
+        self._set_factor("sgd", factor)
+
+    def _set_factor(self, name: str, factor: float) -> None:
+        check_at_least_zero(name, factor)
+        for options in (self.defaults, *self._groups):
+            options[name] = factor
+
+    def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with Muon's options. Only the part of SGD decays weights."""
+        decay = group["weight_decay"]
+        return group | _FIXED | {"weight_decay": 0.0, "sgd_weight_decay": decay}
+
+    def _as_other(self, group: dict[str, Any]) -> dict[str, Any]:
+        return group | {"dampening": 0}
+
+    def _as_sgd(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The options of SGD's part, of a group as ``_as_muon`` returns it."""
+        return group | {
+            "use_muon": False,
+            "lr": float(group["lr"]) * float(group.get("sgd", _MUSGD_OWN["sgd"])),
+            "weight_decay": group["sgd_weight_decay"],
+            "dampening": 0,
+            "maximize": False,  # gradients have been negated
+        }
+
+    def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
+        muon = float(group.get("muon", _MUSGD_OWN["muon"]))
+        return muon * math.sqrt(max(1, shape[-2] / shape[-1]))
+
+    # States
+
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        if uses_muon(group):
+            return cls._states if group["momentum"] else cls._states[:1]
+        return cls._states[:1] if group.get("momentum") else ()
+
+    @classmethod
+    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return cls._state_names(group) if uses_muon(group) else ()
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        if uses_muon(group):
+            return "MuSGD does not support sparse gradients in groups with use_muon=True"
+        return super()._sparse_error(group)
+
+    # The step
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        asks = uses_muon(group) and own_option(group, "fused")
+        if asks and (reason := why_not_native(weights)):
+            raise RuntimeError(reason)
+        return super()._is_native(group, weights, grads)
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        if why_not_native(weights) or any(map(is_traceable_wrapper_subclass, map(local, grads))):
+            self._imperative_steps(group, weights, grads)
+        else:
+            super()._composite_steps(group, weights, grads)
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if not uses_muon(group):
+            super()._imperative(group, weight, grad, state)
+            return
+        part, own_grad = local(weight), _kept_apart(local(grad), local(weight))
+        of_muon = {name: each for name, each in state.items() if name != _SGD_BUFFER}
+        super()._imperative(group, weight, grad, of_muon)
+        of_sgd = {"step": torch.ones(())}  # without dampening no step is the first one
+        if _SGD_BUFFER in state:
+            of_sgd["momentum_buffer"] = local(state[_SGD_BUFFER])
+        SGD._imperative(self, self._as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
+
+    def _begin(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> list[Moving]:
+        moving = super()._begin(group, weights, grads)
+        return [each._replace(grad=_kept_apart(each.grad, each.value)) for each in moving]
+
+    @functools.cached_property
+    def _second_steps(self) -> SecondSteps:
+        return SecondSteps(self._rule, "momentum_buffer")
+
+    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
+        operands = Operands(
+            [each.value for each in moving],
+            [each.grad for each in moving],
+            [local(each.state[_SGD_BUFFER]) for each in moving] if group["momentum"] else [],
+            [each.average for each in moving],
+            all(map(_is_in_place, moving)),
+        )
+        return self._second_steps.prepare(
+            operands, self._options(self._as_sgd(group)), self._scratch
+        )
+
+
+def _kept_apart(grad: Tensor, weight: Tensor) -> Tensor:
+    """The gradient, or a copy of one that is its own weight: it is read when that has moved."""
+    return grad.clone() if grad.is_set_to(weight) else grad
+
+
+def _is_in_place(moving: Moving) -> bool:
+    """Returns whether a step writes to the weight and its states, and not to copies of them."""
+    kept, state = (each.get(_SGD_BUFFER) for each in (moving.kept, moving.state))
+    return moving.wide is moving.weight and kept is state
