@@ -41,6 +41,7 @@ def classes() -> list[optim.FusedOptimizer]:
         optim.Lamb(parameters, variant="apex", min_ratio=0.1),
         optim.Lion(parameters, state_dtype=torch.float32),
         optim.Muon(matrices, ns_steps=3, split_heads=1, adjust_lr_fn="original"),
+        optim.MuSGD(matrices, 0.01, 0.9, use_muon=True, muon=0.2, ns_dtype=torch.bfloat16),
         optim.NAdam(parameters, momentum_decay=4e-3),
         optim.RAdam(parameters, decoupled_weight_decay=True),
         optim.RMSprop(parameters, centered=True),
@@ -67,6 +68,11 @@ def low_bit() -> tuple[optim.AdamW8bit, optim.SGD, optim.Lamb]:
     optim.AdamW8bit(parameters, momentum=0.9)  # type: ignore[call-arg]
     adamw = optim.AdamW8bit(parameters, lr=1e-3)
     return adamw, optim.SGD8bit(parameters, lr=0.1), optim.Lamb8bit(parameters, variant="timm")
+
+
+def factors(optimizer: optim.MuSGD) -> float:
+    optimizer.muon = 0.25
+    return optimizer.muon + optimizer.sgd
 
 
 def schedules(optimizer: optim.Muon) -> list[float | Tensor]:
