@@ -237,8 +237,9 @@ def test_weights_without_native_kernels_are_stepped_one_by_one(monkeypatch):
     from fusedstep.optim import musgd as module
 
     monkeypatch.setattr(module, "why_not_native", lambda *args, **options: "no kernels")
-    found, _ = trained(ns_dtype=torch.float32, **WITH_MOMENTUM)
+    found, optimizer = trained(ns_dtype=torch.float32, **WITH_MOMENTUM)
     assert_moved_alike(found, by_reference(**WITH_MOMENTUM)[0], parameters(SHAPES), 1e-4)
+    assert not list(optimizer._second_steps.plans)
     with pytest.raises(RuntimeError, match="no kernels"):
         make(parameters(SHAPES), fused=True)
 
@@ -269,6 +270,21 @@ def test_a_step_allocates_nothing_of_a_weights_size(options):
     assert plans
     assert [plan.handle for plan in optimizer._second_steps.plans] == plans
     del params
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {"state_dtype": "int8"}),
+        (torch.bfloat16, {"master_weights": True}),
+        (torch.bfloat16, {"state_dtype": torch.float32}),
+    ],
+    ids=str,
+)
+def test_no_plan_is_kept_of_values_that_are_made_anew(dtype, options):
+    """It would keep their memory."""
+    _, optimizer = trained([(96, 64)] * 2, dtype, momentum=0.9, **options)
+    assert not list(optimizer._second_steps.plans)
 
 
 def test_states_that_are_replaced_have_another_plan():

@@ -48,9 +48,8 @@ class SecondSteps:
         ``numbers``: the rule's hyper-parameters and, last, whether to maximize.
         """
         plan, grads = self.plans.take(of.values), of.grads
-        if plan is None or not (
-            same(plan.states, of.states) and plan.bind(of.values, grads, False)
-        ):
+        fits = plan is not None and same(plan.states, of.states)
+        if not (fits and plan.bind(of.values, grads, False)):
             plan = _Plan(of.values, of.states, (self._state,) if of.states else ())
             if not plan.bind(of.values, grads, False):  # one is a negated view or a zero tensor
                 grads = [grad.clone() for grad in grads]
@@ -79,7 +78,7 @@ class SecondSteps:
 
 
 class _Plan(Plan):
-    """A plan with its states. The count of its steps is of no use: no rule here reads it."""
+    """A plan with its states. Its step counts are its own: the weights count their first steps."""
 
     __slots__ = ("states",)
 

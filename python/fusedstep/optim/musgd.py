@@ -273,7 +273,7 @@ class MuSGD(MuonSteps, SGD):
         part, own_grad = local(weight), _kept_apart(local(grad), local(weight))
         of_muon = {name: each for name, each in state.items() if name != _SGD_BUFFER}
         super()._imperative(group, weight, grad, of_muon)
-        of_sgd = {"step": torch.ones(())}  # without dampening no step is the first one
+        of_sgd = {"step": state["step"]}
         if _SGD_BUFFER in state:
             of_sgd["momentum_buffer"] = local(state[_SGD_BUFFER])
         SGD._imperative(self, self._as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
