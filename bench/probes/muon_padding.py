@@ -1,11 +1,12 @@
-"""Times Muon's iteration of matrices of near shapes: shape by shape, and padded to one.
+"""Times Muon's iteration of matrices of near shapes: one by one, and padded to one shape.
 
     python bench/probes/muon_padding.py [--device cuda] [--json OUT.json]
 
 32 matrices whose sides differ by up to a share of the largest: 5 steps, each matrix in products of
 its own, and all in one batch with zeros up to the largest, which leave the other elements what they
-are; and a step of Muon with near shapes apart, and joined as it does. Milliseconds are medians,
-those of the iteration without the copies that padding needs.
+are; and a step of Muon with near shapes apart, which batches those of one shape, and joined as it
+does. ``shapes`` is the number of different ones: sides are whole, so that some of the 32 may be
+alike. Milliseconds are medians, those of the iteration without the copies that padding needs.
 """
 
 from __future__ import annotations
@@ -77,12 +78,13 @@ def measured(largest: tuple[int, int], spread: float, device: str) -> dict[str, 
     for x, place in zip(each, padded, strict=True):
         place[: x.shape[1], : x.shape[2]] = x[0]
     times = {
-        "by shape": lambda: [orthogonalize(x.clone(), steps, scratch) for x in each],
+        "one by one": lambda: [orthogonalize(x.clone(), steps, scratch) for x in each],
         "padded": lambda: orthogonalize(padded.clone(), steps, scratch),
     }
     times |= {"steps apart": step_of(each, **APART), "steps joined": step_of(each)}
     ms = {name: milliseconds(run, device) for name, run in times.items()}
-    return {"largest": list(largest), "spread": spread, "ms": ms}
+    shapes = len({x.shape for x in each})
+    return {"largest": list(largest), "spread": spread, "shapes": shapes, "ms": ms}
 
 
 def main() -> None:
