@@ -16,6 +16,9 @@ from test_muon import assert_moved_alike, largest_allocation, parameters, step
 #: Matrices, and filters: [out, in, height, width].
 SHAPES = ((24, 8), (8, 24), (24, 8), (6, 3, 3, 3), (16, 4, 5, 1), (3, 8, 12), (8, 8, 1, 1))
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ("cpu", pytest.param("cuda", marks=NEEDS_GPU))
+
 WITH_MOMENTUM = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.3}
 
 
@@ -127,6 +130,27 @@ def test_the_part_of_sgd_has_the_bits_of_the_native_rule(of_muon, dtype):
             assert_same_bits(p.detach(), q.detach(), "weight")
             found, expected = optimizer.state[p][name], sgd.state[q]["momentum_buffer"]
             assert_same_bits(found, expected, "state")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fused", [None, True, False])
+def test_each_device_steps_as_the_reference(fused, device):
+    """From gradients in other layouts too: channels-last, and transposed."""
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in parameters(SHAPES)]
+    optimizer = make(params, ns_dtype=torch.float32, fused=fused, **WITH_MOMENTUM)
+    for number in range(3):
+        generator = torch.Generator().manual_seed(100 + number)
+        for p in params:
+            grad = torch.randn(p.shape, generator=generator).to(device)
+            p.grad = grad.transpose(0, -1).contiguous().transpose(0, -1)
+        optimizer.step()
+    expected, states = by_reference(**WITH_MOMENTUM)
+    assert_moved_alike([p.cpu() for p in params], expected, parameters(SHAPES), 1e-4)
+    for p, state in zip(params, states, strict=True):
+        for name, value in state.items():
+            found = optimizer.state[p][name]
+            assert found.device == p.device
+            torch.testing.assert_close(found.double().cpu(), value, rtol=1e-4, atol=1e-5)
 
 
 def test_maximize_takes_the_gradient_negated():
