@@ -18,6 +18,7 @@ from fusedstep.optim._muon_groups import check_muon_options, uses_muon
 from fusedstep.optim._muon_steps import MuonSteps
 from fusedstep.optim._near_shapes import Shape
 from fusedstep.optim._options import OWN, own_option
+from fusedstep.optim._plan import same
 from fusedstep.optim._second_step import Operands, SecondSteps
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim.sgd import SGD
@@ -252,14 +253,29 @@ class MuSGD(MuonSteps, SGD):
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:
         asks = uses_muon(group) and own_option(group, "fused")
-        if asks and (reason := why_not_native(weights)):
+        if asks and (reason := self._why_no_kernels(group, weights)):
             raise RuntimeError(reason)
         return super()._is_native(group, weights, grads)
+
+    @functools.cached_property
+    def _with_kernels(self) -> dict[int, list[Tensor]]:
+        return {}
+
+    def _why_no_kernels(self, group: dict[str, Any], weights: list[Tensor]) -> str | None:
+        """As why_not_native(), which takes microseconds a weight: the last answer is kept."""
+        place = id(group["params"])
+        if same(weights, self._with_kernels.get(place, [])):
+            return None
+        reason = why_not_native(weights)
+        if reason is None:
+            self._with_kernels[place] = list(weights)
+        return reason
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
-        if why_not_native(weights) or any(map(is_traceable_wrapper_subclass, map(local, grads))):
+        is_other = any(map(is_traceable_wrapper_subclass, map(local, grads)))
+        if is_other or self._why_no_kernels(group, weights):
             self._imperative_steps(group, weights, grads)
         else:
             super()._composite_steps(group, weights, grads)
