@@ -544,6 +544,7 @@ CASES = (
 COMPOSITES = {
     optim.APOLLOAdamW: "apollo",
     optim.Adafactor: "adafactor",
+    optim.CAME: "came",
     optim.GaLoreAdafactor: "galore",
     optim.GaLoreAdamW: "galore",
     optim.MuSGD: "musgd",

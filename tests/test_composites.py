@@ -44,6 +44,7 @@ def as_sparse(values):
 
 ROWS = (
     Composite(optim.Adafactor, {}),
+    Composite(optim.CAME, {}),
     Composite(optim.Muon, {}, counts=False),
     Composite(optim.MuSGD, {"use_muon": True, "momentum": 0.9, "nesterov": True}, counts=False),
     Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),

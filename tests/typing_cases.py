@@ -37,6 +37,7 @@ def classes() -> list[optim.FusedOptimizer]:
         optim.Adamax(parameters, betas=(0.9, 0.999)),
         optim.Adan(parameters, betas=(0.98, 0.92, 0.99), no_prox=True),
         optim.APOLLOAdamW(low_rank, proj="random", scale_type="channel", scale_front=True),
+        optim.CAME(matrices, eps=(1e-30, 1e-16), betas=(0.9, 0.999, 0.9999), clip_threshold=0.5),
         optim.GaLoreAdamW(low_rank, svd="exact", update_proj_gap=50, stagger=True),
         optim.Lamb(parameters, variant="apex", min_ratio=0.1),
         optim.Lion(parameters, state_dtype=torch.float32),

@@ -136,6 +136,7 @@ _RELATIVES: dict[tuple[str, str], Callable[[Any], _Successor]] = {
         for prefix in prefixes
         for bits in ("", "8bit", "32bit")
     },
+    ("came_pytorch", "CAME"): lambda optimizer: (optim.CAME, {}),
     ("deepspeed", "FusedAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdam"): _adam,
     ("deepspeed", "DeepSpeedCPUAdagrad"): _deepspeed_adagrad,

@@ -124,10 +124,11 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
             :mod:`fusedstep.optim`, a class of that module, ``FusedAdam`` or ``FusedAdagrad`` of
             apex, ``FusedAdam``, ``DeepSpeedCPUAdam`` or ``DeepSpeedCPUAdagrad`` of DeepSpeed,
             ``Adan`` of its authors (module ``adan``) or of timm, ``Adafactor`` of transformers,
-            ``RowWiseAdagrad`` of torchrec, ``MuSGD`` of Ultralytics, the classes of galore_torch,
-            ``APOLLOAdamW`` of apollo_torch, whose projections go on with other random numbers, one
-            of bitsandbytes but for LAMB, LARS and AdEMAMix, or a class of ``torchao.optim`` with
-            states of 8 or 4 bits. The last two go on with the ``state_dtype`` that they have
+            ``RowWiseAdagrad`` of torchrec, ``MuSGD`` of Ultralytics, ``CAME`` of came_pytorch, the
+            classes of galore_torch, ``APOLLOAdamW`` of apollo_torch, whose projections go on with
+            other random numbers, one of bitsandbytes but for LAMB, LARS and AdEMAMix, or a class of
+            ``torchao.optim`` with states of 8 or 4 bits. The last two go on with the
+            ``state_dtype`` that they have
         **overrides: options for all groups, in place of the given optimizer's
 
     Raises:

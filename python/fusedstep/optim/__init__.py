@@ -21,6 +21,7 @@ from fusedstep.optim.adamw import AdamW
 from fusedstep.optim.adan import Adan
 from fusedstep.optim.apollo import APOLLOAdamW
 from fusedstep.optim.asgd import ASGD
+from fusedstep.optim.came import CAME
 from fusedstep.optim.galore import GaLoreAdamW
 from fusedstep.optim.galore_adafactor import GaLoreAdafactor
 from fusedstep.optim.lamb import Lamb
@@ -49,6 +50,7 @@ from fusedstep.optim.sparse_adam import SparseAdam
 
 __all__ = [
     "ASGD",
+    "CAME",
     "SGD",
     "APOLLOAdamW",
     "Adadelta",

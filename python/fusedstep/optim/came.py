@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import check_number, check_pair, floats, name_of, numeric
+from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._factored_blocks import FactoredMoments, Numbers, step_in_blocks
+from fusedstep.optim._factors import Factors
+from fusedstep.optim._options import own_option
+from fusedstep.optim._plan import Work
+from fusedstep.optim._support import why_not_native
+from fusedstep.optim._undo import numbers_first
+
+__all__ = ["CAME"]
+
+_SQUARES = ("exp_avg_sq_row", "exp_avg_sq_col")
+_RESIDUALS = ("exp_avg_res_row", "exp_avg_res_col")
+
+
+class CAME(FusedOptimizer):
+    r"""Implements the CAME algorithm: Adafactor's moments, and a first one that is trusted by rows.
+
+    Signature and states are those of ``came_pytorch.CAME``. Where its updates have been far from
+    their running average, it takes smaller steps. For a weight ``w`` of two dimensions with
+    gradient ``g``, with ``rms`` the root of the mean square of all elements::
+
+        row = beta2 * row + (1 - beta2) * mean(g**2 + eps1, of each row)
+        col = beta2 * col + (1 - beta2) * mean(g**2 + eps1, of each column)
+        u = g / sqrt(row * col / mean(row))
+        u = u / max(1, rms(u) / clip_threshold)
+        m = beta1 * m + (1 - beta1) * u
+        r = (u - m)**2 + eps2
+        res_row = beta3 * res_row + (1 - beta3) * mean(r, of each row)
+        res_col = beta3 * res_col + (1 - beta3) * mean(r, of each column)
+        w = (1 - lr * weight_decay) * w - lr * m / sqrt(res_row * res_col / mean(res_row))
+
+    Weights of less than two dimensions have the running average of ``g**2 + eps1`` in place of
+    ``row * col / mean(row)``, and no residuals: ``lr * m`` is taken from them. Those of more are
+    stacks of matrices, of the last two. In the usual notation
+
+    .. math::
+        \begin{aligned}
+            R_t      &= \beta_2 R_{t-1} + (1 - \beta_2) (G_t^2 + \epsilon_1) 1_m / m           \\
+            C_t      &= \beta_2 C_{t-1} + (1 - \beta_2) 1_n^\top (G_t^2 + \epsilon_1) / n      \\
+            U_t      &= G_t / \sqrt{R_t C_t / (1_n^\top R_t / n)}                              \\
+            \hat U_t &= U_t / \max(1, \operatorname{RMS}(U_t) / d)                             \\
+            M_t      &= \beta_1 M_{t-1} + (1 - \beta_1) \hat U_t                               \\
+            S_t      &= \text{as } R_t C_t / (1_n^\top R_t / n) \text{, of }
+                        (\hat U_t - M_t)^2 + \epsilon_2 \text{ with } \beta_3                  \\
+            \theta_t &= (1 - \gamma \lambda) \theta_{t-1} - \gamma M_t / \sqrt{S_t}
+        \end{aligned}
+
+    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
+    :math:`\beta`, ``eps`` :math:`\epsilon`, ``clip_threshold`` :math:`d` and ``weight_decay``
+    :math:`\lambda`. This is algorithm 2 of `CAME`_, and what its authors' package does.
+
+    Weights are float32, float64, bfloat16 or float16, of any shape and strides and on any device,
+    as may be their gradients. The states are ``exp_avg`` of the weight's shape and, of a matrix,
+    ``exp_avg_sq_row``, ``exp_avg_sq_col``, ``exp_avg_res_row`` and ``exp_avg_res_col``; of less
+    than two dimensions ``exp_avg_sq``. They have the weight's dtype, float32 beside 16 bits.
+    ``step`` is a 0-dimensional float32 tensor. The step is made of torch operations, for a block
+    of rows at a time: of float32 and float64 weights it needs memory for two blocks.
+
+    Args:
+        params (iterable): iterable of parameters or named_parameters to optimize
+            or iterable of dicts defining parameter groups
+        lr (float, Tensor, optional): learning rate (default: 2e-4)
+        eps (tuple[float, float], optional): eps1 and eps2, added to the squares of gradients and
+            of residuals (default: (1e-30, 1e-16))
+        clip_threshold (float, optional): largest root mean square of an update before it is
+            averaged (default: 1.0)
+        betas (tuple[float, float, float], optional): coefficients of the running averages of the
+            update, the squares and the residuals (default: (0.9, 0.999, 0.9999))
+        weight_decay (float, optional): decoupled weight decay (default: 0)
+        fused (bool, optional): False steps in the operations of the formula above, with memory for
+            several times the largest weight; True and None take blocks of rows (default: None)
+
+    Raises:
+        ValueError: if a hyper-parameter is out of range, ``params`` is empty, or a weight is
+            complex or a sharded DTensor; the error names the parameter.
+        RuntimeError: at :meth:`step`, before anything is changed, for sparse gradients and weights
+            that overlap themselves in memory.
+
+    Example::
+
+        >>> optimizer = optim.CAME(model.parameters(), lr=2e-4, weight_decay=1e-2)
+        >>> optimizer.zero_grad()
+        >>> loss_fn(model(input), target).backward()
+        >>> optimizer.step()
+
+    .. _CAME:
+        https://arxiv.org/abs/2307.02047
+    """
+
+    _rule = "came"
+    _states = (*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg")
+    _betas = 3
+    _elementwise = False
+    _allocates_first = True
+    _composite = True
+    _torch_fuses = False
+    _later_options: ClassVar[dict[str, Any]] = {"maximize": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 2e-4,
+        eps: tuple[float, float] = (1e-30, 1e-16),
+        clip_threshold: float = 1.0,
+        betas: tuple[float, float, float] = (0.9, 0.999, 0.9999),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        fused: bool | None = None,
+        master_weights: bool | str = False,
+        rounding: str | None = None,
+        seed: int = 0,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        super().__init__(params, locals())
+
+    # Options and states
+
+    def _check(self, options: dict[str, Any]) -> None:
+        _check_own(options)
+        others = {name: value for name, value in options.items() if name not in _OWN}
+        super()._check(others)
+        options |= others
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        _check_own(group)
+        for place, weight in enumerate(group["params"]):
+            kind = "complex" if weight.is_complex() else None
+            if is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements):
+                kind = "sharded"
+            if kind:
+                name = name_of(group, index, place)
+                raise ValueError(f"CAME does not support {kind} parameters: {name} is one")
+
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return ()
+
+    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        return _shapes_of(weight.shape)
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        return _without_rms(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer state, of this class or of ``came_pytorch.CAME``."""
+        states = {key: _without_rms(state) for key, state in state_dict["state"].items()}
+        super().load_state_dict({**state_dict, "state": states})
+
+    # The step
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        try:
+            _check_own(item.group)
+        except (TypeError, ValueError) as error:
+            index = next(i for i, group in enumerate(self._groups) if group is item.group)
+            text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
+            raise type(error)(text) from error
+        return super()._checked_options(item, factors)
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return True
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        on_meta = [p for p in weights if p.is_meta]
+        if on_meta and own_option(group, "fused"):
+            raise RuntimeError(why_not_native(on_meta))
+        return super()._is_native(group, weights, grads)
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        self._imperative_steps(group, weights, grads)
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        weight, grad = local(weight), local(grad)
+        state = {name: local(value) for name, value in state.items()}
+        if weight.numel() == 0:  # of which there are no means
+            state["step"].add_(*numbers_first(state["step"], 1.0))
+        elif weight.dim() < 2 or not self._wants_native(group):
+            super()._imperative(group, weight, grad, state)
+        else:
+            moments, residuals = (
+                FactoredMoments(*(state[name] for name in names))
+                for names in (_SQUARES, _RESIDUALS)
+            )
+            (one,) = numbers_first(state["step"], 1.0)
+            numbers = _numbers(group)
+            step_in_blocks(weight, grad, state["exp_avg"], moments, residuals, numbers)
+            state["step"].add_(one)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        lr, (beta1, beta2, beta3), eps, threshold, decay = _numbers(group)
+        state["step"] = state["step"] + 1
+        squares = grad * grad + eps[0]
+        if weight.dim() > 1:
+            factor = _factor(state, _SQUARES, squares, beta2)
+        else:
+            state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * squares
+            factor = state["exp_avg_sq"].rsqrt()
+        update = grad * factor
+        rms = torch.linalg.vector_norm(update) / math.sqrt(update.numel())
+        update = update / (rms / threshold).clamp(min=1)
+        move = state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * update
+        if weight.dim() > 1:
+            residuals = (update - move) ** 2 + eps[1]
+            move = move * _factor(state, _RESIDUALS, residuals, beta3)
+        return weight * (1 - decay) - lr * move
+
+
+def _factor(
+    state: dict[str, Tensor], names: tuple[str, str], squares: Tensor, beta: float
+) -> Tensor:
+    """Takes moments of rows and columns forward; returns one over the root of their product."""
+    row, column = (
+        beta * state[name] + (1 - beta) * squares.mean(dim)
+        for name, dim in zip(names, (-1, -2), strict=True)
+    )
+    state[names[0]], state[names[1]] = row, column
+    row = row / row.mean(-1, keepdim=True)
+    return row.rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
+
+
+@functools.lru_cache(maxsize=1024)
+def _shapes_of(shape: torch.Size) -> dict[str, torch.Size]:
+    """The shapes of the states of a weight of this shape; shared, not to be changed."""
+    if len(shape) < 2:
+        return {"exp_avg_sq": shape, "exp_avg": shape}
+    rows, columns = shape[:-1], torch.Size((*shape[:-2], *shape[-1:]))
+    pairs = zip((*_SQUARES, *_RESIDUALS), (rows, columns) * 2, strict=True)
+    return {**dict(pairs), "exp_avg": shape}
+
+
+def _without_rms(state: Any) -> Any:
+    """A state without the number that the authors' class keeps: the norm of the weight, unused."""
+    if not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if name != "RMS"}
+
+
+def _numbers(group: dict[str, Any]) -> Numbers:
+    lr, eps = float(group["lr"]), group["eps"]
+    return Numbers(
+        lr=lr,
+        betas=floats(group["betas"], 3),
+        eps=(float(eps[0]), float(eps[1])),
+        threshold=float(group["clip_threshold"]),
+        decay=lr * float(group["weight_decay"]),
+    )
+
+
+_OWN = ("eps", "clip_threshold")
+
+
+def _check_own(options: dict[str, Any]) -> None:
+    """Raises the first of the options that only this class has that is out of range."""
+    check_pair("eps", options["eps"])
+    for index, value in enumerate(options["eps"]):
+        if not value >= 0:
+            raise ValueError(f"Invalid epsilon value at index {index}: {value}")
+    check_number("clip_threshold", options["clip_threshold"])
+    if not options["clip_threshold"] > 0:
+        raise ValueError(f"Invalid clip_threshold value: {options['clip_threshold']}")
