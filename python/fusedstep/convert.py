@@ -320,7 +320,7 @@ def _translated(
             else state
             for state in states
         ]
-    if issubclass(cls, optim.Adafactor):  # transformers' has a number that follows from the weight
+    if issubclass(cls, (optim.Adafactor, optim.CAME)):  # others keep a number that nothing reads
         states = [{k: v for k, v in state.items() if k != "RMS"} for state in states]
     if issubclass(cls, optim.Adan):
         # Zeros that its authors' restart_opt() has made before a first gradient.

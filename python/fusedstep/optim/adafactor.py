@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -12,8 +12,26 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
+from fusedstep.optim._adafactor_formula import (
+    factored_update,
+    first_eps,
+    length_of,
+    numbers_at,
+    numbers_of,
+    shapes_of,
+)
+from fusedstep.optim._adafactor_options import (
+    ADAFACTOR_OWN,
+    LR,
+    as_set,
+    by_torchs_names,
+    check_adafactor_options,
+    is_torchs,
+    of_a_variant,
+    option_of,
+)
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_number, name_of, numeric, with_name
+from fusedstep.optim._checks import name_of, numeric, with_name
 from fusedstep.optim._dtensor import (
     is_dtensor,
     local,
@@ -24,6 +42,7 @@ from fusedstep.optim._dtensor import (
 from fusedstep.optim._factored import Part, step_parts
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._grads import with_gradients
+from fusedstep.optim._moments import without_rms
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._spread import place_of
@@ -32,20 +51,6 @@ from fusedstep.optim._undo import interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
 
 __all__ = ["Adafactor"]
-
-#: transformers' names for options that torch's class has too.
-_RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
-
-#: Options that torch's class lacks, with their values where a group has no such key.
-_BEYOND_TORCH: dict[str, Any] = {
-    "beta1": None,
-    "scale_parameter": True,
-    "relative_step": True,
-    "warmup_init": False,
-    "variant": "torch",
-}
-
-_LR = 1e-2
 
 #: An operation would make a tensor of a number, and perhaps have no memory for it.
 _ONE = torch.ones((), device="cpu")
@@ -145,7 +150,7 @@ class Adafactor(FusedOptimizer):
     def __init__(
         self,
         params: ParamsT,
-        lr: float | Tensor | None = _LR,
+        lr: float | Tensor | None = LR,
         beta2_decay: float = -0.8,
         eps: tuple[float | None, float] = (None, 1e-3),
         d: float = 1.0,
@@ -170,8 +175,10 @@ class Adafactor(FusedOptimizer):
         super().__init__(params, as_set(of_a_variant(options)))
 
     def _check(self, options: dict[str, Any]) -> None:
-        _check_own(options)
-        super()._check({name: value for name, value in options.items() if name not in _OWN})
+        check_adafactor_options(options)
+        super()._check(
+            {name: value for name, value in options.items() if name not in ADAFACTOR_OWN}
+        )
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -186,14 +193,14 @@ class Adafactor(FusedOptimizer):
         found = dict.fromkeys(self._state_shapes(group, weight), spread_of(weight)[1])
         if weight.dim() > 1:
             for name, dim in zip(list(found)[:2], (-1, -2), strict=True):
-                found[name] = placements_without(weight, dim, keepdim=_is_torchs(group))
+                found[name] = placements_without(weight, dim, keepdim=is_torchs(group))
         return found
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(_by_torchs_names(param_group))
+        super().add_param_group(by_torchs_names(param_group))
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        _check_own(group)
+        check_adafactor_options(group)
         for place, weight in enumerate(group["params"]):
             _check_weight(weight, name_of(group, index, place))
 
@@ -202,18 +209,12 @@ class Adafactor(FusedOptimizer):
         groups = [
             as_set(of_a_variant(group), self.defaults) for group in state_dict["param_groups"]
         ]
-        states = {
-            key: {name: value for name, value in state.items() if name != "RMS"}  # not a state
-            if isinstance(state, dict)
-            else state
-            for key, state in state_dict["state"].items()
-        }
-        super().load_state_dict({**state_dict, "state": states, "param_groups": groups})
+        super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         index = next(i for i, group in enumerate(self._groups) if group is item.group)
         try:
-            _check_own(item.group)
+            check_adafactor_options(item.group)
         except (TypeError, ValueError) as error:
             text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
             raise type(error)(text) from error
@@ -296,7 +297,7 @@ class Adafactor(FusedOptimizer):
             ):
                 return False
             try:
-                _check_own(group)
+                check_adafactor_options(group)
                 super()._checked_options(work[-1], PLAIN)
             except (RuntimeError, TypeError, ValueError):
                 return False  # and is raised by those who name the group
@@ -304,7 +305,7 @@ class Adafactor(FusedOptimizer):
                 steps = {count.item() for count in call.counts}
                 if len(steps) != 1:
                     return False
-                numbers = _numbers(group, steps.pop() + 1, call.eps)
+                numbers = numbers_at(group, steps.pop() + 1, call.eps)
                 calls.append((call, [grads[place] for place in call.places], numbers))
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
@@ -358,9 +359,9 @@ class Adafactor(FusedOptimizer):
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
         state = self._state[weight]
         *moments, average = (state[name] for name in self._state_shapes(group, weight))
-        if _option(group, "beta1") is None:
+        if option_of(group, "beta1") is None:
             moments, average = [*moments, average], None
-        numbers = _numbers(group, state["step"].item() + 1, _eps(group, weight))
+        numbers = numbers_at(group, state["step"].item() + 1, first_eps(group, weight))
 
         def put(wide: Tensor) -> None:
             self._account_for([weight], [state["step"]])
@@ -380,7 +381,9 @@ class Adafactor(FusedOptimizer):
             fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
             if fuses_one and weight.numel() > 0:
                 step = self._state[weight]["step"].item() + 1
-                together.setdefault((step, _eps(group, weight), weight.device), []).append(place)
+                together.setdefault((step, first_eps(group, weight), weight.device), []).append(
+                    place
+                )
             else:
                 self._imperative_step(group, weight, grad)
                 self._noting = None
@@ -395,7 +398,7 @@ class Adafactor(FusedOptimizer):
                 states = [self._state[weight].values() for weight in call.weights]
                 written = [*call.weights, *itertools.chain(*states)]
             with undone_on_error(written):
-                call(found, _numbers(group, step, eps))
+                call(found, numbers_at(group, step, eps))
                 self._account_for(call.weights, call.counts)
                 for weight, value in zip(call.weights, call.values, strict=True):
                     self._write_back(group, weight, value, self._state[weight])
@@ -422,14 +425,19 @@ class Adafactor(FusedOptimizer):
             # The moments of a vector's elements are those of the columns of one row.
             rows.append(state[names[0]] if weight.dim() > 1 else weight.new_empty(0))
             columns.append(state[names[1 if weight.dim() > 1 else 0]])
-        moments = [] if _option(group, "beta1") is None else [state["exp_avg"] for state in states]
+        moments = (
+            [] if option_of(group, "beta1") is None else [state["exp_avg"] for state in states]
+        )
         counts = [state["step"] for state in states]
         return _Call(places, eps, weights, values, rows, columns, moments, counts)
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        eps = _eps(group, weight), group["eps"][1]  # of the weight's dtype, not that of the maths
+        eps = (
+            first_eps(group, weight),
+            group["eps"][1],
+        )  # of the weight's dtype, not that of the maths
         super()._step_on_numbers(group | {"eps": eps}, weight, grad, state)
 
     def _formula(
@@ -442,51 +450,6 @@ class Adafactor(FusedOptimizer):
             decay = numbers["decay"] * (length if numbers["decays_by_length"] else 1)
             weight = weight * (1 - decay)
         return weight - update
-
-
-def numbers_of(group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Counts a step; returns its numbers, by the native operator's names for them."""
-    state["step"] = state["step"] + 1
-    return _numbers(group, state["step"].item(), _eps(group, weight))
-
-
-def length_of(numbers: dict[str, Any], weight: Tensor) -> Tensor | float:
-    """The size of a step, by the root mean square of the weight if that is asked for."""
-    if not numbers["scaled"]:
-        return numbers["step"]
-    return numbers["step"] * _rms(weight).clamp(min=numbers["least_scale"])
-
-
-def factored_update(
-    group: dict[str, Any],
-    numbers: dict[str, Any],
-    grad: Tensor,
-    state: dict[str, Tensor],
-    length: Tensor | float,
-) -> Tensor:
-    """Takes the moments of a gradient forward, and returns the update of this length."""
-    rate, least = numbers["rate"], numbers["least_mean"]
-    names, keepdim = list(shapes_of(group, grad.shape)), _is_torchs(group)
-    squares = grad * grad + numbers["added"]
-    if grad.dim() > 1:
-        row, column = (
-            state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
-            for name, dim in zip(names, (-1, -2), strict=False)
-        )
-        state[names[0]], state[names[1]] = row, column
-        if not keepdim:
-            row, column = row.unsqueeze(-1), column.unsqueeze(-2)
-        row = row / row.mean(-2, keepdim=True).clamp(min=least)
-        factor = row.rsqrt() * column.rsqrt()
-    else:
-        state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
-        factor = state[names[0]].rsqrt()
-    update = grad * factor.clamp(max=numbers["most"])
-    update = update * (length / (_rms(update) / numbers["threshold"]).clamp(min=1))
-    if "exp_avg" in names:
-        update = numbers["beta"] * state["exp_avg"] + (1 - numbers["beta"]) * update
-        state["exp_avg"] = update
-    return update
 
 
 class _Call:
@@ -539,60 +502,6 @@ def _names_of_numbers() -> list[str]:
     return torch.ops.fusedstep.factored_options()
 
 
-def shapes_of(group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
-    """The shapes of the states of a gradient of this shape; shared, not to be changed."""
-    return _shapes_of(shape, _is_torchs(group), _option(group, "beta1") is not None)
-
-
-@functools.lru_cache(maxsize=1024)
-def _shapes_of(shape: torch.Size, is_torchs: bool, has_beta1: bool) -> dict[str, torch.Size]:
-    if is_torchs:
-        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, *shape[-1:])
-        names = {"row_var": rows, "col_var": columns} if len(shape) > 1 else {"variance": shape}
-    elif len(shape) > 1:
-        rows, columns = shape[:-1], (*shape[:-2], *shape[-1:])
-        names = {"exp_avg_sq_row": rows, "exp_avg_sq_col": columns}
-    else:
-        names = {"exp_avg_sq": shape}
-    if has_beta1:
-        names["exp_avg"] = shape
-    return {name: torch.Size(sizes) for name, sizes in names.items()}
-
-
-def _rms(tensor: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(tensor) / math.sqrt(max(tensor.numel(), 1))
-
-
-def _eps(group: dict[str, Any], weight: Tensor) -> float:
-    """The first eps, which may follow from the dtype of the weight."""
-    eps = group["eps"][0]
-    if eps is None:
-        return torch.finfo(weight.dtype).eps if _is_torchs(group) else 1e-30
-    return float(eps)
-
-
-def _numbers(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
-    """The numbers of a step by the native operator's names for them."""
-    lr, is_torch = float(group["lr"]), _is_torchs(group)
-    length = lr
-    if _option(group, "relative_step"):
-        length = min(1e-6 * step if _option(group, "warmup_init") else lr, step**-0.5)
-    return {
-        "rate": step ** group["beta2_decay"],
-        "added": 0.0 if is_torch else eps,
-        "least_mean": eps if is_torch else 0.0,
-        "most": 1 / eps if is_torch and eps else math.inf,
-        "step": length,
-        "scaled": bool(_option(group, "scale_parameter")),
-        "least_scale": group["eps"][1],
-        "threshold": group["d"],
-        "decay": group["weight_decay"] * (lr if is_torch else 1),
-        "decays_by_length": not is_torch,
-        "beta": _option(group, "beta1") or 0.0,
-        "grad_factor": -1.0 if group["maximize"] else 1.0,
-    }
-
-
 def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
     """Returns why the native operation cannot step these weights, or None if it can."""
     return why_not_native(list(weights), grads, needs_whole=True)
@@ -633,82 +542,3 @@ def _check_weight(weight: Tensor, name: str) -> None:
             f"Adafactor does not support DTensor parameters that are sums: {name} has the "
             f"placements {weight.placements}"
         )
-
-
-# Options
-
-_OWN = {"eps", "beta2_decay", "d", *_BEYOND_TORCH}
-
-
-def _option(group: dict[str, Any], name: str) -> Any:
-    return group.get(name, _BEYOND_TORCH[name])
-
-
-def _is_torchs(group: dict[str, Any]) -> bool:
-    return _option(group, "variant") == "torch"
-
-
-def _by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
-    """Options of either class by torch's names, without those that are None for not given."""
-    options = {name: value for name, value in given.items() if name not in _RENAMED}
-    for name, ours in _RENAMED.items():
-        if given.get(name) is not None:
-            options[ours] = given[name]
-    for name in _BEYOND_TORCH.keys() - {"beta1"}:
-        if name in options and options[name] is None:
-            del options[name]
-    if "lr" in options and options["lr"] is None:  # transformers' way to ask for relative steps
-        options["lr"] = _LR
-    return options
-
-
-def of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a constructor or a dictionary with their variant, which other ones tell."""
-    own = (*_RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
-    is_torchs = all(given.get(name) is None for name in own)
-    return {"variant": "torch" if is_torchs else "transformers"} | _by_torchs_names(given)
-
-
-def as_set(options: dict[str, Any], defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options without what torch's class lacks and what has not been set.
-
-    ``defaults``: those of an optimizer, in whose place a group has to say it all the same.
-    """
-    kept = _BEYOND_TORCH.keys() & (defaults or {}).keys()
-    return {
-        name: value
-        for name, value in options.items()
-        if name in kept or name not in _BEYOND_TORCH or value != _BEYOND_TORCH[name]
-    }
-
-
-def _check_own(options: dict[str, Any]) -> None:
-    """Raises the first of the options that only this class has that is out of range."""
-    eps, variant = options["eps"], _option(options, "variant")
-    if variant not in ("torch", "transformers"):
-        raise ValueError(f"variant must be 'torch' or 'transformers', not {variant!r:.40}")
-    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
-        raise TypeError(f"eps must be (eps1, eps2), not {eps!r:.40}")
-    least_d = 1 if variant == "torch" else 0
-    for name, text, value, least in (
-        ("lr", "Learning rate should be >= 0", options["lr"], 0),
-        ("eps[0]", "epsilon1 should be >= 0", eps[0], 0),
-        ("eps[1]", "epsilon2 should be >= 0", eps[1], 0),
-        ("d", f"Clipping threshold d should be >= {least_d}", options["d"], least_d),
-        ("weight_decay", "weight_decay should be >= 0", options["weight_decay"], 0),
-    ):
-        if value is None and name == "eps[0]":
-            continue
-        check_number(name, value)
-        if not value >= least:
-            raise ValueError(f"{text} but is: {value}")
-    check_number("beta2_decay", options["beta2_decay"])
-    if not options["beta2_decay"] <= 0:
-        raise ValueError(f"beta2_decay should be <= 0 but is: {options['beta2_decay']}")
-    beta1 = _option(options, "beta1")
-    if beta1 is not None:
-        check_number("beta1", beta1)
-        if not 0 <= beta1 < 1:
-            raise ValueError(f"Invalid beta1 value: {beta1}")
-    if _option(options, "warmup_init") and not _option(options, "relative_step"):
-        raise ValueError("warmup_init=True requires relative_step=True")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,7 @@ from fusedstep.optim._checks import check_number, check_pair, floats, name_of, n
 from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._factored_blocks import FactoredMoments, Numbers, step_in_blocks
 from fusedstep.optim._factors import Factors
+from fusedstep.optim._moments import moved_factor, rms, sizes_of, without_rms
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Work
 from fusedstep.optim._support import why_not_native
@@ -151,15 +151,9 @@ class CAME(FusedOptimizer):
     def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return _shapes_of(weight.shape)
 
-    def _in_form(
-        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
-    ) -> dict[str, Any]:
-        return _without_rms(state)
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class or of ``came_pytorch.CAME``."""
-        states = {key: _without_rms(state) for key, state in state_dict["state"].items()}
-        super().load_state_dict({**state_dict, "state": states})
+        super().load_state_dict(without_rms(state_dict))
 
     # The step
 
@@ -213,32 +207,14 @@ class CAME(FusedOptimizer):
         lr, (beta1, beta2, beta3), eps, threshold, decay = _numbers(group)
         state["step"] = state["step"] + 1
         squares = grad * grad + eps[0]
-        if weight.dim() > 1:
-            factor = _factor(state, _SQUARES, squares, beta2)
-        else:
-            state["exp_avg_sq"] = beta2 * state["exp_avg_sq"] + (1 - beta2) * squares
-            factor = state["exp_avg_sq"].rsqrt()
-        update = grad * factor
-        rms = torch.linalg.vector_norm(update) / math.sqrt(update.numel())
-        update = update / (rms / threshold).clamp(min=1)
+        names = _SQUARES if weight.dim() > 1 else ("exp_avg_sq",)
+        update = grad * moved_factor(state, names, squares, 1 - beta2)
+        update = update / (rms(update) / threshold).clamp(min=1)
         move = state["exp_avg"] = beta1 * state["exp_avg"] + (1 - beta1) * update
         if weight.dim() > 1:
             residuals = (update - move) ** 2 + eps[1]
-            move = move * _factor(state, _RESIDUALS, residuals, beta3)
+            move = move * moved_factor(state, _RESIDUALS, residuals, 1 - beta3)
         return weight * (1 - decay) - lr * move
-
-
-def _factor(
-    state: dict[str, Tensor], names: tuple[str, str], squares: Tensor, beta: float
-) -> Tensor:
-    """Takes moments of rows and columns forward; returns one over the root of their product."""
-    row, column = (
-        beta * state[name] + (1 - beta) * squares.mean(dim)
-        for name, dim in zip(names, (-1, -2), strict=True)
-    )
-    state[names[0]], state[names[1]] = row, column
-    row = row / row.mean(-1, keepdim=True)
-    return row.rsqrt().unsqueeze(-1) * column.rsqrt().unsqueeze(-2)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -246,16 +222,8 @@ def _shapes_of(shape: torch.Size) -> dict[str, torch.Size]:
     """The shapes of the states of a weight of this shape; shared, not to be changed."""
     if len(shape) < 2:
         return {"exp_avg_sq": shape, "exp_avg": shape}
-    rows, columns = shape[:-1], torch.Size((*shape[:-2], *shape[-1:]))
-    pairs = zip((*_SQUARES, *_RESIDUALS), (rows, columns) * 2, strict=True)
+    pairs = zip((*_SQUARES, *_RESIDUALS), sizes_of(shape) * 2, strict=True)
     return {**dict(pairs), "exp_avg": shape}
-
-
-def _without_rms(state: Any) -> Any:
-    """A state without the number that the authors' class keeps: the norm of the weight, unused."""
-    if not isinstance(state, dict):
-        return state
-    return {name: value for name, value in state.items() if name != "RMS"}
 
 
 def _numbers(group: dict[str, Any]) -> Numbers:

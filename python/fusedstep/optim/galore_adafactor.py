@@ -6,19 +6,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from fusedstep.optim._adafactor_formula import (
+    factored_update,
+    length_of,
+    numbers_of,
+    shapes_of,
+)
+from fusedstep.optim._adafactor_options import as_set, of_a_variant
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
 from fusedstep.optim._products import add_back, as_matrix, project
 from fusedstep.optim._projection import LEFT, RIGHT
-from fusedstep.optim.adafactor import (
-    Adafactor,
-    as_set,
-    factored_update,
-    length_of,
-    numbers_of,
-    of_a_variant,
-    shapes_of,
-)
+from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]
 

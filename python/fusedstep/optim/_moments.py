@@ -1,0 +1,63 @@
+"""Second moments of the rows and columns of a matrix, in place of one for each of its elements."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def sizes_of(shape: torch.Size, *, keepdim: bool = False) -> tuple[torch.Size, torch.Size]:
+    """The shapes of the moments of rows and of columns; ``keepdim``: with a dimension of one."""
+    one = (1,) if keepdim else ()
+    return torch.Size((*shape[:-1], *one)), torch.Size((*shape[:-2], *one, *shape[-1:]))
+
+
+def moved_factor(
+    state: dict[str, Tensor],
+    names: Sequence[str],
+    squares: Tensor,
+    rate: float,
+    *,
+    keepdim: bool = False,
+    least: float = 0.0,
+) -> Tensor:
+    """Takes moments forward; returns one over the root of what they stand for.
+
+    ``names``: of those of rows and of columns in a state, or of those of the elements of less than
+    two dimensions. ``least``: a lower bound of the mean of rows.
+    """
+    if squares.dim() < 2:
+        state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
+        return state[names[0]].rsqrt()
+    row, column = (
+        state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
+        for name, dim in zip(names, (-1, -2), strict=False)
+    )
+    state[names[0]], state[names[1]] = row, column
+    if not keepdim:
+        row, column = row.unsqueeze(-1), column.unsqueeze(-2)
+    row = row / row.mean(-2, keepdim=True).clamp(min=least)
+    return row.rsqrt() * column.rsqrt()
+
+
+def rms(tensor: Tensor) -> Tensor:
+    """The root of the mean of the squares of all elements."""
+    return torch.linalg.vector_norm(tensor) / math.sqrt(max(tensor.numel(), 1))
+
+
+def without_rms(dictionary: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary without root mean squares of weights, which some classes keep and never read.
+
+    They are transformers' Adafactor and came_pytorch's CAME.
+    """
+    states = {
+        key: {name: value for name, value in state.items() if name != "RMS"}
+        if isinstance(state, dict)
+        else state
+        for key, state in dictionary["state"].items()
+    }
+    return {**dictionary, "state": states}
