@@ -413,6 +413,32 @@ def test_refuses_complex_weights_by_name():
         optim.CAME([torch.ones(3, 4), torch.ones(3, 4, dtype=torch.complex64)])
 
 
+@pytest.fixture
+def mesh():
+    """A mesh of this process alone."""
+    distributed = torch.distributed
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield distributed.init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_refuses_shards_by_name_and_steps_copies(mesh):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    whole, copied = (make_weights(SHAPES[:2], torch.float32) for _ in range(2))
+    shards = [torch.nn.Parameter(distribute_tensor(each, mesh, [Shard(0)])) for each in whole]
+    with pytest.raises(ValueError, match="sharded parameters: parameter 1 of group 0"):
+        optim.CAME([whole[0], *shards])
+    copies = [torch.nn.Parameter(distribute_tensor(each, mesh, [Replicate()])) for each in copied]
+    grads = make_gradients(SHAPES[:2], torch.float32, 0)
+    steps_of(whole, 2, grads)
+    versions = [each._version for each in copies]
+    steps_of(copies, 2, [distribute_tensor(each, mesh, [Replicate()]) for each in grads])
+    for weight, copied_weight in zip(whole, copies, strict=True):
+        assert torch.equal(copied_weight.to_local(), weight)
+    assert all(each._version > before for each, before in zip(copies, versions, strict=True))
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_nothing_has_changed_after_an_error(fused):
     weights = make_weights([(4, 6), (5,)], torch.float32)

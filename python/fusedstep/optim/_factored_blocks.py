@@ -19,8 +19,8 @@ from fusedstep.optim._undo import numbers_first
 #: A part of a matrix, or of a stack of matrices: by all of their dimensions but the last.
 Block = tuple[slice, ...]
 
-#: Elements of a block. On a CPU the blocks of scratch then stay in the caches of a few cores; other
-#: devices need work for all of their cores in each launch.
+#: Elements of a block: 4 MiB of float32 on a CPU. Other devices need work for all of their cores in
+#: each launch.
 _ELEMENTS = {"cpu": 1 << 20}
 _ELEMENTS_ELSEWHERE = 1 << 24
 

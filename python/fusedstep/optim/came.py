@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
@@ -181,6 +182,7 @@ class CAME(FusedOptimizer):
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         self._imperative_steps(group, weights, grads)
+        increment_version([p for p in weights if is_dtensor(p)])  # written by way of their copies
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
