@@ -523,3 +523,15 @@ def test_no_group_steps_if_one_cannot(spoil, text):
         optimizer.step()
     assert torch.equal(first[0], before[0])
     assert all(torch.equal(optimizer.state[first[0]][k], v) for k, v in before[1].items())
+
+
+def test_a_variant_that_is_given_is_kept_by_a_dictionary():
+    """beta1 is transformers' option, and asks for its variant unless another is given."""
+    (weight,) = make_weights([(4, 3)], torch.float32)
+    optimizer = optim.Adafactor([weight], variant="torch", beta1=0.5)
+    for _ in range(2):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+        assert {*optimizer.state[weight]} == {"step", "row_var", "col_var", "exp_avg"}
+        assert optimizer.param_groups[0]["variant"] == "torch"

@@ -61,11 +61,14 @@ def as_set(options: dict[str, Any], defaults: Mapping[str, Any] | None = None) -
     ``defaults``: those of an optimizer, in whose place a group has to say it all the same.
     """
     kept = _BEYOND_TORCH.keys() & (defaults or {}).keys()
-    return {
+    found = {
         name: value
         for name, value in options.items()
         if name in kept or name not in _BEYOND_TORCH or value != _BEYOND_TORCH[name]
     }
+    if "variant" in options and found.keys() & _BEYOND_TORCH.keys():
+        found["variant"] = options["variant"]  # else a dictionary is taken for the other class's
+    return found
 
 
 def check_adafactor_options(options: dict[str, Any]) -> None:
