@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import PLAIN
-from fuzz import choices, oracle, run, shrink
+from fuzz import choices, composites, oracle, properties, run, shrink
 from fuzz.__main__ import main as fuzz_main
 from fuzz.bounded import Arithmetic, Bounded, judge
 from fuzz.memory import DTYPES, Area, overlaps
@@ -304,6 +304,62 @@ def test_shrinking_leaves_what_fails():
     assert [step["n"] for step in small["steps"]] == [1, 2, 3]
     assert all(not step["changes"] and not step["call"] for step in small["steps"])
     assert small["settings"] == [[0, 1]]
+
+
+# Optimizers that step by rows or whole tensors
+
+
+def composite_cases(row, count=6):
+    seeds = range(0, 10**6, composites.SHARE)
+    drawn = (case for case in map(composites.draw, seeds) if case["row"] == row)
+    return [next(drawn) for _ in range(count)]
+
+
+def test_cases_of_composites_have_everything_in_them():
+    drawn = [composites.draw(seed) for seed in range(0, 300 * composites.SHARE, composites.SHARE)]
+    assert all(json.loads(json.dumps(case)) == case for case in drawn)
+    assert {case["row"] for case in drawn} == composites.ROWS.keys()
+    steps = [step for case in drawn for step in case["steps"]]
+    changes = {change["do"] for step in steps for change in step["changes"]}
+    assert changes == {*composites.CHANGES}
+    gradients = [gradient for step in steps for gradient in step["grads"].values()]
+    assert {gradient.get("sparse") for gradient in gradients} == {None, *composites.SPARSE}
+    called = {name for step in steps for name in step["call"]}
+    assert called == {"max_norm", "zero_grad", "closure", "scale", "found_inf", "refused"}
+
+
+@pytest.mark.parametrize("row", composites.ROWS)
+def test_random_cases_of_composites_pass(row):
+    for case in composite_cases(row):
+        properties.check(case, oracle.Tally())
+
+
+class PlantedInRows(Planted, properties.CompositeRun):
+    """Spoils a step as `Planted` does. Copies, which step first, are left alone."""
+
+    def take_step(self, call):
+        if any(each is self.params[2] for g in self.optimizer.param_groups for each in g["params"]):
+            return super().take_step(call)
+        return properties.CompositeRun.take_step(self, call)
+
+
+COMPOSITE_PLANTS = (
+    (OneElementOff.spoil, "value"),
+    (WrongSign.spoil, "value"),
+    (CountOff.spoil, "value"),
+    (ByteOutside.spoil, "outside"),
+)
+
+
+@pytest.mark.parametrize("row", composites.ROWS)
+def test_what_is_planted_in_composites_is_seen(row):
+    case = small_case(row)
+    properties.check(case, oracle.Tally())
+    for spoil, kind in COMPOSITE_PLANTS:
+        plant = type("Plant", (PlantedInRows,), {"spoil": spoil})
+        with pytest.raises(run.CaseError) as failure:
+            run.check(case, oracle.Tally(), plant)
+        assert (failure.value.kind, failure.value.n) == (kind, 3), spoil
 
 
 # Its instruments

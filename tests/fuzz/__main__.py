@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from rich.console import Console
 from rich.live import Live
 
-from fuzz import choices, oracle, run, shrink
+from fuzz import composites, oracle, properties, run, shrink
 
 SECONDS_BETWEEN_LINES = 10
 
@@ -37,7 +37,7 @@ def drawn(asked: argparse.Namespace, seed: int) -> Iterator[run.Case]:
     end = None if minutes is None else time.monotonic() + 60 * minutes
     number = 0
     while (end is None or time.monotonic() < end) and number != asked.cases:
-        yield choices.draw(seed + number)
+        yield composites.draw(seed + number)
         number += 1
 
 
@@ -82,7 +82,7 @@ class Progress:
 
 def failure_of(case: run.Case) -> run.CaseError | None:
     try:
-        run.check(case, oracle.Tally())
+        properties.check(case, oracle.Tally())
     except run.CaseError as failure:
         return failure
     return None
@@ -113,7 +113,7 @@ def main() -> int:
     with Progress(console) as progress:
         try:
             for case in [asked.case] if asked.case else drawn(asked, seed):
-                run.check(case, progress.tally)
+                properties.check(case, progress.tally)
                 progress.note(case)
         except KeyboardInterrupt:
             console.print("interrupted")

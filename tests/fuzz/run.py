@@ -6,6 +6,7 @@ import copy
 import pickle
 import traceback
 import zlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -60,10 +61,12 @@ def _isa(index: int) -> str:
 class Run:
     """A case with one setting. Without a tally its results are not compared with the oracle."""
 
+    rows: Mapping[str, Any] = ROWS
+
     def __init__(self, case: Case, setting: list[int], tally: oracle.Tally | None):
         self.case, self.tally = case, tally
         self.isa, self.threads = _isa(setting[0]), setting[1]
-        self.row = ROWS[case["row"]]
+        self.row = self.rows[case["row"]]
         self.areas: list[Area] = []
         self.params: dict[int, Parameter] = {}
         self.grad_areas: dict[int, Area] = {}
@@ -281,7 +284,8 @@ def _group_is_added(run: Run, change: dict[str, Any]) -> None:
 
 def _is_loaded(run: Run, change: dict[str, Any]) -> None:
     # A dictionary that lacks a part of a weight's state is refused.
-    if all(state.keys() >= {*run.row.states} for state in run.optimizer.state.values() if state):
+    states = {*getattr(run.row, "states", ())}
+    if all(state.keys() >= states for state in run.optimizer.state.values() if state):
         run.untouched.clear()
         run.optimizer.load_state_dict(run.optimizer.state_dict())
 
