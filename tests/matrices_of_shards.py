@@ -65,6 +65,7 @@ class Subjects:
 
     def __init__(self, here, rows, dtype=torch.float64, mesh=None, make=optim.Muon, **options):
         self.here, groups, self.of_shards, self.of_wholes = here, [], [], []
+        self.make = make
         mesh = mesh or init_device_mesh(here.device.type, (PROCESSES,))
         for seed, (shapes, *placements, own) in enumerate(rows):
             wholes = [weight.to(here.device) for weight in weights_of(shapes, dtype, seed)]
@@ -73,12 +74,16 @@ class Subjects:
             self.of_shards.append([torch.nn.Parameter(shard) for shard in shards])
             groups.append(own)
         self.whole, self.sharded = (
-            make(
+            self.built(
                 [own | {"params": each} for own, each in zip(groups, params, strict=True)],
-                **{"lr": 0.02, "ns_dtype": dtype} | options,
+                dtype,
+                options,
             )
             for params in (self.of_wholes, self.of_shards)
         )
+
+    def built(self, groups, dtype, options):
+        return self.make(groups, **{"lr": 0.02, "ns_dtype": dtype} | options)
 
     def pairs(self):
         for wholes, shards in zip(self.of_wholes, self.of_shards, strict=True):
@@ -345,8 +350,11 @@ class Trained:
         if sharded:
             fully_shard(self.model, mesh=init_device_mesh(here.device.type, (PROCESSES,)))
         self.weights = list(self.model.weights)
-        groups = [{"params": self.weights[:3]}, {"params": self.weights[3:], "use_muon": False}]
-        self.optimizer = optim.Muon(groups, lr=0.02, ns_dtype=torch.float64)
+        self.optimizer = self.built(self.weights)
+
+    def built(self, weights):
+        groups = [{"params": weights[:3]}, {"params": weights[3:], "use_muon": False}]
+        return optim.Muon(groups, lr=0.02, ns_dtype=torch.float64)
 
     def step(self, *steps):
         for step in steps:
@@ -384,17 +392,22 @@ class Trained:
         set_optimizer_state_dict(self.model, self.optimizer, kept["states"])
         return self
 
+    @classmethod
+    def assert_resumed(cls, here, steps):
+        """Saved after so many steps, a run goes on as if nothing had been."""
+        straight = cls(here, False).step(*range(steps + 2))
+        for first, second in ((True, False), (False, True), (True, True)):
+            resumed = cls(here, second).step(7)
+            with folder_of_both() as folder:
+                cls(here, first).step(*range(steps)).save(folder)
+                resumed.load(folder)
+            resumed.step(steps, steps + 1)
+            for found, expected in zip(resumed.whole(), straight.whole(), strict=True):
+                torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
 
 def states_are_saved_and_resharded(here):
-    straight = Trained(here, False).step(0, 1, 2)
-    for first, second in ((True, False), (False, True), (True, True)):
-        resumed = Trained(here, second).step(7)
-        with folder_of_both() as folder:
-            Trained(here, first).step(0, 1).save(folder)
-            resumed.load(folder)
-        resumed.step(2)
-        for found, expected in zip(resumed.whole(), straight.whole(), strict=True):
-            torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+    Trained.assert_resumed(here, steps=2)
 
 
 def averages_of_shards_are_loaded(here):

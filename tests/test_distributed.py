@@ -6,6 +6,7 @@ import codes_of_shards
 import factors_of_shards
 import gradients_of_shards
 import matrices_of_shards
+import projections_of_shards
 import training_of_two
 import two_processes
 
@@ -15,6 +16,7 @@ WORKS = (
     *factors_of_shards.WORKS,
     *gradients_of_shards.WORKS,
     *matrices_of_shards.WORKS,
+    *projections_of_shards.WORKS,
     *training_of_two.WORKS,
 )
 

@@ -150,7 +150,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         return None
 
     def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        """The placements of these states of a DTensor; None where each process has all of them."""
+        """The placements of these states of a DTensor, but for those that are tensors of torch."""
         return None
 
     def _in_form(

@@ -75,6 +75,16 @@ def spread_as(
     return _of_shard(weight, shard, torch.Size(shape), tuple(strides), placements)
 
 
+def part_shape(
+    weight: Tensor, shape: Sequence[int], placements: tuple[Any, ...]
+) -> tuple[int, ...]:
+    """The shape of this process's part of a tensor over the mesh of a weight."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = spread_of(weight)[0]
+    return compute_local_shape_and_global_offset(torch.Size(shape), mesh, placements)[0]
+
+
 def _of_shard(
     weight: Any,
     shard: Tensor,

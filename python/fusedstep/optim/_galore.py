@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedstep.optim._dtensor import local
 from fusedstep.optim._low_rank import LowRankSteps
 from fusedstep.optim._projection import (
     PROJ_TYPES,
@@ -50,6 +51,11 @@ class GaLoreSteps(LowRankSteps):
         shapes = basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
         return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
 
+    def _shapes_from_gradients(
+        self, group: dict[str, Any], weight: Tensor
+    ) -> dict[str, torch.Size]:
+        return self._more_shapes(group, weight)
+
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
         if not is_due(count, group["update_proj_gap"], offset):
@@ -65,13 +71,13 @@ class GaLoreSteps(LowRankSteps):
         if not is_due:
             return {}
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
-        last = {name: state[name] for name in side} if count else None
+        last = {name: local(state[name]).to(grad.device) for name in side} if count else None
         key = self._key(group, weight, count)
         wide = grad.to(state[side[0]].dtype)
         found = bases_of(wide, group["rank"], side, svd, last, key)
         if svd != "lazy":
             return found
-        doublings = torch.zeros_like(state[_DOUBLINGS])
+        doublings = torch.zeros_like(state[_DOUBLINGS])  # which each process has
         if last is not None and overlap(last, found) >= _AT_REST:
             doublings = (state[_DOUBLINGS] + 1).clamp(max=_MOST_DOUBLINGS)
         return found | {_DOUBLINGS: doublings}

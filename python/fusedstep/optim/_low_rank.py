@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fusedstep.optim._checks import (
     with_name,
 )
 from fusedstep.optim._codes import absmax_of, are_codes_of, is_codes, of_shape
+from fusedstep.optim._dtensor import is_dtensor, local, spread_of
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
 from fusedstep.optim._plan import Work, same
@@ -31,15 +32,35 @@ from fusedstep.optim._projection import (
     basis_shapes,
     check_whole_number,
     is_due,
+    low_shape,
     low_shape_of,
     matrix_shape,
     sides,
     why_not_projected,
 )
 from fusedstep.optim._scratch import Scratch, step_all
+from fusedstep.optim._sharded_matrices import Cut, cut_of, put_whole, whole_of
+from fusedstep.optim._sharded_projections import (
+    basis_part,
+    copies_of,
+    is_summed,
+    low_placements,
+    made_by_owners,
+    sum_norms,
+    sum_parts,
+)
+from fusedstep.optim._spread import SpreadWeights, place_of
 from fusedstep.optim._transformers_adamw import native_numbers
 from fusedstep.optim._undo import Saved, is_out_of_memory, undone_on_error
-from fusedstep.optim._weights import key_of_draws, places_of, way_of
+from fusedstep.optim._weights import key_of_draws, way_of, whole_places_of
+
+
+class Norm(NamedTuple):
+    """A norm that a step takes."""
+
+    value: Tensor
+    over: Cut | None
+    """How what it is of is cut, if other processes have other parts; else None."""
 
 
 class LowRankSteps:
@@ -48,6 +69,8 @@ class LowRankSteps:
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq")
     _composite: ClassVar[bool] = True
+    #: False if weights of groups with a rank cannot be DTensors.
+    _takes_shards: ClassVar[bool] = True
 
     # What a class says of its projection
 
@@ -62,14 +85,36 @@ class LowRankSteps:
         """The shapes of states beside the moments."""
         raise NotImplementedError
 
+    def _norms(self, item: Work, scratch: Scratch, index: int) -> list[Norm]:
+        """Norms that ``_before_move`` needs of a weight, of what this process has."""
+        return []
+
     def _before_move(
-        self, item: Work, scratch: Scratch, index: int, count: int, factor: float
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        count: int,
+        factor: float,
+        norms: list[Tensor],
     ) -> Any:
-        """What ``_move`` needs of a weight: memory, and numbers of step ``count``."""
+        """What ``_move`` needs of a weight: memory, and numbers of step ``count``.
+
+        ``norms``: those that ``_norms`` has found, over all processes.
+        """
+
+    def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
+        """Does what moves of weights need of other processes, when the moments are stepped."""
 
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         """Returns whether the step after so many makes new bases."""
         return is_due(count, group["update_proj_gap"], 0)
+
+    def _shapes_from_gradients(
+        self, group: dict[str, Any], weight: Tensor
+    ) -> dict[str, torch.Size]:
+        """The shapes of what ``_new_bases`` makes of whole gradients, by name."""
+        raise NotImplementedError
 
     def _new_bases(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
@@ -129,10 +174,29 @@ class LowRankSteps:
         if not self._is_projected(group):
             return super()._state_shapes(group, weight)
         self._check_projection(group)
-        if reason := why_not_projected(group, weight):
+        if reason := self._why_not_projected(group, weight):
             raise ValueError(f"a weight of a group with a rank {reason}")
         shape = low_shape_of(group, weight)
         return self._moment_shapes(group, shape) | self._more_shapes(group, weight)
+
+    def _why_not_projected(self, group: dict[str, Any], weight: Tensor) -> str | None:
+        if is_dtensor(weight) and not self._takes_shards:
+            return (
+                f"is a DTensor: {type(self).__name__} does not project shards. Put it into a group "
+                "without a rank"
+            )
+        return why_not_projected(group, weight)
+
+    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        if not (self._is_projected(group) and is_dtensor(weight)):
+            return super()._state_placements(group, weight)
+        low = low_placements(weight, self._sides(group, weight))
+        shapes = self._state_shapes(group, weight)
+        return {
+            name: low if name in self._states else copies_of(weight)
+            for name, shape in shapes.items()
+            if shape
+        }
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
@@ -140,7 +204,7 @@ class LowRankSteps:
         if self._is_projected(group):
             self._check_projection(group)
             for p in weights:
-                if reason := why_not_projected(group, p):
+                if reason := self._why_not_projected(group, p):
                     raise ValueError(f"{self._name_of(group, p)} {reason}")
             self._takes_scratch(group, weights, grads)
         return super()._is_native(group, weights, grads)
@@ -282,7 +346,7 @@ class LowRankSteps:
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         for place, p in enumerate(weights):
-            state = self._state[p]
+            state, spread = self._state[p], self._state_placements(group, p) or {}
             for name, shape in self._state_shapes(group, p).items():
                 found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
                 if is_codes(found):
@@ -294,6 +358,13 @@ class LowRankSteps:
                             f"tensor {place} of the list: the state {name} is {found.dtype} but "
                             f"has to be {wide}"
                         )
+                if name in spread and not (
+                    is_dtensor(found) and spread_of(found) == (spread_of(p)[0], spread[name])
+                ):
+                    raise RuntimeError(
+                        f"{name} of {self._name_of(group, p)} must be a DTensor over the mesh of "
+                        f"its weight with the placements {spread[name]}"
+                    )
                 if not fits or found.device != p.device:
                     raise RuntimeError(
                         f"{name} of {self._name_of(group, p)} is {list(found.shape)} on "
@@ -305,8 +376,9 @@ class LowRankSteps:
 
     def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
         states = [self._store.with_count(group, p) for p in weights]
-        sides = [(self._sides(group, p), *matrix_shape(p)) for p in weights]
-        shapes = [low_shape_of(group, p) for p in weights]
+        # Of what this process has: the sides are those of the whole weight.
+        sides = [(self._sides(group, p), *matrix_shape(local(p))) for p in weights]
+        shapes = [low_shape(group["rank"], *each) for each in sides]
         bases = [basis_shapes(group["rank"], *each) for each in sides]
         return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
@@ -316,8 +388,7 @@ class LowRankSteps:
         try:
             for item in work:
                 self._checked_options(item, factors)
-                if self._is_projected(item.group):
-                    self._make_ready(item, factors)
+            self._make_ready([item for item in work if self._is_projected(item.group)], factors)
             return super()._update_groups(work, factors, zero_grad)
         finally:
             self._fresh, self._ready = {}, {}
@@ -325,63 +396,195 @@ class LowRankSteps:
                 scratch.forget_new()
             self._last_step = None  # the numbers of the next one are others
 
-    def _make_ready(self, item: Work, factors: Factors) -> None:
-        """Makes new bases and low-rank gradients of a group with a rank, beside what there is."""
-        group, count, factor = item.group, self._count(item.weights[0]), factors.on_host
-        scratch = self._scratch.get(item.weights[0])
+    def _make_ready(self, work: list[Work], factors: Factors) -> None:
+        """Makes new bases and low-rank gradients of groups with a rank, beside what there is."""
+        spread = self._spread_projected()
+        if spread is not None:
+            self._check_shards(work, spread)
+            self._make_bases_of_shards(work)
+        for item in work:
+            self._project(item, factors.on_host)
+        found = [(item, scratch) for item in work if (scratch := self._scratch_of(item))]
+        if spread is not None:
+            sum_parts(
+                [
+                    (cut, scratch.low(index))
+                    for item, scratch in found
+                    for index, weight in enumerate(item.weights)
+                    if (cut := self._summed_over(item.group, weight)) is not None
+                ]
+            )
+        self._check_low_rank(found, spread)
+        norms = {}
+        for item, scratch in found:
+            count = self._count(item.weights[0]) + 1
+            scratch.prepare(self._rule, self._numbers_of(item.group, count, 1.0, 0.0))
+            for index, weight in enumerate(item.weights):
+                norms[weight] = self._norms(item, scratch, index)
+        each_norm = [norm for of_weight in norms.values() for norm in of_weight]
+        sum_norms([(norm.over, norm.value) for norm in each_norm if norm.over is not None])
+        for item, scratch in found:
+            count = self._count(item.weights[0]) + 1
+            for index, weight in enumerate(item.weights):
+                known = [norm.value for norm in norms[weight]]
+                self._ready[weight] = self._before_move(
+                    item, scratch, index, count, factors.on_host, known
+                )
+
+    def _scratch_of(self, item: Work) -> Scratch | None:
+        return self._scratch.get(item.weights[0])
+
+    def _project(self, item: Work, factor: float) -> None:
+        group, scratch = item.group, self._scratch_of(item)
+        count = self._count(item.weights[0])
         for index, (weight, grad) in enumerate(item.pairs()):
-            matrix, due = as_matrix(grad), self._is_due(group, weight, count)
-            if due or scratch is None:
+            matrix, due = as_matrix(local(grad)), self._is_due(group, weight, count)
+            if (due or scratch is None) and cut_of(weight) is None:
                 self._check_finite(group, weight, matrix)
             bases = scratch.bases(index) if scratch else {}
-            if due or not bases:
+            if weight not in self._fresh and (due or not bases):
                 self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+            if weight in self._fresh:
                 bases = self._bases_of(group, weight)
             if scratch:
                 scratch.project(index, matrix, bases, factor)
-        if scratch is None:
+
+    def _check_low_rank(
+        self, found: list[tuple[Work, Scratch]], spread: SpreadWeights | None
+    ) -> None:
+        """Raises if a low-rank gradient is not finite."""
+        bad = [item for item, scratch in found if not scratch.is_finite()]
+        is_bad = bool(bad)
+        if spread is not None:  # all processes stop together
+            weights = [weight for item, _ in found for weight in item.weights]
+            is_bad |= _is_anywhere(is_bad, spread, weights)
+        if not is_bad:
             return
-        if not scratch.is_finite():
+        flags, of_shards = [], []  # of all, before an error: other processes wait for those
+        for item, scratch in found:
             for index, (weight, grad) in enumerate(item.pairs()):
-                if not scratch.low(index).isfinite().all():
-                    self._check_finite(group, weight, grad)
-                    raise RuntimeError(
-                        f"the low-rank gradient of {self._name_of(group, weight)} overflows "
-                        f"{weight.dtype}"
-                    )
-        numbers = self._numbers_of(group, count + 1, 1.0, 0.0)
-        scratch.prepare(self._rule, numbers)
-        for index, weight in enumerate(item.weights):
-            self._ready[weight] = self._before_move(item, scratch, index, count + 1, factor)
+                own = [_not_finite(local(grad)), _not_finite(scratch.low(index))]
+                flags.append((item, weight, torch.tensor(own, dtype=torch.float64)))
+                if (cut := cut_of(weight)) is not None:
+                    of_shards.append((cut, flags[-1][-1]))
+        sum_parts(of_shards)
+        for item, weight, flag in flags:
+            grad_is_bad, low_is_bad = flag.tolist()
+            if low_is_bad and grad_is_bad:
+                raise self._not_finite_error(item.group, weight)
+            if low_is_bad:
+                raise RuntimeError(
+                    f"the low-rank gradient of {self._name_of(item.group, weight)} overflows "
+                    f"{weight.dtype}"
+                )
+        raise RuntimeError("another process has a low-rank gradient that is not finite")
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        total = grad.sum(dtype=torch.float64 if grad.dtype is torch.float64 else torch.float32)
-        if not (math.isfinite(total.item()) or grad.isfinite().all()):
+        if _not_finite(grad):
+            raise self._not_finite_error(group, weight)
+
+    def _not_finite_error(self, group: dict[str, Any], weight: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
+            "infinite: no weight or state has been changed"
+        )
+
+    # Weights of which other processes have other parts
+
+    def _spread_projected(self) -> SpreadWeights | None:
+        """The weights that are spread over processes, if some of them are projected."""
+        cut = (
+            cut_of(p) is not None
+            for group in self._groups
+            if self._is_projected(group)
+            for p in group["params"]
+        )
+        return self._spread_weights() if any(cut) else None
+
+    def _summed_over(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
+        """How shards of a weight are cut whose low-rank gradient is a sum over the processes."""
+        cut = cut_of(weight)
+        return cut if cut is not None and is_summed(cut, self._sides(group, weight)) else None
+
+    def _needs_gradient(self, item: Work, weight: Tensor) -> bool:
+        """Returns whether a step makes bases of a shard's whole gradient."""
+        return (
+            cut_of(weight) is not None
+            and bool(self._shapes_from_gradients(item.group, weight))
+            and self._is_due(item.group, weight, self._count(weight))
+        )
+
+    def _check_shards(self, work: list[Work], spread: SpreadWeights) -> None:
+        """Raises in all processes if one has gradients of others, or not finite ones."""
+        alike: dict[Any, list[tuple[Work, Tensor, float]]] = {
+            place: [] for place in spread.places(native=False)
+        }
+        for item in work:
+            scratch = self._scratch_of(item)
+            for weight, grad in item.pairs():
+                if place := place_of(weight):
+                    # That of others shows in their low-rank gradients.
+                    looks = scratch is None or self._needs_gradient(item, weight)
+                    flag = float(looks and _not_finite(local(grad)))
+                    alike.setdefault(place, []).append((item, weight, flag))
+        for place, members in alike.items():
+            flags = torch.tensor([[flag] for *_, flag in members], dtype=torch.float64)
+            flags = flags.view(-1, 1).to(place[0])
+            (total,) = spread.sums(place, [([weight for _, weight, _ in members], flags)])
+            for (item, weight, _), number in zip(members, total.flatten().tolist(), strict=True):
+                if number:
+                    raise self._not_finite_error(item.group, weight)
+
+    def _make_bases_of_shards(self, work: list[Work]) -> None:
+        """Makes new bases of whole gradients, each in one process."""
+        due = [
+            (item.group, weight, grad)
+            for item in work
+            for weight, grad in item.pairs()
+            if self._needs_gradient(item, weight)
+        ]
+
+        def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
+            group, weight, _ = due[place]
+            return self._new_bases(group, weight, matrix, self._count(weight), True)
+
+        def raise_failed(place: int) -> None:
+            group, weight, _ = due[place]
             raise RuntimeError(
-                f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
-                "infinite: no weight or state has been changed"
+                f"another process could not make the bases of {self._name_of(group, weight)}"
             )
+
+        found = made_by_owners(
+            [grad for *_, grad in due],
+            [self._shapes_from_gradients(group, weight) for group, weight, _ in due],
+            [self._state[weight]["exp_avg"].dtype for _, weight, _ in due],
+            make,
+            raise_failed,
+        )
+        for (_, weight, _), fresh in zip(due, found, strict=True):
+            self._fresh[weight] = fresh
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
         found = [
-            self._scratch.get(item.weights[0]) if self._is_projected(item.group) else None
-            for item in work
+            self._scratch_of(item) if self._is_projected(item.group) else None for item in work
         ]
         projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
         # Those that allocate nothing come first. What the step of moments writes of others is kept.
+        first = [pair for pair in projected if not self._moves_late(pair[0])]
         last = [pair for pair in projected if self._moves_late(pair[0])]
         saved = {
-            weight: Saved(self._low_rank_states(item.group, weight))
+            weight: Saved(map(local, self._low_rank_states(item.group, weight)))
             for item, _ in last
             for weight in item.weights
             if weight.is_cpu
         }
         step_all([scratch for _, scratch in projected])
         try:
-            for item, scratch in [pair for pair in projected if pair not in last] + last:
+            self._before_moves(projected)
+            for item, scratch in first + last:
                 for index, weight in enumerate(item.weights):
                     written = [weight, *self._state[weight].values()] if weight in saved else []
-                    with undone_on_error(written):
+                    with undone_on_error(map(local, written)):
                         if weight in self._fresh:
                             self._commit(weight)
                         self._move_weight(item, scratch, index, self._state[weight])
@@ -389,6 +592,7 @@ class LowRankSteps:
                         scratch.keep_bases(index, self._bases_of(item.group, weight))
                     saved.pop(weight, None)
                     self._stepped.append(weight)
+                increment_version([p for p in item.weights if is_dtensor(p)])  # by their shards
                 increment_version(self._accessed_states(item.weights))
         except (MemoryError, RuntimeError) as error:
             for each in saved.values() if is_out_of_memory(error) else ():
@@ -415,24 +619,30 @@ class LowRankSteps:
     ) -> None:
         weight = item.weights[index]
         is_wide = way_of(item.group, weight) is not None
-        target = self._widened(item.group, weight, state) if is_wide else weight.detach()
+        wide = self._widened(item.group, weight, state) if is_wide else weight.detach()
+        target = local(wide)
         matrix = as_matrix(target)
         self._move(item, scratch, index, matrix, state)
         if matrix.data_ptr() != target.data_ptr():  # strides that no matrix has
             target.copy_(matrix.view(target.shape))
         if is_wide:
-            self._write_back(item.group, weight, target, state)
+            self._write_back(item.group, weight, wide, state)
 
     def _bases_of(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
-        """The bases of a weight by side: those of its state, where they are part of it."""
-        known = self._state[weight] | self._fresh[weight]
-        return {side: known[side] for side in self._sides(group, weight)}
+        """The bases of a weight by side, or what belongs to this process's part of it.
+
+        They are those of its state, where they are part of it.
+        """
+        known, cut = self._state[weight] | self._fresh.get(weight, {}), cut_of(weight)
+        return {
+            side: basis_part(local(known[side]), side, cut) for side in self._sides(group, weight)
+        }
 
     def _commit(self, weight: Tensor) -> None:
         """Writes new bases into the state where they are part of it."""
         fresh, state = self._fresh[weight], self._state[weight]
         for name in fresh.keys() & state.keys():
-            state[name].copy_(fresh.pop(name))
+            local(state[name]).copy_(fresh.pop(name))
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -448,7 +658,40 @@ class LowRankSteps:
             state = state | self._fresh[weight]
         super()._step_on_numbers(group, weight, grad, state)
 
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Steps a weight by the formula: of shards all processes take the whole."""
+        if not (self._is_projected(group) and is_dtensor(weight)):
+            super()._imperative(group, weight, grad, state)
+            return
+        whole = {name: whole_of(x) if is_dtensor(x) else x for name, x in state.items()}
+        new = self._formula(group, whole_of(weight), whole_of(grad), whole)
+        put_whole(weight, new)
+        for name, tensor in state.items():
+            if is_dtensor(tensor):
+                put_whole(tensor, whole[name])
+            elif tensor is not whole[name]:
+                tensor.copy_(whole[name])
+
     def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:
         """The key of a weight's random numbers."""
-        (place,) = places_of(self._groups, group, [weight])
+        (place,) = whole_places_of(self._groups, group, [weight])
         return key_of_draws(group.get("seed", 0), draw, place)
+
+
+def _not_finite(tensor: Tensor) -> bool:
+    total = tensor.sum(dtype=torch.float64 if tensor.dtype is torch.float64 else torch.float32)
+    return not (math.isfinite(total.item()) or bool(tensor.isfinite().all()))
+
+
+def _is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:
+    """Returns whether a process has found something, of those that have parts of weights."""
+    alike: dict[Any, list[Tensor]] = {place: [] for place in spread.places(native=False)}
+    for weight in weights:
+        if place := place_of(weight):
+            alike.setdefault(place, []).append(weight)
+    for place, some in alike.items():
+        number = torch.tensor(float(found), dtype=torch.float64, device=place[0])
+        found |= bool(spread.sum(place, number, some).item())
+    return found

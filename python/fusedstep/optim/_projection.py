@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._options import own_option
+from fusedstep.optim._sharded_matrices import cut_of, why_not_gathered
 
 #: The states that the bases are, by side.
 LEFT, RIGHT = "projector_left", "projector_right"
@@ -45,8 +47,7 @@ def check_whole_number(name: str, value: Any) -> None:
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:
     """The shape of the matrix that a weight is projected as."""
-    rows = weight.shape[0]
-    return rows, weight.numel() // max(rows, 1)
+    return weight.shape[0], weight.shape[1:].numel()
 
 
 def sides(proj_type: str, rows: int, columns: int) -> tuple[str, ...]:
@@ -60,11 +61,8 @@ def sides(proj_type: str, rows: int, columns: int) -> tuple[str, ...]:
 
 def why_not_projected(group: dict[str, Any], weight: Tensor) -> str | None:
     """Returns why a weight cannot be in a group with a rank, or None."""
-    if is_dtensor(weight):
-        return (
-            "is a DTensor: a projection needs the whole gradient, and the optimizer does not "
-            "gather it. Put it into a group without a rank"
-        )
+    if is_dtensor(weight) and (reason := _why_not_sharded(group, weight)):
+        return reason
     if weight.is_complex() or not weight.is_floating_point():
         return f"is {weight.dtype}: gradients of real weights are projected"
     if weight.dim() < 2:
@@ -77,6 +75,23 @@ def why_not_projected(group: dict[str, Any], weight: Tensor) -> str | None:
         return (
             f"is a matrix [{rows}, {columns}], whose rank is at most {min(rows, columns)}: "
             f"rank={rank} is over that"
+        )
+    return None
+
+
+def _why_not_sharded(group: dict[str, Any], weight: Tensor) -> str | None:
+    if isinstance(own_option(group, "state_dtype"), str):
+        return (
+            f"is a DTensor: low-rank moments of shards are not kept in codes, as "
+            f"state_dtype={group['state_dtype']!r} asks"
+        )
+    if reason := why_not_gathered(weight):
+        return reason
+    cut = cut_of(weight)
+    if cut is not None and weight.dim() > 2 and cut.dim > 0:
+        return (
+            f"has {weight.dim()} dimensions, and is a DTensor that is cut along dimension "
+            f"{cut.dim}: the matrix that it is projected as has shards of rows, Shard(0), alone"
         )
     return None
 

@@ -130,6 +130,8 @@ class Batch:
         """``begins``: where this process's shard begins, by the place of its weight."""
         self._rank, self._begins = rank, begins
         self.weights = sorted({unit.weight for unit in units})
+        self.owners = {unit.weight: unit.owner for unit in units}
+        """Who computes a weight of one matrix, by its place."""
         units = sorted(units, key=lambda unit: unit.matrix)
         ranks = range(len(units[0].parts))
         own = [unit for unit in units if unit.owner == rank]
@@ -309,6 +311,23 @@ class Exchange:
         for each in scattered:
             self._unpack(*each, unpack)
 
+    def gather(
+        self,
+        batches: Sequence[Batch],
+        pack: Callable[[Batch, list[Tensor]], None],
+        take: Callable[[list[Unit], Tensor], None],
+    ) -> None:
+        """Takes matrices to their owners alone; ``take`` gets them as ``compute`` of a run does."""
+        gathers = [self._gather(batches[0], 0, pack)] if batches else []
+        for number, batch in enumerate(batches):
+            transfer, gathered = gathers.pop()
+            if number + 1 < len(batches):
+                gathers.append(self._gather(batches[number + 1], number + 1, pack))
+            transfer.wait()
+            parts = batch.own_parts_in(gathered)
+            for share in batch.shares:
+                take(share.units, self._whole(share, parts))
+
     def _buffer(
         self, use: str, number: int, count: int, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
@@ -343,13 +362,18 @@ class Exchange:
         results = self._buffer("results", number, len(gathered), self._returned, self.there)
         parts, results_of = batch.own_parts_in(gathered), batch.own_parts_in(results)
         for share in batch.shares:
-            shape = (len(share.units), *share.matrix)
-            whole = self._take("whole", shape, self._sent, self.there)
-            found = [parts[number] for _, _, number in share.parts]
-            torch._foreach_copy_(_parts_of(share, whole), found)
+            whole = self._whole(share, parts)
             found = [results_of[number] for _, _, number in share.parts]
             torch._foreach_copy_(found, _parts_of(share, compute(share.units, whole)))
         return results
+
+    def _whole(self, share: Share, parts: list[Tensor]) -> Tensor:
+        """The matrices of a share, [count, rows, columns]."""
+        shape = (len(share.units), *share.matrix)
+        whole = self._take("whole", shape, self._sent, self.there)
+        found = [parts[number] for _, _, number in share.parts]
+        torch._foreach_copy_(_parts_of(share, whole), found)
+        return whole
 
     def _unpack(
         self,
@@ -381,6 +405,12 @@ def part_of(whole: Tensor, cut: Cut) -> Tensor:
     """The part that this process has of a whole tensor that is cut."""
     extent, number = whole.shape[cut.dim], cut.mesh.get_local_rank(cut.axis)
     return whole.narrow(cut.dim, *_chunk(extent, cut.mesh.size(cut.axis), number))
+
+
+def put_whole(tensor: Tensor, whole: Tensor) -> None:
+    """Writes the part of a whole tensor that this process has of a DTensor."""
+    cut = cut_of(tensor)
+    local(tensor).copy_(part_of(whole, cut) if cut else whole)
 
 
 def transfer_device(cut: Cut, device: torch.device) -> torch.device:

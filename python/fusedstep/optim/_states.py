@@ -25,9 +25,9 @@ class StateStore:
     ``names`` returns the states of the weight's shape that a group's options need, in the native
     rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
     others than the weight's, and None elsewhere; ``placements`` returns those of these states of a
-    DTensor, and None where each process has all of them. ``counts`` returns whether a group's
-    states have a step count. ``signed`` are those that may be negative. ``initial``: states and
-    numbers that start at the value of an option, with this option.
+    DTensor, but for those that each process has all of, or None. ``counts`` returns whether a
+    group's states have a step count. ``signed`` are those that may be negative. ``initial``: states
+    and numbers that start at the value of an option, with this option.
     """
 
     def __init__(
@@ -392,8 +392,7 @@ class StateStore:
             if shapes is None:
                 kind, shapes = self.kind_of(group, p), {}
             names = names[len(shapes) :]
-            placements = self._placements(group, p) if shapes else None
-            parts = self._shapes(group, _dtensor.local(p)) if placements else shapes
+            placements = (self._placements(group, p) if shapes else None) or {}
             for name, shape in shapes.items():
                 if kinds.get(name) is not None:
                     like = [self._like(group, p, name)]
@@ -401,9 +400,11 @@ class StateStore:
                         yield p, what, codes
                     continue
                 dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
-                tensor = torch.zeros(parts[name], dtype=dtype, device=p.device)
-                if placements:
-                    tensor = _dtensor.spread_as(p, tensor, shape, placements[name])
+                spread = placements.get(name)
+                part = _dtensor.part_shape(p, shape, spread) if spread else shape
+                tensor = torch.zeros(part, dtype=dtype, device=p.device)
+                if spread:
+                    tensor = _dtensor.spread_as(p, tensor, shape, spread)
                 yield p, name, tensor
             alike.setdefault((self.has_wide(group, p), kind, names), []).append(p)
         for (wide, kind, names), some in alike.items():

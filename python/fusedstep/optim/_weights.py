@@ -194,10 +194,18 @@ def places_of(
 
     Random numbers follow from them: shards at different places have different ones.
     """
+    places = zip(weights, whole_places_of(groups, group, weights), strict=True)
+    return [(shard_number(p) << 48) + place for p, place in places]
+
+
+def whole_places_of(
+    groups: list[dict[str, Any]], group: dict[str, Any], weights: list[Tensor]
+) -> list[int]:
+    """The places of weights of a group among those of an optimizer: the same in all processes."""
     params = group["params"]
     index = next(i for i, each in enumerate(groups) if each["params"] is params)
     places = {id(p): i for i, p in enumerate(params)}
-    return [(shard_number(p) << 48) + (index << 32) + places[id(p)] for p in weights]
+    return [(index << 32) + places[id(p)] for p in weights]
 
 
 def random_bits(key: int, count: int, device: torch.device) -> Tensor:

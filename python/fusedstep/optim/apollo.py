@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._low_rank import LowRankSteps
+from fusedstep.optim._dtensor import local
+from fusedstep.optim._low_rank import LowRankSteps, Norm
 from fusedstep.optim._plan import Work
 from fusedstep.optim._products import as_matrix, project
 from fusedstep.optim._projection import (
@@ -20,6 +21,8 @@ from fusedstep.optim._projection import (
     matrix_shape,
 )
 from fusedstep.optim._scratch import Scratch
+from fusedstep.optim._sharded_matrices import cut_of
+from fusedstep.optim._sharded_projections import sum_norms
 from fusedstep.optim._subspace import bases_of, gaussian
 from fusedstep.optim._transformers_adamw import advance, bias_correction, move
 from fusedstep.optim._undo import numbers_first
@@ -172,6 +175,11 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         norm = {_NORM: torch.Size(())}
         return norm if group["proj"] == "random" else norm | self._basis_shapes(group, weight)
 
+    def _shapes_from_gradients(
+        self, group: dict[str, Any], weight: Tensor
+    ) -> dict[str, torch.Size]:
+        return self._basis_shapes(group, weight) if group["proj"] == "svd" else {}
+
     def _new_bases(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
     ) -> dict[str, Tensor]:
@@ -187,13 +195,32 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         shape = self._basis_shapes(group, weight)[side]
         return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
 
+    def _norms(self, item: Work, scratch: Scratch, index: int) -> list[Norm]:
+        """Those of the low-rank gradient, and of the gradient."""
+        group, weight = item.group, item.weights[index]
+        dim, cut = _reduced(group, self._sides(group, weight)), cut_of(weight)
+        low = _norm(scratch.grads[index], dim)
+        own = _norm(as_matrix(local(item.grads[index])), dim, low.dtype)
+        is_part = cut is not None and self._summed_over(group, weight) is None
+        has_one = dim is None
+        return [
+            Norm(low, cut if is_part and has_one else None),
+            Norm(own, None if is_part and not has_one else cut),
+        ]
+
     def _before_move(
-        self, item: Work, scratch: Scratch, index: int, count: int, factor: float
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        count: int,
+        factor: float,
+        norms: list[Tensor],
     ) -> _Rooms:
         group, weight = item.group, item.weights[index]
         dim = _reduced(group, self._sides(group, weight))
-        low = _norm(scratch.grads[index], dim).add_(_EPSILON)
-        own = _norm(as_matrix(item.grads[index]), dim, low.dtype)
+        low, own = norms
+        low.add_(_EPSILON)
         lr, length = float(group["lr"]), bias_correction(group, count)
         keep = 1 - lr * group["weight_decay"]
         scales, norm = torch.empty_like(low), low.new_empty(())
@@ -201,6 +228,21 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         limit = _Limit(group, norm, length * lr * keep)
         numbers = numbers_first(low, length, factor, keep)
         return _Rooms(dim, low, own, scales, torch.empty_like(low), narrow, norm, limit, *numbers)
+
+    def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
+        """Takes the norms of updates of which processes have parts."""
+        of_parts = [
+            (cut, self._ready[weight], scratch.updates[index])
+            for item, scratch in projected
+            for index, weight in enumerate(item.weights)
+            if (cut := cut_of(weight)) is not None and self._summed_over(item.group, weight) is None
+        ]
+        for _, room, update in of_parts:
+            room.take_update(update)
+        sum_norms([(cut, room.scales) for cut, room, _ in of_parts if room.dim is None])
+        for _, room, _ in of_parts:
+            room.take_scaled()
+        sum_norms([(cut, room.norm) for cut, room, _ in of_parts if room.dim is not None])
 
     def _move(
         self,
@@ -211,12 +253,12 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         state: dict[str, Tensor],
     ) -> None:
         """Scales the gradient by norms in the scratch memory, without waiting for a device."""
-        group, weight, grad = item.group, item.weights[index], as_matrix(item.grads[index])
-        room = self._ready[weight]
-        # The scratch memory has the direction times the length.
-        _norm(scratch.updates[index], room.dim, out=room.scales)
-        scales = room.scales.div_(room.length).mul_(room.factor).div_(room.low)
-        _norm(torch.mul(scales, room.own, out=room.products), None, out=room.norm)
+        group, weight = item.group, item.weights[index]
+        grad, room = as_matrix(local(item.grads[index])), self._ready[weight]
+        if cut_of(weight) is None or self._summed_over(group, weight) is not None:
+            room.take_update(scratch.updates[index])
+            room.take_scaled()
+        scales = room.scales
         scales.mul_(room.limit.factor(room.norm, state))
         if group["weight_decay"] != 0:
             target.mul_(room.keep)
@@ -256,6 +298,15 @@ class _Rooms(NamedTuple):
     length: Tensor
     factor: Tensor
     keep: Tensor
+
+    def take_update(self, update: Tensor) -> None:
+        """Takes the norms of the update, which is the direction times the length."""
+        _norm(update, self.dim, out=self.scales)
+
+    def take_scaled(self) -> None:
+        """Makes the norms of the update scales of the gradient, and takes the norm of that."""
+        self.scales.div_(self.length).mul_(self.factor).div_(self.low)
+        _norm(torch.mul(self.scales, self.own, out=self.products), None, out=self.norm)
 
 
 class _Limit:

@@ -148,7 +148,7 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         group, lr, bases = item.group, float(item.group["lr"]), scratch.bases(index)
         update, between = scratch.update(index), scratch.between
         if way_of(group, item.weights[index]) is not None:
-            bases = {side: state[side] for side in bases}
+            bases = self._bases_of(group, item.weights[index])
             update, between = scratch.updates[index], None
         keep = 1 - lr * group["weight_decay"]
         add_back(target, update, bases, keep, lr * keep * group["scale"], between)

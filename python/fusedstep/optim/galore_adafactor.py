@@ -112,6 +112,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     _rule = Adafactor._rule
     _states = Adafactor._states
     _allocates_first = False
+    _takes_shards = False
     _later_options: ClassVar[dict[str, Any]] = Adafactor._later_options | LATER_OPTIONS
 
     def __init__(

@@ -1,0 +1,284 @@
+"""Works of two processes that step shards through projections: by GaLore and APOLLO.
+
+What they are compared with: one process that has all of each weight.
+"""
+
+import copy
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from fusedstep import optim
+from fusedstep.optim import _galore
+from fusedstep.optim._dtensor import is_dtensor, local
+from matrices_of_shards import Subjects, Trained
+from stepping import assert_same_bits
+from two_processes import PROCESSES
+
+#: Shapes, and how they are cut. A shard of rows or columns may be one longer, or empty.
+ROWS = {
+    "rows": ([(24, 8), (8, 24), (12, 12)], Shard(0)),
+    "columns": ([(24, 8), (8, 24), (12, 12)], Shard(1)),
+    "a row more for the first process": ([(9, 4), (7, 40)], Shard(0)),
+    "a column more for the first process": ([(4, 9), (40, 7)], Shard(1)),
+    "one row, and none": ([(1, 12)], Shard(0)),
+    "one column, and none": ([(12, 1)], Shard(1)),
+    "filters": ([(7, 3, 2, 2)], Shard(0)),
+    "copies": ([(24, 8), (8, 24)], Replicate()),
+}
+
+#: Steps with refreshes at the first, the third and the fifth.
+STEPS, GAP = range(5), 2
+
+PROJECTIONS = [
+    (optim.GaLoreAdamW, {"proj_type": each}) for each in ("std", "reverse_std", "left", "full")
+]
+PROJECTIONS += [
+    (optim.GaLoreAdamW, {"svd": each, "stagger": True}) for each in ("randomized", "power", "lazy")
+]
+PROJECTIONS += [
+    (optim.APOLLOAdamW, {"proj": proj, "scale_type": scale, "proj_type": side})
+    for proj, scale, side in itertools.product(
+        ("random", "svd"), ("channel", "tensor"), ("std", "reverse_std")
+    )
+]
+PROJECTIONS += [(optim.APOLLOAdamW, {"scale_front": True, "scale": 4.0})]
+
+BOUNDS = {"rtol": 1e-9, "atol": 1e-11}
+
+
+class Projected(Subjects):
+    def __init__(self, here, rows, cls, dtype=torch.float64, rank=3, mesh=None, **options):
+        self.cls = cls
+        rows = [
+            (shapes, *placements, {"rank": min([rank, *map(smallest_side, shapes)])})
+            for shapes, *placements in rows
+        ]
+        super().__init__(here, rows, dtype, mesh, **options)
+
+    def built(self, groups, dtype, options):
+        defaults = {"lr": 0.02, "weight_decay": 0.1, "update_proj_gap": GAP}
+        return self.cls(groups, **defaults | options)
+
+    def assert_alike(self, what, rtol=BOUNDS["rtol"], atol=BOUNDS["atol"]):
+        for whole, shard in self.pairs():
+            states = self.whole.state[whole]
+            assert self.sharded.state[shard].keys() == states.keys()
+            pairs = [(shard.detach(), whole.detach(), "weight")]
+            pairs += [(self.sharded.state[shard][name], states[name], name) for name in states]
+            for found, expected, name in pairs:
+                assert is_dtensor(found) == bool(expected.dim()), name
+                found = found.full_tensor() if is_dtensor(found) else found
+                torch.testing.assert_close(
+                    found,
+                    expected,
+                    rtol=rtol,
+                    atol=atol,
+                    msg=lambda text, name=name: f"{what}, {name}: {text}",
+                )
+
+    def tensors(self):
+        states = self.sharded.state.values()
+        values = [value for state in states for value in state.values()]
+        weights = itertools.chain.from_iterable(self.of_shards)
+        return [local(each.detach()).clone() for each in (*weights, *values)]
+
+
+def smallest_side(shape):
+    return min(shape[0], torch.Size(shape[1:]).numel())
+
+
+def projected_shards_are_stepped_as_the_whole(here):
+    for cls, options in PROJECTIONS:
+        for fused in (None, False):
+            found = Projected(here, ROWS.values(), cls, fused=fused, **options).step(STEPS)
+            assert bool(found.sharded._scratch) == (fused is None)
+            found.assert_alike(f"{cls.__name__}, {options}, {fused}")
+
+
+def each_kind_of_projected_cut_is_stepped_alone(here):
+    """No weight hides the collectives of another."""
+    for name, row in ROWS.items():
+        for cls, options in PROJECTIONS:
+            found = Projected(here, [row], cls, **options).step(range(3))
+            found.assert_alike(f"{name}, {cls.__name__}, {options}")
+
+
+def options_of_a_projected_step_are_those_of_the_whole(here):
+    for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+        for options in ({"maximize": True}, {"correct_bias": False}, {"max_grad_norm": 0.3}):
+            found = Projected(here, ROWS.values(), cls, **options).step(STEPS)
+            found.assert_alike(f"{cls.__name__}, {options}")
+        for options in ({"max_norm": 0.3}, {"zero_grad": True}):
+            found = Projected(here, ROWS.values(), cls).step(STEPS, **options)
+            found.assert_alike(f"{cls.__name__}, {options}")
+
+
+def projected_shards_of_few_bytes_are_near_the_whole(here):
+    rows = [([(24, 40), (40, 24)], Shard(0)), ([(24, 40), (40, 24)], Shard(1))]
+    kept = ({"master_weights": True}, {"master_weights": "split"}, {"rounding": "kahan"}, {})
+    for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+        for dtype, bound, ways in (
+            (torch.float32, 1e-5, ({},)),
+            (torch.bfloat16, 2e-2, (*kept, {"rounding": "stochastic"})),
+        ):
+            for options in ways:
+                found = Projected(here, rows, cls, dtype, lr=1e-3, **options).step(range(2))
+                for whole, shard in found.pairs():
+                    torch.testing.assert_close(
+                        shard.detach().full_tensor(), whole.detach(), rtol=bound, atol=bound
+                    )
+
+
+def a_mesh_with_copies_takes_projected_shards(here):
+    for sizes in ((PROCESSES, 1), (1, PROCESSES)):
+        mesh = init_device_mesh(here.device.type, sizes)
+        for cut in (Shard(0), Shard(1)):
+            rows = [([(24, 8), (9, 15)], Replicate(), cut)]
+            for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+                found = Projected(here, rows, cls, mesh=mesh).step(STEPS)
+                found.assert_alike(f"{sizes}, {cut}")
+
+
+def each_basis_is_made_once(here):
+    found = Projected(here, [([(24, 8)] * 6 + [(8, 24)] * 3, Shard(0))], optim.GaLoreAdamW)
+    found.take_gradients(0)
+    made = []
+
+    def counted(*args):
+        made.append(args[0].shape)
+        return bases_of(*args)
+
+    bases_of = _galore.bases_of
+    with mock.patch.object(_galore, "bases_of", counted):
+        found.sharded.step()
+    counts = [None, None]
+    dist.all_gather_object(counts, len(made))
+    assert sum(counts) == 9
+    assert abs(counts[0] - counts[1]) <= 1
+
+
+def memory_of_moments_is_shared_out(here):
+    """The moments of a low-rank gradient with parts of the longer side are parts too."""
+    found = Projected(here, [([(24, 8)], Shard(0)), ([(8, 24)], Shard(0))], optim.GaLoreAdamW)
+    found.step((0,))
+    shapes = [local(found.sharded.state[shards[0]]["exp_avg"]).shape for shards in found.of_shards]
+    assert shapes == [(24 // PROCESSES, 3), (3, 24)]
+
+
+def a_gradient_that_is_not_finite_is_named_by_all(here):
+    for cls, fused, steps in itertools.product(
+        (optim.GaLoreAdamW, optim.APOLLOAdamW), (None, False), (0, 1)
+    ):
+        for placement in (Shard(0), Shard(1)):
+            rows = [([(12, 8), (8, 12)], placement)]
+            found = Projected(here, rows, cls, fused=fused).step(range(steps))
+            found.take_gradients(steps)
+            if here.rank == 1:
+                local(found.of_shards[0][1].grad)[2, 3] = float("nan")
+            before = found.tensors()
+            with pytest.raises(RuntimeError, match="parameter 1 of group 0 has elements that are"):
+                found.sharded.step()
+            after = found.tensors()
+            for now, then in zip(after, before, strict=False):
+                assert_same_bits(now, then, "tensor")
+            assert not any(state.any() for state in after[len(before) :])
+            found.step(range(steps, 4)).assert_alike(f"{cls}, {fused}, {steps}")
+
+
+def a_projected_gradient_of_one_process_is_named_by_all(here):
+    for fused in (None, False):
+        found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW, fused=fused)
+        found.take_gradients(0)
+        if here.rank == 1:
+            found.of_shards[0][2].grad = None
+        with pytest.raises(RuntimeError, match="parameter 2 of group 0 has a gradient in some"):
+            found.sharded.step()
+        for whole, shard in found.pairs():
+            assert_same_bits(shard.detach().full_tensor(), whole.detach(), "weight")
+        found.step((0,)).assert_alike(fused)
+
+
+def a_basis_that_fails_in_one_process_stops_all(here):
+    found = Projected(here, [([(24, 8)] * 2, Shard(0))], optim.GaLoreAdamW)
+    found.take_gradients(0)
+
+    def failing(*args):
+        if here.rank == 1:
+            raise RuntimeError("no decomposition")
+        return bases_of(*args)
+
+    bases_of = _galore.bases_of
+    with mock.patch.object(_galore, "bases_of", failing):
+        expected = "no decomposition" if here.rank == 1 else "another process could not make"
+        with pytest.raises(RuntimeError, match=expected):
+            found.sharded.step()
+    for whole, shard in found.pairs():
+        assert_same_bits(shard.detach().full_tensor(), whole.detach(), "weight")
+    found.step(range(3)).assert_alike("after it")
+
+
+def what_cannot_be_projected_is_refused_by_name(here):
+    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    partial = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
+    plane = torch.nn.Parameter(here.spread(torch.ones(4, 4), Shard(0)))
+    filters = torch.nn.Parameter(here.spread(torch.ones(4, 4, 2), Shard(1)))
+    for build, weight, text in (
+        (optim.GaLoreAdamW, partial, r"is a DTensor with the placements \(Partial\(sum\)"),
+        (optim.APOLLOAdamW, filters, r"has 3 dimensions, and is a DTensor that is cut along"),
+        (optim.GaLoreAdafactor, plane, "is a DTensor: GaLoreAdafactor does not project shards"),
+        (optim.GaLoreAdamW8bit, plane, "is a DTensor: low-rank moments of shards are not kept"),
+    ):
+        with pytest.raises(ValueError, match=f"'w' {text}"):
+            build([{"params": [("w", weight)], "rank": 2}])
+
+
+# Checkpoints
+
+
+class TrainedByProjection(Trained):
+    def built(self, weights):
+        groups = [{"params": weights[:3], "rank": 3}, {"params": weights[3:]}]
+        return self.cls(groups, lr=0.02, update_proj_gap=GAP, **self.options)
+
+
+def projected_states_are_saved_and_resharded(here):
+    for cls, options in (
+        (optim.GaLoreAdamW, {"svd": "lazy"}),
+        (optim.GaLoreAdamW, {"proj_type": "full"}),
+        (optim.APOLLOAdamW, {}),
+        (optim.APOLLOAdamW, {"proj": "svd"}),
+    ):
+        named = {"cls": cls, "options": options}
+        kind = type("Named", (TrainedByProjection,), named)
+        kind.assert_resumed(here, steps=3)
+
+
+def states_of_projected_shards_are_loaded(here):
+    for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+        found = Projected(here, ROWS.values(), cls).step(range(3))
+        saved = copy.deepcopy(found.sharded.state_dict())
+        found.sharded.load_state_dict(saved)
+        found.step(range(3, 6)).assert_alike("loaded")
+
+
+WORKS = (
+    projected_shards_are_stepped_as_the_whole,
+    each_kind_of_projected_cut_is_stepped_alone,
+    options_of_a_projected_step_are_those_of_the_whole,
+    projected_shards_of_few_bytes_are_near_the_whole,
+    a_mesh_with_copies_takes_projected_shards,
+    each_basis_is_made_once,
+    memory_of_moments_is_shared_out,
+    a_gradient_that_is_not_finite_is_named_by_all,
+    a_projected_gradient_of_one_process_is_named_by_all,
+    a_basis_that_fails_in_one_process_stops_all,
+    what_cannot_be_projected_is_refused_by_name,
+    projected_states_are_saved_and_resharded,
+    states_of_projected_shards_are_loaded,
+)
