@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fusedstep.optim._codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep.optim._dtensor import is_dtensor, local, spread_of
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
+from fusedstep.optim._low_rank_shards import LowRankShards, Norm, is_anywhere, not_finite
 from fusedstep.optim._plan import Work, same
 from fusedstep.optim._products import as_matrix
 from fusedstep.optim._projection import (
@@ -36,41 +37,26 @@ from fusedstep.optim._projection import (
     low_shape_of,
     matrix_shape,
     sides,
-    why_not_projected,
 )
 from fusedstep.optim._scratch import Scratch, step_all
-from fusedstep.optim._sharded_matrices import Cut, cut_of, put_whole, whole_of
+from fusedstep.optim._sharded_matrices import cut_of
 from fusedstep.optim._sharded_projections import (
     basis_part,
-    copies_of,
-    is_summed,
-    low_placements,
-    made_by_owners,
     sum_norms,
     sum_parts,
 )
-from fusedstep.optim._spread import SpreadWeights, place_of
+from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._transformers_adamw import native_numbers
 from fusedstep.optim._undo import Saved, is_out_of_memory, undone_on_error
 from fusedstep.optim._weights import key_of_draws, way_of, whole_places_of
 
 
-class Norm(NamedTuple):
-    """A norm that a step takes."""
-
-    value: Tensor
-    over: Cut | None
-    """How what it is of is cut, if other processes have other parts; else None."""
-
-
-class LowRankSteps:
+class LowRankSteps(LowRankShards):
     """Steps groups with a rank through a projection, and all others by the native plan."""
 
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq")
     _composite: ClassVar[bool] = True
-    #: False if weights of groups with a rank cannot be DTensors.
-    _takes_shards: ClassVar[bool] = True
 
     # What a class says of its projection
 
@@ -109,12 +95,6 @@ class LowRankSteps:
     def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         """Returns whether the step after so many makes new bases."""
         return is_due(count, group["update_proj_gap"], 0)
-
-    def _shapes_from_gradients(
-        self, group: dict[str, Any], weight: Tensor
-    ) -> dict[str, torch.Size]:
-        """The shapes of what ``_new_bases`` makes of whole gradients, by name."""
-        raise NotImplementedError
 
     def _new_bases(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
@@ -178,25 +158,6 @@ class LowRankSteps:
             raise ValueError(f"a weight of a group with a rank {reason}")
         shape = low_shape_of(group, weight)
         return self._moment_shapes(group, shape) | self._more_shapes(group, weight)
-
-    def _why_not_projected(self, group: dict[str, Any], weight: Tensor) -> str | None:
-        if is_dtensor(weight) and not self._takes_shards:
-            return (
-                f"is a DTensor: {type(self).__name__} does not project shards. Put it into a group "
-                "without a rank"
-            )
-        return why_not_projected(group, weight)
-
-    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        if not (self._is_projected(group) and is_dtensor(weight)):
-            return super()._state_placements(group, weight)
-        low = low_placements(weight, self._sides(group, weight))
-        shapes = self._state_shapes(group, weight)
-        return {
-            name: low if name in self._states else copies_of(weight)
-            for name, shape in shapes.items()
-            if shape
-        }
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
@@ -457,13 +418,13 @@ class LowRankSteps:
         is_bad = bool(bad)
         if spread is not None:  # all processes stop together
             weights = [weight for item, _ in found for weight in item.weights]
-            is_bad |= _is_anywhere(is_bad, spread, weights)
+            is_bad |= is_anywhere(is_bad, spread, weights)
         if not is_bad:
             return
         flags, of_shards = [], []  # of all, before an error: other processes wait for those
         for item, scratch in found:
             for index, (weight, grad) in enumerate(item.pairs()):
-                own = [_not_finite(local(grad)), _not_finite(scratch.low(index))]
+                own = [not_finite(local(grad)), not_finite(scratch.low(index))]
                 flags.append((item, weight, torch.tensor(own, dtype=torch.float64)))
                 if (cut := cut_of(weight)) is not None:
                     of_shards.append((cut, flags[-1][-1]))
@@ -480,89 +441,8 @@ class LowRankSteps:
         raise RuntimeError("another process has a low-rank gradient that is not finite")
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
-        if _not_finite(grad):
+        if not_finite(grad):
             raise self._not_finite_error(group, weight)
-
-    def _not_finite_error(self, group: dict[str, Any], weight: Tensor) -> RuntimeError:
-        return RuntimeError(
-            f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
-            "infinite: no weight or state has been changed"
-        )
-
-    # Weights of which other processes have other parts
-
-    def _spread_projected(self) -> SpreadWeights | None:
-        """The weights that are spread over processes, if some of them are projected."""
-        cut = (
-            cut_of(p) is not None
-            for group in self._groups
-            if self._is_projected(group)
-            for p in group["params"]
-        )
-        return self._spread_weights() if any(cut) else None
-
-    def _summed_over(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
-        """How shards of a weight are cut whose low-rank gradient is a sum over the processes."""
-        cut = cut_of(weight)
-        return cut if cut is not None and is_summed(cut, self._sides(group, weight)) else None
-
-    def _needs_gradient(self, item: Work, weight: Tensor) -> bool:
-        """Returns whether a step makes bases of a shard's whole gradient."""
-        return (
-            cut_of(weight) is not None
-            and bool(self._shapes_from_gradients(item.group, weight))
-            and self._is_due(item.group, weight, self._count(weight))
-        )
-
-    def _check_shards(self, work: list[Work], spread: SpreadWeights) -> None:
-        """Raises in all processes if one has gradients of others, or not finite ones."""
-        alike: dict[Any, list[tuple[Work, Tensor, float]]] = {
-            place: [] for place in spread.places(native=False)
-        }
-        for item in work:
-            scratch = self._scratch_of(item)
-            for weight, grad in item.pairs():
-                if place := place_of(weight):
-                    # That of others shows in their low-rank gradients.
-                    looks = scratch is None or self._needs_gradient(item, weight)
-                    flag = float(looks and _not_finite(local(grad)))
-                    alike.setdefault(place, []).append((item, weight, flag))
-        for place, members in alike.items():
-            flags = torch.tensor([[flag] for *_, flag in members], dtype=torch.float64)
-            flags = flags.view(-1, 1).to(place[0])
-            (total,) = spread.sums(place, [([weight for _, weight, _ in members], flags)])
-            for (item, weight, _), number in zip(members, total.flatten().tolist(), strict=True):
-                if number:
-                    raise self._not_finite_error(item.group, weight)
-
-    def _make_bases_of_shards(self, work: list[Work]) -> None:
-        """Makes new bases of whole gradients, each in one process."""
-        due = [
-            (item.group, weight, grad)
-            for item in work
-            for weight, grad in item.pairs()
-            if self._needs_gradient(item, weight)
-        ]
-
-        def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
-            group, weight, _ = due[place]
-            return self._new_bases(group, weight, matrix, self._count(weight), True)
-
-        def raise_failed(place: int) -> None:
-            group, weight, _ = due[place]
-            raise RuntimeError(
-                f"another process could not make the bases of {self._name_of(group, weight)}"
-            )
-
-        found = made_by_owners(
-            [grad for *_, grad in due],
-            [self._shapes_from_gradients(group, weight) for group, weight, _ in due],
-            [self._state[weight]["exp_avg"].dtype for _, weight, _ in due],
-            make,
-            raise_failed,
-        )
-        for (_, weight, _), fresh in zip(due, found, strict=True):
-            self._fresh[weight] = fresh
 
     def _imperative_update(self, work: list[Work], factors: Factors) -> None:
         found = [
@@ -658,40 +538,7 @@ class LowRankSteps:
             state = state | self._fresh[weight]
         super()._step_on_numbers(group, weight, grad, state)
 
-    def _imperative(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        """Steps a weight by the formula: of shards all processes take the whole."""
-        if not (self._is_projected(group) and is_dtensor(weight)):
-            super()._imperative(group, weight, grad, state)
-            return
-        whole = {name: whole_of(x) if is_dtensor(x) else x for name, x in state.items()}
-        new = self._formula(group, whole_of(weight), whole_of(grad), whole)
-        put_whole(weight, new)
-        for name, tensor in state.items():
-            if is_dtensor(tensor):
-                put_whole(tensor, whole[name])
-            elif tensor is not whole[name]:
-                tensor.copy_(whole[name])
-
     def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:
         """The key of a weight's random numbers."""
         (place,) = whole_places_of(self._groups, group, [weight])
         return key_of_draws(group.get("seed", 0), draw, place)
-
-
-def _not_finite(tensor: Tensor) -> bool:
-    total = tensor.sum(dtype=torch.float64 if tensor.dtype is torch.float64 else torch.float32)
-    return not (math.isfinite(total.item()) or bool(tensor.isfinite().all()))
-
-
-def _is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:
-    """Returns whether a process has found something, of those that have parts of weights."""
-    alike: dict[Any, list[Tensor]] = {place: [] for place in spread.places(native=False)}
-    for weight in weights:
-        if place := place_of(weight):
-            alike.setdefault(place, []).append(weight)
-    for place, some in alike.items():
-        number = torch.tensor(float(found), dtype=torch.float64, device=place[0])
-        found |= bool(spread.sum(place, number, some).item())
-    return found

@@ -10,7 +10,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._dtensor import local
-from fusedstep.optim._low_rank import LowRankSteps, Norm
+from fusedstep.optim._low_rank import LowRankSteps
+from fusedstep.optim._low_rank_shards import Norm
 from fusedstep.optim._plan import Work
 from fusedstep.optim._products import as_matrix, project
 from fusedstep.optim._projection import (
