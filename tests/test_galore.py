@@ -140,6 +140,15 @@ def test_bfloat16_weights_have_float32_states(way, fused):
         assert all(state[name].dtype is torch.float32 for name in (LEFT, RIGHT) if name in state)
 
 
+@pytest.mark.parametrize("way", WAYS[:4], ids=str)
+def test_two_groups_with_a_rank_step_as_one(way):
+    found = []
+    for parts in ([[(8, 6), (8, 6)]], [[(8, 6)], [(8, 6)]]):
+        several = as_params([(projected(), shapes) for shapes in parts], torch.bfloat16)
+        found.append(run(optim.GaLoreAdamW(several, **OPTIONS, **way), range(3)))
+    assert_same(*found)
+
+
 @pytest.mark.parametrize("way", [{"master_weights": True}, {"master_weights": "split"}], ids=str)
 def test_moves_too_small_for_bfloat16_add_up(way):
     (group,) = as_params([(projected(), [(16, 8)])], torch.bfloat16)

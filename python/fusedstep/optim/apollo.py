@@ -106,11 +106,14 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
 
     Raises:
         ValueError: if an option is out of range or unknown, ``params`` is empty, or a weight of a
-            group with a rank has fewer than two dimensions, a side shorter than the rank, or is a
-            DTensor or complex; the error names the parameter.
+            group with a rank has fewer than two dimensions, a side shorter than the rank, is
+            complex, or is a DTensor that is cut along two dimensions of a mesh, or with more than
+            two dimensions along another than the first, or whose states would be in codes; the
+            error names the parameter.
         RuntimeError: if ``fused=True`` meets ``foreach``, weights that native kernels do not
             update, or a missing native library; at :meth:`step`, before anything is changed, for
-            sparse gradients and for NaN and infinite elements in gradients of a group with a rank.
+            sparse gradients, for NaN and infinite elements in gradients of a group with a rank, and
+            for shards there with a gradient in some processes only.
 
     Example::
 
