@@ -276,9 +276,11 @@ WORKS = (
     each_basis_is_made_once,
     memory_of_moments_is_shared_out,
     a_gradient_that_is_not_finite_is_named_by_all,
-    a_projected_gradient_of_one_process_is_named_by_all,
     a_basis_that_fails_in_one_process_stops_all,
     what_cannot_be_projected_is_refused_by_name,
     projected_states_are_saved_and_resharded,
     states_of_projected_shards_are_loaded,
 )
+
+#: On GPUs an assertion of the device says so, after which a process can use it no more.
+ON_THE_CPU = (a_projected_gradient_of_one_process_is_named_by_all,)

@@ -17,6 +17,7 @@ WORKS = (
     *gradients_of_shards.WORKS,
     *matrices_of_shards.WORKS,
     *projections_of_shards.WORKS,
+    *projections_of_shards.ON_THE_CPU,
     *training_of_two.WORKS,
 )
 

@@ -67,21 +67,20 @@ def copies_of(weight: Tensor) -> tuple[Any, ...]:
     return tuple(Replicate() for _ in spread_of(weight)[1])
 
 
-def sum_parts(parts: Sequence[tuple[Cut, Tensor]], dtype: torch.dtype | None = None) -> None:
+def sum_parts(parts: Sequence[tuple[Cut, Tensor]]) -> None:
     """Writes sums over the processes into tensors of which each has a term.
 
-    One collective takes all that go over the same processes. ``dtype``: of the sums, else that of
-    the tensors.
+    One collective takes all that go over the same processes; sums of 16-bit terms are float32.
     """
     alike: dict[Any, list[Tensor]] = {}
     for cut, part in parts:
         there = transfer_device(cut, part.device)
-        key = cut.mesh, cut.axis, there, dtype or _wide(part.dtype)
+        key = cut.mesh, cut.axis, there, _wide(part.dtype)
         alike.setdefault(key, []).append(part)
     for (mesh, axis, there, wide), terms in alike.items():
         flat = torch.cat([term.reshape(-1).to(there, wide) for term in terms])
         torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
-        for term, total in zip(terms, flat.split([t.numel() for t in terms]), strict=True):
+        for term, total in zip(terms, torch.split(flat, [t.numel() for t in terms]), strict=True):
             term.copy_(total.view(term.shape))
 
 
@@ -132,7 +131,7 @@ def made_by_owners(
         failed = torch.tensor(-1 if own is None else own, device=there)
         torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
         if own is not None:
-            raise made[own]  # type: ignore[misc]
+            raise made[own]
         if (place := int(failed)) >= 0:
             raise_failed(place)
         for owner in sorted(set(owners.values())):
@@ -143,7 +142,7 @@ def made_by_owners(
                 parts = [made[i][name].reshape(-1) for i in mine for name in shapes[i]]
                 torch.cat([part.to(there, made_in) for part in parts], out=flat)
             torch.distributed.broadcast(flat, group=group, group_src=owner)
-            pieces = iter(flat.to(device).split(sizes))
+            pieces = iter(torch.split(flat.to(device), sizes))
             for i in mine:
                 found[i] = {
                     name: next(pieces).view(shape).clone() for name, shape in shapes[i].items()
