@@ -6,6 +6,7 @@ import torch
 import codes_of_shards
 import factors_of_shards
 import matrices_of_shards
+import projections_of_shards
 import training_of_two
 import two_processes
 from cases import CASES, PLAIN
@@ -165,6 +166,7 @@ WORKS = {
         two_processes,
         matrices_of_shards,
         factors_of_shards,
+        projections_of_shards,
         codes_of_shards,
         training_of_two,
     )
