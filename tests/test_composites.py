@@ -111,6 +111,18 @@ def test_max_norm_clips_and_is_returned(row, fused):
 
 @MODES
 @EACH
+def test_the_norm_of_float16_gradients_may_be_beyond_their_range(row, fused):
+    param = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float16))
+    optimizer = row.build([param], fused=fused, lr=0.1)
+    param.grad = row.grad(torch.full(SHAPE, 1e4, dtype=torch.float16))
+    norm = optimizer.step(max_norm=0.5)
+    assert norm.item() == pytest.approx(1e4 * param.numel() ** 0.5, rel=1e-12)
+    assert param.isfinite().all()
+    assert not torch.equal(param, torch.ones_like(param))
+
+
+@MODES
+@EACH
 def test_the_option_max_grad_norm_is_the_argument(row, fused):
     (_, expected), (_, optimizer) = stepped(row, 0, fused=fused), stepped(row, 0, fused=fused)
     expected.step(max_norm=0.5)

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cases import CASES, DTYPES, KINDS, LOW_PRECISION, WITH_NAMESAKE
+from cases import CASES, DTYPES, KINDS, LOW_PRECISION, PLAIN, WITH_NAMESAKE
 from fusedstep import optim
 from stepping import (
     CHUNK,
@@ -66,6 +66,16 @@ def check_special_gradients(case, build_twin, dtype, values):
         torch.testing.assert_close(
             actual[name], tensor, rtol=rtol, atol=rtol, equal_nan=True, msg=lambda m, n=name: n + m
         )
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_norm_of_float16_gradients_may_be_beyond_their_range(case, fused):
+    param = torch.nn.Parameter(torch.ones(12, 8, dtype=torch.float16))
+    param.grad = torch.full_like(param, 1e4)
+    norm = case.build([param], fused=fused).step(max_norm=0.5)
+    assert norm.item() == pytest.approx(1e4 * param.numel() ** 0.5, rel=1e-12)
+    assert param.isfinite().all()
 
 
 @pytest.mark.parametrize("isa", ISAS)

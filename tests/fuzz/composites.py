@@ -55,8 +55,6 @@ class Composite:
     """The reference that each step is compared with."""
     sparse: float = 0.0
     """The share of the gradients that is sparse."""
-    norms: bool = True
-    """False if the norm is torch's, which has the precision of the gradients."""
     dims: tuple[int, ...] = ()
     """Numbers of dimensions that weights may have; any, if there are none."""
 
@@ -90,7 +88,6 @@ ROWS = {
         | _FACTORS
         | {"beta2_decay": (-0.8, -0.5), "d": (1.0, 2.0), "variant": ("torch", "transformers")},
         formula=adafactor,
-        norms=False,
     ),
 }
 
@@ -158,8 +155,6 @@ class _Chooser(choices._Chooser):
 
     def _call(self) -> dict[str, Any]:
         call = super()._call()
-        if not self._row.norms:
-            call.pop("max_norm", None)
         if self._chance(0.3):
             call["refused"] = True
         return call

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from fusedstep.optim._dtensor import local
 from fusedstep.optim._factors import PLAIN, Factors
@@ -153,6 +152,13 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
         found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
         norms.append(found.sqrt().item())
     if others:
-        norms.append(get_total_norm(others).item())
+        norms += _norms(others)
     norms += [found.sqrt().item() for found in _spread_norms2(work, spread)]
     return math.hypot(*norms) if len(norms) > 1 else sum(norms)
+
+
+def _norms(tensors: list[Tensor]) -> list[float]:
+    """The 2-norms of tensors, in float64: that of two float16 numbers may be beyond their range."""
+    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    found = torch._foreach_norm(real, 2, dtype=torch.float64)
+    return torch.stack([each.to(found[0].device) for each in found]).tolist()
