@@ -30,8 +30,8 @@ void step_projected(std::string_view rule, const std::vector<double>& options, d
                     const Tensor& grad, const Tensor& basis, const Tensors& states, const Tensor& update,
                     bool from_left, double grad_factor) {
   const Rule& known = rule_named(rule);
-  check(known.bind != nullptr && options.size() == known.options.size(),
-        "an option is missing, or there is one too many");
+  if (known.bind == nullptr) throw std::runtime_error("the rule over rows has no projected gradients");
+  check(options.size() == known.options.size(), "an option is missing, or there is one too many");
   const BoundRule bound = known.bind(options);
   check(states.size() == static_cast<size_t>(bound.states), "there must be as many states as the rule has");
   const TensorView gradient = view(grad, "the gradient"), projection = view(basis, "the basis");

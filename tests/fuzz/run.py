@@ -333,7 +333,7 @@ def _weight_changes(run: Run, p: Parameter, change: dict[str, Any]) -> None:
 
 def _states_of(run: Run, p: Parameter) -> dict[str, Tensor]:
     state = run.optimizer.state.get(p, {})
-    left_out = {*run.row.numbers, *oracle.BESIDE[1:]}  # and codes, beside their absmax
+    left_out = {"step", *run.row.numbers, *oracle.BESIDE[1:]}  # and codes, beside their absmax
     left_out |= {n for n in state if n.endswith(oracle.ABSMAX) or n + oracle.ABSMAX in state}
     return {name: value for name, value in state.items() if name not in left_out}
 
