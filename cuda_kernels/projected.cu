@@ -26,7 +26,7 @@ namespace {
 constexpr int kRows = 128, kDepth = 32, kWord = 4, kSteps = kDepth / 8;
 constexpr int kMostSplits = 8;  // blocks that a cluster may have on every GPU
 
-// How a block goes over the gradient: `kStages` parts of kDepth are in shared memory or on their way there.
+// A block's way over the gradient: `kStages` parts of kDepth are in shared memory or on their way there.
 template <bool kFromLeft, bool kInTwo, int kColumns, int kStages>
 struct Cut {
   // Rows in shared memory are so far apart that a warp's reads are from all banks.

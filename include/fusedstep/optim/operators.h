@@ -31,7 +31,7 @@ inline Tensors new_states(const Tensors& weights, size_t slots, bool wide) {
   return op.call(weights, static_cast<int64_t>(slots), wide);
 }
 
-// What the random numbers follow from by which a step rounds weights.
+// The random numbers by which a step rounds weights follow from these.
 struct Draws {
   int64_t seed;
   std::vector<int64_t> places;  // of each weight among those of the optimizer

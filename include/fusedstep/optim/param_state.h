@@ -42,7 +42,7 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   const torch::Tensor& absmax(size_t i) const { return absmax_[i]; }
   void absmax(size_t i, torch::Tensor tensor) { absmax_[i] = std::move(tensor); }
 
-  // What the weight keeps beside it in a way that has it.
+  // The tensor that the weight keeps beside it in a way that has one.
   const torch::Tensor& beside(detail::Way way) const { return beside_[static_cast<size_t>(way)]; }
   void beside(detail::Way way, torch::Tensor tensor) {
     beside_[static_cast<size_t>(way)] = std::move(tensor);

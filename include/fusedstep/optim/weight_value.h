@@ -59,7 +59,7 @@ inline torch::Tensor value_of(Way way, const torch::Tensor& weight, const torch:
 // The tensor beside a weight that gives it this value, which rounds to it.
 inline torch::Tensor beside_of(Way way, const torch::Tensor& weight, const torch::Tensor& value) {
   if (way == Way::kFloat32) {
-    // Of a value in the middle of two weights the next that rounds to this one.
+    // The next value that rounds to this weight, for one in the middle of two weights.
     const torch::Tensor towards = torch::nextafter(value, weight.to(torch::kFloat32));
     return torch::where(value.to(weight.dtype()) == weight, value, towards);
   }

@@ -30,7 +30,7 @@ class Numbers(NamedTuple):
 
     lr: float
     betas: list[float]
-    """Of the update's average, of the squares and of the residuals."""
+    """Decays of the update's average, of the squares and of the residuals."""
     eps: tuple[float, float]
     """Added to the squares, and to the squares of the residuals."""
     threshold: float

@@ -84,7 +84,7 @@ class LowRankSteps(LowRankShards):
         factor: float,
         norms: list[Tensor],
     ) -> Any:
-        """What ``_move`` needs of a weight: memory, and numbers of step ``count``.
+        """The memory that ``_move`` needs of a weight, and numbers of step ``count``.
 
         ``norms``: those that ``_norms`` has found, over all processes.
         """
@@ -337,7 +337,7 @@ class LowRankSteps(LowRankShards):
 
     def _new_scratch(self, group: dict[str, Any], weights: list[Tensor]) -> Scratch:
         states = [self._store.with_count(group, p) for p in weights]
-        # Of what this process has: the sides are those of the whole weight.
+        # The shapes are of this process's part: the sides are those of the whole weight.
         sides = [(self._sides(group, p), *matrix_shape(local(p))) for p in weights]
         shapes = [low_shape(group["rank"], *each) for each in sides]
         bases = [basis_shapes(group["rank"], *each) for each in sides]

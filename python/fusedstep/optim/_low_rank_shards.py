@@ -30,7 +30,7 @@ class Norm(NamedTuple):
 
     value: Tensor
     over: Cut | None
-    """How what it is of is cut, if other processes have other parts; else None."""
+    """The cut of the weight that it is of, if other processes have other parts; else None."""
 
 
 class LowRankShards:
