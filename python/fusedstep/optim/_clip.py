@@ -152,13 +152,14 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
         found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
         norms.append(found.sqrt().item())
     if others:
-        norms += _norms(others)
+        norms.append(_norm(others))
     norms += [found.sqrt().item() for found in _spread_norms2(work, spread)]
     return math.hypot(*norms) if len(norms) > 1 else sum(norms)
 
 
-def _norms(tensors: list[Tensor]) -> list[float]:
-    """The 2-norms of tensors, in float64: that of two float16 numbers may be beyond their range."""
+def _norm(tensors: list[Tensor]) -> float:
+    """The 2-norm of tensors, in float64: that of two float16 numbers may be beyond their range."""
     real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
     found = torch._foreach_norm(real, 2, dtype=torch.float64)
-    return torch.stack([each.to(found[0].device) for each in found]).tolist()
+    together = torch.stack([each.to(found[0].device) for each in found])
+    return torch.linalg.vector_norm(together).item()
