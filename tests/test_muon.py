@@ -606,7 +606,7 @@ def test_steps_under_torch_compile_and_a_dispatch_mode():
     assert all((p == q).all() for p, q in zip(params, expected, strict=True))
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

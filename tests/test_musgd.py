@@ -433,7 +433,7 @@ def test_momentum_may_begin_later():
             torch.testing.assert_close(optimizer.state[p]["momentum_buffer_SGD"], p.grad)
 
 
-# What is refused
+# Refusals
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ class LowRankShards:
         return self._spread_weights() if any(cut) else None
 
     def _summed_over(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
-        """How shards of a weight are cut whose low-rank gradient is a sum over the processes."""
+        """The cut of the shards of a weight whose low-rank gradient is a sum over the processes."""
         cut = cut_of(weight)
         return cut if cut is not None and is_summed(cut, self._sides(group, weight)) else None
 

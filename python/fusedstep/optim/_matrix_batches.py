@@ -61,7 +61,7 @@ _CALLS_ELSEWHERE = 1 << 35
 class MatrixBatches:
     """Steps the matrices of a group batch by batch."""
 
-    # What a class may do otherwise
+    # Steps that a class may take otherwise
 
     def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
         """The factor of the learning rate for a matrix; ``shape``: of the weight that it is of."""
@@ -273,7 +273,7 @@ class MatrixBatches:
         return orthogonalize(x, steps, self._scratch)
 
     def _rooms(self, group: dict[str, Any], values: list[Tensor]) -> tuple[Tensor, ...]:
-        """What a move needs: what decay leaves of a value, zero, and memory to find where."""
+        """Operands of a move: what decay leaves of a value, zero, and memory to find where."""
         like, most = values[0], max(map(Tensor.numel, values))
         keep = 1 - float(group["lr"]) * float(group["weight_decay"])
         shape = (most if group.get("cautious_decay") else 0,)
@@ -328,7 +328,7 @@ class Moving(NamedTuple):
     wide: Tensor
     """The tensor that is updated for the weight."""
     value: Tensor
-    """What this process has of that."""
+    """This process's part of that."""
     grad: Tensor
     average: Tensor
 

@@ -37,7 +37,7 @@ from fusedstep.optim._support import why_not_native
 class MuonSteps(MatrixBatches):
     """Steps groups with ``use_muon`` by Muon, and all others as the next class does."""
 
-    # What a class says of its groups
+    # A class's own words for its groups
 
     def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]:
         """A group with Muon's options: those that it has not are what the class does always."""

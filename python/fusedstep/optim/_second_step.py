@@ -20,7 +20,7 @@ from fusedstep.optim._plan import GradUse, Plan, PlansAside, same
 
 
 class Operands(NamedTuple):
-    """What the second step of some values takes."""
+    """The operands of the second step of some values."""
 
     values: list[Tensor]
     grads: list[Tensor]

@@ -158,7 +158,7 @@ def _gather(
     places: list[int],
     make: Make,
 ) -> tuple[dict[int, Any], dict[int, int]]:
-    """What this process makes of gradients, or the errors, and the owners of all, by place."""
+    """The bases that this process makes, or its errors, and the owners of all, by place."""
     order = order_of(cut.mesh, cut.axis)
     number = cut.mesh.get_local_rank(cut.axis)
     forms = tuple(Form(tuple(grad.shape), 0, 1) for grad in grads)
