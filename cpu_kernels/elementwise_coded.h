@@ -121,8 +121,9 @@ void update_coded_blocks(const Span& span, std::index_sequence<kState...>) {
   }
 }
 
+// Of float32 weights.
 template <class Rule>
-void update_coded(const Span& span) {  // of float32 weights
+void update_coded(const Span& span) {
   by_storage(span.coded[0].map->storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
     update_coded_blocks<Rule, kStorage>(span, std::make_index_sequence<Rule::kStates>());
   });
