@@ -137,9 +137,10 @@ def main() -> None:
 
 
 def draw(runs: list[dict], every: int, path: Path) -> None:
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for kind in RATES:
         best = min((r for r in runs if r["optimizer"] == kind), key=lambda r: r["losses"][-1])
         steps = [every * (i + 1) for i in range(len(best["losses"]))]
