@@ -31,7 +31,7 @@ BATCH, LENGTH, WARM_UP = 16, 128, 20
 
 #: Learning rates of all weights with AdamW, and those of the hidden matrices where Muon steps them.
 RATES = {"AdamW": (1e-3, 3e-3, 6e-3), "Muon + AdamW": (0.01, 0.02, 0.04)}
-#: Of the other weights then: the best of AdamW's.
+#: The learning rate of the other weights then: the best of AdamW's.
 RATE_BESIDE_MUON = 3e-3
 
 
