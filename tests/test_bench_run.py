@@ -349,6 +349,14 @@ def test_committed_results_are_what_would_be_written_again(repository, tmp_path)
             assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file
 
 
+def test_what_made_a_figure_is_in_the_repository(repository):
+    probes = {probe.stem for probe in (repository / "bench" / "probes").glob("*")}
+    for file in (repository / "bench" / "results").glob("*/*.json"):
+        if file.parent.name != "mnist":  # docs/mnist.md has its commands
+            known = file.stem in report.TITLES or file.stem in probes
+            assert known or "by" in json.loads(file.read_text()), file
+
+
 def test_all_tables_have_one_writer(repository):
     for file in (repository / "bench").rglob("*.py"):
         text = file.read_text()

@@ -304,7 +304,7 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
         params[0].grad = gradient
         optimizer.step()
         other.step()
-        # Of a sign, which is 0 of NaN, only NaN itself is sure to be kept.
+        # The sign of NaN is 0: only NaN itself is sure to be kept.
         signs = case.states[:1] if math.isnan(bad) else ()
         for name in (case.states if case.continuous else signs) if step == 3 else ():
             assert not decoded(optimizer, params[0], name, kind)[damaged].isfinite().any()

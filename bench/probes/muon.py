@@ -24,7 +24,7 @@ from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonali
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_table
 
-#: Of a layer: query, key and value; their projection; the two of the feed-forward part.
+#: Matrices of a layer: query, key and value; their projection; the two of the feed-forward part.
 LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
 
 DTYPES = {

@@ -87,7 +87,7 @@ class ImperativeTwin:
     def _written_early(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
     ) -> list[Tensor]:
-        """What a step of a weight may have written before it has allocated everything."""
+        """Returns what a step of a weight may have written before its last allocation."""
         if group.get("differentiable") or group.get("capturable"):
             return []  # it writes what it has computed, last
         is_plain = not (self._store.has_wide(group, weight) or self._store.kind_of(group, weight))

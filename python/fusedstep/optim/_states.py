@@ -198,7 +198,7 @@ class StateStore:
             self._drop_beside(group, p)
 
     def _first_value(self, group: dict[str, Any], name: str) -> float:
-        """What a number, or every element of a state, is before the first step."""
+        """Returns the value of a number, or of every element of a state, before the first step."""
         if name in self._initial:
             return float(group[self._initial[name]])
         return self._first.get(name, 0.0)

@@ -33,7 +33,7 @@ __all__ = ["APOLLOAdamW"]
 #: The largest growth of an update's norm from one step to the next.
 _GROWTH = 1.01
 
-#: What is added to norms that are divided by.
+#: Added to norms that are divided by.
 _EPSILON = 1e-8
 
 #: The state that is the norm of the last scaled gradient.

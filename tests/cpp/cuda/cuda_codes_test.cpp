@@ -298,7 +298,7 @@ TEST_P(CudaCodesTest, CountsOnTheDevice) {
 
 class CudaCodesNormsTest : public CudaCodesTest {};
 
-// Where a norm is that of shards, sums of other processes are added between the phases.
+// If a norm is that of shards, sums of other processes are added between the phases.
 TEST_P(CudaCodesNormsTest, PhasesApartAreThoseOfTheCpu) {
   for (const GradUse grads : grad_uses(GetParam().of)) {
     SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));

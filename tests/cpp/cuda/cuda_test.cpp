@@ -225,7 +225,7 @@ TEST_P(CudaTest, FollowsWhatMoves) {
 class CudaTwoPhaseTest : public CudaTest {};
 
 // They go through both phases by themselves; with a larger one among them all go as that does.
-// Where a norm is that of shards, sums of other processes are added in between.
+// If a norm is that of shards, sums of other processes are added in between.
 TEST_P(CudaTwoPhaseTest, PhasesApartAreThoseOfTheCpu) {
   for (const GradUse grads : grad_uses(GetParam())) {
     SCOPED_TRACE(testing::Message() << "gradients " << static_cast<int>(grads));
