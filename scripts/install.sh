@@ -153,11 +153,11 @@ need_python_packages() {
     "$python" -m pip install -c "$root/scripts/constraints.txt" "${missing[@]}"
 }
 
-# install_peers cpu|cuda: what the benchmark compares with. One that cannot be had does not stop the others.
+# install_peers EXTRA cpu|cuda: what the benchmark compares with. One that cannot be had does not stop the others.
 install_peers() {
   local missing
-  mapfile -t missing < <(missing_python_packages "$python" peers)
-  "$python" "$root/bench/peer_packages.py" --device "$1" "${missing[@]}"
+  mapfile -t missing < <(missing_python_packages "$python" "$1")
+  "$python" "$root/bench/peer_packages.py" --device "$2" "${missing[@]}"
 }
 
 # In a folder of its own, and without most of what it asks for: its optimizers do not use that, and transformers needs a
