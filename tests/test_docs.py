@@ -104,6 +104,29 @@ def test_times_of_the_choice_are_those_measured():
     }
 
 
+def test_times_of_tables_are_those_measured():
+    """Of docs/performance.md."""
+    rows = {
+        row["name"]: {name: f"{found['ms']:.3g}" for name, found in row["results"].items()}
+        for row in results("intel-emerald-rapids-16-cores/embedding.json")["rows"]
+    }
+    names = {"adagrad": "Adagrad", "rowwise_adagrad": "RowWiseAdagrad", "sparse_adam": "SparseAdam"}
+    whats = {"each-row-once": "step", "backward-of-bags": "backward pass and step"}
+    lines = []
+    for name, title in names.items():
+        for gradient, what in whats.items():
+            found = rows[f"{name}/embedding/{gradient}"]
+            torchs, fbgemms = found.get("torch", "–"), found.get("fbgemm", "–")
+            lines.append(f"| `{title}`, {what} | **{found['fused']}** | {torchs} | {fbgemms} |\n")
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert "".join(lines) in page
+    assert f"a dense gradient takes {rows['adagrad/embedding/each-row-once']['dense']} ms" in page
+    of_bags = rows["rowwise_adagrad/embedding/backward-of-bags"]
+    page = (ROOT / "docs" / "optimizers" / "rowwise_adagrad.md").read_text()
+    assert f"takes {of_bags['fbgemm']} ms for a\nbatch, torch's" in page
+    assert f"our step {of_bags['fused']} (" in page
+
+
 def test_times_of_small_calls_are_those_measured():
     """Of docs/integrations.md."""
     found = results("amd-zen4-2-cores/engines.json")["us"]
