@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedstep import optim
 from pages import INTEGRATIONS, PAGES, ROOT, blocks
 
 
@@ -77,6 +78,13 @@ def gpt2(file, optimizer):
     )
 
 
+def test_the_choice_has_every_optimizer():
+    table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
+    missing = [name for name in optim.__all__ if f"`{name}`" not in table]
+    # Classes with states in codes are those of their names without what tells of that.
+    assert [name for name in missing if not re.search(r"(8bit|4bit|Fp8)$", name)] == []
+
+
 def test_times_of_the_choice_are_those_measured():
     """Of docs/choosing.md the columns CPU and GPU, in units of AdamW's time."""
     cpu, gpu = "intel-emerald-rapids-16-cores/peers.json", "nvidia-h200/peers.json"
@@ -95,6 +103,9 @@ def test_times_of_the_choice_are_those_measured():
         "Muon": [None, muon["cuda"]["ms"]["Muon, bfloat16"] / on["cuda"]["AdamW"]],
         "Adagrad": [gpt2(f, "adagrad") / gpt2(f, "adam") for f in (cpu, gpu)],
     }
+    others = "intel-emerald-rapids-16-cores/steps.json"
+    for name in ("SGD", "RAdam", "Adamax", "Adadelta", "RMSprop", "Lion", "Rprop", "ASGD"):
+        expected[name] = [gpt2(others, name.lower()) / gpt2(cpu, "adam"), None]
     table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
     rows = re.findall(r"^\|[^|]*\| `(\w+)`.*\| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
     told = {name: list(times) for name, *times in rows}
