@@ -138,6 +138,30 @@ def test_times_of_tables_are_those_measured():
     assert f"our step {of_bags['fused']} (" in page
 
 
+def test_limit_of_the_step_in_training_is_that_measured():
+    """Of docs/nanogpt.md: weights of a GPT, and the fastest that as many bytes were moved."""
+    runs = {run["name"]: run for run in results("nvidia-h100/nanogpt.json")["rows"]}
+    rows = results("nvidia-h100/steps.json")["rows"]
+    (adamax,) = (r for r in rows if (r["optimizer"], r["shapes"]) == ("adamax", "gpt2"))
+    assert adamax["bytes"] == 28 * adamax["elements"]
+    torchs, ours = ([r["optimizer_ms"] for n, r in runs.items() if n.startswith(lead)]
+                    for lead in ("torch:", "fusedstep:"))  # fmt: skip
+    weights = next(iter(runs.values()))["weights"] + 1024 * 768
+    rate = adamax["bytes"] / adamax["limit"]["ms"] / 1e9
+    limit = 28 * weights / rate / 1e9
+    aim = 0.85 * min(torchs)
+    page = " ".join((ROOT / "docs" / "nanogpt.md").read_text().split())
+    for told in (
+        f"each of {weights / 1e6:.2f} M weights",
+        f"counted: {28 * weights / 1e9:.2f} GB.",
+        f"reach {rate:.2f} TB/s",
+        f"take {limit:.3f} ms",
+        f"at {limit / max(ours):.2f} to {limit / min(ours):.2f} of that",
+        f"torch's is {aim:.3f} ms, {limit / aim:.3f} of it",
+    ):
+        assert told in page, told
+
+
 def test_times_of_small_calls_are_those_measured():
     """Of docs/integrations.md."""
     found = results("amd-zen4-2-cores/engines.json")["us"]
