@@ -168,10 +168,18 @@ install_torchtitan() {
     "$python" -m pip install --no-deps --target "$root/build/torchtitan" "${packages[@]}"
 }
 
+# In a folder of its own too, with an OpenCV that needs no libGL. timm and transformers bring what else it imports.
+install_ultralytics() {
+  local packages=(ultralytics ultralytics-thop opencv-python-headless polars polars-runtime-32)
+  step ultralytics "installing Ultralytics for its tests" \
+    "$python" -m pip install --no-deps --target "$root/build/ultralytics" "${packages[@]}"
+}
+
 # Installs what tests/frameworks trains inside of. The tests of one that cannot be had are skipped.
 install_frameworks() {
   (need_python_packages frameworks) || say "some frameworks are missing: their tests are skipped"
   [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
+  [[ -d $root/build/ultralytics ]] || once ultralytics install_ultralytics || say "no Ultralytics: its tests are skipped"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.
