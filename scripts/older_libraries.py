@@ -106,7 +106,8 @@ def write_scripts(folder: Path) -> None:
         (folder / f"{name}.so").write_text(f"INPUT ({folder / library})\n")
     system, older = found("libc.so").read_text(), folder / "libolder.a"
     # Since 2.34 glibc has in libc what was in libdl and libpthread.
-    instead = " ".join(str(folder / each) for each in ("libc.so.6", "libdl.so.2", "libpthread.so.0"))
+    names = ("libc.so.6", "libdl.so.2", "libpthread.so.0")
+    instead = " ".join(str(folder / name) for name in names)
     text, count = re.subn(r"\S+/libc\.so\.6", f"{instead} {older}", system)
     assert count == 1, system
     (folder / "libc.so").write_text(text)
