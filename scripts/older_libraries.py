@@ -10,6 +10,7 @@ a policy allows, as auditwheel knows them. What is newer in libstdc++ is taken f
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 from auditwheel.architecture import Architecture
 from auditwheel.libc import Libc
 from auditwheel.policy import WheelPolicies
+
+CXX = os.environ.get("CXX", "g++")
 
 #: Those that auditwheel's policies allow, and g++ links with or once was asked to.
 LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "libstdc++.so.6")
@@ -35,7 +38,6 @@ __libc_single_threaded:
     .section .note.GNU-stack,"",%progbits
 """
 
-
 #: Where a symbol of each type is, and its type in assembly.
 SECTIONS = {
     "FUNC": ('.section .text,"ax",%progbits', "%function"),
@@ -52,7 +54,7 @@ def run(*command: object) -> str:
 
 def found(name: str) -> Path:
     """The compiler's file of this name."""
-    path = Path(run("g++", f"-print-file-name={name}").strip())
+    path = Path(run(CXX, f"-print-file-name={name}").strip())
     if not path.is_absolute():
         raise FileNotFoundError(name)
     return path.resolve()
@@ -89,13 +91,13 @@ def write_library(folder: Path, name: str, allowed: frozenset[str]) -> None:
     nodes = [f"{version} {{ }};" for version in {version for version, _ in symbols.values()}]
     script.write_text("\n".join([*nodes, "older_libraries { local: *; };"]) + "\n")
     shared = ("-shared", "-nostdlib", f"-Wl,-soname,{name}", f"-Wl,--version-script,{script}")
-    run("g++", *shared, "-o", folder / name, source)
+    run(CXX, *shared, "-o", folder / name, source)
 
 
 def write_archive(folder: Path) -> None:
     source, made = folder / "older.s", folder / "older.o"
     source.write_text(OLDER)
-    run("g++", "-c", "-o", made, source)
+    run(CXX, "-c", "-o", made, source)
     run("ar", "rcs", folder / "libolder.a", made)
 
 

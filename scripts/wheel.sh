@@ -4,16 +4,16 @@
 wheels=$root/build/wheels
 policy=manylinux_2_28_$(uname -m)  # that of torch's own wheels
 
-# Sets $older: what makes a linker use libraries of that policy, where this system has newer ones. libdl and libpthread,
-# which the linker finds nothing in, are in libc since glibc 2.34.
+# Sets $older: what makes a linker use libraries of that policy, where this system has newer ones. libdl and libpthread
+# are named as needed though the linker finds nothing in them: since glibc 2.34 libc has what they had. Parts of
+# libstdc++'s archive that torch's libraries alone ask for are dropped.
 link_older_libraries() {
   local glibc folder=$root/build/older
   older=${LDFLAGS:-}
   glibc=$(getconf GNU_LIBC_VERSION)
-  ! at_least 2.29 "${glibc#glibc }" || {
-    step older "writing libraries of $policy" "$python" "$root/scripts/older_libraries.py" "$folder" "$policy" || return
-    older+=" -L$folder -Wl,--no-as-needed -Wl,--exclude-libs,libstdc++.a -Wl,--gc-sections"
-  }
+  at_least 2.29 "${glibc#glibc }" || return 0
+  step older "writing libraries of $policy" "$python" "$root/scripts/older_libraries.py" "$folder" "$policy" || return
+  older+=" -L$folder -Wl,--no-as-needed -Wl,--exclude-libs,libstdc++.a -Wl,--gc-sections"
 }
 
 # make_wheel NAME SOURCE DEFINE...
