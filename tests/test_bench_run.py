@@ -86,13 +86,25 @@ def test_tables_of_a_run(output):
     assert {path.name for path in folder.iterdir()} == {"steps.json", "README.md"}
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path, run):
-    assert "not a regular expression" in run("(").stderr
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["("], "not a regular expression"),
+        (["clipping", "--device", "cuda"], "clipping is not measured on cuda"),
+        (["peers", "adam", "lamb"], "one FILTER at most"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, words, text):
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    with pytest.raises(SystemExit):
+        bench_run.main()
+    assert text in capsys.readouterr().err
+
+
+def test_without_the_limit_one_line_says_how_it_is_built(tmp_path, run):
     missing = run("--output", tmp_path, "--libraries", str(tmp_path), "lamb")
     assert missing.returncode != 0
     assert "cmake --preset release" in missing.stderr
-    assert "clipping is not measured on cuda" in run("clipping", "--device", "cuda").stderr
-    assert "one FILTER at most" in run("peers", "adam", "lamb").stderr
 
 
 # ---- Beside libraries of which one crashes, one is wrong, one fails and one is absent ------------

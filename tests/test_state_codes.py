@@ -337,8 +337,9 @@ def test_groups_of_their_own(kind):
     assert is_coded(optimizer.state[matrix]["exp_avg"])
 
 
-@CODED
-@pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"), dealt([c for c in PLAIN if c.states], KINDS_OF_CODES, 3), ids=str
+)
 def test_a_compiled_step_has_the_same_bits(case, kind):
     torch._dynamo.reset()
     params, optimizer = start(case, kind, steps=1)
