@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import tempfile
@@ -328,6 +329,59 @@ def max_norm_counts_what_all_processes_have_once(here):
     torch.testing.assert_close(spread[3], params[3])
 
 
+def weights_of_all_kinds_are_stepped_together(here):
+    """Of two meshes and two dtypes, copies and plain weights, in one optimizer."""
+    from torch.distributed.tensor import (
+        Replicate,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+    line, grid = (init_device_mesh(here.device.type, sizes) for sizes in ((2,), (2, 1)))
+    kinds = [
+        (torch.float32, line, [Shard(0)]),
+        (torch.float32, grid, [Shard(1), Replicate()]),
+        (torch.bfloat16, line, [Shard(0)]),
+        (torch.bfloat16, line, [Replicate()]),
+        (torch.float32, None, None),
+        (torch.float32, line, [Shard(1)]),
+    ]
+
+    def like(tensor, kind):
+        dtype, mesh, placements = kind
+        tensor = tensor.to(here.device, dtype, copy=True)
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, placements)
+
+    for build, options in (
+        (optim.AdamW, {"max_norm": 0.5}),
+        (optim.Lamb, {"max_norm": 0.5}),
+        (functools.partial(optim.Lamb, variant="nvlamb", max_grad_norm=0.5), {}),
+        (functools.partial(optim.Adan, max_grad_norm=0.5), {}),
+        (optim.Adafactor, {"max_norm": 0.5}),
+    ):
+        weights = make_weights(((40, 50),) * len(kinds), torch.float32)
+        wholes = [
+            torch.nn.Parameter(w.to(here.device, k[0])) for w, k in zip(weights, kinds, strict=True)
+        ]
+        spread = [
+            torch.nn.Parameter(like(w.detach(), k)) for w, k in zip(wholes, kinds, strict=True)
+        ]
+        ours, theirs = build(wholes, lr=0.01), build(spread, lr=0.01)
+        for step in range(3):
+            grads = make_gradients(((40, 50),) * len(kinds), torch.float32, step)
+            for whole, shard, grad, kind in zip(wholes, spread, grads, kinds, strict=True):
+                whole.grad = grad.to(here.device, kind[0])
+                shard.grad = like(grad, kind)
+            expected, norm = ours.step(**options), theirs.step(**options)
+            if options:
+                torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=1e-6, atol=0)
+        for whole, shard, (dtype, mesh, _) in zip(wholes, spread, kinds, strict=True):
+            found = shard.detach() if mesh is None else shard.detach().full_tensor()
+            bound = 1e-5 if dtype is torch.float32 else 1e-2
+            torch.testing.assert_close(found, whole.detach(), rtol=bound, atol=bound)
+
+
 def an_optimizers_own_max_norm_is_that_of_all_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
@@ -475,6 +529,7 @@ WORKS = (
     norms_of_a_step_take_one_collective,
     unfused_steps_take_shards,
     max_norm_counts_what_all_processes_have_once,
+    weights_of_all_kinds_are_stepped_together,
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,
     gradients_in_the_buckets_of_ddp,
