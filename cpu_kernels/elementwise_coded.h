@@ -89,7 +89,9 @@ void update_coded_blocks(const Span& span, std::index_sequence<kState...>) {
   using Group = typename Groups<float, float>::template Type<registers_at_once<Rule>(Reach::kNear)>;
   using Row = Arrays<Rule, float, float>;
   const Row row(span);
-  std::tuple<CodedBlock<kStorage, SignOf<Rule>::is_signed(kState)>...> states(*span.coded[kState].map...);
+  constexpr bool kAllSigned = kStorage == Storage::kFloat8;  // its codes have a sign, whatever the state
+  std::tuple<CodedBlock<kStorage, kAllSigned || SignOf<Rule>::is_signed(kState)>...> states(
+      *span.coded[kState].map...);
   const auto update_at = [&]<class V>(V*, int64_t weight, int64_t i) __attribute__((always_inline)) {
     V p = load<V>(row.weight, weight + i);
     const V g = row.template load_grad<V>(weight + i);

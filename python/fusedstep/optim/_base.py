@@ -493,6 +493,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             for item in work
         ]
         stepped = self._stepped = []
+        spread = None if self._elementwise else self._spread_weights()
         try:
             untreated = take(
                 self._rule,
@@ -501,7 +502,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 factors,
                 self._imperative_update,
                 self._accessed_states,
-                spread=None if self._elementwise else self._spread_weights(),
+                spread=spread,
                 in_phases=self._in_phases,
                 stepped=stepped,
             )
@@ -510,7 +511,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             raise found from (error if found is not error else error.__cause__)
         finally:
             self._stepped = []
-        if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
+        # One that communicates has more to do than its kernels.
+        is_alone = not (spread and spread.rows)
+        is_plain = factors is PLAIN and not zero_grad
+        if _ops.bind and is_plain and is_alone and self._seen is not None:
             self._last_step = last_step(
                 self._rule,
                 self._groups,

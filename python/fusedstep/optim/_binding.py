@@ -169,7 +169,7 @@ class BindsGroups:
                 and plan.seed == _weights.seed_of(group, weights[0])
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
-                and plan.bind(weights, grads, sparse)
+                and plan.bind(weights, grads, sparse, self._state_was_accessed)
             ):
                 self._plans.pop(place, None)
                 plan = self._new_plan(group, weights, grads)

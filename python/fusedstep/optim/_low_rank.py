@@ -363,8 +363,11 @@ class LowRankSteps(LowRankShards):
         if spread is not None:
             self._check_shards(work, spread)
             self._make_bases_of_shards(work)
+        failed = []
         for item in work:
-            self._project(item, factors.on_host)
+            self._project(item, factors.on_host, failed)
+        if failed and spread is None:
+            raise failed[0]
         found = [(item, scratch) for item in work if (scratch := self._scratch_of(item))]
         if spread is not None:
             sum_parts(
@@ -375,7 +378,7 @@ class LowRankSteps(LowRankShards):
                     if (cut := self._summed_over(item.group, weight)) is not None
                 ]
             )
-        self._check_low_rank(found, spread)
+        self._check_low_rank(found, spread, failed)
         norms = {}
         for item, scratch in found:
             count = self._count(item.weights[0]) + 1
@@ -395,28 +398,45 @@ class LowRankSteps(LowRankShards):
     def _scratch_of(self, item: Work) -> Scratch | None:
         return self._scratch.get(item.weights[0])
 
-    def _project(self, item: Work, factor: float) -> None:
-        group, scratch = item.group, self._scratch_of(item)
-        count = self._count(item.weights[0])
+    def _project(self, item: Work, factor: float, failed: list[RuntimeError]) -> None:
+        """Makes the low-rank gradients of a group, but for weights where that has ``failed``."""
+        scratch = self._scratch_of(item)
         for index, (weight, grad) in enumerate(item.pairs()):
-            matrix, due = as_matrix(local(grad)), self._is_due(group, weight, count)
-            if (due or scratch is None) and cut_of(weight) is None:
-                self._check_finite(group, weight, matrix)
-            bases = scratch.bases(index) if scratch else {}
-            if weight not in self._fresh and (due or not bases):
-                self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
-            if weight in self._fresh:
-                bases = self._bases_of(group, weight)
-            if scratch:
-                scratch.project(index, matrix, bases, factor)
+            try:
+                bases = self._bases_of_step(item.group, weight, grad, scratch, index)
+                if scratch:
+                    scratch.project(index, as_matrix(local(grad)), bases, factor)
+            except RuntimeError as error:  # later: other processes wait for what comes before that
+                failed.append(error)
+
+    def _bases_of_step(
+        self,
+        group: dict[str, Any],
+        weight: Tensor,
+        grad: Tensor,
+        scratch: Scratch | None,
+        index: int,
+    ) -> dict[str, Tensor]:
+        """The bases that a weight's gradient is projected on, made now if they are due."""
+        count = self._count(weight)
+        matrix, due = as_matrix(local(grad)), self._is_due(group, weight, count)
+        if (due or scratch is None) and cut_of(weight) is None:
+            self._check_finite(group, weight, matrix)
+        bases = scratch.bases(index) if scratch else {}
+        if weight not in self._fresh and (due or not bases):
+            self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+        return self._bases_of(group, weight) if weight in self._fresh else bases
 
     def _check_low_rank(
-        self, found: list[tuple[Work, Scratch]], spread: SpreadWeights | None
+        self,
+        found: list[tuple[Work, Scratch]],
+        spread: SpreadWeights | None,
+        failed: list[RuntimeError],
     ) -> None:
-        """Raises if a low-rank gradient is not finite."""
-        is_bad = not all(scratch.is_finite() for _, scratch in found)
+        """Raises if a low-rank gradient is not finite, or if one could not be made."""
+        is_bad = bool(failed) or not all(scratch.is_finite() for _, scratch in found)
+        weights = [weight for item, _ in found for weight in item.weights]
         if spread is not None:  # all processes stop together
-            weights = [weight for item, _ in found for weight in item.weights]
             is_bad |= is_anywhere(is_bad, spread, weights)
         if not is_bad:
             return
@@ -428,15 +448,24 @@ class LowRankSteps(LowRankShards):
                 if (cut := cut_of(weight)) is not None:
                     of_shards.append((cut, flags[-1][-1]))
         sum_parts(of_shards)
+        wrong = list(failed)
         for item, weight, flag in flags:
             grad_is_bad, low_is_bad = flag.tolist()
             if low_is_bad and grad_is_bad:
-                raise self._not_finite_error(item.group, weight)
-            if low_is_bad:
-                raise RuntimeError(
-                    f"the low-rank gradient of {self._name_of(item.group, weight)} overflows "
-                    f"{weight.dtype}"
+                wrong.append(self._not_finite_error(item.group, weight))
+            elif low_is_bad:
+                name = self._name_of(item.group, weight)
+                text = f"the low-rank gradient of {name} overflows {weight.dtype}"
+                wrong.append(RuntimeError(text))
+        if spread is not None and is_anywhere(bool(wrong), spread, weights):
+            wrong.append(
+                RuntimeError(
+                    "another process could not project its gradient of a weight that is no shard: "
+                    "no weight or state has been changed"
                 )
+            )
+        if wrong:
+            raise wrong[0]
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         if not_finite(grad):

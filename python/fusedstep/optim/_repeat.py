@@ -72,7 +72,7 @@ def last_step(
             continue
         (item,) = mine
         plan = item.plan
-        if plan is None or plan.is_distributed or plan.had_sparse or not plan.counts_on_host:
+        if plan is None or plan.had_sparse or not plan.counts_on_host:
             return None
         parts.append(
             Part(

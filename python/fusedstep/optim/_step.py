@@ -91,14 +91,14 @@ def _take_native(work: list[Work], spread: SpreadWeights | None) -> None:
     # All of them, though this process may have no gradient there.
     places = spread.places(native=True) if spread else ()
     for place in dict.fromkeys((*places, *plans)):
-        parts = [([], _no_norms2(0, place[0]))]
+        parts = []
         for plan in plans.get(place, []):
             norms2 = _no_norms2(len(plan.weights), plan.device)
             torch.ops.fusedstep.plan_direction(plan.handle, norms2)
             parts.append((plan.weights, norms2))
         # One collective for all weights that are spread alike.
-        _, *found = spread.sums(place, parts)
-        for plan, norms2 in zip(plans.get(place, []), found, strict=True):
+        found = spread.sums(place, parts or [([], _no_norms2(0, place[0]))])
+        for plan, norms2 in zip(plans.get(place, []), found[: len(parts)], strict=True):
             torch.ops.fusedstep.plan_apply(plan.handle, norms2)
 
 
