@@ -147,7 +147,7 @@ class BindsGroups:
             weights, grads = with_gradients(params)
             if not weights:
                 continue
-            if has_text(group):  # an option that states depend on, perhaps
+            if not self._has_passed(group) and has_text(group):  # what states depend on, perhaps
                 self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
             work += [
@@ -202,19 +202,28 @@ class BindsGroups:
         return found
 
     def _check_composite(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        has_fit: bool = False,
     ) -> None:
-        """Raises what torch's operations would stop at half way, or not notice."""
+        """Raises what torch's operations would stop at half way, or not notice.
+
+        ``has_fit``: whether states were those that the options ask for, when memory was looked at.
+        """
         check_operands(weights, grads)
         if self._is_composite(group):
             if is_dtensor(weights[0]):
                 local_pairs(weights, grads)  # raises for gradients that are spread otherwise
             states = [self._state.get(p, {}) for p in weights]
-            if not self._is_memory_known(weights, grads):
+            is_known = self._is_memory_known(weights, grads)
+            if not is_known:
                 check_memory(weights, grads, states)
-                self._memory[weights[0]] = memory_of(weights, grads, states)
             check_counts(states)
-            self._check_states(group, weights)
+            if not (is_known and has_fit):
+                self._check_states(group, weights)
+                self._memory[weights[0]] = memory_of(weights, grads, states)
 
     def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Returns whether a composite's operands are where they were when they were checked."""
