@@ -575,5 +575,5 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
 
 def _items_of(group: dict[str, Any]) -> list[Any]:
-    """The names and the values of a group's options, as objects to compare."""
-    return [*group, *group.values()]
+    """The names and the values of a group's options, as objects to compare; floats may change."""
+    return [*group, *(float if type(value) is float else value for value in group.values())]

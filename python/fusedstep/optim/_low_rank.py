@@ -261,7 +261,8 @@ class LowRankSteps(LowRankShards):
             and self._fits(scratch, group, weights)
         ):
             try:
-                self._check_composite(group, weights, grads, has_fit=True)
+                is_known = self._is_known(group, weights, grads)
+                self._check_composite(group, weights, grads, is_known)
             except RuntimeError as error:
                 raise with_name(error, self._groups, group, weights) from None
             return Work(group, weights, grads, None)

@@ -248,10 +248,10 @@ class Adafactor(FusedOptimizer):
         group: dict[str, Any],
         weights: list[Tensor],
         grads: list[Tensor],
-        has_fit: bool = False,
+        is_known: bool = False,
     ) -> None:
         _of_process(weights, grads)
-        super()._check_composite(group, weights, grads, has_fit)
+        super()._check_composite(group, weights, grads, is_known)
 
     # The step: natively if it can be, in torch operations for other weights. One that is like the
     # last but for gradients and options' numbers takes the operations that were noted then.
