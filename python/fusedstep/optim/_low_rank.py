@@ -219,6 +219,8 @@ class LowRankSteps(LowRankShards):
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if len(weights) == 1:
+            return [(weights, grads)]
         return by_place(
             weights, grads, [(way_of(group, p), p.dtype, self._count(p)) for p in weights]
         )
@@ -247,6 +249,8 @@ class LowRankSteps(LowRankShards):
         self._scratch: dict[Tensor, Scratch] = {}  # by the first weight of a launch
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}  # bases made for the step under way
         self._ready: dict[Tensor, Any] = {}  # what _move() needs
+        self._early: set[Scratch] = set()  # which have products of the step under way
+        self._had_no_factor = False  # the last step
         self._looks: list[tuple[Work, Scratch]] = []  # that have not been waited for
 
     def _bind(
@@ -258,14 +262,19 @@ class LowRankSteps(LowRankShards):
         if (
             scratch is not None
             and self._plans.get(place) is scratch.plan
-            and self._fits(scratch, group, weights)
+            and self._wants_native(group)
+            and same(weights, scratch.weights)
         ):
-            try:
-                is_known = self._is_known(group, weights, grads)
-                self._check_composite(group, weights, grads, is_known)
-            except RuntimeError as error:
-                raise with_name(error, self._groups, group, weights) from None
-            return Work(group, weights, grads, None)
+            is_known = self._is_known(group, weights, grads)
+            if is_known or scratch.kind == self._kind(group, weights):
+                try:
+                    self._check_composite(group, weights, grads, is_known)
+                except RuntimeError as error:
+                    raise with_name(error, self._groups, group, weights) from None
+                work = Work(group, weights, grads, None)
+                if is_known and self._had_no_factor:
+                    self._project_early(work, scratch)
+                return work
         work = super()._bind(place, group, weights, grads)
         if self._takes_scratch(group, weights, grads):
             scratch = self._new_scratch(group, weights)
@@ -276,13 +285,6 @@ class LowRankSteps(LowRankShards):
             kept = {p: each for p, each in others if mine.isdisjoint(map(id, each.weights))}
             self._scratch = kept | {weights[0]: scratch}
         return work
-
-    def _fits(self, scratch: Scratch, group: dict[str, Any], weights: list[Tensor]) -> bool:
-        return (
-            self._wants_native(group)
-            and same(weights, scratch.weights)
-            and scratch.kind == self._kind(group, weights)
-        )
 
     def _kind(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:
         """All that scratch memory is made for."""
@@ -329,6 +331,10 @@ class LowRankSteps(LowRankShards):
         bases = [basis_shapes(group["rank"], *each) for each in sides]
         return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._early = set()  # the last step may have stopped before it took them
+
     def _update_groups(
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
@@ -348,8 +354,11 @@ class LowRankSteps(LowRankShards):
         if spread is not None:
             self._check_shards(work, spread)
             self._make_bases_of_shards(work)
+        factor = factors.on_host
         for item in work:
-            self._project(item, factors.on_host)
+            if factor != 1 or self._scratch_of(item) not in self._early:
+                self._project(item, factor)
+        self._had_no_factor = factor == 1
         found = [(item, scratch) for item in work if (scratch := self._scratch_of(item))]
         if spread is not None:
             sum_parts(
@@ -369,7 +378,16 @@ class LowRankSteps(LowRankShards):
         for item, scratch in found:
             count = self._count(item.weights[0]) + 1
             scratch.prepare(self._rule, self._numbers_of(item.group, count, 1.0, 0.0))
-        self._prepare_moves(found, factors.on_host)
+        self._prepare_moves(found, factor)
+
+    def _project_early(self, item: Work, scratch: Scratch) -> None:
+        """Takes products of a step that makes no bases, for a device to be busy with meanwhile."""
+        count = self._count(item.weights[0])
+        if any(self._is_due(item.group, weight, count) for weight in item.weights):
+            return
+        if all(map(scratch.bases, range(len(item.weights)))):
+            self._project(item, 1.0)
+            self._early.add(scratch)
 
     def _check_ready(self) -> None:
         self._check_low_rank(self._looks, None)
