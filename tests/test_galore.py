@@ -486,6 +486,31 @@ def test_products_taken_early_are_those_of_the_step(norm, cls):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
+def test_a_gpu_steps_as_a_cpu_and_finds_what_is_not_finite(cls):
+    found, optimizers = [], []
+    for device in ("cpu", "cuda"):
+        mine = groups()
+        for group in mine:
+            group["params"] = [torch.nn.Parameter(p.detach().to(device)) for p in group["params"]]
+        optimizer = cls(mine, **OPTIONS, fused=True)
+        for step in range(5):  # two refreshes, and steps with products that are taken early
+            for place, p in enumerate(weights_of(optimizer)):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad.copy_(gradient(p.cpu(), step, place))
+            optimizer.step()
+        found.append([p.detach().cpu() for p in weights_of(optimizer)])
+        optimizers.append(optimizer)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    before = tensors_of(optimizers[1])
+    optimizers[1].param_groups[1]["params"][2].grad[1, 1] = torch.nan
+    with pytest.raises(RuntimeError, match="gradient of parameter 2 of group 1 has elements that"):
+        optimizers[1].step()
+    assert_same(tensors_of(optimizers[1]), before)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
