@@ -117,6 +117,8 @@ class StateStore:
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """A state with numbers in place of codes."""
+        if not any(map(is_codes, state.values())):
+            return dict(state)
         coded = {name for name, value in state.items() if is_codes(value)}
         left_out = set(map(absmax_of, coded))
         return {
