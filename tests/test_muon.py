@@ -328,6 +328,16 @@ def test_a_weight_without_elements_and_one_without_a_gradient():
     assert params[2] not in optimizer.state
 
 
+@pytest.mark.parametrize("make", [optim.Muon, optim.MuSGD])
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+def test_matrices_without_columns_or_rows(make, fused):
+    params = parameters([(3, 0), (0, 4), (2, 3, 0)])
+    optimizer = make([{"params": params, "use_muon": True}], fused=fused, momentum=0.9)
+    for number in range(2):
+        step(optimizer, params, number)
+    assert [p.shape for p in params] == [(3, 0), (0, 4), (2, 3, 0)]
+
+
 def test_what_is_not_a_number_stays_in_its_matrix():
     params = parameters([(12, 8)] * 3)
     optimizer = optim.Muon(params, lr=0.02)
