@@ -128,6 +128,18 @@ def test_updates_that_grow_are_limited():
     assert norms[4] > 1e-3
 
 
+def test_a_gradient_of_zeros_after_others_moves_nothing_in_float16():
+    """The moments go on: the factors of the channels are over the largest number of float16."""
+    (group,) = as_params([({"rank": 2}, [(6, 5)])], torch.float16)
+    optimizer = optim.APOLLOAdamW([group], lr=1.0, fused=True)
+    run(optimizer, range(2))
+    (weight,) = group["params"]
+    before = weight.detach().clone()
+    weight.grad.zero_()
+    optimizer.step()
+    assert torch.equal(weight, before)
+
+
 def test_moments_in_bfloat16_training_are_float32():
     optimizer = optim.APOLLOAdamW(groups(torch.bfloat16), **OPTIONS, fused=True)
     other = optim.APOLLOAdamW(groups(torch.bfloat16), **OPTIONS, fused=False)

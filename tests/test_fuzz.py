@@ -351,15 +351,79 @@ COMPOSITE_PLANTS = (
 )
 
 
+#: Options of a group whose matrices a class steps in a way of its own.
+OWN_KINDS = {
+    "muon": {"ns_dtype": "float32"},
+    "musgd": {"use_muon": True, "ns_dtype": "float32"},
+    "galore": {"rank": 4},
+    "galore_adafactor": {"rank": 4},
+    "apollo": {"rank": 4},
+}
+
+
+def small_composite_case(row, **options):
+    case = small_case(row)
+    case["options"] = options
+    (group,) = case["groups"]
+    group["options"] = dict(OWN_KINDS.get(row, {}))
+    group["weights"][0]["shape"] = [32, 32] if row in OWN_KINDS else [7]
+    if not composites.ROWS[row].same_bits:
+        case["settings"] = case["settings"][:1]
+    return case
+
+
 @pytest.mark.parametrize("row", composites.ROWS)
 def test_what_is_planted_in_composites_is_seen(row):
-    case = small_case(row)
+    case = small_composite_case(row)
     properties.check(case, oracle.Tally())
     for spoil, kind in COMPOSITE_PLANTS:
+        if spoil is CountOff.spoil and row in ("muon", "musgd", "sgd by rows"):
+            continue  # they count nothing
         plant = type("Plant", (PlantedInRows,), {"spoil": spoil})
         with pytest.raises(run.CaseError) as failure:
             run.check(case, oracle.Tally(), plant)
         assert (failure.value.kind, failure.value.n) == (kind, 3), spoil
+
+
+class WrongInCopies(properties.CompositeRun):
+    """Spoils every step, of copies too: the formula alone can tell."""
+
+    def take_step(self, call):
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        before = [p.detach().clone() for p in params]
+        returned = super().take_step(call)
+        with torch.no_grad():
+            for p, old in zip(params, before, strict=True):
+                self.spoil(p, old)
+        return returned
+
+
+WRONG_MOVES = {
+    "wrong sign": lambda p, old: p.copy_(2 * old - p),
+    "wrong scale": lambda p, old: p.copy_(old + 1.5 * (p - old)),
+    "no decay": lambda p, old: p.add_(0.1 * 0.3 * old),
+    "transposed": lambda p, old: p.copy_(old + (p - old).T) if p.shape == (32, 32) else None,
+}
+
+
+@pytest.mark.parametrize("what", WRONG_MOVES)
+@pytest.mark.parametrize("products", [None, "bfloat16"])
+@pytest.mark.parametrize("row", composites.ROWS)
+def test_a_wrong_move_is_seen_by_the_formula(row, products, what):
+    if what == "transposed" and row not in OWN_KINDS:
+        pytest.skip("for what steps matrices")
+    if products and "ns_dtype" not in OWN_KINDS.get(row, {}):
+        pytest.skip("for what has a dtype of products")
+    has_decay = "weight_decay" in composites.ROWS[row].options
+    case = small_composite_case(row, lr=0.1, **({"weight_decay": 0.3} if has_decay else {}))
+    if products:
+        case["groups"][0]["options"] |= {"ns_dtype": products}
+    run.check(case, oracle.Tally(), properties.CompositeRun)
+    plant = type("Plant", (WrongInCopies,), {"spoil": staticmethod(WRONG_MOVES[what])})
+    with pytest.raises(run.CaseError) as failure:
+        run.check(case, oracle.Tally(), plant)
+    assert (failure.value.kind, failure.value.n) == ("value", 1)
+    assert "weight" in str(failure.value)
 
 
 # Its instruments

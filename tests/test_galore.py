@@ -349,6 +349,18 @@ def test_adafactor_is_the_published_formula(proj_type, options, fused):
         torch.testing.assert_close(found.detach(), weight, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_adafactor_of_a_convolution_of_one_element(fused):
+    """Strides of dimensions of one element are any: a matrix of the same memory has others."""
+    shapes = [(8, 6, 1, 1)]
+    params = [as_params([({"rank": 2}, shapes)], torch.float64)[0] for _ in range(2)]
+    (other,) = params[1]["params"]
+    other.data = other.data.to(memory_format=torch.channels_last)
+    assert other.stride() != params[0]["params"][0].stride()
+    found = [run(optim.GaLoreAdafactor([group], fused=fused), range(3)) for group in params]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
 def test_adafactor_of_bfloat16():
     optimizer = optim.GaLoreAdafactor(adafactor_groups(torch.bfloat16), **ADAFACTOR)
     groups = adafactor_groups(torch.bfloat16)

@@ -328,6 +328,37 @@ def test_a_weight_without_elements_and_one_without_a_gradient():
     assert params[2] not in optimizer.state
 
 
+@pytest.mark.parametrize("what", ["dropped", "of another rule"])
+def test_moments_of_adamw_that_begin_anew_have_a_count_that_does(what):
+    (weight, other), options = parameters([(8, 8)] * 2), {"lr": 0.02, "use_muon": False}
+    optimizer = optim.Muon([weight], **options)
+    for number in range(3):
+        step(optimizer, [weight], number)
+    if what == "dropped":
+        del optimizer.state[weight]
+    else:
+        optimizer.param_groups[0]["use_muon"] = True
+        del optimizer.state[weight]
+        step(optimizer, [weight], 3)
+        optimizer.param_groups[0]["use_muon"] = False
+    other.data.copy_(weight)
+    fresh = optim.Muon([other], **options)
+    step(optimizer, [weight], 4)
+    step(fresh, [other], 4)
+    assert optimizer.state[weight]["step"] == fresh.state[other]["step"] == 1
+    assert torch.equal(weight, other)
+
+
+@pytest.mark.parametrize("make", [optim.Muon, optim.MuSGD])
+@pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
+def test_matrices_without_columns_or_rows(make, fused):
+    params = parameters([(3, 0), (0, 4), (2, 3, 0)])
+    optimizer = make([{"params": params, "use_muon": True}], fused=fused, momentum=0.9)
+    for number in range(2):
+        step(optimizer, params, number)
+    assert [p.shape for p in params] == [(3, 0), (0, 4), (2, 3, 0)]
+
+
 def test_what_is_not_a_number_stays_in_its_matrix():
     params = parameters([(12, 8)] * 3)
     optimizer = optim.Muon(params, lr=0.02)

@@ -7,13 +7,14 @@ is relative to the largest move of the weight, beside what rounded sums of entri
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fuzz import choices, composites, oracle, run
+from fuzz import choices, composites, formulas, oracle, run
 
 OF_FORMULA = 1e-4
 """Largest distance from a formula, in the largest move of an element and in the element."""
@@ -71,7 +72,9 @@ class CompositeRun(run.Run):
         norm, factor = self._norm_and_factor(call)
         before = {identity: self._bits(identity) for identity in self.params}
         grads = {p: p.grad.clone() for p in self.params.values() if p.grad is not None}
-        weights = {p: p.detach().clone() for p in grads}
+        weights = {
+            p: oracle.value_of(p.detach(), self.optimizer.state.get(p, {})).clone() for p in grads
+        }
         states = {p: copy.deepcopy(self.optimizer.state.get(p, {})) for p in grads}
         other = self._copy(call)
         returned = self.take_step(call)
@@ -86,8 +89,8 @@ class CompositeRun(run.Run):
             self.tally.elements += p.numel()
             if not {"scale", "max_norm", "zero_grad"} & call.keys():
                 self._check_gradient(grads[p], p.grad, what)
-            group = next(g for g in self.optimizer.param_groups if _has(g["params"], p))
-            self._check_formula(group, weights[p], grads[p], states[p], factor, p, what)
+            place = _place_of(p, self.optimizer.param_groups)
+            self._check_formula(place, weights[p], grads[p], states[p], factor, p, what)
         if other is not None:
             self._check_copy(other)
         return self._digests({})
@@ -128,6 +131,7 @@ class CompositeRun(run.Run):
         other = copy.deepcopy(self.optimizer)
         pairs = zip(_ordered(self.optimizer), _ordered(other), strict=True)
         for p, its in pairs:
+            its.data = _copied(p)
             its.grad = copy.deepcopy(p.grad)  # at the same strides, expanded ones too
         other.load_state_dict(other.state_dict())
         mine, self.optimizer = self.optimizer, other
@@ -169,7 +173,7 @@ class CompositeRun(run.Run):
 
     def _check_formula(
         self,
-        group: dict[str, Any],
+        place: tuple[int, int, int],
         weight: Tensor,
         grad: Tensor,
         state: dict[str, Tensor],
@@ -179,52 +183,77 @@ class CompositeRun(run.Run):
     ) -> None:
         if p.numel() == 0:
             return
+        group, after = self.optimizer.param_groups[place[0]], self.optimizer.state.get(p, {})
         defaults = choices.options_of(self.row)
         names = {
             name: oracle.number(value)
             for name, value in (defaults | self.case["options"] | group).items()
-            if name not in oracle.NOT_IN_FORMULAS
+            if name not in oracle.NOT_IN_FORMULAS or name in ("fused", "seed")
         }
         step = float(state["step"]) + 1.0 if "step" in state else 1.0
-        state = {name: value.double() for name, value in state.items() if name != "step"}
         values, error, rows = _sums(grad, factor)
-        function = _FORMULAS[self.case["row"]]
-        found = [
-            function(self.row.formula, names, weight.double(), values + sign * error, rows,
-                     state, step, p.dtype, self.optimizer.state[p])
-            for sign in (0, 1, -1, values.sign(), -values.sign())
-        ]  # fmt: skip
-        new_state = self.optimizer.state[p]
-        if new_state["step"].item() != step:
-            raise oracle.WrongError(f"{what}: the step count is {new_state['step'].item()}")
-        for name, expected in found[0].items():
-            near = [each[name] for each in found[1:]]
-            actual = p.detach() if name == "weight" else new_state[name]
-            old = weight if name == "weight" else state.get(name)
-            self._compare(name, actual, expected, near, old, p.dtype, what)
+        asked = formulas.Asked(
+            names, weight, values, rows, state, after, step, p.dtype, place, self.case["seed"]
+        )
+        expected = self.row.formula(asked)
+        # To one side, and each element to its own: what is divided by sums feels the others less.
+        generator = torch.Generator().manual_seed(self.case["seed"])
+        signs = [2 * torch.rand(values.shape, generator=generator) - 1 for _ in range(2)]
+        near = [
+            self.row.formula(dataclasses.replace(asked, grad=values + sign * error)).values
+            for sign in ((1, -1, *(each.sign() for each in signs)) if error.any() else ())
+        ]
+        if "step" in after and after["step"].item() != step:
+            raise oracle.WrongError(f"{what}: the step count is {after['step'].item()}")
+        for name in expected.values:
+            self._compare(name, expected, near, asked, p, what)
 
     def _compare(
         self,
         name: str,
-        actual: Tensor,
-        expected: Tensor,
-        near: list[Tensor],
-        old: Tensor | None,
-        dtype: torch.dtype,
+        stepped: formulas.Stepped,
+        near: list[dict[str, Tensor]],
+        asked: formulas.Asked,
+        p: Tensor,
         what: str,
     ) -> None:
-        expected, near = expected.reshape(actual.shape), [e.reshape(actual.shape) for e in near]
-        old = torch.zeros_like(expected) if old is None else old.double()
-        scale = expected.abs() + old.abs()
+        expected, after = stepped.values[name], asked.after
         if name == "weight":
-            scale = scale + (expected - old).abs().nan_to_num(0.0, 0.0).max()
-        close = 1e-11 if dtype is torch.float64 else OF_FORMULA
-        info = torch.finfo(actual.dtype)
-        bound = close * scale if name == "weight" else 10 * close * scale
-        bound = bound + info.eps * scale + info.tiny
-        bound = bound + 2 * sum((each - expected).abs() for each in near)
-        known = expected.isfinite() & bound.isfinite() & (expected.abs() < 0.9 * info.max)
-        wrong = known & ~((actual.double() - expected).abs() <= bound)
+            (actual, eps, beside), old = self._weight(p, after), asked.weight
+        else:
+            actual, old = (oracle.decoded(name, each, expected.shape) if name in each else None
+                           for each in (after, asked.before))  # fmt: skip
+            eps = torch.finfo(after[name].dtype if name + oracle.ABSMAX not in after
+                              else torch.float32).eps  # fmt: skip
+            beside = 0.0
+        expected = expected.reshape(actual.shape)
+        old = torch.zeros_like(expected) if old is None else old.reshape(actual.shape)
+        scale = expected.abs() + old.abs()
+        close = 1e-11 if p.dtype is torch.float64 else OF_FORMULA
+        if name == "weight":
+            bound = close * (scale + (expected - old).abs().nan_to_num(0.0, 0.0).max())
+        else:
+            bound = 10 * close * scale
+        bound = bound + eps * scale + torch.finfo(p.dtype).tiny + beside
+        for each in near:
+            bound = bound + 2 * (each[name].reshape(actual.shape) - expected).abs()
+        if name in stepped.errors:
+            bound = bound + stepped.errors[name].reshape(actual.shape)
+        if name + oracle.ABSMAX in after:
+            number = oracle.Bounded(expected, bound, oracle.Arithmetic.of(torch.float32))
+            bound = oracle._as_codes(name, number, after, expected.shape).error
+        most = 0.9 * torch.finfo(p.dtype).max
+        known = expected.isfinite() & bound.isfinite() & (expected.abs() < most)
+        off = torch.where(known, (actual - expected).abs(), 0.0)
+        if name in stepped.in_norm:
+            bound = torch.where(known, bound, 0.0).norm() + stepped.in_norm[name]
+            if not off.norm() <= bound:
+                raise oracle.WrongError(
+                    f"{what}: {name} is {off.norm().item():.4g} from what is expected, in norm, "
+                    f"and not within {bound.item():.4g}; its move is {(expected - old).norm():.4g}"
+                )
+            return
+        wrong = known & ~(off <= bound)
         if wrong.any():
             first = tuple(wrong.nonzero()[0].tolist())
             raise oracle.WrongError(
@@ -233,13 +262,44 @@ class CompositeRun(run.Run):
                 f"{int(wrong.sum())} of {wrong.numel()} elements"
             )
 
+    def _weight(self, p: Tensor, state: dict[str, Tensor]) -> tuple[Tensor, float, Tensor | float]:
+        """The value of a weight, the epsilon it is kept with, and what it is rounded by beside."""
+        value = oracle.value_of(p.detach(), state)
+        way = self._way(p)
+        if way is None:
+            return value, torch.finfo(p.dtype).eps, 0.0
+        beside: Tensor | float = 0.0
+        if way == "stochastic":
+            beside = torch.finfo(p.dtype).eps * value.abs()
+        elif way == "kahan":
+            beside = 2.0**-16 * value.abs()
+        elif way == oracle.MASTER and not torch.equal(value.to(p.dtype), p.detach()):
+            raise oracle.WrongError("the weight is not what its copy rounds to")
+        return value, torch.finfo(torch.float32).eps, beside
+
+    def _way(self, p: Tensor) -> str | None:
+        is_short = p.dtype in oracle.SIXTEEN_BITS
+        return oracle._way_of(self.case["options"]) if is_short else None
+
+
+def _copied(p: Tensor) -> Tensor:
+    """A copy at the same strides and alignment, which sums of a library's products may depend on."""
+    memory = p.untyped_storage().clone()
+    return torch.empty(0, dtype=p.dtype).set_(memory, p.storage_offset(), p.shape, p.stride())
+
 
 def _ordered(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
 
 
-def _has(params: list[Tensor], p: Tensor) -> bool:
-    return any(each is p for each in params)
+def _place_of(p: Tensor, groups: list[dict[str, Any]]) -> tuple[int, int, int]:
+    """The number of a weight's group, its own there, and how many there are."""
+    return next(
+        (index, place, len(group["params"]))
+        for index, group in enumerate(groups)
+        for place, each in enumerate(group["params"])
+        if each is p
+    )
 
 
 def _sums(grad: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -258,48 +318,3 @@ def _sums(grad: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor | None]:
     values, sizes = (sums.index_add(0, places, each) for each in (entries, entries.abs()))
     counts = torch.bincount(places, minlength=len(rows)).reshape(-1, *[1] * (values.dim() - 1))
     return values, eps * sizes * (counts - 1 + (factor != 1)) + least * counts, rows
-
-
-def _rowwise(formula, group, weight, grad, rows, state, step, dtype, named):
-    shape = (len(weight), *[1] * (weight.dim() - 1)) if weight.dim() else ()
-    first = torch.full(shape, float(group["initial_accumulator_value"]), dtype=torch.float64)
-    total = state.get("sum", first).reshape(-1, 1).clone()
-    new = weight.reshape(len(total), -1).clone()
-    rows = torch.arange(len(total)) if rows is None else rows
-    options = {k: group[k] for k in (
-        "lr", "lr_decay", "weight_decay", "eps", "decoupled_weight_decay", "maximize")}  # fmt: skip
-    grad = grad.reshape(len(rows), new.shape[1])
-    new[rows], total[rows] = formula(new[rows], grad, total[rows], step, **options)
-    return {"weight": new.reshape(weight.shape), "sum": total}
-
-
-def _sparse_adam(formula, group, weight, grad, rows, state, step, dtype, named):
-    names = ("exp_avg", "exp_avg_sq")
-    moments = {k: state[k].clone() if k in state else torch.zeros_like(weight) for k in names}
-    options = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay", "maximize")}
-    return {"weight": formula(weight, rows, grad, moments, step, **options)} | moments
-
-
-def _adafactor(formula, group, weight, grad, rows, state, step, dtype, named):
-    torchs = "row_var" in named or "variance" in named
-    row, column = ("row_var", "col_var") if torchs else ("exp_avg_sq_row", "exp_avg_sq_col")
-    if weight.dim() < 2:
-        column = "variance" if torchs else "exp_avg_sq"
-    names = {"row": row, "column": column, "moment": "exp_avg"}
-    own = {key: state[name] for key, name in names.items() if name in state}
-    if torchs and weight.dim() >= 2 and "row" in own:
-        own |= {"row": own["row"].squeeze(-1), "column": own["column"].squeeze(-2)}
-    eps1, eps2 = group["eps"]
-    if eps1 is None:
-        eps1 = torch.finfo(dtype).eps if torchs else 1e-30
-    new, states = formula(
-        weight, grad, own, step, torchs=torchs, lr=group["lr"], decay=group["beta2_decay"],
-        eps1=eps1, eps2=eps2, d=group["d"], weight_decay=group["weight_decay"],
-        beta1=group["beta1"], scale=group["scale_parameter"] is not False,
-        relative=group["relative_step"] is not False,
-        warmup=bool(group["warmup_init"]), maximize=group["maximize"],
-    )  # fmt: skip
-    return {"weight": new} | {names[key]: value for key, value in states.items()}
-
-
-_FORMULAS = {"rowwise_adagrad": _rowwise, "sparse_adam": _sparse_adam, "adafactor": _adafactor}

@@ -252,7 +252,7 @@ def _crc(tensor: Tensor) -> int:
         tensor = tensor.contiguous().view(torch.uint8)
     if tensor.is_floating_point():
         tensor = torch.where(tensor.isnan(), torch.nan, tensor)
-    tensor = tensor.contiguous()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)  # one element has any strides
     return zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy())
 
 
@@ -265,7 +265,7 @@ def _option(name: str, value: Any) -> Any:
         return torch.tensor(value["tensor"])
     if isinstance(value, list):
         return tuple(value)
-    return DTYPES.get(value, value) if name == "state_dtype" else value
+    return DTYPES.get(value, value) if name in ("state_dtype", "ns_dtype") else value
 
 
 # Changes between steps. A weight or group that a smaller case lacks is passed over.

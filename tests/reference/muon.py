@@ -1,4 +1,7 @@
-"""Muon in float64: polynomials of the singular values in place of products of matrices."""
+"""Muon in float64: polynomials of the singular values in place of products of matrices.
+
+Matrices may be stacks of them, of the last two dimensions.
+"""
 
 import math
 
@@ -10,25 +13,31 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 def iterated(matrix, coefficients, eps):
     """The matrix whose singular values are those of the given one after all steps."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    s = s / max(s.square().sum().sqrt().item(), eps)
+    s = s / s.square().sum(-1, keepdim=True).sqrt().clamp(min=eps)
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
-    return u @ torch.diag(s) @ v
+    return u * s[..., None, :] @ v
+
+
+def norm(matrix):
+    return matrix.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def muon(
     weight, gradient, state, *, lr=1e-3, weight_decay=0.1, momentum=0.95, nesterov=True,
     coefficients=(QUINTIC,) * 5, eps=1e-7, adjust="original", cautious=False, beta2=None,
+    iterate=iterated,
 ):  # fmt: skip
     m = state.get("momentum_buffer", torch.zeros_like(weight))
     m = momentum * m + (1 - momentum) * gradient
     update = momentum * m + (1 - momentum) * gradient if nesterov else m
-    x = iterated(update, coefficients, eps)
-    new, (rows, columns) = {"momentum_buffer": m}, weight.shape
+    x = iterate(update, coefficients, eps)
+    new, (rows, columns) = {"momentum_buffer": m}, weight.shape[-2:]
     if beta2 is not None:  # NorMuon
-        of_rows = x.square().mean(1, keepdim=True)
+        of_rows = x.square().mean(-1, keepdim=True)
         v = new["v"] = beta2 * state.get("v", 0) + (1 - beta2) * of_rows
-        x = x / v.sqrt() * x.norm() / (x / v.sqrt()).norm()
+        y = x / (v.sqrt() + 1e-10)
+        x = y * norm(x) / (norm(y) + 1e-10)
     factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * math.sqrt(max(rows, columns))}
     decayed = weight * (x * weight >= 0) if cautious else weight
     return weight - lr * (weight_decay * decayed + factor[adjust] * x), new

@@ -6,7 +6,7 @@ from reference.sgd import sgd
 
 def musgd(
     weight, gradient, state, *, lr=1e-3, momentum=0.0, weight_decay=0.0, nesterov=False,
-    use_muon=False, muon=0.5, sgd_factor=0.5,
+    use_muon=False, muon=0.5, sgd_factor=0.5, iterate=iterated,
 ):  # fmt: skip
     options = {"momentum": momentum, "weight_decay": weight_decay, "nesterov": nesterov}
     if not use_muon:
@@ -15,7 +15,7 @@ def musgd(
     update = momentum * m + (1 - momentum) * gradient if nesterov else m
     matrix = update.reshape(len(update), -1)
     # The norm is below 1 then, which is what an eps of 1 divides by.
-    x = iterated(matrix / (matrix.norm() + 1e-7), [QUINTIC] * 5, 1.0)
+    x = iterate(matrix / (matrix.norm() + 1e-7), [QUINTIC] * 5, 1.0)
     height, width = weight.shape[-2:]
     weight = weight - lr * muon * max(1, height / width) ** 0.5 * x.view(weight.shape)
     name = "momentum_buffer_SGD"

@@ -141,4 +141,4 @@ def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
     _, rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / columns))
+    return math.sqrt(max(1, rows / max(columns, 1)))

@@ -191,7 +191,9 @@ class StateStore:
         for p, new in made.items():
             if "step" not in self._first and self._keeps_count(group, p):
                 state = self.by_weight.get(p, {})
-                has_stepped = p in self._counts or any(name in state for name in new)
+                # A rule that counts begins anew with its moments, whatever has stepped before.
+                was_counted = p in self._counts and not self._counts_steps(group)
+                has_stepped = was_counted or any(name in state for name in new)
                 new["step"] = self._count_of(group, p) if has_stepped else counts[p]
         for p, new in made.items():  # all at once: memory may run out before all are there
             self.by_weight[p].update(new)

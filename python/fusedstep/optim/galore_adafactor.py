@@ -176,4 +176,6 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
             weight.mul_(1 - numbers["decay"] * (length if numbers["decays_by_length"] else 1))
         matrix = as_matrix(weight)
         add_back(matrix, update, bases, 1.0, -group["scale"])
-        return matrix.view(weight.shape)
+        if matrix.data_ptr() != weight.data_ptr():  # strides that no matrix has
+            weight.copy_(matrix.view(weight.shape))
+        return weight

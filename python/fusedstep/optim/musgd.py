@@ -228,7 +228,7 @@ class MuSGD(MuonSteps, SGD):
 
     def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
         muon = float(group.get("muon", _MUSGD_OWN["muon"]))
-        return muon * math.sqrt(max(1, shape[-2] / shape[-1]))
+        return muon * math.sqrt(max(1, shape[-2] / max(shape[-1], 1)))
 
     # States
 
