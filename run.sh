@@ -34,7 +34,8 @@ Usage:
   ./run.sh bench cuda [FILTER]   steps of weights on a GPU, beside torch's
   ./run.sh bench adan [FILTER]   memory and time of Adan beside Adam over sizes of GPT-2, on a GPU if there is one
   ./run.sh bench clipping        step(max_norm, zero_grad) against the separate calls
-  ./run.sh bench embedding       sparse gradients of an embedding table (--device cuda: on a GPU)
+  ./run.sh bench embedding       sparse gradients of an embedding table, beside torch's and FBGEMM's
+                                 (--device cuda: on a GPU)
   ./run.sh mnist [OPTION...]     the convergence check
   ./run.sh nanogpt [OPTION...]   a GPT in training: four kinds of attention, with and without torch.compile
                                  (--preset cpu|full, --optimizer fusedstep:CLASS|torch:CLASS, --commit)
@@ -95,7 +96,10 @@ peers_device() { [[ " $* " == *" --device"[\ =]"cuda "* ]] && echo cuda || echo 
 bench() {
   need_python_packages bench
   build release --target fusedstep_python bench/all
-  [[ ${1:-} != peers ]] || install_peers "$(peers_device "${@:2}")"
+  case ${1:-} in
+    peers) install_peers peers "$(peers_device "${@:2}")" ;;
+    embedding) [[ $(peers_device "${@:2}") != cpu ]] || install_peers tables cpu ;;
+  esac
   local program=$root/bench/run.py
   [[ ${1:-} != compare ]] || { program=$root/bench/compare.py && shift; }
   PYTHONPATH=$root/tests:$root/python "$python" "$program" "$@"

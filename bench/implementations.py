@@ -16,12 +16,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from cases import Case
 from fusedstep import _ops
-from rows import BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
-from subjects import MAX_NORM
+from rows import BAGS, BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
+from subjects import MAX_NORM, bags_of
 
 
 class UnavailableError(Exception):
@@ -42,6 +43,10 @@ class Stepper:
     ) -> None:
         self.optimizer = optimizer
         self.step = step or optimizer.step
+
+    def take(self, grad: Tensor) -> None:
+        """Before a step, the gradient of a table."""
+        self.optimizer.param_groups[0]["params"][0].grad = grad
 
     def set_lr(self, lr: float) -> None:
         for group in self.optimizer.param_groups:
@@ -319,14 +324,81 @@ def _dense(row: Row, params: list[Parameter]) -> Stepper:
     return _ours(row, params)
 
 
+class _Backward(Stepper):
+    """A table that is looked up in bags, before a step; the step is the backward pass."""
+
+    def __init__(self, look_up: Callable[..., Tensor]) -> None:
+        self._look_up = look_up
+
+    def take(self, grad: Tensor) -> None:
+        *bags, self._grad = bags_of(grad)
+        self._output = self._look_up(*bags)
+
+    def step(self) -> None:
+        self._output.backward(self._grad)
+
+
+class _BackwardAndStep(_Backward):
+    def __init__(self, stepper: Stepper, table: Parameter) -> None:
+        bag = torch.nn.functional.embedding_bag
+        super().__init__(lambda items, begins: bag(items, table, begins, mode="sum", sparse=True))
+        self.optimizer = stepper.optimizer
+
+    def step(self) -> None:
+        super().step()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _over_tables(implementation: Implementation) -> Implementation:
+    def build(row: Row, params: list[Parameter]) -> Stepper:
+        stepper = implementation.build(row, params)
+        return _BackwardAndStep(stepper, params[0]) if row.gradient == BAGS else stepper
+
+    return replace(implementation, build=build)
+
+
+_FBGEMM = {"adagrad": "EXACT_ADAGRAD", "rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD"}
+
+
+class _Fbgemm(_Backward):
+    """FBGEMM's table, which steps in its backward pass. The weight becomes a view of it."""
+
+    def __init__(self, row: Row, params: list[Parameter]) -> None:
+        ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+        shape_and_place = (*params[0].shape, ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+        numbers = said(row, "lr", "eps")
+        self._table = ops.SplitTableBatchedEmbeddingBagsCodegen(
+            [shape_and_place],
+            optimizer=ops.OptimType[_FBGEMM[row.case.name]],
+            learning_rate=numbers["lr"],
+            eps=numbers["eps"],
+        )
+        (weight,) = self._table.split_embedding_weights()
+        params[0].data = weight.detach().copy_(params[0].data)
+        super().__init__(self._look_up_in_table)
+
+    def _look_up_in_table(self, items: Tensor, begins: Tensor) -> Tensor:
+        return self._table(items, torch.cat([begins, begins.new_tensor([len(items)])]))
+
+    def set_lr(self, lr: float) -> None:
+        self._table.set_learning_rate(lr)
+
+
 EMBEDDING = (
-    UNFUSED,
-    replace(FOR_LOOP, name="torch", title="torch"),
+    _over_tables(UNFUSED),
+    _over_tables(replace(FOR_LOOP, name="torch", title="torch")),
     Implementation(
-        "dense", "ours, dense gradient", _dense, lambda row: row.case.optimizer._takes_dense
+        "dense", "ours, dense gradient", _dense,
+        lambda row: row.case.optimizer._takes_dense and row.gradient != BAGS,
     ),
-    replace(FUSED, title="ours"),
-)
+    _over_tables(replace(FUSED, title="ours")),
+)  # fmt: skip
+FBGEMM = Implementation(
+    "fbgemm", "FBGEMM", _Fbgemm,
+    lambda row: row.gradient == BAGS and row.case.name in _FBGEMM,
+    process="fbgemm_gpu_cpu",
+)  # fmt: skip
 
 
 def _adam(row: Row, params: list[Parameter], **options: bool) -> Stepper:

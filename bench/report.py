@@ -260,8 +260,14 @@ def page(folder: Path) -> str:
         parts.append("\n".join(f"- {line}" for line in remarks(results)))
         parts += [f"![{plot.stem}]({plot.name})" for plot in sorted(folder.glob(f"{table}-*.svg"))]
     for file in sorted({*folder.glob("*.json")} - {folder / f"{name}.json" for name in TITLES}):
-        parts.append(f"[{file.name}]({file.name}) is from `bench/probes/{file.stem}`.")
+        parts.append(f"[{file.name}]({file.name}) is from `{maker(file)}`.")
     return "\n\n".join(parts) + "\n"
+
+
+def maker(file: Path) -> str:
+    """The command that a file names as `by`, or else the probe of the file's name."""
+    results = json.loads(file.read_text(encoding="utf-8"))
+    return results.get("by", f"bench/probes/{file.stem}")
 
 
 def command(table: str, results: Results) -> str:

@@ -43,6 +43,11 @@ MIXED = Precision("mixed", "bf16, fp32 states", torch.bfloat16, torch.float32)
 PRECISIONS = {each.name: each for each in (FLOAT32, FLOAT64, BFLOAT16, FLOAT16, MIXED)}
 
 
+#: The gradient of a table that is looked up in bags. Some libraries step in the backward pass: so
+#: for all it is a part of the step that is timed.
+BAGS = "backward-of-bags"
+
+
 class Purpose(Enum):
     """Purpose of measuring a row: the part of the report that it belongs to."""
 
@@ -61,7 +66,7 @@ class Row:
     """None: all."""
     purpose: Purpose = Purpose.LIST
     gradient: str = "dense"
-    """Dense, or sparse as subjects.batch makes it."""
+    """Dense, or sparse as subjects.batch makes it; BAGS: and the backward pass is timed too."""
 
     def __str__(self) -> str:
         precision = "" if self.precision == FLOAT32 else self.precision.name
@@ -213,7 +218,7 @@ def clipping(**_: Any) -> Iterator[Row]:
 
 def embedding(**_: Any) -> Iterator[Row]:
     for case in (NAMED["adagrad"], ROWWISE_ADAGRAD, SPARSE_ADAM):
-        for gradient in ("each-row-once", "each-row-twice", "coalesced"):
+        for gradient in ("each-row-once", "each-row-twice", "coalesced", BAGS):
             yield Row(case, shapes.EMBEDDING, gradient=gradient)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from cases import Case
-from rows import Row
+from rows import BAGS, Row
 from shapes import ShapeList
 
 #: Steps by which an implementation is checked.
@@ -31,6 +31,12 @@ FEW = 1e-3
 #: Rows of a table that a batch touches, and batches that follow one another, each with rows of its
 #: own: a training does not find them in the cache.
 TOUCHED, BATCHES = 4096, 16
+
+#: Items of each bag of BAGS, of which there are TOUCHED. A few items are in many.
+ITEMS = 20
+
+#: What a check allows where hundreds of items add to a row's gradient in another order.
+SUMMED = 1e-3
 
 #: The norm that clipped gradients are scaled to, in every step.
 MAX_NORM = 0.5
@@ -107,17 +113,18 @@ class Restored(Gradients):
 
 
 class Batches(Gradients):
-    """Sparse gradients of one table, batch after batch."""
+    """Sparse gradients of one table, batch after batch, and what they are taken by."""
 
-    def __init__(self, params: list[Parameter], gradient: str) -> None:
+    def __init__(self, stepper: Any, params: list[Parameter], gradient: str) -> None:
         super().__init__(params)
         (table,) = params
+        self._stepper = stepper
         shape = tuple(table.shape)
         grads = [batch(gradient, seed, shape).to(table.device) for seed in range(BATCHES)]
         self._grads = itertools.cycle(grads)
 
     def before(self) -> None:
-        self._params[0].grad = next(self._grads)
+        self._stepper.take(next(self._grads))
 
     def renew(self) -> None:
         """Each step has another batch already."""
@@ -125,13 +132,26 @@ class Batches(Gradients):
 
 def batch(gradient: str, seed: int, shape: tuple[int, int]) -> Tensor:
     """A gradient as an embedding makes it: one entry or two for each row, in disorder."""
-    times = 2 if gradient == "each-row-twice" else 1
     generator = torch.Generator().manual_seed(seed)
+    if gradient == BAGS:
+        items = (shape[0] * torch.rand(TOUCHED * ITEMS, generator=generator) ** 4).long()
+        # Of one sign: a sum of hundreds that cancel has no digit that all orders agree on.
+        of_bags = torch.rand(TOUCHED, shape[1], generator=generator)
+        values = of_bags.repeat_interleave(ITEMS, dim=0)
+        return torch.sparse_coo_tensor(items[None], values, shape, check_invariants=False)
+    times = 2 if gradient == "each-row-twice" else 1
     touched = torch.randperm(shape[0], generator=generator)[:TOUCHED].repeat(times)
     touched = touched[torch.randperm(len(touched), generator=generator)]
     values = torch.randn(len(touched), shape[1], generator=generator)
     found = torch.sparse_coo_tensor(touched[None], values, shape, check_invariants=False)
     return found.coalesce() if gradient == "coalesced" else found
+
+
+def bags_of(batch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The items of all bags, where each bag begins, and the gradients of what was looked up."""
+    items = batch._indices()[0]
+    begins = torch.arange(0, len(items), ITEMS, device=items.device)
+    return items, begins, batch._values()[::ITEMS].contiguous()
 
 
 # ---- The check -----------------------------------------------------------------------------------
@@ -186,14 +206,15 @@ class SparseCheck:
             grads.append(torch.zeros(len(self._touched), shape[1], dtype=torch.double))
             places = torch.searchsorted(self._touched, each._indices()[0])
             grads[-1].index_add_(0, places, each._values().double())
-        self._compared = Compared(row.case, self._start[self._touched], grads, slack=0.0)
+        slack = SUMMED if row.gradient == BAGS else 0.0
+        self._compared = Compared(row.case, self._start[self._touched], grads, slack)
 
     def __call__(self, stepper: Any, params: list[Parameter]) -> str | None:
         (table,) = params
         is_dense = table.grad is not None and not table.grad.is_sparse
         for each in self._batches:
             grad = each.to(table.device)
-            table.grad = grad.to_dense() if is_dense else grad
+            stepper.take(grad.to_dense() if is_dense else grad)
             stepper.step()
         moved = (table.detach().cpu() != self._start).any(dim=1).nonzero()[:, 0]
         if strangers := (~torch.isin(moved, self._touched)).sum().item():

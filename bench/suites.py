@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import implementations as known
 import rows
@@ -66,6 +66,9 @@ _CUDA_PEERS = (
     *known.CUDA_LIBRARIES, known.FUSED, known.GRAPH,
 )  # fmt: skip
 _EMBEDDING = Suite(known.EMBEDDING, rows.embedding, 60, has_limit=False)
+_CPU_EMBEDDING = replace(
+    _EMBEDDING, implementations=(*known.EMBEDDING[:-1], known.FBGEMM, known.EMBEDDING[-1])
+)
 _ADAN = Suite(known.ADAN, rows.adan, 600, has_limit=False)
 
 SUITES = {
@@ -74,7 +77,7 @@ SUITES = {
     ("peers", "cpu"): Suite(_PEERS, rows.beside_peers, 1500, _BOTH, leaves_out=True),
     ("peers", "cuda"): Suite(_CUDA_PEERS, rows.beside_peers, 600, ("glibc",), leaves_out=True),
     ("clipping", "cpu"): Suite(known.CLIPPING, rows.clipping, 64, has_limit=False),
-    ("embedding", "cpu"): _EMBEDDING,
+    ("embedding", "cpu"): _CPU_EMBEDDING,
     ("embedding", "cuda"): _EMBEDDING,
     ("adan", "cpu"): _ADAN,
     ("adan", "cuda"): _ADAN,

@@ -28,7 +28,7 @@ import memory
 import rows
 import subjects
 from devices import DEVICES, Device, Timer
-from implementations import FUSED, Implementation, UnavailableError, told
+from implementations import FUSED, Implementation, Stepper, UnavailableError, told
 from limit_library import Limit
 from rows import Row
 from suites import SUITES
@@ -235,7 +235,7 @@ class Measurement:
                 self._problems[implementation.name] = {"wrong": wrong}
                 return None
             stepper.set_lr(TIMED_LR)
-            gradients = gradients_of(implementation, row, params)
+            gradients = gradients_of(implementation, row, params, stepper)
             gradients.before()
             if implementation.in_graph:
                 stepper = device.captured(stepper)
@@ -252,12 +252,14 @@ def figure(seconds: list[float]) -> dict[str, Any]:
 
 
 def gradients_of(
-    implementation: Implementation, row: Row, params: list[torch.nn.Parameter]
+    implementation: Implementation, row: Row, params: list[torch.nn.Parameter], stepper: Stepper
 ) -> subjects.Gradients:
     if implementation.uses_up_grads:
         return subjects.Restored(params)
     is_dense = params[0].grad is not None and not params[0].grad.is_sparse
-    return subjects.Gradients(params) if is_dense else subjects.Batches(params, row.gradient)
+    if is_dense:
+        return subjects.Gradients(params)
+    return subjects.Batches(stepper, params, row.gradient)
 
 
 def problem(error: Exception) -> dict[str, str]:

@@ -34,6 +34,8 @@ struct RowAddresses {
   void* operand[kMaxOperands] = {};
   int64_t bytes[kMaxOperands] = {};
   PrefetchDistance ahead;
+  const CodedState* coded = nullptr;  // Span::coded
+  int64_t first = 0;
 
   void go_to_next() {
     for (int k = 0; k < kMaxOperands; ++k) operand[k] = static_cast<char*>(operand[k]) + bytes[k];
@@ -63,7 +65,17 @@ struct TreatedKernel {
     }
     Span span = span_of(where, rows, count);
     span.grad_factor = treatment.factor;
-    kernel.run(span);
+    run_kernel(span);
+  }
+
+  // True if the kernel has all states as codes, and decodes them.
+  bool takes_codes() const {
+    if (kernel.run_coded == nullptr) return false;
+    const int last = task.operands - (task.keeps_value(task.operands - 1) ? 1 : 0);
+    for (int k = kFirstState; k < last; ++k) {
+      if (!task.is_coded(k)) return false;
+    }
+    return true;
   }
 
   // True if the gradient is scaled or cleared besides. The kernel should then meet it in the cache.
@@ -71,6 +83,7 @@ struct TreatedKernel {
 
  private:
   bool scales() const { return treatment.scale != nullptr; }
+  void run_kernel(const Span& span) const { (span.coded ? kernel.run_coded : kernel.run)(span); }
 
   Span span_of(const RowAddresses& where, int64_t rows, int64_t count) const {
     Span span;
@@ -83,6 +96,8 @@ struct TreatedKernel {
     span.scalars = task.scalars;
     span.ratio = task.ratio;
     span.norms = norms;
+    span.coded = where.coded;
+    span.first = where.first;
     return span;
   }
   void run_treated(const RowAddresses& row, int64_t count) const {
@@ -92,7 +107,7 @@ struct TreatedKernel {
       treatment.scale->run(span);
     }
     span.grad_factor = treatment.factor;
-    kernel.run(span);
+    run_kernel(span);
     if (treatment.clear) std::memset(span.operand[kGrad], 0, count * task.element_size[kGrad]);
   }
 };
@@ -193,8 +208,8 @@ void copy_in_order(const TensorTask& task, int operand, int64_t begin, int64_t c
 }
 
 // States in codes, and weights whose value is kept in another way than in float32: they are decoded to tiles
-// and encoded from there. The other operands are in place if all have one order without a gap, in units that
-// are elements.
+// and encoded from there, but for states that the kernel takes as codes. The other operands are in place if
+// all have one order without a gap, in units that are elements.
 inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   const TensorTask& task = kernel.task;
   alignas(64) Tile tiles[kMaxOperands];
@@ -205,10 +220,19 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   const auto address = [&](int operand, int64_t element) {
     return static_cast<char*>(task.data[operand]) + element * task.element_size[operand];
   };
+  const bool decodes = !kernel.takes_codes();
+  const bool on_tiles = !is_dense || decodes || task.weight_code != WeightCode::kPlain || kernel.treats();
+  const int64_t step = on_tiles ? kTileElements : end - begin;
   RowAddresses row(task);
-  for (; begin < end; begin += kTileElements) {
-    const int64_t count = std::min(kTileElements, end - begin);
+  if (!decodes) row.coded = task.coded;
+  for (; begin < end; begin += step) {
+    const int64_t count = std::min(step, end - begin);
+    row.first = begin;
     for (int k = 0; k < task.operands; ++k) {
+      if (!decodes && task.is_coded(k)) {
+        row.operand[k] = static_cast<char*>(task.data[k]) + task.coded[k - kFirstState].map->bytes_of(begin);
+        continue;
+      }
       const bool in_place = is_dense && !task.is_coded(k) && !task.keeps_value(k);
       row.operand[k] = in_place ? address(k, begin) : tiles[k];
       if (in_place || task.keeps_value(k) || !kernel.reads(k)) continue;

@@ -2,9 +2,11 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "cpu_kernels/pack.h"
 #include "src/core/code_map.h"
+#include "src/core/task.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
@@ -27,15 +29,59 @@ FUSEDSTEP_FN void put_code(uint8_t* codes, int64_t i, int32_t code) {
 #if defined(__AVX512F__)
 
 struct CodeRegister {
-  static constexpr int kSize = 16;
+  static constexpr int kSize = 16, kGroup = 4;
+  using Bits = __m512i;
 
-  template <Storage kStorage>
-  FUSEDSTEP_FN static __m512 decode(const CodeMap& map, const uint8_t* codes) {
+  // What is looked up for a register: numbers by the lowest four bits of an index.
+  template <Storage kStorage, bool kSigned>
+  struct Tables {
+    __m512 value_slope, value_start, slope, start;
+    __m512i last, octave[2];
+    __m512i zero, count;
+
+    explicit Tables(const CodeMap& map)
+        : zero(_mm512_set1_epi32(map.zero)), count(_mm512_set1_epi32(map.count)) {
+      if constexpr (kStorage == Storage::kFloat8) return;
+      slope = eight(map.slope);
+      start = eight(map.start);
+      last = _mm512_zextsi256_si512(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(map.last)));
+      for (int half = 0; half < 2; ++half) octave[half] = octave_words(map, half * kSize);
+      if constexpr (kStorage == Storage::kInt4) {
+        value_start = _mm512_loadu_ps(map.value);
+      } else {
+        // Level zero has no exponent if signed. Unsigned it counts as one, whose exponent no other level has.
+        value_slope = kSigned ? twice(map.value_slope) : eight(map.value_slope);
+        value_start = kSigned ? twice(map.value_start) : eight(map.value_start);
+      }
+    }
+
+   private:
+    FUSEDSTEP_FN static __m512 eight(const float (&of)[CodeMap::kSegments]) {
+      return _mm512_zextps256_ps512(_mm256_loadu_ps(of));
+    }
+    FUSEDSTEP_FN static __m512 twice(const float (&of)[CodeMap::kSegments]) {
+      const __m256 once = _mm256_loadu_ps(of);
+      return _mm512_insertf32x8(_mm512_castps256_ps512(once), once, 1);
+    }
+    // The mantissa of an exponent's threshold, all ones where it has none, above the segment below it: 15 for
+    // none.
+    FUSEDSTEP_FN static __m512i octave_words(const CodeMap& map, int first) {
+      const __m512i threshold = _mm512_loadu_si512(map.octave_threshold + first);
+      const __m512i segment = _mm512_loadu_si512(map.octave_segment + first);
+      const __mmask16 none = _mm512_cmpeq_epi32_mask(threshold, _mm512_set1_epi32(kInfinityBits));
+      const __m512i mantissa = _mm512_mask_mov_epi32(_mm512_slli_epi32(threshold, kAboveMantissa), none,
+                                                     _mm512_set1_epi32(-1 << kAboveMantissa));
+      return _mm512_or_si512(mantissa, _mm512_and_si512(segment, _mm512_set1_epi32(kSize - 1)));
+    }
+  };
+
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static __m512 decode(const Tables<kStorage, kSigned>& tables, const uint8_t* codes) {
     if constexpr (kStorage == Storage::kInt4) {
       const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
       const __m512i twice = _mm512_cvtepu8_epi32(_mm_unpacklo_epi8(bytes, bytes));
       const __m512i code = _mm512_srlv_epi32(twice, _mm512_set1_epi64(4));  // of 16, four bits count
-      return _mm512_permutexvar_ps(code, _mm512_loadu_ps(map.value));
+      return _mm512_permutexvar_ps(code, tables.value_start);
     }
     const __m512i code = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
     if constexpr (kStorage == Storage::kFloat8) {
@@ -51,25 +97,29 @@ struct CodeRegister {
       const __m512i sign = _mm512_slli_epi32(_mm512_andnot_si512(_mm512_set1_epi32(127), code), 24);
       return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
     } else {
-      const __m512i above = _mm512_sub_epi32(code, _mm512_set1_epi32(map.zero));
-      const __m512i level = _mm512_abs_epi32(above);
-      const __m512i counted = _mm512_add_epi32(level, _mm512_set1_epi32(map.count));
+      const __m512i above = kSigned ? _mm512_sub_epi32(code, tables.zero) : code;
+      const __m512i level = kSigned ? _mm512_abs_epi32(above) : code;
+      const __m512i counted = kSigned ? level : _mm512_add_epi32(level, tables.count);
       const __m512i bits = _mm512_castps_si512(_mm512_cvtepi32_ps(counted));
       const __m512i one = _mm512_set1_epi32(kOneBits);
       constexpr int kAndOr = 0xea;  // (a & b) | c
       const __m512i mantissa = _mm512_ternarylogic_epi32(bits, _mm512_set1_epi32(kMantissaBits), one, kAndOr);
       const __m512 m = _mm512_sub_ps(_mm512_castsi512_ps(mantissa), _mm512_castsi512_ps(one));
       const __m512i segment = _mm512_srli_epi32(bits, kMantissa);
-      const __m512 slope = _mm512_permutexvar_ps(segment, twice(map.value_slope));
-      const __m512 start = _mm512_permutexvar_ps(segment, twice(map.value_start));
+      const __m512 slope = _mm512_permutexvar_ps(segment, tables.value_slope);
+      const __m512 start = _mm512_permutexvar_ps(segment, tables.value_start);
+      if constexpr (!kSigned) return _mm512_add_ps(_mm512_mul_ps(m, slope), start);
       const __mmask16 some = _mm512_test_epi32_mask(level, level);
       const __m512 value = _mm512_maskz_add_ps(some, _mm512_mul_ps(m, slope), start);
-      const __m512i sign = _mm512_and_si512(above, _mm512_set1_epi32(~kMagnitudeBits));
-      return _mm512_castsi512_ps(_mm512_or_si512(_mm512_castps_si512(value), sign));
+      constexpr int kOrAnd = 0xf8;  // a | (b & c)
+      return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(value), above,
+                                                           _mm512_set1_epi32(~kMagnitudeBits), kOrAnd));
     }
   }
+
+  // Codes in 32 bits. That of the absolute maximum below zero, which no code stands for, is -1.
   template <Storage kStorage, bool kSigned>
-  FUSEDSTEP_FN static void encode(const CodeMap& map, __m512 share, uint8_t* codes) {
+  FUSEDSTEP_FN static __m512i code(const Tables<kStorage, kSigned>& tables, __m512 share) {
     const __m512i bits = _mm512_castps_si512(share);
     const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeBits));
     const __m512 size = _mm512_castsi512_ps(magnitude);
@@ -85,32 +135,48 @@ struct CodeRegister {
     } else {
       const __m512 at = _mm512_max_ps(size, _mm512_set1_ps(CodeMap::kLeastShare));
       const __m512i octave = _mm512_srli_epi32(_mm512_castps_si512(at), kMantissa);
-      const __m512 threshold = _mm512_permutex2var_ps(_mm512_loadu_ps(map.octave_threshold), octave,
-                                                      _mm512_loadu_ps(map.octave_threshold + 16));
-      __m512i segment = _mm512_permutex2var_epi32(_mm512_loadu_si512(map.octave_segment), octave,
-                                                  _mm512_loadu_si512(map.octave_segment + 16));
-      const __mmask16 beyond = _mm512_cmpgt_epi32_mask(magnitude, _mm512_castps_si512(threshold));
+      __m512i segment = _mm512_permutex2var_epi32(tables.octave[0], octave, tables.octave[1]);
+      const __mmask16 beyond = _mm512_cmpgt_epu32_mask(_mm512_slli_epi32(magnitude, kAboveMantissa), segment);
       segment = _mm512_mask_add_epi32(segment, beyond, segment, _mm512_set1_epi32(1));
-      const __mmask16 some = _mm512_cmpge_epi32_mask(segment, _mm512_setzero_si512());
-      const __m512 slope = _mm512_permutexvar_ps(segment, twice(map.slope));
-      const __m512 start = _mm512_permutexvar_ps(segment, twice(map.start));
-      const __m512i last = _mm512_permutexvar_epi32(segment, twice(map.last));
+      const __m512 slope = _mm512_permutexvar_ps(segment, tables.slope);
+      const __m512 start = _mm512_permutexvar_ps(segment, tables.start);
+      const __m512i last = _mm512_permutexvar_epi32(segment, tables.last);
       level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, slope), start));
-      level = _mm512_maskz_min_epi32(some, level, last);
+      level = _mm512_min_epi32(level, last);
     }
-    __m512i code = _mm512_add_epi32(level, _mm512_set1_epi32(map.zero));
-    if constexpr (kSigned) {
-      const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
-      level = _mm512_max_epi32(level, _mm512_set1_epi32(map.least));
-      level = _mm512_min_epi32(level, _mm512_set1_epi32(map.most));
-      level = _mm512_xor_si512(level, _mm512_set1_epi32(map.flip));
-      code = _mm512_mask_add_epi32(code, negative, level, _mm512_set1_epi32(map.negative));
+    if constexpr (!kSigned) return level;
+    const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
+    if constexpr (kStorage == Storage::kFloat8) {
+      return _mm512_mask_add_epi32(level, negative, level, _mm512_set1_epi32(1 << 7));
     }
+    if constexpr (kStorage == Storage::kInt8) {
+      level = _mm512_mask_max_epi32(level, negative, level, _mm512_set1_epi32(1));
+    }
+    const __m512i above = _mm512_add_epi32(tables.zero, level);
+    return _mm512_mask_sub_epi32(above, negative, tables.zero, level);
+  }
+  // Codes below zero become zero.
+  template <Storage kStorage>
+  FUSEDSTEP_FN static void store_codes(__m512i code, uint8_t* codes) {
+    code = _mm512_max_epi32(code, _mm512_setzero_si512());
     if constexpr (kStorage == Storage::kInt4) {
       const __m512i pair = _mm512_or_si512(_mm512_slli_epi64(code, 4), _mm512_srli_epi64(code, 32));
       _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi64_epi8(pair));
     } else {
       _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(code));
+    }
+  }
+  template <Storage kStorage>
+  FUSEDSTEP_FN static void store_codes(const __m512i (&code)[kGroup], uint8_t* codes) {
+    // Within quarters of a register; then quarters are put in order.
+    const __m512i low = _mm512_packus_epi32(code[0], code[1]), high = _mm512_packus_epi32(code[2], code[3]);
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(low, high));
+    if constexpr (kStorage == Storage::kInt4) {
+      const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x0110));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm512_cvtepi16_epi8(pairs));
+    } else {
+      _mm512_storeu_si512(codes, bytes);
     }
   }
   FUSEDSTEP_FN static __m512 load(const float* x) { return _mm512_loadu_ps(x); }
@@ -119,26 +185,24 @@ struct CodeRegister {
   FUSEDSTEP_FN static __m512i magnitudes(__m512 x) {
     return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(kMagnitudeBits));
   }
-  FUSEDSTEP_FN static __m512i twice(const int32_t (&of)[CodeMap::kSegments]) {
-    return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(of)));
-  }
-  // Eight numbers, two times.
-  FUSEDSTEP_FN static __m512 twice(const float (&of)[CodeMap::kSegments]) {
-    const __m256 once = _mm256_loadu_ps(of);
-    return _mm512_insertf32x8(_mm512_castps256_ps512(once), once, 1);
-  }
-  // The largest magnitude, as bits, of `count` numbers, a multiple of kSize.
-  FUSEDSTEP_FN static int32_t largest(const float* x, int64_t count) {
-    __m512i most = _mm512_setzero_si512();
-    for (int64_t i = 0; i < count; i += kSize) most = _mm512_max_epi32(most, magnitudes(load(x + i)));
-    return _mm512_reduce_max_epi32(most);
-  }
+  FUSEDSTEP_FN static __m512i maximum(__m512i a, __m512i b) { return _mm512_max_epi32(a, b); }
+  FUSEDSTEP_FN static int32_t largest_of(__m512i a) { return _mm512_reduce_max_epi32(a); }
+
+ private:
+  static constexpr int kAboveMantissa = 32 - kMantissa;
+  static constexpr int32_t kInfinityBits = 0x7f800000;
 };
 
 #elif defined(__AVX2__)
 
 struct CodeRegister {
-  static constexpr int kSize = 8;
+  static constexpr int kSize = 8, kGroup = 4;
+  using Bits = __m256i;
+
+  template <Storage kStorage, bool kSigned>
+  struct Tables : CodeMap {  // a copy, which no store can change
+    explicit Tables(const CodeMap& map) : CodeMap(map) {}
+  };
 
   FUSEDSTEP_FN static __m256 lookup(const float (&of)[CodeMap::kSegments], __m256i segment) {
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(of), segment);
@@ -151,8 +215,8 @@ struct CodeRegister {
     return _mm256_blendv_ps(x, y, as_floats(mask));
   }
 
-  template <Storage kStorage>
-  FUSEDSTEP_FN static __m256 decode(const CodeMap& map, const uint8_t* codes) {
+  template <Storage kStorage, bool kSigned>
+  FUSEDSTEP_FN static __m256 decode(const Tables<kStorage, kSigned>& map, const uint8_t* codes) {
     if constexpr (kStorage == Storage::kInt4) {
       int32_t four = 0;
       std::memcpy(&four, codes, sizeof four);
@@ -191,7 +255,7 @@ struct CodeRegister {
     }
   }
   template <Storage kStorage, bool kSigned>
-  FUSEDSTEP_FN static void encode(const CodeMap& map, __m256 share, uint8_t* codes) {
+  FUSEDSTEP_FN static __m256i code(const Tables<kStorage, kSigned>& map, __m256 share) {
     const __m256i bits = as_bits(share), magnitude = _mm256_and_si256(bits, repeated(kMagnitudeBits));
     const __m256 size = as_floats(magnitude);
     __m256i level;
@@ -215,15 +279,19 @@ struct CodeRegister {
       level = _mm256_min_epi32(_mm256_cvttps_epi32(found), _mm256_permutevar8x32_epi32(lasts, segment));
       level = _mm256_andnot_si256(_mm256_srai_epi32(segment, 31), level);
     }
-    __m256i code = _mm256_add_epi32(level, repeated(map.zero));
-    if constexpr (kSigned) {
-      // The sign bit decides; that of zero counts for nothing.
-      const __m256i negative = _mm256_and_si256(bits, _mm256_cmpgt_epi32(magnitude, _mm256_setzero_si256()));
-      level = _mm256_min_epi32(_mm256_max_epi32(level, repeated(map.least)), repeated(map.most));
-      const __m256i below =
-          _mm256_add_epi32(_mm256_xor_si256(level, repeated(map.flip)), repeated(map.negative));
-      code = as_bits(select(as_floats(code), as_floats(below), negative));
+    if constexpr (!kSigned) return level;
+    // The sign bit decides; that of zero counts for nothing.
+    const __m256i negative = _mm256_and_si256(bits, _mm256_cmpgt_epi32(magnitude, _mm256_setzero_si256()));
+    const __m256i sign = _mm256_srai_epi32(negative, 31);
+    if constexpr (kStorage == Storage::kFloat8) {
+      return _mm256_add_epi32(level, _mm256_and_si256(sign, repeated(1 << 7)));
     }
+    if constexpr (kStorage == Storage::kInt8) level = _mm256_max_epi32(level, _mm256_srli_epi32(sign, 31));
+    const __m256i above = _mm256_sub_epi32(_mm256_xor_si256(level, sign), sign);
+    return _mm256_add_epi32(repeated(map.zero), above);
+  }
+  template <Storage kStorage>
+  FUSEDSTEP_FN static void store_codes(__m256i code, uint8_t* codes) {
     const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(code), _mm256_extracti128_si256(code, 1));
     const __m128i bytes = _mm_packus_epi16(words, words);
     if constexpr (kStorage == Storage::kInt4) {
@@ -234,17 +302,30 @@ struct CodeRegister {
       _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), bytes);
     }
   }
+  template <Storage kStorage>
+  FUSEDSTEP_FN static void store_codes(const __m256i (&code)[kGroup], uint8_t* codes) {
+    // Within halves of a register; then quarters of them are put in order.
+    const __m256i low = _mm256_packus_epi32(code[0], code[1]), high = _mm256_packus_epi32(code[2], code[3]);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+    if constexpr (kStorage == Storage::kInt4) {
+      const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x0110));
+      const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0b1000);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_castsi256_si128(packed));
+    } else {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), bytes);
+    }
+  }
   FUSEDSTEP_FN static __m256 load(const float* x) { return _mm256_loadu_ps(x); }
   FUSEDSTEP_FN static void store(float* x, __m256 v) { _mm256_storeu_ps(x, v); }
   FUSEDSTEP_FN static __m256 times(__m256 a, float b) { return _mm256_mul_ps(a, _mm256_set1_ps(b)); }
-  FUSEDSTEP_FN static int32_t largest(const float* x, int64_t count) {
-    __m256i most = _mm256_setzero_si256();
-    const __m256i magnitude = _mm256_set1_epi32(kMagnitudeBits);
-    for (int64_t i = 0; i < count; i += kSize) {
-      most = _mm256_max_epi32(most, _mm256_and_si256(_mm256_castps_si256(load(x + i)), magnitude));
-    }
+  FUSEDSTEP_FN static __m256i magnitudes(__m256 x) {
+    return _mm256_and_si256(_mm256_castps_si256(x), repeated(kMagnitudeBits));
+  }
+  FUSEDSTEP_FN static __m256i maximum(__m256i a, __m256i b) { return _mm256_max_epi32(a, b); }
+  FUSEDSTEP_FN static int32_t largest_of(__m256i a) {
     alignas(32) int32_t lanes[kSize];
-    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), a);
     return *std::max_element(lanes, lanes + kSize);
   }
 };
@@ -254,32 +335,50 @@ struct CodeRegister {
 // One element: a table is looked up by scalar loads anyway.
 struct CodeRegister {
   static constexpr int kSize = 0;
+  template <Storage kStorage, bool kSigned>
+  struct Tables {
+    explicit Tables(const CodeMap&) {}
+  };
 };
 
 #endif
 
-template <Storage kStorage, class Register = CodeRegister>
-void decode_block(const CodeMap& map, const uint8_t* codes, float absmax, int64_t count, float* to) {
+template <Storage kStorage, bool kSigned>
+using CodeTables = typename CodeRegister::template Tables<kStorage, kSigned>;
+
+template <Storage kStorage, bool kSigned, class Register = CodeRegister>
+void decode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& tables, const uint8_t* codes,
+                  float absmax, int64_t count, float* to) {
   const float scale = absmax / map.top;
   int64_t i = 0;
   if constexpr (Register::kSize != 0) {
     for (; i + Register::kSize <= count; i += Register::kSize) {
       const uint8_t* const at = codes + (kStorage == Storage::kInt4 ? i / 2 : i);
-      Register::store(to + i, Register::times(Register::template decode<kStorage>(map, at), scale));
+      Register::store(to + i, Register::times(Register::decode(tables, at), scale));
     }
   }
   for (; i < count; ++i) to[i] = value_of<kStorage>(map, code_at<kStorage>(codes, i)) * scale;
 }
 
-template <Storage kStorage, bool kSigned, class Register = CodeRegister>
-void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t* codes, float& absmax) {
-  int64_t whole = 0;
+// The largest magnitude, as bits.
+template <class Register = CodeRegister>
+int32_t largest_magnitude(const float* x, int64_t count) {
   int32_t largest = 0;
+  int64_t i = 0;
   if constexpr (Register::kSize != 0) {
-    whole = count - count % Register::kSize;
-    largest = Register::largest(from, whole);
+    typename Register::Bits most{};
+    for (; i + Register::kSize <= count; i += Register::kSize) {
+      most = Register::maximum(most, Register::magnitudes(Register::load(x + i)));
+    }
+    largest = Register::largest_of(most);
   }
-  for (int64_t i = whole; i < count; ++i) largest = std::max(largest, bits_of(from[i]) & kMagnitudeBits);
+  for (; i < count; ++i) largest = std::max(largest, bits_of(x[i]) & kMagnitudeBits);
+  return largest;
+}
+
+template <Storage kStorage, bool kSigned, class Register = CodeRegister>
+void encode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& tables, const float* from,
+                  int64_t count, int32_t largest, uint8_t* codes, float& absmax) {
   const BlockScale scale = scale_of(largest, map.top);
   absmax = scale.absmax;
   if (scale.inverse == 0) {
@@ -288,34 +387,57 @@ void encode_block(const CodeMap& map, const float* from, int64_t count, uint8_t*
   }
   int64_t i = 0;
   if constexpr (Register::kSize != 0) {
-    for (; i < whole; i += Register::kSize) {
-      const auto share = Register::times(Register::load(from + i), scale.inverse);
-      Register::template encode<kStorage, kSigned>(map, share,
-                                                   codes + (kStorage == Storage::kInt4 ? i / 2 : i));
+    const auto code_at = [&](int64_t at) {
+      return Register::code(tables, Register::times(Register::load(from + at), scale.inverse));
+    };
+    const auto place = [&](int64_t at) { return codes + (kStorage == Storage::kInt4 ? at / 2 : at); };
+    for (; i + Register::kGroup * Register::kSize <= count; i += Register::kGroup * Register::kSize) {
+      typename Register::Bits group[Register::kGroup];
+#pragma GCC unroll 4
+      for (int k = 0; k < Register::kGroup; ++k) group[k] = code_at(i + k * Register::kSize);
+      Register::template store_codes<kStorage>(group, place(i));
+    }
+    for (; i + Register::kSize <= count; i += Register::kSize) {
+      Register::template store_codes<kStorage>(code_at(i), place(i));
     }
   }
   for (; i < count; ++i) put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i] * scale.inverse));
+}
+
+// Calls run(storage, is_signed) with constants.
+template <class Run>
+FUSEDSTEP_FN void by_map(const CodeMap& map, Run run) {
+  by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage> storage) {
+    if (map.is_signed()) {
+      run(storage, std::true_type());
+    } else {
+      run(storage, std::false_type());
+    }
+  });
 }
 
 // Elements [begin, begin + count) of a state, which begin with a block, to numbers; and from numbers.
 inline void decode(const CodedState& state, const void* codes, int64_t begin, int64_t count, float* to) {
   const CodeMap map = *state.map;  // a copy, which no store can change
   const auto* const bytes = static_cast<const uint8_t*>(codes);
-  by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
+  by_map(map, [&]<Storage kStorage, bool kSigned>(StorageIs<kStorage>, std::bool_constant<kSigned>) {
+    const CodeTables<kStorage, kSigned> tables(map);
     for (int64_t i = 0; i < count; i += map.block) {
-      decode_block<kStorage>(map, bytes + map.bytes_of(begin + i), state.absmax[(begin + i) / map.block],
-                             std::min<int64_t>(map.block, count - i), to + i);
+      decode_block<kStorage, kSigned>(map, tables, bytes + map.bytes_of(begin + i),
+                                      state.absmax[(begin + i) / map.block],
+                                      std::min<int64_t>(map.block, count - i), to + i);
     }
   });
 }
 inline void encode(const CodedState& state, const float* from, int64_t begin, int64_t count, void* codes) {
   const CodeMap map = *state.map;
   auto* const bytes = static_cast<uint8_t*>(codes);
-  by_storage(map.storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
-    const auto encode_with = map.is_signed() ? encode_block<kStorage, true> : encode_block<kStorage, false>;
+  by_map(map, [&]<Storage kStorage, bool kSigned>(StorageIs<kStorage>, std::bool_constant<kSigned>) {
+    const CodeTables<kStorage, kSigned> tables(map);
     for (int64_t i = 0; i < count; i += map.block) {
-      encode_with(map, from + i, std::min<int64_t>(map.block, count - i), bytes + map.bytes_of(begin + i),
-                  state.absmax[(begin + i) / map.block]);
+      const int64_t length = std::min<int64_t>(map.block, count - i);
+      encode_block<kStorage, kSigned>(map, tables, from + i, length, largest_magnitude(from + i, length),
+                                      bytes + map.bytes_of(begin + i), state.absmax[(begin + i) / map.block]);
     }
   });
 }

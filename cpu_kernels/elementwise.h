@@ -190,12 +190,4 @@ void update_span(const Span& span) {
       span, a, [&]() __attribute__((always_inline)) { update_row(a, in_groups, count); });
 }
 
-template <class Rule, class Weight, class State>
-constexpr RuleKernels elementwise_kernels() {
-  constexpr uint32_t written = kWeightBits<Rule, Weight> | kStateBits<Rule>;
-  RuleKernels kernels{};
-  kernels.phase[kUpdate] = {update_span<Rule, Weight, State>, written | kGradBit, written};
-  return kernels;
-}
-
 }  // namespace fusedstep::cpu::FUSEDSTEP_ISA

@@ -39,6 +39,15 @@ struct PackGroup {
   PackGroup() = default;
   FUSEDSTEP_FN explicit PackGroup(float x) : PackGroup(of([&](int) { return Pack<float>(x); })) {}
 
+  // The group whose k-th register is get(k).
+  template <class Get>
+  FUSEDSTEP_FN static PackGroup of(Get get) {
+    PackGroup group;
+#pragma GCC unroll 4
+    for (int k = 0; k < kRegisters; ++k) group.part[k] = get(k);
+    return group;
+  }
+
   template <class Stored>
   FUSEDSTEP_FN static PackGroup load(const Stored* x) {
     if constexpr (kOrder == Order::kBehind) {
@@ -104,16 +113,6 @@ struct PackGroup {
   FUSEDSTEP_FN friend PackGroup where_equal(const PackGroup& a, const PackGroup& b, const PackGroup& x,
                                             const PackGroup& y) {
     return of([&](int k) { return where_equal(a.part[k], b.part[k], x.part[k], y.part[k]); });
-  }
-
- private:
-  // The group whose k-th register is get(k).
-  template <class Get>
-  FUSEDSTEP_FN static PackGroup of(Get get) {
-    PackGroup group;
-#pragma GCC unroll 4
-    for (int k = 0; k < kRegisters; ++k) group.part[k] = get(k);
-    return group;
   }
 };
 

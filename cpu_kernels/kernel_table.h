@@ -30,11 +30,15 @@ struct Span {
   double grad_factor;  // multiplies the gradient as it is read
   double ratio;        // second phase: the tensor's trust ratio
   double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
+  // States in codes, which begin with a block: element `first` of theirs.
+  const CodedState* coded = nullptr;
+  int64_t first = 0;
 };
 
 struct SpanKernel {
   void (*run)(const Span&);
-  uint32_t reads, writes;  // bit i: operand i
+  uint32_t reads, writes;                    // bit i: operand i
+  void (*run_coded)(const Span&) = nullptr;  // the same where all states are codes
 };
 
 // Phases of a rule. An elementwise rule has kUpdate; a two-phase rule has the others. Its update is kept in

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cpu_kernels/by_rule.h"
+#include "cpu_kernels/elementwise_coded.h"
 #include "cpu_kernels/reduce.h"
 #include FUSEDSTEP_RULE_HEADER
 

@@ -125,7 +125,7 @@ __device__ __forceinline__ void load_tables(const TensorTask& task, CodeTable (&
   __syncthreads();
 }
 
-// How the states of a tensor are stored.
+// The storage of a tensor's states.
 enum class StatesIn { kCodes, kFloats };
 
 // Codes and tables of states that have none.

@@ -29,7 +29,7 @@ struct Operands {
   static constexpr int kStates = Rule::kStates + kHasMaster, kOperands = kFirstState + kStates;
   // Elements of one access of the weight.
   static constexpr int kWidth = kWordBytes / sizeof(Stored);
-  using At = Place<kOperands>;
+  using At = Offsets<kOperands>;
   template <int N>
   using Read = Elements<kStates, T, N>;
 

@@ -18,13 +18,13 @@ struct Square {
   const Stored* grad;
 
   template <int N>
-  __device__ __forceinline__ Read<N> load(Width<N>, const Place<kOperands>& at) const {
+  __device__ __forceinline__ Read<N> load(Width<N>, const Offsets<kOperands>& at) const {
     Read<N> read;
     cuda::load<kAgain>(grad + at.offset[kGrad], read.grad);
     return read;
   }
   template <int N, class Add>
-  __device__ __forceinline__ void finish(Width<N>, const Place<kOperands>&, const Read<N>& read,
+  __device__ __forceinline__ void finish(Width<N>, const Offsets<kOperands>&, const Read<N>& read,
                                          const Add& add) const {
 #pragma unroll
     for (int j = 0; j < N; ++j) add(0, j, read.grad[j]);
@@ -56,7 +56,7 @@ struct SquareInOrder : Square<Stored> {
   const BlockLayout& layout;
 
   template <int N>
-  __device__ __forceinline__ auto load(Width<N>, const Place<kFirstState>& at) const {
+  __device__ __forceinline__ auto load(Width<N>, const Offsets<kFirstState>& at) const {
     typename Square<Stored>::template Read<N> read;
     for_in_order(layout, kGrad, at.offset[kGrad], N,
                  [&](int j, int64_t offset) { read.grad[j] = Codec<Stored>::decode(this->grad[offset]); });

@@ -52,7 +52,7 @@ template <class Sum, int kNorms, class T, class Body>
 __device__ __forceinline__ void sum_words(const Chunk& chunk, Found<kNorms, T>& found,
                                           SegmentSums<kNorms, kChunkSegments>& sums, const Body& body) {
   constexpr int kWidth = kWordBytes / sizeof(T), kWarps = kThreads / kWarp;
-  using At = Place<Body::kOperands>;
+  using At = Offsets<Body::kOperands>;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, thread = static_cast<int>(threadIdx.x) % kWarp;
   const int count = static_cast<int>(chunk.end - chunk.begin);
   for (int segment = warp; segment * kSegmentElements < count; segment += kWarps) {

@@ -21,7 +21,7 @@ __device__ __forceinline__ bool same_row(const RowIndex& index, int64_t entry, i
 template <int kOperands>
 struct RowPlace {
   int64_t position;  // of the entry
-  Place<kOperands> at;
+  Offsets<kOperands> at;
 };
 
 // Makes a place in a row one in the operands; false if it is not the first entry for that row. An index that
@@ -66,7 +66,7 @@ __device__ __forceinline__ void for_rows(const BlockLayout& layout, const GradRo
                                          int64_t thread, int64_t threads, const Run& run) {
   if constexpr (kAccess == kInWords) {  // no word is of two rows
     for (int64_t i = chunk.begin + thread * kWidth; i < chunk.end; i += threads * kWidth) {
-      RowPlace<kOperands> place{i / rows.units, Place<kOperands>::flat(i % rows.units)};
+      RowPlace<kOperands> place{i / rows.units, Offsets<kOperands>::flat(i % rows.units)};
       if (find_row(rows, place)) run(Width<kWidth>(), place);
     }
   } else {
@@ -74,9 +74,9 @@ __device__ __forceinline__ void for_rows(const BlockLayout& layout, const GradRo
     const int64_t per_unit = is_flat ? 1 : layout.extent[0] * layout.extent[1];
     for (int64_t i = thread; i < (chunk.end - chunk.begin) * per_unit; i += threads) {
       const int64_t unit = chunk.begin + i / per_unit;
-      RowPlace<kOperands> place{unit / rows.units, Place<kOperands>::flat(unit % rows.units)};
+      RowPlace<kOperands> place{unit / rows.units, Offsets<kOperands>::flat(unit % rows.units)};
       if (!is_flat) {
-        place.at = Place<kOperands>::flat(0);
+        place.at = Offsets<kOperands>::flat(0);
         const auto advance = [&](int dim, int64_t by) {
 #pragma unroll
           for (int k = 0; k < kOperands; ++k) {

@@ -9,13 +9,13 @@
 
 namespace fusedstep::cuda {
 
-// Where an element is in each operand, in elements.
+// The offsets of an element in each operand, in elements.
 template <int kOperands, class Offset = int64_t>
-struct Place {
+struct Offsets {
   Offset offset[kOperands];
 
-  static __device__ __forceinline__ Place flat(int64_t i) {
-    Place place;
+  static __device__ __forceinline__ Offsets flat(int64_t i) {
+    Offsets place;
 #pragma unroll
     for (int k = 0; k < kOperands; ++k) place.offset[k] = i;
     return place;
@@ -69,7 +69,7 @@ template <class Body>
 class Tiles {
  public:
   static constexpr int kOperands = Body::kOperands;
-  using At = Place<kOperands, int>;
+  using At = Offsets<kOperands, int>;
   using T = typename Body::T;
   using Memory = TileMemory<kOperands, T>;
 
@@ -93,7 +93,7 @@ class Tiles {
 
   __device__ __forceinline__ int elements() const { return memory_.elements; }
   __device__ __forceinline__ int columns() const { return memory_.columns; }
-  // Where the tile starts in each operand: places are from there.
+  // The tile's start in each operand: offsets count from there.
   __device__ __forceinline__ void* const* data() const { return memory_.data; }
 
   // True if the tile is whole and of one block, so that threads go along its rows and columns in step.

@@ -153,11 +153,11 @@ need_python_packages() {
     "$python" -m pip install -c "$root/scripts/constraints.txt" "${missing[@]}"
 }
 
-# install_peers cpu|cuda: what the benchmark compares with. One that cannot be had does not stop the others.
+# install_peers EXTRA cpu|cuda: what the benchmark compares with. One that cannot be had does not stop the others.
 install_peers() {
   local missing
-  mapfile -t missing < <(missing_python_packages "$python" peers)
-  "$python" "$root/bench/peer_packages.py" --device "$1" "${missing[@]}"
+  mapfile -t missing < <(missing_python_packages "$python" "$1")
+  "$python" "$root/bench/peer_packages.py" --device "$2" "${missing[@]}"
 }
 
 # In a folder of its own, and without most of what it asks for: its optimizers do not use that, and transformers needs a
@@ -168,10 +168,18 @@ install_torchtitan() {
     "$python" -m pip install --no-deps --target "$root/build/torchtitan" "${packages[@]}"
 }
 
+# In a folder of its own too, with an OpenCV that needs no libGL. timm and transformers bring what else it imports.
+install_ultralytics() {
+  local packages=(ultralytics ultralytics-thop opencv-python-headless polars polars-runtime-32)
+  step ultralytics "installing Ultralytics for its tests" \
+    "$python" -m pip install --no-deps --target "$root/build/ultralytics" "${packages[@]}"
+}
+
 # Installs what tests/frameworks trains inside of. The tests of one that cannot be had are skipped.
 install_frameworks() {
   (need_python_packages frameworks) || say "some frameworks are missing: their tests are skipped"
   [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
+  [[ -d $root/build/ultralytics ]] || once ultralytics install_ultralytics || say "no Ultralytics: its tests are skipped"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.

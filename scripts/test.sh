@@ -73,7 +73,7 @@ compute_sanitizer() {
     compute-sanitizer --tool "$tool" "${options[@]}" \
     "$python" -m pytest -q -p no:cacheprovider "$root"/tests/test_{cuda,sparse}.py -k "$kernels_once" || return
   grep -E 'SUMMARY|[0-9]+ passed' "$log" | sed "s/^=* */run.sh: $tool: /" >&2
-  # Where all are skipped nothing has been looked at.
+  # If all are skipped, nothing has been tested.
   grep -qE '^[0-9]+ passed' "$log" || { say "$tool: no test has run, $log says why" && return 1; }
 }
 

@@ -2,27 +2,35 @@
 # Sourced by run.sh: the wheels, named as package indexes ask for.
 
 wheels=$root/build/wheels
+policy=manylinux_2_28_$(uname -m)  # that of torch's own wheels
 
-# make_wheel NAME SOURCE DEFINE...
-# With the torch that is here: an isolated build would load one down. DEFINE: options of CMake without FUSEDSTEP_.
-make_wheel() {
-  local name=$1 source=$2 raw=$wheels/raw
-  shift 2
-  rm -f "$raw/${name//-/_}"-[0-9]*.whl
-  step "wheel-$name" "building $name" "$python" -m pip wheel -v --no-build-isolation --no-deps --no-index \
-    "${@/#/-Ccmake.define.FUSEDSTEP_}" -w "$raw" "$source" || return
-  rm -f "$wheels/${name//-/_}"-[0-9]*.whl
-  step "repair-$name" "naming the systems that it is for" \
-    env "PYTHON=$python" "$root/scripts/repair_wheel.sh" "$raw/${name//-/_}"-[0-9]*.whl "$wheels" || return
-  tell_wheel "$wheels/${name//-/_}"-[0-9]*.whl
+# Sets $older: what makes a linker use libraries of that policy, where this system has newer ones. libdl and libpthread
+# are named as needed though the linker finds nothing in them: since glibc 2.34 libc has what they had. Parts of
+# libstdc++'s archive that torch's libraries alone ask for are dropped.
+link_older_libraries() {
+  local glibc folder=$root/build/older
+  older=${LDFLAGS:-}
+  glibc=$(getconf GNU_LIBC_VERSION)
+  at_least 2.29 "${glibc#glibc }" || return 0
+  step older "writing libraries of $policy" "$python" "$root/scripts/older_libraries.py" "$folder" "$policy" || return
+  older+=" -L$folder -Wl,--no-as-needed -Wl,--exclude-libs,libstdc++.a -Wl,--gc-sections"
 }
 
-# tell_wheel WHEEL: its name and size, and what its tag says.
-tell_wheel() {
-  local glibc
-  glibc=$(grep -oP 'manylinux_2_\K[0-9]+' <<<"${1##*/}" | sort -n | head -n 1)
-  say "${1#"$root/"}: $(numfmt --to=iec "$(stat -c %s "$1")")B, for glibc 2.$glibc and later"
-  ((glibc <= 28)) || say "(this machine's compiler and glibc decide that; CONTRIBUTING.md tells how to build for 2.28)"
+# make_wheel NAME SOURCE DEFINE...
+# With the torch that is here: an isolated build would load one down. DEFINE: options of CMake.
+make_wheel() {
+  local name=$1 source=$2 raw=$wheels/raw older
+  shift 2
+  link_older_libraries || return
+  set -- "$@" "CMAKE_SHARED_LINKER_FLAGS=$older -Wl,-z,defs" "CMAKE_MODULE_LINKER_FLAGS=$older"
+  rm -f "$raw/${name//-/_}"-[0-9]*.whl
+  step "wheel-$name" "building $name" "$python" -m pip wheel -v --no-build-isolation --no-deps --no-index \
+    "${@/#/-Ccmake.define.}" -w "$raw" "$source" || return
+  rm -f "$wheels/${name//-/_}"-[0-9]*.whl
+  step "repair-$name" "naming the systems that it is for" \
+    env "PYTHON=$python" "$root/scripts/repair_wheel.sh" "$raw/${name//-/_}"-[0-9]*.whl "$policy" "$wheels" || return
+  set -- "$wheels/${name//-/_}"-[0-9]*.whl
+  say "${1#"$root/"}: $(numfmt --to=iec "$(stat -c %s "$1")")B"
 }
 
 can_compile_cuda() {
@@ -48,6 +56,6 @@ wheel() {
     which=cpu
     say "there is no nvcc, or no torch for CUDA: no fusedstep-cuda"
   fi
-  [[ $which == cuda ]] || make_wheel fusedstep "$root" WITH_CUDA=OFF
-  [[ $which == cpu ]] || make_wheel fusedstep-cuda "$root/packaging/cuda" "CUDA_ARCHITECTURES=$architectures"
+  [[ $which == cuda ]] || make_wheel fusedstep "$root" FUSEDSTEP_WITH_CUDA=OFF
+  [[ $which == cpu ]] || make_wheel fusedstep-cuda "$root/packaging/cuda" "FUSEDSTEP_CUDA_ARCHITECTURES=$architectures"
 }

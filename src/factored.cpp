@@ -33,7 +33,7 @@ class Scratch {
     bytes_ = std::max(bytes_, used_);
     return at;
   }
-  // What has been reserved so far is not needed any more when what comes next is.
+  // Frees all that has been reserved so far: it is never needed at the same time as what comes next.
   void reuse() { used_ = 0; }
   void allocate() {
     Kept& here = kept();
@@ -64,7 +64,7 @@ class Scratch {
   std::byte* begin_ = nullptr;
 };
 
-// How a tensor is cut into blocks, and where in the scratch memory its sums and factors are.
+// The blocks that a tensor is cut into, and the offsets of its sums and factors in the scratch memory.
 struct Cut : FactoredCut {
   explicit Cut(const FactoredTensor& tensor)
       : FactoredCut(tensor),

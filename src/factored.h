@@ -36,7 +36,7 @@ constexpr int size_of_grad(FactoredFormat format) {
 
 constexpr int64_t parts(int64_t count, int64_t each) { return (count + each - 1) / each; }
 
-// How a tensor is cut into tiles.
+// The tiles that a tensor is cut into.
 struct FactoredCut {
   int64_t row_tiles, column_tiles;
 

@@ -143,9 +143,82 @@ def shards_are_rounded_by_numbers_of_their_own(here):
             if placement == Shard(0):
                 assert not torch.equal(found[:100], found[100:])
             else:
-                others = [torch.empty_like(found) for _ in range(PROCESSES)]
-                dist.all_gather(others, found)
-                assert_same_bits(*others, "a copy")
+                assert_all_have([found], "a copy")
+
+
+def weights_that_all_have_are_rounded_alike(here):
+    """Beside shards too; by the seed, which says the same in each run."""
+    from torch.distributed.tensor import Shard
+
+    mesh = mesh_of(here)
+
+    def stepped(seed, fused):
+        weights = [
+            torch.nn.Parameter(torch.ones(40, 100, dtype=torch.bfloat16, device=here.device))
+            for _ in range(3)
+        ]
+        weights[1] = torch.nn.Parameter(spread(weights[1].detach(), mesh, [Shard(0)]))
+        groups = [{"params": weights[1:]}, {"params": weights[:1], "lr": 2e-3}]
+        options = {"lr": 1e-3, "rounding": "stochastic", "seed": seed, "fused": fused}
+        optimizer = optim.AdamW(groups, **options)
+        for step in range(2):
+            generator = torch.Generator().manual_seed(step)
+            for weight in weights:
+                grad = torch.randn(40, 100, generator=generator).to(here.device, torch.bfloat16)
+                weight.grad = like(grad, weight)
+            optimizer.step()
+        return [weights[0].detach(), weights[2].detach()]
+
+    for fused in (True, False):
+        found = stepped(3, fused)
+        assert_all_have(found, fused)
+        for again, once in zip(stepped(3, fused), found, strict=True):
+            assert_same_bits(again, once, f"again, {fused}")
+        for other, once in zip(stepped(4, fused), found, strict=True):
+            assert not torch.equal(other, once)
+
+
+def weights_shared_out_by_zero_are_rounded_by_their_owner(here):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    options = {"lr": 1e-3, "rounding": "stochastic", "seed": 5}
+
+    def subjects():
+        shapes = (40, 100), (30, 7), (200,), (50, 60)
+        ones = [torch.ones(shape, dtype=torch.bfloat16, device=here.device) for shape in shapes]
+        return [torch.nn.Parameter(one) for one in ones]
+
+    def take_gradients(weights, step):
+        generator = torch.Generator().manual_seed(step)
+        for weight in weights:
+            grad = torch.randn(weight.shape, generator=generator)
+            weight.grad = grad.to(here.device, torch.bfloat16)
+
+    for fused in (True, False):
+        weights, twins = subjects(), subjects()
+        optimizer = ZeroRedundancyOptimizer(weights, optim.AdamW, fused=fused, **options)
+        owned = optimizer._partition_parameters()  # by rank, groups of parameters
+        places = {id(weight): place for place, weight in enumerate(weights)}
+        owners = [
+            optim.AdamW([twins[places[id(p)]] for p in groups[0]["params"]], fused=fused, **options)
+            for groups in owned
+        ]
+        for step in range(3):
+            take_gradients(weights, step)
+            take_gradients(twins, step)
+            for each in (optimizer, *owners):
+                each.step()
+        assert_all_have([weight.detach() for weight in weights], fused)
+        for weight, twin in zip(weights, twins, strict=True):
+            assert_same_bits(weight.detach(), twin.detach(), f"{fused}")
+
+
+def assert_all_have(tensors, what):
+    """The same bits."""
+    for found in tensors:
+        others = [torch.empty_like(found) for _ in range(PROCESSES)]
+        dist.all_gather(others, found)
+        assert_same_bits(*others, what)
 
 
 # Checkpoints
@@ -313,6 +386,8 @@ WORKS = (
     codes_follow_from_whole_weights,
     blocks_begin_where_shards_do,
     shards_are_rounded_by_numbers_of_their_own,
+    weights_that_all_have_are_rounded_alike,
+    weights_shared_out_by_zero_are_rounded_by_their_owner,
     small_states_are_saved_and_resharded,
     whole_dictionaries_are_gathered_and_spread,
     blocks_of_other_shards_are_refused_by_name,

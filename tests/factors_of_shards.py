@@ -103,7 +103,7 @@ def parts_are_stepped_as_the_whole(here):
                         if key == "step":
                             assert_same_bits(state[key], value, what)
                         elif value.dtype.is_floating_point:
-                            # What a 16-bit weight lacks jumps where the weight is rounded.
+                            # The rest of a 16-bit weight jumps where the weight is rounded.
                             units = 2**17 if key == "compensation" else 32
                             assert_close(state[key], value, units, f"{what}, {key}")
 

@@ -289,7 +289,7 @@ def tried(
             faults.append(f"{n}: {error!r}")
         stepped = {id(p) for p in getattr(error, "stepped", [])}
         partial += bool(stepped)
-        # What an error names is as after the step, but for gradients, and all else as before it.
+        # Weights an error names are as after the step, but for gradients; all others as before.
         done = {f" {i}" for i, p in enumerate(subject.params) if id(p) in stepped}
 
         def is_done(name: str, done: set[str] = done) -> bool:

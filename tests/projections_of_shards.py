@@ -191,6 +191,25 @@ def a_gradient_that_is_not_finite_is_named_by_all(here):
             found.step(range(steps, 4)).assert_alike(f"{cls}, {fused}, {steps}")
 
 
+def a_gradient_of_no_shard_that_is_not_finite_stops_all(here):
+    """In the process that has it by name; nobody is left waiting in a collective."""
+    for cls, fused, steps in itertools.product(
+        (optim.GaLoreAdamW, optim.APOLLOAdamW), (None, False), (0, 1)
+    ):
+        rows = [([(12, 8), (8, 12)], Shard(0)), ([(12, 8), (8, 12)], Replicate())]
+        found = Projected(here, rows, cls, fused=fused).step(range(steps))
+        found.take_gradients(steps)
+        if here.rank == 1:
+            local(found.of_shards[1][0].grad)[2, 3] = float("nan")
+        before = found.tensors()
+        by_name = "parameter 0 of group 1 has elements that are"
+        with pytest.raises(RuntimeError, match=by_name if here.rank == 1 else "another process"):
+            found.sharded.step()
+        for now, then in zip(found.tensors(), before, strict=False):
+            assert_same_bits(now, then, "tensor")
+        found.step(range(steps, 4)).assert_alike(f"{cls}, {fused}, {steps}")
+
+
 def a_projected_gradient_of_one_process_is_named_by_all(here):
     for fused in (None, False):
         found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW, fused=fused)
@@ -276,6 +295,7 @@ WORKS = (
     each_basis_is_made_once,
     memory_of_moments_is_shared_out,
     a_gradient_that_is_not_finite_is_named_by_all,
+    a_gradient_of_no_shard_that_is_not_finite_stops_all,
     a_basis_that_fails_in_one_process_stops_all,
     what_cannot_be_projected_is_refused_by_name,
     projected_states_are_saved_and_resharded,

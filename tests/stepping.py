@@ -239,7 +239,7 @@ class Bounds:
             case "acc_delta":
                 return (1 - betas[-1]) * (self._largest_move / self._case.lr) ** 2
             case "momentum_buffer":
-                # Of gradients divided by the root of their mean square, or of gradients.
+                # It adds up gradients, or gradients divided by the root of their mean square.
                 return (1 - betas[-1]) ** -0.5 if self._case.buffers_moves else gradient
         pytest.fail(f"Bounds._share in tests/stepping.py does not know {name!r}")
 

@@ -412,21 +412,64 @@ def test_gradients_that_a_step_uses_up_are_restored():
     assert all(param.grad.any() for param in params)
 
 
-TABLE = shapes.ShapeList("embedding", "a table", ((6000, 8),))
+TABLE = shapes.ShapeList("embedding", "a table", ((40_000, 8),))
 
 
-@pytest.mark.parametrize("gradient", ["each-row-once", "each-row-twice", "coalesced"])
+class TableOfFbgemm(torch.nn.Module):
+    """Stands for FBGEMM's, which is not installed for tests: it steps in its backward pass."""
+
+    def __init__(self, tables, optimizer, learning_rate, eps):
+        super().__init__()
+        ((count, columns, place, device),) = tables
+        assert (place, device) == ("host", "cpu")
+        self.bag = torch.nn.EmbeddingBag(
+            count, columns, mode="sum", sparse=True, include_last_offset=True
+        )
+        self.optimizer = optimizer(self.bag.parameters(), lr=learning_rate, eps=eps)
+        self.bag.weight.register_post_accumulate_grad_hook(
+            lambda _: self.optimizer.step(zero_grad="none")
+        )
+
+    def forward(self, items, begins):
+        return self.bag(items, begins)
+
+    def split_embedding_weights(self):
+        return [self.bag.weight]
+
+    def set_learning_rate(self, lr):
+        self.optimizer.param_groups[0]["lr"] = lr
+
+
+@pytest.fixture
+def fbgemm(monkeypatch):
+    of_training = types.SimpleNamespace(
+        EmbeddingLocation=types.SimpleNamespace(HOST="host"),
+        ComputeDevice=types.SimpleNamespace(CPU="cpu"),
+        OptimType={
+            "EXACT_ADAGRAD": fusedstep.optim.Adagrad,
+            "EXACT_ROWWISE_ADAGRAD": fusedstep.optim.RowWiseAdagrad,
+        },
+        SplitTableBatchedEmbeddingBagsCodegen=TableOfFbgemm,
+    )
+    name = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", types.ModuleType("fbgemm_gpu"))
+    monkeypatch.setitem(sys.modules, name, of_training)
+
+
+TABLES = {each.name: each for each in SUITES["embedding", "cpu"].implementations}
+
+
+@pytest.mark.usefixtures("fbgemm")
 @pytest.mark.parametrize(
-    ("case", "implementation"),
+    ("row", "implementation"),
     [
-        pytest.param(case, each, id=f"{case}-{each.name}")
-        for case in dict.fromkeys(row.case for row in rows.embedding())
-        for each in implementations.EMBEDDING
-        if each.exists(Row(case, TABLE))
+        pytest.param(row, each, id=f"{row}-{name}")
+        for row in (dataclasses.replace(row, shape_list=TABLE) for row in rows.embedding())
+        for name, each in TABLES.items()
+        if each.exists(row)
     ],
 )
-def test_sparse_steps_are_checked_by_the_rows_that_they_touch(case, implementation, gradient):
-    row = Row(case, TABLE, gradient=gradient)
+def test_sparse_steps_are_checked_by_the_rows_that_they_touch(row, implementation):
     check = subjects.SparseCheck(row)
 
     def verdict(change=lambda table: None):
@@ -439,9 +482,48 @@ def test_sparse_steps_are_checked_by_the_rows_that_they_touch(case, implementati
 
     assert verdict() is None
     assert "off" in verdict(lambda table: table[check._touched[0]].mul_(1.01))
-    untouched = next(i for i in range(6000) if i not in check._touched)
+    untouched = torch.ones(TABLE.elements // 8).index_fill(0, check._touched, 0).argmax()
     told = verdict(lambda table: table[untouched].add_(1))
     assert told == "1 rows without a gradient have moved"
+
+
+def test_fbgemm_is_beside_others_where_the_backward_pass_is_timed():
+    beside = {str(row) for row in rows.embedding() if TABLES["fbgemm"].exists(row)}
+    assert beside == {f"{name}/embedding/{rows.BAGS}" for name in ("adagrad", "rowwise_adagrad")}
+    assert "fbgemm" not in {each.name for each in SUITES["embedding", "cuda"].implementations}
+
+
+@pytest.mark.usefixtures("fbgemm")
+@pytest.mark.parametrize("name", ["fused", "fbgemm"])
+def test_a_step_over_bags_is_the_backward_pass_too(name):
+    """Bags are looked up before it, and their gradients are those of the batch's entries."""
+    row = Row(CASES_BY_NAME["adagrad"], TABLE, gradient=rows.BAGS)
+    params = subjects.make(TABLE, torch.float32)
+    params[0].grad = None
+    stepper = TABLES[name].build(row, params)
+    before = params[0].detach().clone()
+    gradients = worker.gradients_of(TABLES[name], row, params, stepper)
+    gradients.before()
+    assert torch.equal(params[0], before)
+    stepper.step()
+    batch = subjects.batch(rows.BAGS, 0, TABLE.shapes[0])
+    moved = (params[0] != before).any(dim=1).nonzero()[:, 0]
+    assert torch.equal(moved, batch._indices()[0].unique())
+    stepper.set_lr(0.0)
+    before = params[0].detach().clone()
+    gradients.before()
+    stepper.step()
+    assert torch.equal(params[0], before)
+
+
+def test_bags_of_a_batch():
+    batch = subjects.batch(rows.BAGS, 3, (6000, 8))
+    items, begins, grad = subjects.bags_of(batch)
+    assert (len(begins), len(items)) == (subjects.TOUCHED, subjects.TOUCHED * subjects.ITEMS)
+    table = torch.zeros(6000, 8, requires_grad=True)
+    looked_up = torch.nn.functional.embedding_bag(items, table, begins, mode="sum", sparse=True)
+    looked_up.backward(grad)
+    torch.testing.assert_close(table.grad.to_dense(), batch.to_dense())
 
 
 def test_a_batch_touches_its_rows_as_often_as_it_says():

@@ -138,12 +138,14 @@ def test_page_of_a_folder_has_its_tables_its_plots_and_what_made_them(results, t
         json.dumps(results | {"suite": "clipping", "rows": results["rows"][:1]})
     )
     (tmp_path / "odd.json").write_text("{}")
+    (tmp_path / "rare.json").write_text('{"by": "python -m rare"}')
     (tmp_path / "peers-times.svg").touch()
     page = report.page(tmp_path)
     assert page.index("## Beside other libraries") < page.index("## Clipping and clearing")
     assert "CPU, 2 threads, avx2, torch 2, today; `./run.sh bench peers`." in page
     assert "![peers-times](peers-times.svg)" in page
     assert "[odd.json](odd.json) is from `bench/probes/odd`." in page
+    assert "[rare.json](rare.json) is from `python -m rare`." in page
     gpu = report.command("peers", {"device": "x"}), report.command("steps", {"device": "x"})
     assert gpu == ("`./run.sh bench peers --device cuda`", "`./run.sh bench cuda`")
     assert report.command("steps", {}) == "`./run.sh bench`"

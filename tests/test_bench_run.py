@@ -86,13 +86,25 @@ def test_tables_of_a_run(output):
     assert {path.name for path in folder.iterdir()} == {"steps.json", "README.md"}
 
 
-def test_what_cannot_be_measured_is_refused(tmp_path, run):
-    assert "not a regular expression" in run("(").stderr
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["("], "not a regular expression"),
+        (["clipping", "--device", "cuda"], "clipping is not measured on cuda"),
+        (["peers", "adam", "lamb"], "one FILTER at most"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(monkeypatch, capsys, words, text):
+    monkeypatch.setattr(sys, "argv", ["run.py", *words])
+    with pytest.raises(SystemExit):
+        bench_run.main()
+    assert text in capsys.readouterr().err
+
+
+def test_without_the_limit_one_line_says_how_it_is_built(tmp_path, run):
     missing = run("--output", tmp_path, "--libraries", str(tmp_path), "lamb")
     assert missing.returncode != 0
     assert "cmake --preset release" in missing.stderr
-    assert "clipping is not measured on cuda" in run("clipping", "--device", "cuda").stderr
-    assert "one FILTER at most" in run("peers", "adam", "lamb").stderr
 
 
 # ---- Beside libraries of which one crashes, one is wrong, one fails and one is absent ------------
@@ -347,6 +359,14 @@ def test_committed_results_are_what_would_be_written_again(repository, tmp_path)
         for file in folder.glob("*.json"):
             write_table(tmp_path / file.name, json.loads(file.read_text()))
             assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file
+
+
+def test_what_made_a_figure_is_in_the_repository(repository):
+    probes = {probe.stem for probe in (repository / "bench" / "probes").glob("*")}
+    for file in (repository / "bench" / "results").glob("*/*.json"):
+        if file.parent.name != "mnist":  # docs/mnist.md has its commands
+            known = file.stem in report.TITLES or file.stem in probes
+            assert known or "by" in json.loads(file.read_text()), file
 
 
 def test_all_tables_have_one_writer(repository):

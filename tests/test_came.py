@@ -189,7 +189,9 @@ def test_blocks_are_all_rows_once_and_no_larger(shape, most):
     "layout", [each for each in WEIGHT_LAYOUTS if 0 not in each.shape], ids=str
 )
 def test_every_layout_is_stepped_in_its_place(layout, grad_layout, monkeypatch):
-    monkeypatch.setattr(_factored_blocks, "_ELEMENTS", {"cpu": 50})
+    # Blocks of a few rows, in images too; small weights have blocks of some elements.
+    elements = max(50, torch.Size(layout.shape).numel() // 30)
+    monkeypatch.setattr(_factored_blocks, "_ELEMENTS", {"cpu": elements})
     (values,), (gradient,) = (
         make([layout.shape], torch.float32, 1) for make in (make_weights, make_gradients)
     )

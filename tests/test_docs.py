@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from fusedstep import optim
 from pages import INTEGRATIONS, PAGES, ROOT, blocks
 
 
@@ -77,6 +78,13 @@ def gpt2(file, optimizer):
     )
 
 
+def test_the_choice_has_every_optimizer():
+    table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
+    missing = [name for name in optim.__all__ if f"`{name}`" not in table]
+    # Classes with states in codes are those of their names without what tells of that.
+    assert [name for name in missing if not re.search(r"(8bit|4bit|Fp8)$", name)] == []
+
+
 def test_times_of_the_choice_are_those_measured():
     """Of docs/choosing.md the columns CPU and GPU, in units of AdamW's time."""
     cpu, gpu = "intel-emerald-rapids-16-cores/peers.json", "nvidia-h200/peers.json"
@@ -95,6 +103,9 @@ def test_times_of_the_choice_are_those_measured():
         "Muon": [None, muon["cuda"]["ms"]["Muon, bfloat16"] / on["cuda"]["AdamW"]],
         "Adagrad": [gpt2(f, "adagrad") / gpt2(f, "adam") for f in (cpu, gpu)],
     }
+    others = "intel-emerald-rapids-16-cores/steps.json"
+    for name in ("SGD", "RAdam", "Adamax", "Adadelta", "RMSprop", "Lion", "Rprop", "ASGD"):
+        expected[name] = [gpt2(others, name.lower()) / gpt2(cpu, "adam"), None]
     table = (ROOT / "docs" / "choosing.md").read_text().partition("\n\nBytes are")[0]
     rows = re.findall(r"^\|[^|]*\| `(\w+)`.*\| ([^|]+) \| ([^|]+) \|$", table, re.MULTILINE)
     told = {name: list(times) for name, *times in rows}
@@ -102,6 +113,53 @@ def test_times_of_the_choice_are_those_measured():
         name: ["–" if time is None else f"{time:.2g}" for time in times]
         for name, times in expected.items()
     }
+
+
+def test_times_of_tables_are_those_measured():
+    """Of docs/performance.md."""
+    rows = {
+        row["name"]: {name: f"{found['ms']:.3g}" for name, found in row["results"].items()}
+        for row in results("intel-emerald-rapids-16-cores/embedding.json")["rows"]
+    }
+    names = {"adagrad": "Adagrad", "rowwise_adagrad": "RowWiseAdagrad", "sparse_adam": "SparseAdam"}
+    whats = {"each-row-once": "step", "backward-of-bags": "backward pass and step"}
+    lines = []
+    for name, title in names.items():
+        for gradient, what in whats.items():
+            found = rows[f"{name}/embedding/{gradient}"]
+            torchs, fbgemms = found.get("torch", "–"), found.get("fbgemm", "–")
+            lines.append(f"| `{title}`, {what} | **{found['fused']}** | {torchs} | {fbgemms} |\n")
+    page = (ROOT / "docs" / "performance.md").read_text()
+    assert "".join(lines) in page
+    assert f"a dense gradient takes {rows['adagrad/embedding/each-row-once']['dense']} ms" in page
+    of_bags = rows["rowwise_adagrad/embedding/backward-of-bags"]
+    page = (ROOT / "docs" / "optimizers" / "rowwise_adagrad.md").read_text()
+    assert f"takes {of_bags['fbgemm']} ms for a\nbatch, torch's" in page
+    assert f"our step {of_bags['fused']} (" in page
+
+
+def test_limit_of_the_step_in_training_is_that_measured():
+    """Of docs/nanogpt.md: weights of a GPT, and the fastest that as many bytes were moved."""
+    runs = {run["name"]: run for run in results("nvidia-h100/nanogpt.json")["rows"]}
+    rows = results("nvidia-h100/steps.json")["rows"]
+    (adamax,) = (r for r in rows if (r["optimizer"], r["shapes"]) == ("adamax", "gpt2"))
+    assert adamax["bytes"] == 28 * adamax["elements"]
+    torchs, ours = ([r["optimizer_ms"] for n, r in runs.items() if n.startswith(lead)]
+                    for lead in ("torch:", "fusedstep:"))  # fmt: skip
+    weights = next(iter(runs.values()))["weights"] + 1024 * 768
+    rate = adamax["bytes"] / adamax["limit"]["ms"] / 1e9
+    limit = 28 * weights / rate / 1e9
+    aim = 0.85 * min(torchs)
+    page = " ".join((ROOT / "docs" / "nanogpt.md").read_text().split())
+    for told in (
+        f"each of {weights / 1e6:.2f} M weights",
+        f"counted: {28 * weights / 1e9:.2f} GB.",
+        f"reach {rate:.2f} TB/s",
+        f"take {limit:.3f} ms",
+        f"at {limit / max(ours):.2f} to {limit / min(ours):.2f} of that",
+        f"torch's is {aim:.3f} ms, {limit / aim:.3f} of it",
+    ):
+        assert told in page, told
 
 
 def test_times_of_small_calls_are_those_measured():

@@ -96,7 +96,7 @@ def flat(state):
 
 
 def in_numbers(state, number, block):
-    """What a state of bitsandbytes stands for, in float32."""
+    """Decodes a state of bitsandbytes to float32."""
     state = flat(state)
     value = state[f"state{number}"]
     if value.dtype is torch.float32:
@@ -483,7 +483,7 @@ def torchao_dictionary(numbers, kind, block):
 
 
 def decoded(value, kind):
-    """What a state of torchao stands for, in float32."""
+    """Decodes a state of torchao to float32."""
     if not isinstance(value, InCodes):
         return value
     codes = value.codes.flatten()

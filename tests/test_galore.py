@@ -470,6 +470,85 @@ def test_a_gradient_that_is_not_finite_is_named_before_anything_moves(fused, ste
     assert_same(weights_of(optimizer), run(fresh, range(4)))
 
 
+@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
+@pytest.mark.parametrize("norm", [0.01, None])
+def test_products_taken_early_are_those_of_the_step(norm, cls):
+    """Of steps after one that has stopped half way, or whose gradients have another factor."""
+    found = []
+    for fused in (None, False):
+        optimizer = cls(groups()[::-1], **OPTIONS, fused=fused)
+        *matrices, other, _, _ = weights_of(optimizer)
+        run(optimizer, range(2))
+        memory = [p.grad for p in matrices]
+        if fused is None:
+            stopped = [gradient(p, 7, 0) for p in matrices]
+            torch._foreach_copy_(memory, stopped)
+            other.grad = other.grad.to_sparse()
+            with pytest.raises(RuntimeError, match="sparse"):
+                optimizer.step()
+            assert optimizer._early
+        set_gradients(optimizer, 2)
+        if norm is not None:  # else they are elsewhere, and no product is taken early
+            torch._foreach_copy_(memory, [p.grad for p in matrices])
+            for p, grad in zip(matrices, memory, strict=True):
+                p.grad = grad
+        optimizer.step(max_norm=norm)
+        found.append(weights_of(optimizer))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
+def test_a_gpu_steps_as_a_cpu_and_finds_what_is_not_finite(cls):
+    found, optimizers = [], []
+    for device in ("cpu", "cuda"):
+        mine = groups(
+            update_proj_gap=9
+        )  # later bases have signs that the library of a device chooses
+        for group in mine:
+            group["params"] = [torch.nn.Parameter(p.detach().to(device)) for p in group["params"]]
+        optimizer = cls(mine, **OPTIONS, fused=True)
+        for step in range(5):  # the later ones have products that are taken early
+            for place, p in enumerate(weights_of(optimizer)):
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad.copy_(gradient(p.cpu(), step, place))
+            optimizer.step()
+        found.append([p.detach().cpu() for p in weights_of(optimizer)])
+        optimizers.append(optimizer)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    before = tensors_of(optimizers[1])
+    optimizers[1].param_groups[1]["params"][2].grad[1, 1] = torch.nan
+    with pytest.raises(RuntimeError, match="gradient of parameter 2 of group 1 has elements that"):
+        optimizers[1].step()
+    assert_same(tensors_of(optimizers[1]), before)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda group, state: group.update(rank=2), "exp_avg of parameter 0 of group 1 is"),
+        (lambda group, state: group.update(rank=9), "rank=9 is over that"),
+        (lambda group, state: group.update(proj_type="up"), "proj_type must be one of"),
+        (lambda group, state: group.update(lr=[1]), "Invalid options of a group"),
+        (lambda group, state: state.update(exp_avg=state["exp_avg"].float()), "exp_avg is torch."),
+        (lambda group, state: state["exp_avg"].t_(), "exp_avg of parameter 0 of group 1 is"),
+        (lambda group, state: state["step"].fill_(-1), "step count must be at least 0"),
+    ],
+)
+def test_changes_between_steps_are_noticed(change, text):
+    """With gradients where they were, so that nothing else is looked at again."""
+    optimizer = optim.GaLoreAdamW(groups(), **OPTIONS)
+    run(optimizer, range(2))
+    group = optimizer.param_groups[1]
+    change(group, optimizer.state[group["params"][0]])
+    before = tensors_of(optimizer)
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=text):
+        optimizer.step()
+    assert_same(tensors_of(optimizer), before)
+
+
 def test_large_gradients_are_finite():
     """Their sum is not."""
     (group,) = as_params([(projected(), [(16, 8)])], torch.float32)

@@ -110,6 +110,11 @@ def test_the_published_tables_are_the_default():
             ("--kernel", "fused", "--device", "cpu"),
             "kernel=fused is for GPUs of compute capability 9",
         ),
+        (("--allow_tf32", "--device", "cpu"), "--allow_tf32 is for float32 on a GPU"),
+        (
+            ("--allow_tf32", "--device", "cuda", "--dtype", "bfloat16"),
+            "--allow_tf32 is for float32 on a GPU",
+        ),
         (("--M", "64", "--N", "32", "--rank", "33"), "--rank 33 is not from 1 to"),
         (("--rank", "0"), "--rank 0 is not from 1 to"),
         (("--repeats", "0"), "--repeats must be at least 1"),

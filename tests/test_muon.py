@@ -547,7 +547,7 @@ def test_convert_goes_on_from_torchs():
         torch.testing.assert_close(found, other, rtol=0, atol=1e-5)
 
 
-# What steps offer
+# Options of steps
 
 
 def test_clipping_scaling_and_closures():

@@ -6,6 +6,7 @@ rows of tests/cases.py in that form.
 
 import copy
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Callable
@@ -250,7 +251,7 @@ def steps(cls, kwargs, dtype=torch.float32):
     return found
 
 
-def for_loop(cls, kwargs, mode, dtype):
+def for_loop(cls, kwargs, differentiable, dtype):
     """Steps of torch's for-loop; where autograd goes through it, with its float32 corrections.
 
     Options are numbers here: by a float32 tensor torch rounds the step size of float64 weights too.
@@ -260,8 +261,15 @@ def for_loop(cls, kwargs, mode, dtype):
         for name, value in kwargs.items()
         if name not in ("capturable", "fused")
     }
-    flags = {"foreach": False, "fused": False, "differentiable": mode == "differentiable"}
+    flags = {"foreach": False, "fused": False, "differentiable": differentiable}
     return steps(peer_of(cls), numbers | flags, dtype)
+
+
+@functools.lru_cache(maxsize=4)
+def loop_of_input(cls, index, differentiable, dtype):
+    """The for-loop's steps on an input of the database, which are those of several modes."""
+    kwargs = entry_of(cls).inputs(device="cuda")[index].kwargs
+    return for_loop(cls, kwargs, differentiable, dtype)
 
 
 def _number(option):
@@ -316,7 +324,7 @@ def test_inputs(cls, index, mode, dtype):
     if ours.error:
         return
 
-    loop = for_loop(cls, kwargs, mode, dtype)
+    loop = loop_of_input(cls, index, mode == "differentiable", dtype)
     before = make_weights(SHAPES, dtype)
     bounds = [bounds_of(cls, kwargs, state, mode, dtype) for _, state in loop[0]]
     for number, (our, their) in enumerate(zip(ours.value, loop, strict=True), start=1):

@@ -56,7 +56,7 @@ def test_a_cheaper_basis_keeps_the_energy(svd, shape, sides):
         assert basis.shape == exact[side].shape
         gram = basis.T @ basis if side == LEFT else basis @ basis.T
         torch.testing.assert_close(gram, torch.eye(rank, dtype=torch.float64))
-    # Of the exact one's: without power steps the random product keeps 0.96.
+    # The share of the exact one's energy: without power steps the random product keeps 0.96.
     assert energy(grad, bases) > 0.999 * energy(grad, exact)
     assert energy(grad, exact) < 0.99
 

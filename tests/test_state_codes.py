@@ -304,7 +304,7 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
         params[0].grad = gradient
         optimizer.step()
         other.step()
-        # Of a sign, which is 0 of NaN, only NaN itself is sure to be kept.
+        # The sign of NaN is 0: only NaN itself is sure to be kept.
         signs = case.states[:1] if math.isnan(bad) else ()
         for name in (case.states if case.continuous else signs) if step == 3 else ():
             assert not decoded(optimizer, params[0], name, kind)[damaged].isfinite().any()
@@ -337,8 +337,9 @@ def test_groups_of_their_own(kind):
     assert is_coded(optimizer.state[matrix]["exp_avg"])
 
 
-@CODED
-@pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
+@pytest.mark.parametrize(
+    ("case", "kind"), dealt([c for c in PLAIN if c.states], KINDS_OF_CODES, 3), ids=str
+)
 def test_a_compiled_step_has_the_same_bits(case, kind):
     torch._dynamo.reset()
     params, optimizer = start(case, kind, steps=1)

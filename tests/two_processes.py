@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 import tempfile
@@ -10,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import torch.multiprocessing as mp
 import fusedstep
 from cases import KINDS, PLAIN
 from foreign import torchao_state
-from fusedstep import optim
+from fusedstep import _ops, optim
 from fusedstep.optim import lamb
 from fusedstep.optim._dtensor import local, spread_like
 from reference.codes import MAPS
@@ -95,6 +97,75 @@ def shards_are_stepped_as_the_whole(here):
                     assert_same_bits(whole, param.detach(), what)
                 else:  # but for the last bit of a sum in double
                     torch.testing.assert_close(whole, param.detach(), rtol=2e-7, atol=2e-7)
+
+
+def steps_of_shards_repeat_the_last_one(here):
+    """Past Python, with what has changed since noticed."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    for case in KINDS:
+        for placement in (Shard(0), Replicate()):
+            params, spread = here.subjects(placement)
+            ours, theirs = case.build(params), case.build(spread)
+            answers = {ours: [], theirs: []}
+            with noted_repeats(answers):
+                for step in range(1, 5):
+                    here.set_gradients(params, spread, placement, step)
+                    versions = [shards._version for shards in spread]
+                    for optimizer in (ours, theirs):
+                        optimizer.param_groups[0]["lr"] *= 0.5
+                        optimizer.step()
+                    assert all(v < s._version for v, s in zip(versions, spread, strict=True))
+            # A step that adds up norms has more to do.
+            repeats = case.elementwise or placement == Replicate()
+            assert answers[theirs] == (answers[ours] if repeats else []), f"{case}, {placement}"
+            assert case is not ELEMENTWISE or answers[theirs] == [True] * 3
+            for param, shards in zip(params, spread, strict=True):
+                whole = shards.detach().full_tensor()
+                if repeats:
+                    assert_same_bits(whole, param.detach(), f"{case}, {placement}")
+                else:
+                    torch.testing.assert_close(whole, param.detach(), rtol=2e-6, atol=2e-6)
+            kept = [shards.to_local().detach().clone() for shards in spread]
+            other = Replicate() if placement == Shard(0) else Shard(0)
+            spread[-1].grad = here.spread(params[-1].grad, other)
+            with pytest.raises(RuntimeError, match="same mesh and placements"):
+                theirs.step()
+            for shards, before in zip(spread, kept, strict=True):
+                assert_same_bits(shards.to_local().detach(), before, f"{case}, {placement}")
+
+
+@contextlib.contextmanager
+def noted_repeats(answers):
+    """Adds what ``repeat`` answers to the lists of optimizers."""
+    repeat = _ops.bind.repeat
+
+    def noting(optimizer, last):
+        answers[optimizer].append(repeat(optimizer, last))
+        return answers[optimizer][-1]
+
+    with mock.patch.object(_ops.bind, "repeat", noting):
+        yield
+
+
+def shards_on_their_way_are_waited_for(here):
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.tensor import DTensor, Shard
+
+    params, spread = here.subjects(Shard(0))
+    param, shards = params[-1], spread[-1]  # of which each process has as much
+    ours, theirs = ELEMENTWISE.build([param]), ELEMENTWISE.build([shards])
+    for step in (1, 2, 3):
+        here.set_gradients(params, spread, Shard(0), step)
+        mesh, placements = shards.device_mesh, shards.placements
+        part = all_reduce(shards.grad.to_local(), "sum", dist.group.WORLD)
+        assert type(part) is not torch.Tensor
+        param.grad = DTensor.from_local(part.wait(), mesh, placements).full_tensor()
+        part = all_reduce(shards.grad.to_local(), "sum", dist.group.WORLD)
+        shards.grad = DTensor.from_local(part, mesh, placements)
+        ours.step()
+        theirs.step()
+        assert_same_bits(shards.detach().full_tensor(), param.detach(), f"step {step}")
 
 
 def a_compiled_step_leaves_shards_to_the_step(here):
@@ -258,6 +329,59 @@ def max_norm_counts_what_all_processes_have_once(here):
     torch.testing.assert_close(spread[3], params[3])
 
 
+def weights_of_all_kinds_are_stepped_together(here):
+    """Of two meshes and two dtypes, copies and plain weights, in one optimizer."""
+    from torch.distributed.tensor import (
+        Replicate,
+        Shard,
+        distribute_tensor,
+        init_device_mesh,
+    )
+
+    line, grid = (init_device_mesh(here.device.type, sizes) for sizes in ((2,), (2, 1)))
+    kinds = [
+        (torch.float32, line, [Shard(0)]),
+        (torch.float32, grid, [Shard(1), Replicate()]),
+        (torch.bfloat16, line, [Shard(0)]),
+        (torch.bfloat16, line, [Replicate()]),
+        (torch.float32, None, None),
+        (torch.float32, line, [Shard(1)]),
+    ]
+
+    def like(tensor, kind):
+        dtype, mesh, placements = kind
+        tensor = tensor.to(here.device, dtype, copy=True)
+        return tensor if mesh is None else distribute_tensor(tensor, mesh, placements)
+
+    for build, options in (
+        (optim.AdamW, {"max_norm": 0.5}),
+        (optim.Lamb, {"max_norm": 0.5}),
+        (functools.partial(optim.Lamb, variant="nvlamb", max_grad_norm=0.5), {}),
+        (functools.partial(optim.Adan, max_grad_norm=0.5), {}),
+        (optim.Adafactor, {"max_norm": 0.5}),
+    ):
+        weights = make_weights(((40, 50),) * len(kinds), torch.float32)
+        wholes = [
+            torch.nn.Parameter(w.to(here.device, k[0])) for w, k in zip(weights, kinds, strict=True)
+        ]
+        spread = [
+            torch.nn.Parameter(like(w.detach(), k)) for w, k in zip(wholes, kinds, strict=True)
+        ]
+        ours, theirs = build(wholes, lr=0.01), build(spread, lr=0.01)
+        for step in range(3):
+            grads = make_gradients(((40, 50),) * len(kinds), torch.float32, step)
+            for whole, shard, grad, kind in zip(wholes, spread, grads, kinds, strict=True):
+                whole.grad = grad.to(here.device, kind[0])
+                shard.grad = like(grad, kind)
+            expected, norm = ours.step(**options), theirs.step(**options)
+            if options:
+                torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=1e-6, atol=0)
+        for whole, shard, (dtype, mesh, _) in zip(wholes, spread, kinds, strict=True):
+            found = shard.detach() if mesh is None else shard.detach().full_tensor()
+            bound = 1e-5 if dtype is torch.float32 else 1e-2
+            torch.testing.assert_close(found, whole.detach(), rtol=bound, atol=bound)
+
+
 def an_optimizers_own_max_norm_is_that_of_all_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
@@ -393,6 +517,8 @@ def flat_parameters_are_warned_of(here):
 
 WORKS = (
     shards_are_stepped_as_the_whole,
+    steps_of_shards_repeat_the_last_one,
+    shards_on_their_way_are_waited_for,
     a_compiled_step_leaves_shards_to_the_step,
     each_process_verifies_its_shards,
     states_of_shards_are_loaded,
@@ -403,6 +529,7 @@ WORKS = (
     norms_of_a_step_take_one_collective,
     unfused_steps_take_shards,
     max_norm_counts_what_all_processes_have_once,
+    weights_of_all_kinds_are_stepped_together,
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,
     gradients_in_the_buckets_of_ddp,

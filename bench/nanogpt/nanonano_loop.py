@@ -64,7 +64,7 @@ def device_of(settings: Settings) -> torch.device:
 
 
 def has_bfloat16(device_type: str) -> bool:
-    """Whether products in bfloat16 have instructions of their own."""
+    """Returns True if the processor has instructions for products in bfloat16."""
     if device_type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
     able = torch.cpu.get_capabilities()

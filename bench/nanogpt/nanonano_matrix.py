@@ -35,7 +35,7 @@ from tables import write_table
 
 TRAIN = Path(__file__).resolve().parent / "nanonano_train.py"
 
-#: What differs from hyper_param.json.
+#: Options that differ from hyper_param.json.
 PRESETS: dict[str, dict[str, Any]] = {
     "full": {},
     "cpu": {
@@ -45,7 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 
-#: What the runs of a matrix differ by, which has other flags or none.
+#: Options by which the runs of a matrix differ. They have other flags, or none.
 VARIED = ("attn_type", "compile", "optimizer")
 
 #: Losses of a run that are kept for the plot, at most.

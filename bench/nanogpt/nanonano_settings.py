@@ -137,7 +137,7 @@ AT_LEAST_ZERO = (
     "learning_rate", "weight_decay", "warmup_iters", "min_lr", "seed", "checkpoint_interval",
 )  # fmt: skip
 
-#: What may differ between a run and the one that goes on with its checkpoint.
+#: Options that may differ between a run and the one that goes on with its checkpoint.
 FREE_TO_CHANGE = frozenset(
     ("compile", "attn_type", "compile_backend", "out_dir", "device", "data", "log_interval",
      "checkpoint_interval")

@@ -3,8 +3,9 @@
     python bench/probes/galore.py [--device cuda] [--layers 2] [--json OUT.json]
 
 Steps, median ms: ``GaLoreAdamW`` with products and a native step in between, the same by its
-formula in torch operations, as the published optimizer has it, and the products alone. Weights of
-one dimension and the embeddings are AdamW in the same step, and no part of the products alone.
+formula in torch operations, as the published optimizer has it, the products alone, and what has no
+rank alone: weights of one dimension and the embeddings are AdamW in the same step. ``refreshed``:
+steps that make all bases anew. On a GPU there are steps with products in TF32 too.
 
 Refreshes of one projector [4096, 4096], or of what ``--side`` says: ms by way, and the part of the
 gradient's squared norm that the projection keeps, by that of the exact one. The gradient is that of
@@ -20,6 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,13 +68,21 @@ def parameters(sizes: list[tuple[int, ...]], device: str) -> list[torch.nn.Param
 def steps(layers: int, device: str, repeats: int) -> dict[str, float]:
     matrices, others = shapes(layers)
     found = {}
-    for name, fused in (("hybrid", True), ("formula", False)):
-        low = {"rank": RANK, "svd": "randomized", "update_proj_gap": 10**9}
+
+    def time(name: str, sizes: list[tuple[int, ...]], fused: bool, **of_projection: Any) -> None:
+        low = {"rank": RANK, "svd": "randomized", "update_proj_gap": 10**9} | of_projection
         groups = [{"params": parameters(others, device)}]
-        groups.append({"params": parameters(matrices, device)} | low)
+        if sizes:
+            groups.append({"params": parameters(sizes, device)} | low)
         optimizer = optim.GaLoreAdamW(groups, lr=1e-3, weight_decay=0.1, fused=fused)
         found[name] = milliseconds(optimizer.step, device, repeats)
+
+    time("hybrid", matrices, fused=True)
+    time("formula", matrices, fused=False)
     found["products"] = milliseconds(products(matrices, device), device, repeats)
+    time("without rank", [], fused=True)
+    for svd in ("randomized", "power"):
+        time(f"refreshed, {svd}", matrices, fused=True, update_proj_gap=1, svd=svd)
     return found
 
 
@@ -156,6 +166,10 @@ def main() -> None:
     found = {"layers": given.layers, "rank": RANK, "threads": torch.get_num_threads()}
     with torch.no_grad():
         found["steps"] = steps(given.layers, given.device, given.repeats)
+        if torch.device(given.device).type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = True
+            found["steps in TF32"] = steps(given.layers, given.device, given.repeats)
+            torch.backends.cuda.matmul.allow_tf32 = False
     print(json.dumps(found, indent=1))
     if given.side:
         found["refreshes"] = refreshes(given.side, given.device, not given.no_exact)

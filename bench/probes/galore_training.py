@@ -19,7 +19,7 @@ from muon_training import losses_of, tokens
 from torch import Tensor
 
 from fusedstep import optim
-from small_llama import SmallLlama
+from probes.small_llama import SmallLlama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_plot, write_table

@@ -3,7 +3,8 @@
     python bench/probes/muon.py --device cuda --json OUT.json
 
 The products alone are those of the iteration on matrices that lie together already: no momentum, no
-decay, no copies. Medians in milliseconds of steps that take turns.
+decay, no copies. MuSGD is timed beside its ``fused=False``, which steps weight by weight as the
+original does. Medians in milliseconds of steps that take turns.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonali
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_table
 
-#: Of a layer: query, key and value; their projection; the two of the feed-forward part.
+#: Matrices of a layer: query, key and value; their projection; the two of the feed-forward part.
 LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
 
 DTYPES = {
@@ -98,6 +99,10 @@ def main() -> None:
         ours = optim.Muon(parameters(asked.layers, device), ns_dtype=DTYPES[name])
         steps[f"Muon, {name}"] = ours.step
         steps[f"products alone, {name}"] = products(asked.layers, device, DTYPES[name])
+    for name, fused in (("MuSGD", None), ("MuSGD, fused=False", False)):
+        options = {"use_muon": True, "momentum": 0.9, "nesterov": True, "fused": fused}
+        group = {"params": parameters(asked.layers, device)}
+        steps[name] = optim.MuSGD([group], lr=0.01, **options).step
     with torch.no_grad():
         found = milliseconds(steps, device, asked.rounds)
 

@@ -12,9 +12,7 @@ alike. Milliseconds are medians, those of the iteration without the copies that 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -27,25 +25,13 @@ from fusedstep.optim import Muon, _matrix_batches
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from probes.galore import milliseconds
 from tables import write_table
 
 COUNT, REPEATS = 32, 10
 APART = {"_CALLS": {}, "_CALLS_ELSEWHERE": 0}
 #: The largest matrix, and the share of its sides by which others are smaller.
 LARGEST, SPREADS = ((128, 128), (128, 1152), (768, 768), (768, 3072)), (0.1, 0.4)
-
-
-def milliseconds(run: Callable[[], object], device: str) -> float:
-    wait = torch.cuda.synchronize if torch.device(device).type == "cuda" else lambda: None
-    times = []
-    for index in range(REPEATS + 2):
-        wait()
-        start = time.perf_counter()
-        run()
-        wait()
-        if index > 1:
-            times.append(1e3 * (time.perf_counter() - start))
-    return float(f"{statistics.median(times):.4g}")
 
 
 def step_of(matrices: list[torch.Tensor], **choice: Any) -> Callable[[], object]:
@@ -82,7 +68,7 @@ def measured(largest: tuple[int, int], spread: float, device: str) -> dict[str, 
         "padded": lambda: orthogonalize(padded.clone(), steps, scratch),
     }
     times |= {"steps apart": step_of(each, **APART), "steps joined": step_of(each)}
-    ms = {name: milliseconds(run, device) for name, run in times.items()}
+    ms = {name: milliseconds(run, device, REPEATS) for name, run in times.items()}
     shapes = len({x.shape for x in each})
     return {"largest": list(largest), "spread": spread, "shapes": shapes, "ms": ms}
 

@@ -31,7 +31,7 @@ BATCH, LENGTH, WARM_UP = 16, 128, 20
 
 #: Learning rates of all weights with AdamW, and those of the hidden matrices where Muon steps them.
 RATES = {"AdamW": (1e-3, 3e-3, 6e-3), "Muon + AdamW": (0.01, 0.02, 0.04)}
-#: Of the other weights then: the best of AdamW's.
+#: The learning rate of the other weights then: the best of AdamW's.
 RATE_BESIDE_MUON = 3e-3
 
 
@@ -137,9 +137,10 @@ def main() -> None:
 
 
 def draw(runs: list[dict], every: int, path: Path) -> None:
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
     for kind in RATES:
         best = min((r for r in runs if r["optimizer"] == kind), key=lambda r: r["losses"][-1])
         steps = [every * (i + 1) for i in range(len(best["losses"]))]

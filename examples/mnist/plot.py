@@ -41,18 +41,13 @@ def plot_agreement(axes: Axes, fused: dict, unfused: dict) -> None:
     first, second = (
         np.array(report["epochs"][0]["training_losses"]) for report in (fused, unfused)
     )
-    steps = np.arange(len(first)) + 1
+    steps = np.unique(np.geomspace(1, len(first), 200).astype(int))  # evenly on the axis
+    first, second = first[steps - 1], second[steps - 1]
     axes.loglog(steps, second, color="tab:gray", linewidth=2, label="unfused")
     axes.loglog(steps, first, color="tab:blue", linewidth=0.7, label="fused")
     apart = np.abs(first - second)
-    axes.loglog(
-        steps[apart > 0],
-        apart[apart > 0],
-        ".",
-        color="tab:red",
-        markersize=3,
-        label="|fused - unfused|",
-    )
+    shown = apart > 0
+    axes.loglog(steps[shown], apart[shown], ".", color="tab:red", ms=3, label="|fused - unfused|")
     axes.set_title("Training loss of the first epoch")
     axes.set_xlabel("step")
     axes.grid(alpha=0.3)
@@ -71,7 +66,8 @@ def main() -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     plot_epochs(left, arguments.long)
     plot_agreement(right, arguments.fused, arguments.unfused)
-    figure.savefig(arguments.plot, dpi=120)
+    with plt.rc_context({"svg.fonttype": "none"}):
+        figure.savefig(arguments.plot)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from fusedstep.optim._codes import (
 from fusedstep.optim._dtensor import local, spread_like
 from fusedstep.optim._units import sizes_in_units
 
-#: Where bitsandbytes nests the tensors of a state, since 0.49.2.
+#: The key under which bitsandbytes nests the tensors of a state, since 0.49.2.
 NESTED = "__bnb_optimizer_quant_state__"
 
 #: Blocks that bitsandbytes has kernels for.

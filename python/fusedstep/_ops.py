@@ -90,10 +90,10 @@ def _load_bind() -> ModuleType | None:
         return None
 
 
-#: ``bind.plan_bind(plan, weights, grads)`` does what the operator ``plan_bind`` does, and returns
-#: True; or returns False, and the operator has to. ``bind.prepare``, ``bind.plans_step`` and
-#: ``bind.plans_aliasing_grads`` do what operators do, ``bind.same(a, b)`` and
-#: ``bind.is_state(state, values)`` compare objects. None if there is no such module.
+#: ``bind.plan_bind(plan, weights, grads, look_at_states)`` does what the operator ``plan_bind``
+#: does, and returns True; or returns False, and the operator has to. ``bind.prepare``,
+#: ``bind.plans_step`` and ``bind.plans_aliasing_grads`` do what operators do, ``bind.same(a, b)``
+#: and ``bind.is_state(state, values)`` compare objects. None if there is no such module.
 bind = _load_bind()
 
 

@@ -48,13 +48,13 @@ FUSEDSTEP_FN double mean_of_rows(const FactoredOptions& options, double sum, int
   return mean < options.least_mean ? options.least_mean : mean;  // NaN goes on
 }
 
-// What the gradient is multiplied by for its row or its column. The mean of columns' moments is one.
+// The factor of the gradient for its row or its column. The mean of columns' moments is one.
 template <class T>
 FUSEDSTEP_FN T factor_of(T moment, T mean) {
   return 1 / rules::square_root(moment / mean);
 }
 
-// What a step multiplies the weight and the update by.
+// The factors of the weight and of the update in a step.
 struct FactoredLengths {
   double keep, step;
 };

@@ -21,7 +21,7 @@ struct RowwiseOptions {
   static constexpr const char* kNames[] = {"lr", "lr_decay", "weight_decay", "eps", "decoupled_weight_decay"};
 };
 
-// What is the same for all rows of a tensor.
+// The numbers that all rows of a tensor share.
 struct RowwiseScalars {
   double lr, eps;
   double in_gradient;  // what the weight is multiplied by in the gradient

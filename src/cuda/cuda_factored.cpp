@@ -142,7 +142,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
     }
   }
 
-  // Where what a tensor needs is in the memory. Offsets take the place of pointers.
+  // Locates a tensor's parts in the memory, by offsets instead of pointers.
   struct Places {
     size_t row_sums, column_sums, mean_sums, means, norms, lengths;
   };

@@ -10,9 +10,9 @@
 
 namespace fusedstep::ops {
 
-// Where a tensor keeps its negative bit. Every step asks thousands of tensors, and torch has no way to ask
-// that costs less than the step; so the place is found by trial, when the library is loaded: the word behind
-// a tensor's sizes by which a tensor and its negated view differ.
+// The place of the negative bit in a tensor. Every step asks thousands of tensors, and torch has no way to
+// ask that costs less than the step; so the place is found by trial, when the library is loaded: the word
+// behind a tensor's sizes by which a tensor and its negated view differ.
 class NegativeBit {
  public:
   static NegativeBit find();

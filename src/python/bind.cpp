@@ -66,20 +66,23 @@ class Object {
 // Names that are looked up at every step.
 struct Names {
   PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg, *flatten,
-      *loading;
+      *loading, *shard, *spec, *mesh, *placements, *dtensors;
 };
 Names names{};
 
 // The classes of nearly all tensors: held for good.
 PyTypeObject *tensor_type = nullptr, *parameter_type = nullptr;
 
+bool is_plain(PyObject* object) {
+  const PyTypeObject* const type = Py_TYPE(object);
+  return type == tensor_type || type == parameter_type;
+}
+
 // True if a tensor's values are what its memory holds. Makes the checks that _base.py and _grads.py make
 // before there is a plan: a wrapper's values lie elsewhere, and a tensor with the negative bit holds them
 // negated.
 bool holds_its_values(PyObject* object, const TensorView& tensor) {
-  PyTypeObject* const type = Py_TYPE(object);
-  const bool is_plain = type == tensor_type || type == parameter_type;
-  if (!is_plain && PyObject_HasAttr(object, names.flatten) != 0) return false;
+  if (!is_plain(object) && PyObject_HasAttr(object, names.flatten) != 0) return false;
   if (tensor.data == nullptr && std::ranges::find(tensor.sizes, 0) == tensor.sizes.end()) return false;
   const std::optional<bool> negated = fusedstep::ops::negative_bit.of(tensor.sizes, tensor.strides);
   if (negated) return !*negated;
@@ -104,18 +107,6 @@ std::optional<TensorView> view(PyObject* object) {
   return found;
 }
 
-std::optional<std::vector<TensorView>> views(PyObject* list) {
-  const Py_ssize_t count = PyList_Size(list);
-  std::vector<TensorView> found;
-  found.reserve(count);
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const std::optional<TensorView> tensor = view(PyList_GetItem(list, i));
-    if (!tensor) return {};
-    found.push_back(*tensor);
-  }
-  return found;
-}
-
 // Prefetch distance, in tensors.
 constexpr size_t kAhead = 8;
 
@@ -126,15 +117,87 @@ void prefetch(const Rebinding& bound, size_t i, PyObject* list, Py_ssize_t at, P
   bound.prefetch(i + kAhead);
 }
 
-// Compares a weight and its gradient with what is bound; false if the operator has to look at them.
-bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
-  const std::optional<TensorView> weight_view = view(weight);
-  if (!weight_view) return false;
-  const std::optional<TensorView> grad_view = view(grad);
-  return grad_view && bound.compare(i, *weight_view, *grad_view, grad);
+// True if an object is a DTensor. Only a program that has imported their module has such tensors.
+bool is_dtensor(PyObject* object) {
+  static PyTypeObject* dtensor_type = nullptr;
+  if (dtensor_type == nullptr) {
+    const Object module(PyImport_GetModule(names.dtensors));
+    if (!module) return false;
+    dtensor_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(module.get(), "DTensor"));
+  }
+  return Py_TYPE(object) == dtensor_type;
 }
 
-bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
+// True if two objects have the same attribute by this name, or equal ones.
+bool has_equal(PyObject* a, PyObject* b, PyObject* name) {
+  const Object of_a(PyObject_GetAttr(a, name)), of_b(PyObject_GetAttr(b, name));
+  return of_a && of_b && PyObject_RichCompareBool(of_a.get(), of_b.get(), Py_EQ) == 1;
+}
+
+// A weight and its gradient, or this process's parts of both.
+class Pair {
+ public:
+  Pair(PyObject* weight, PyObject* grad) : weight_(weight), grad_(grad) {
+    if (is_plain(weight) || !is_dtensor(weight)) return;
+    if (!are_spread_alike(weight, grad)) {
+      weight_ = grad_ = nullptr;
+      return;
+    }
+    weight_shard_ = Object(PyObject_GetAttr(weight, names.shard));
+    grad_shard_ = Object(PyObject_GetAttr(grad, names.shard));
+    weight_ = weight_shard_.get();
+    grad_ = grad_shard_.get();
+  }
+
+  // Views of both; nothing if the operator, or who calls it, has to look at them.
+  std::optional<std::pair<TensorView, TensorView>> views() const {
+    if (weight_ == nullptr || grad_ == nullptr) return {};
+    const std::optional<TensorView> weight = view(weight_), grad = weight ? view(grad_) : std::nullopt;
+    if (!grad) return {};
+    return std::pair{*weight, *grad};
+  }
+  // The object by which one gets to the gradient's memory.
+  PyObject* grad() const { return grad_; }
+
+ private:
+  static bool are_spread_alike(PyObject* weight, PyObject* grad) {
+    if (!is_dtensor(grad)) return false;
+    const Object spec(PyObject_GetAttr(weight, names.spec)), other(PyObject_GetAttr(grad, names.spec));
+    if (!spec || !other) return false;
+    return spec.get() == other.get() || (has_equal(spec.get(), other.get(), names.mesh) &&
+                                         has_equal(spec.get(), other.get(), names.placements));
+  }
+
+  PyObject *weight_, *grad_;  // borrowed
+  Object weight_shard_{nullptr}, grad_shard_{nullptr};
+};
+
+// Compares a weight and its gradient with what is bound; false if the operator has to look at them.
+bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
+  const Pair pair(weight, grad);
+  const auto views = pair.views();
+  return views && bound.compare(i, views->first, views->second, pair.grad());
+}
+
+// Binds weights and gradients that are not like the last ones; false if the operator has to.
+bool bind_anew(int64_t plan, PyObject* weights, PyObject* grads) {
+  const Py_ssize_t count = PyList_Size(weights);
+  if (count != PyList_Size(grads)) return false;
+  std::vector<TensorView> of_weights, of_grads;
+  std::vector<Pair> pairs;  // views are good as long as they are
+  of_weights.reserve(count);
+  of_grads.reserve(count);
+  pairs.reserve(count);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    const auto views = pairs.emplace_back(PyList_GetItem(weights, i), PyList_GetItem(grads, i)).views();
+    if (!views) return false;
+    of_weights.push_back(views->first);
+    of_grads.push_back(views->second);
+  }
+  return fusedstep::ops::bind_plan(plan, of_weights, of_grads);
+}
+
+bool rebind(int64_t plan, PyObject* weights, PyObject* grads, bool look_at_states) {
   Rebinding bound(plan);
   const Py_ssize_t count = PyList_Size(weights);
   if (static_cast<size_t>(count) != bound.tensors() || count != PyList_Size(grads)) return false;
@@ -142,7 +205,7 @@ bool rebind(int64_t plan, PyObject* weights, PyObject* grads) {
     prefetch(bound, i, weights, i, count);
     if (!compare(bound, i, PyList_GetItem(weights, i), PyList_GetItem(grads, i))) return false;
   }
-  return bound.finish();
+  return bound.finish(look_at_states);
 }
 
 // Makes an error of Python's of the exception that is being handled.
@@ -177,17 +240,22 @@ bool without_python(Work work) {
   return false;
 }
 
-// plan_bind(plan, weights, grads) -> bool: whether it was done; if not, the operator of that name has to.
+// plan_bind(plan, weights, grads, look_at_states=True) -> bool: whether it was done; if not, the operator of
+// that name has to. Of DTensors this process's parts are bound, where gradients are spread as their weights
+// are. States need no look if nobody has had them since they were bound.
 PyObject* plan_bind(PyObject* /*module*/, PyObject* arguments) {
   long long plan = 0;
   PyObject *weight_list = nullptr, *grad_list = nullptr;
-  if (!PyArg_ParseTuple(arguments, "LO!O!", &plan, &PyList_Type, &weight_list, &PyList_Type, &grad_list)) {
+  int look_at_states = 1;
+  if (!PyArg_ParseTuple(arguments, "LO!O!|p", &plan, &PyList_Type, &weight_list, &PyList_Type, &grad_list,
+                        &look_at_states)) {
     return nullptr;
   }
   try {
-    if (rebind(plan, weight_list, grad_list)) Py_RETURN_TRUE;
-    const auto weights = views(weight_list), grads = weights ? views(grad_list) : std::nullopt;
-    return PyBool_FromLong(grads && fusedstep::ops::bind_plan(plan, *weights, *grads));
+    const bool is_bound =
+        rebind(plan, weight_list, grad_list, look_at_states != 0) || bind_anew(plan, weight_list, grad_list);
+    PyErr_Clear();
+    return PyBool_FromLong(is_bound);
   } catch (...) {
     set_error();
     return nullptr;
@@ -614,7 +682,12 @@ PyMODINIT_FUNC PyInit__bind() {
            .found_inf = PyUnicode_InternFromString("found_inf"),
            .is_neg = PyUnicode_InternFromString("is_neg"),
            .flatten = PyUnicode_InternFromString("__tensor_flatten__"),
-           .loading = PyUnicode_InternFromString("_loading")};
+           .loading = PyUnicode_InternFromString("_loading"),
+           .shard = PyUnicode_InternFromString("_local_tensor"),
+           .spec = PyUnicode_InternFromString("_spec"),
+           .mesh = PyUnicode_InternFromString("mesh"),
+           .placements = PyUnicode_InternFromString("placements"),
+           .dtensors = PyUnicode_InternFromString("torch.distributed.tensor")};
   tensor_type = type_named("torch", "Tensor");
   parameter_type = type_named("torch.nn", "Parameter");
   if (tensor_type == nullptr || parameter_type == nullptr) return nullptr;

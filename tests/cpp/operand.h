@@ -11,7 +11,7 @@ namespace fusedstep::test {
 
 using Sizes = std::vector<int64_t>;
 
-// Where a tensor's elements are in its buffer, in elements.
+// The offsets of a tensor's elements in its buffer, in elements.
 struct Form {
   Sizes strides;
   int64_t offset = 0;

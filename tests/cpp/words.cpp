@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "cpu_kernels/elementwise.h"
+#include "cpu_kernels/elementwise_coded.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 namespace {

@@ -42,7 +42,12 @@ _FACTORS = {
     "relative_step": (True, False),
     "lr": (1e-2, 0.1),
 }
-_ADAMW = {"betas": _BETAS, "eps": (1e-6, 1e-3), "weight_decay": _DECAY, "correct_bias": (True, False)}
+_ADAMW = {
+    "betas": _BETAS,
+    "eps": (1e-6, 1e-3),
+    "weight_decay": _DECAY,
+    "correct_bias": (True, False),
+}
 _PRODUCTS = {"ns_dtype": ("float32", "float32", "float64", "bfloat16", "float16", None)}
 _MATRICES = _PRODUCTS | {
     "split_heads": (1, 2, 3),
@@ -217,7 +222,10 @@ ROWS = {
     ),
     "galore_adafactor": Composite(
         optim.GaLoreAdafactor,
-        _ANY_FUSED | _MAXIMIZE | _FACTORS | {"decay_rate": (-0.8, -0.5), "clip_threshold": (1.0, 2.0)},
+        _ANY_FUSED
+        | _MAXIMIZE
+        | _FACTORS
+        | {"decay_rate": (-0.8, -0.5), "clip_threshold": (1.0, 2.0)},
         kinds=(_SINGULAR_VECTORS, _SINGULAR_VECTORS, {}),
         fits=_has_the_rank,
         formula=formulas.of_galore_adafactor,
@@ -231,12 +239,16 @@ ROWS = {
         | _ADAMW
         | {"scale_front": (False, True), "disable_nl": (False, True)},
         kinds=(
-            *2 * [_PROJECTED | {
-                "proj": ("random", "svd"),
-                "proj_type": _PROJ_TYPES,
-                "scale_type": ("channel", "tensor"),
-                "seed": (0, 7),
-            }],
+            *2
+            * [
+                _PROJECTED
+                | {
+                    "proj": ("random", "svd"),
+                    "proj_type": _PROJ_TYPES,
+                    "scale_type": ("channel", "tensor"),
+                    "seed": (0, 7),
+                }
+            ],
             {},
         ),
         fits=_has_the_rank,

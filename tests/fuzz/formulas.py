@@ -181,9 +181,9 @@ def _numbers_of_adafactor(asked: Asked, torchs: bool) -> dict[str, Any]:
 
 def of_came(asked: Asked) -> Stepped:
     """The reference has sums where the states are means."""
-    weight, group = asked.weight, asked.group
+    weight, before = asked.weight, asked.before
     names = {"average": "exp_avg"}
-    state = {key: asked.before[name].double() for key, name in names.items() if name in asked.before}
+    state = {key: before[name].double() for key, name in names.items() if name in before}
     pairs = {"moments": "exp_avg_sq", "residuals": "exp_avg_res"}
     of_rows, of_columns = weight.shape[-1:].numel(), weight.shape[-2:-1].numel()
     if weight.dim() < 2:
@@ -277,9 +277,7 @@ def of_musgd(asked: Asked) -> Stepped:
     options = asked.options("lr", "momentum", "weight_decay", "nesterov", "use_muon", "muon")
 
     def step(state: dict[str, Tensor], gradient: Tensor, **more: Any) -> dict[str, Tensor]:
-        new, found = musgd(
-            weight, gradient, state, sgd_factor=group["sgd"], **options, **more
-        )
+        new, found = musgd(weight, gradient, state, sgd_factor=group["sgd"], **options, **more)
         return {"weight": new} | found
 
     gradient = (-1 if group["maximize"] else 1) * asked.grad

@@ -283,7 +283,7 @@ class CompositeRun(run.Run):
 
 
 def _copied(p: Tensor) -> Tensor:
-    """A copy at the same strides and alignment, which sums of a library's products may depend on."""
+    """A copy of the same strides and alignment, on which a library's products may depend."""
     memory = p.untyped_storage().clone()
     return torch.empty(0, dtype=p.dtype).set_(memory, p.storage_offset(), p.shape, p.stride())
 

@@ -56,6 +56,9 @@ def main(arguments: list[str] | None = None) -> None:
     for (rows, columns), rank in product(shapes, ranks):
         if not 1 <= rank <= min(rows, columns):
             parser.error(f"--rank {rank} is not from 1 to the smaller side of {rows} x {columns}")
+    is_gpu = torch.device(given.device).type == "cuda"
+    if given.allow_tf32 and not (is_gpu and given.dtype == "float32"):
+        parser.error("--allow_tf32 is for float32 on a GPU: other products have no TF32")
     if given.mode == "test" and (reason := _why_not(given, given.kernel, shapes)):
         parser.error(reason)
     found = _test(given, *shapes[0], ranks[0]) if given.mode == "test" else _benchmark(given)

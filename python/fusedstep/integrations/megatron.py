@@ -6,7 +6,7 @@ from typing import Any
 
 from fusedstep import optim
 
-#: What modules of Megatron-Core had before, by module and name.
+#: The former attributes of Megatron-Core's modules, by module and name.
 _replaced: dict[tuple[Any, str], Any] = {}
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 #: Options that timm's optimizer of the same name has under other names.
 _OPTIONS: dict[str, dict[str, Any]] = {"lamb": {"variant": "timm"}}
 
-#: What had a name before, by the name.
+#: The former owner of a name, by the name.
 _replaced: dict[str, OptimInfo | None] = {}
 
 

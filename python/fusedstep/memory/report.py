@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from fusedstep.memory.plan import Choice, Need
 
-#: How the parts are drawn in a bar.
+#: The characters that draw the parts in a bar.
 _SHADES = {
     "weights": "█",
     "copies": "▓",

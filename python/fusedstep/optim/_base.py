@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, TypeVar, overload
@@ -34,7 +35,7 @@ from fusedstep.optim._loading import LoadsStates
 from fusedstep.optim._options import OWN, own_option, without_unset
 from fusedstep.optim._plan import Bucket, GradUse, Work, same
 from fusedstep.optim._registry import classes, register
-from fusedstep.optim._repeat import last_step
+from fusedstep.optim._repeat import is_fixed, last_step
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._undo import interrupted
@@ -492,16 +493,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             )
             for item in work
         ]
+        self._make_ready(work, factors)
         stepped = self._stepped = []
+        spread = None if self._elementwise else self._spread_weights()
         try:
             untreated = take(
                 self._rule,
                 self._groups,
                 work,
                 factors,
+                self._check_ready,
                 self._imperative_update,
                 self._accessed_states,
-                spread=None if self._elementwise else self._spread_weights(),
+                spread=spread,
                 in_phases=self._in_phases,
                 stepped=stepped,
             )
@@ -510,7 +514,10 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             raise found from (error if found is not error else error.__cause__)
         finally:
             self._stepped = []
-        if _ops.bind and factors is PLAIN and not zero_grad and self._seen is not None:
+        # One that communicates has more to do than its kernels.
+        is_alone = not (spread and spread.rows)
+        is_plain = factors is PLAIN and not zero_grad
+        if _ops.bind and is_plain and is_alone and self._seen is not None:
             self._last_step = last_step(
                 self._rule,
                 self._groups,
@@ -521,9 +528,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             )
         return untreated
 
+    def _make_ready(self, work: list[Work], factors: Factors) -> None:
+        """Makes what a step needs in memory of its own; all options have been checked."""
+
+    def _check_ready(self) -> None:
+        """Raises an error of what a step needs; nothing has been changed so far."""
+
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
         """Options as a native step takes them; an error before any group has stepped."""
         group, plan = item.group, item.plan
+        if not plan and self._has_passed(group):
+            return ()
         try:
             if has_text(group):  # which float() might take
                 check_options(group, self.defaults)
@@ -531,6 +546,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 if not (group.get("differentiable") or group.get("capturable")):
                     # Else autograd and graphs follow them.
                     check_floats(group, self.defaults, self._betas)
+                if is_fixed(group):
+                    self._passed[id(group["params"])] = _items_of(group)
                 return ()
             lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
             options = self._options(group, None if lr is None else 0.0)
@@ -538,6 +555,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             return options
         except (RuntimeError, TypeError, ValueError) as error:
             raise type(error)(f"Invalid options of a group, {numeric(group)}: {error}") from error
+
+    @functools.cached_property
+    def _passed(self) -> dict[int, list[Any]]:
+        """The options of groups, none of which can change in place, that a step has checked."""
+        return {}
+
+    def _has_passed(self, group: dict[str, Any]) -> bool:
+        known = self._passed.get(id(group["params"]))
+        return known is not None and same(_items_of(group), known)
 
     def _grad_use(
         self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
@@ -550,3 +576,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
             return GradUse.LEAVE
         return GradUse.SCALE
+
+
+def _items_of(group: dict[str, Any]) -> list[Any]:
+    """The names and the values of a group's options, as objects to compare; floats may change."""
+    return [*group, *(float if type(value) is float else value for value in group.values())]

@@ -147,14 +147,14 @@ class BindsGroups:
             weights, grads = with_gradients(params)
             if not weights:
                 continue
-            if has_text(group):  # an option that states depend on, perhaps
+            if not self._has_passed(group) and has_text(group):  # what states depend on, perhaps
                 self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
             work += [
                 self._bind((index, part, *numbers), group, *pair)
                 for part, pair in enumerate(launches)
             ]
-        if self._plans and self._seen is None:
+        if (self._plans or self._memory) and self._seen is None:
             self._seen = Snapshot(self._state)
         return work
 
@@ -163,13 +163,15 @@ class BindsGroups:
     ) -> Work:
         try:
             plan, sparse = self._plan_at(place, group, weights), self._sparse_error(group) is None
-            if not (
+            if not plan and self._is_known(group, weights, grads):
+                self._check_composite(group, weights, grads, is_known=True)
+            elif not (
                 plan
                 and plan.names == self._store.names_of(group, weights[0])
                 and plan.seed == _weights.seed_of(group, weights[0])
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
-                and plan.bind(weights, grads, sparse)
+                and plan.bind(weights, grads, sparse, self._state_was_accessed)
             ):
                 self._plans.pop(place, None)
                 plan = self._new_plan(group, weights, grads)
@@ -202,19 +204,38 @@ class BindsGroups:
         return found
 
     def _check_composite(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        is_known: bool = False,
     ) -> None:
-        """Raises what torch's operations would stop at half way, or not notice."""
+        """Raises what torch's operations would stop at half way, or not notice.
+
+        ``is_known``: whether ``_is_known`` says so.
+        """
         check_operands(weights, grads)
         if self._is_composite(group):
             if is_dtensor(weights[0]):
                 local_pairs(weights, grads)  # raises for gradients that are spread otherwise
             states = [self._state.get(p, {}) for p in weights]
-            if not self._is_memory_known(weights, grads):
+            if not (is_known or self._is_memory_known(weights, grads)):
                 check_memory(weights, grads, states)
-                self._memory[weights[0]] = memory_of(weights, grads, states)
             check_counts(states)
-            self._check_states(group, weights)
+            if not is_known:
+                self._check_states(group, weights)
+                self._memory[weights[0]] = memory_of(weights, grads, states)
+
+    def _is_known(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether a composite's operands, states and options have been checked.
+
+        Learning rates and other floats may have changed since.
+        """
+        return (
+            self._is_composite(group)
+            and self._has_passed(group)
+            and self._is_memory_known(weights, grads)
+        )
 
     def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Returns whether a composite's operands are where they were when they were checked."""

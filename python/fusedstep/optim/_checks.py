@@ -300,19 +300,22 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
 
 def memory_of(
     weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
-) -> list[tuple[int, bool]] | None:
-    """Where operands are and whether they are negated: while it is the same, check_memory() is.
+) -> tuple[list[Any], ...] | None:
+    """Where operands are, and how they are to be read.
 
-    None if it cannot tell: there is none, or a gradient begins where a weight does.
+    While it is the same, so is what check_memory() and checks of states find. None if it cannot
+    tell: there is none, or a gradient begins where a weight does.
     """
     values = [each for state in states for name, each in state.items() if name != "step"]
+    operands = [*weights, *grads, *values]
     try:
-        found = [(each.data_ptr(), each.is_neg()) for each in (*weights, *grads, *values)]
+        places = [each.data_ptr() for each in operands]
+        forms = [(each.is_neg(), each.shape, each.dtype) for each in operands]
     except (AttributeError, RuntimeError):  # some kinds of tensors have no address
         return None
-    begins = found[: len(weights)]
-    told = all(place for place, _ in found) and not set(begins).intersection(found[len(weights) :])
-    return found if told else None
+    begins, others = places[: len(weights)], places[len(weights) :]
+    told = all(places) and not set(begins).intersection(others)
+    return (places, forms) if told else None
 
 
 def check_memory(weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -78,11 +79,16 @@ def _on_device(
     if scale is not None:
         factor = scale.to(device, torch.float64).reciprocal()
     if max_norm is not None or own_max_norm < math.inf:
-        left = norm = _device_norm2(work, spread, device).sqrt() * factor
+        norm = _device_norm2(work, spread, device).sqrt()
+        if scale is not None:
+            norm = norm * factor
+        left = norm
         if max_norm is not None:
             part = (max_norm / (norm + EPSILON)).clamp(max=1.0)
-            factor, left = part * factor, left * part
+            factor = part if scale is None else part * factor
         if own_max_norm < math.inf:
+            if max_norm is not None:
+                left = left * part
             left = left + own_eps
             clip = torch.where(left > own_max_norm, own_max_norm / left, 1.0)
     if found_inf is not None:
@@ -111,9 +117,7 @@ def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
     """The squares of the 2-norms of gradients that are spread over processes, place by place."""
     found = []
     for place in spread.rows:
-        device, _ = place
-        norm2s, weights = torch.zeros((), dtype=torch.float64, device=device), []
-        handles = []
+        weights, handles, shards = [], [], []
         for item in work:
             if item.plan:
                 if (item.plan.device, item.plan.spread_of_sums) == place:
@@ -123,14 +127,21 @@ def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
             for weight, grad in item.pairs():
                 if place_of(weight) == place:
                     weights.append(weight)
-                    norm2s += norm2(local(grad))
-        if handles and device.type == "cpu":
-            norm2s += torch.ops.fusedstep.plans_grad_norm(handles) ** 2
-        else:
-            for handle in handles:
-                torch.ops.fusedstep.plan_add_grad_norm2(handle, norm2s)
-        found.append(spread.sum(place, norm2s, weights))
+                    shards.append(local(grad))
+        add = functools.partial(_add_norms2, handles, shards)
+        found.append(spread.sum(place, add, weights))
     return found
+
+
+def _add_norms2(handles: list[int], shards: list[Tensor], to: Tensor) -> None:
+    """Adds the squares of the 2-norms of plans' gradients, and of shards."""
+    for shard in shards:
+        to += norm2(shard)
+    if handles and to.is_cpu:
+        to += torch.ops.fusedstep.plans_grad_norm(handles) ** 2
+    else:
+        for handle in handles:
+            torch.ops.fusedstep.plan_add_grad_norm2(handle, to)
 
 
 def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:

@@ -24,13 +24,20 @@ class Factors(NamedTuple):
     @property
     def on_device(self) -> Tensor | None:
         """The product, where it is not known to the host."""
-        product = self.grad * self.clip
-        return product if isinstance(product, Tensor) else None
+        if self._is_on_host:
+            return None
+        if is_one(self.clip):  # an operation on a device takes the host microseconds
+            return self.grad
+        return self.clip if is_one(self.grad) else self.grad * self.clip
 
     @property
     def on_host(self) -> float:
         """The product, or one where it is on a device."""
-        return 1.0 if self.on_device is not None else self.grad * self.clip
+        return self.grad * self.clip if self._is_on_host else 1.0
+
+    @property
+    def _is_on_host(self) -> bool:
+        return not (isinstance(self.grad, Tensor) or isinstance(self.clip, Tensor))
 
     @property
     def of_others(self) -> float | Tensor:

@@ -43,7 +43,7 @@ def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def between_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """What hooks have changed is noticed: the last step is compared after them."""
+        """Compares the last step after the hooks, to notice what they have changed."""
         if (
             repeats
             and (not (args or kwargs) or _asks_nothing(args, kwargs))

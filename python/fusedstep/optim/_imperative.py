@@ -67,7 +67,8 @@ class ImperativeTwin:
         if self._is_direct(group, weight, grad, kept):
             self._imperative(group, weight, -grad if group.get("maximize") else grad, kept)
         else:
-            with undone_on_error(self._written_early(group, weight, grad, kept)):
+            written = self._written_early(group, weight, grad, kept)
+            with undone_on_error(written, self._written_rows(group, weight, grad)):
                 state = self._store.decoded(group, weight, kept)
                 self._step_on_numbers(group, weight, grad, state)
                 self._store.encode(group, weight, kept, state)
@@ -87,13 +88,21 @@ class ImperativeTwin:
     def _written_early(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
     ) -> list[Tensor]:
-        """What a step of a weight may have written before it has allocated everything."""
+        """Returns what a step of a weight may have written before its last allocation."""
         if group.get("differentiable") or group.get("capturable"):
             return []  # it writes what it has computed, last
         is_plain = not (self._store.has_wide(group, weight) or self._store.kind_of(group, weight))
         if self._allocates_first and is_plain and not grad.is_sparse:
             return []
         return [weight, *filter(torch.is_tensor, kept.values())]  # scripts keep other things there
+
+    def _written_rows(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Tensor | None:
+        """Rows that a step by a sparse gradient writes; None if it may write others."""
+        if not grad.is_sparse or grad.sparse_dim() != 1:
+            return None
+        if self._store.has_wide(group, weight) or self._store.kind_of(group, weight):
+            return None
+        return grad._indices()[0].unique()
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -26,7 +26,7 @@ from fusedstep.optim._codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep.optim._dtensor import is_dtensor, local, spread_of
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
-from fusedstep.optim._low_rank_shards import LowRankShards, Norm, is_anywhere, not_finite
+from fusedstep.optim._low_rank_shards import LowRankShards, is_anywhere, not_finite
 from fusedstep.optim._plan import Work, same
 from fusedstep.optim._products import as_matrix
 from fusedstep.optim._projection import (
@@ -42,7 +42,6 @@ from fusedstep.optim._scratch import Scratch, step_all
 from fusedstep.optim._sharded_matrices import cut_of
 from fusedstep.optim._sharded_projections import (
     basis_part,
-    sum_norms,
     sum_parts,
 )
 from fusedstep.optim._spread import SpreadWeights
@@ -71,23 +70,8 @@ class LowRankSteps(LowRankShards):
         """The shapes of states beside the moments."""
         raise NotImplementedError
 
-    def _norms(self, item: Work, scratch: Scratch, index: int) -> list[Norm]:
-        """Norms that ``_before_move`` needs of a weight, of what this process has."""
-        return []
-
-    def _before_move(
-        self,
-        item: Work,
-        scratch: Scratch,
-        index: int,
-        count: int,
-        factor: float,
-        norms: list[Tensor],
-    ) -> Any:
-        """The memory that ``_move`` needs of a weight, and numbers of step ``count``.
-
-        ``norms``: those that ``_norms`` has found, over all processes.
-        """
+    def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
+        """Makes what moves of weights need in ``_ready``. ``factor``: of the gradients."""
 
     def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
         """Does what moves of weights need of other processes, when the moments are stepped."""
@@ -235,6 +219,8 @@ class LowRankSteps(LowRankShards):
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if len(weights) == 1:
+            return [(weights, grads)]
         return by_place(
             weights, grads, [(way_of(group, p), p.dtype, self._count(p)) for p in weights]
         )
@@ -263,6 +249,9 @@ class LowRankSteps(LowRankShards):
         self._scratch: dict[Tensor, Scratch] = {}  # by the first weight of a launch
         self._fresh: dict[Tensor, dict[str, Tensor]] = {}  # bases made for the step under way
         self._ready: dict[Tensor, Any] = {}  # what _move() needs
+        self._early: set[Scratch] = set()  # which have products of the step under way
+        self._had_no_factor = False  # the last step
+        self._looks: list[tuple[Work, Scratch]] = []  # that have not been waited for
 
     def _bind(
         self, place: tuple[int, int], group: dict[str, Any], weights: list[Tensor], grads: Any
@@ -273,13 +262,19 @@ class LowRankSteps(LowRankShards):
         if (
             scratch is not None
             and self._plans.get(place) is scratch.plan
-            and self._fits(scratch, group, weights)
+            and self._wants_native(group)
+            and same(weights, scratch.weights)
         ):
-            try:
-                self._check_composite(group, weights, grads)
-            except RuntimeError as error:
-                raise with_name(error, self._groups, group, weights) from None
-            return Work(group, weights, grads, None)
+            is_known = self._is_known(group, weights, grads)
+            if is_known or scratch.kind == self._kind(group, weights):
+                try:
+                    self._check_composite(group, weights, grads, is_known)
+                except RuntimeError as error:
+                    raise with_name(error, self._groups, group, weights) from None
+                work = Work(group, weights, grads, None)
+                if is_known and self._had_no_factor:
+                    self._project_early(work, scratch)
+                return work
         work = super()._bind(place, group, weights, grads)
         if self._takes_scratch(group, weights, grads):
             scratch = self._new_scratch(group, weights)
@@ -290,13 +285,6 @@ class LowRankSteps(LowRankShards):
             kept = {p: each for p, each in others if mine.isdisjoint(map(id, each.weights))}
             self._scratch = kept | {weights[0]: scratch}
         return work
-
-    def _fits(self, scratch: Scratch, group: dict[str, Any], weights: list[Tensor]) -> bool:
-        return (
-            self._wants_native(group)
-            and same(weights, scratch.weights)
-            and scratch.kind == self._kind(group, weights)
-        )
 
     def _kind(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:
         """All that scratch memory is made for."""
@@ -343,15 +331,17 @@ class LowRankSteps(LowRankShards):
         bases = [basis_shapes(group["rank"], *each) for each in sides]
         return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
+    def _begin_step(self) -> None:
+        super()._begin_step()
+        self._early = set()  # the last step may have stopped before it took them
+
     def _update_groups(
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
         try:
-            for item in work:
-                self._checked_options(item, factors)
-            self._make_ready([item for item in work if self._is_projected(item.group)], factors)
             return super()._update_groups(work, factors, zero_grad)
         finally:
+            self._looks = []
             self._fresh, self._ready = {}, {}
             for scratch in self._scratch.values():
                 scratch.forget_new()
@@ -359,12 +349,18 @@ class LowRankSteps(LowRankShards):
 
     def _make_ready(self, work: list[Work], factors: Factors) -> None:
         """Makes new bases and low-rank gradients of groups with a rank, beside what there is."""
+        work = [item for item in work if self._is_projected(item.group)]
         spread = self._spread_projected()
         if spread is not None:
             self._check_shards(work, spread)
             self._make_bases_of_shards(work)
+        factor, failed = factors.on_host, []
         for item in work:
-            self._project(item, factors.on_host)
+            if factor != 1 or self._scratch_of(item) not in self._early:
+                self._project(item, factor, failed)
+        if failed and spread is None:
+            raise failed[0]
+        self._had_no_factor = factor == 1
         found = [(item, scratch) for item in work if (scratch := self._scratch_of(item))]
         if spread is not None:
             sum_parts(
@@ -375,48 +371,75 @@ class LowRankSteps(LowRankShards):
                     if (cut := self._summed_over(item.group, weight)) is not None
                 ]
             )
-        self._check_low_rank(found, spread)
-        norms = {}
+        for _, scratch in found:
+            scratch.look()
+        if spread is None:
+            self._looks = found  # a device goes on meanwhile
+        else:
+            self._check_low_rank(found, spread, failed)
         for item, scratch in found:
             count = self._count(item.weights[0]) + 1
             scratch.prepare(self._rule, self._numbers_of(item.group, count, 1.0, 0.0))
-            for index, weight in enumerate(item.weights):
-                norms[weight] = self._norms(item, scratch, index)
-        each_norm = [norm for of_weight in norms.values() for norm in of_weight]
-        sum_norms([(norm.over, norm.value) for norm in each_norm if norm.over is not None])
-        for item, scratch in found:
-            count = self._count(item.weights[0]) + 1
-            for index, weight in enumerate(item.weights):
-                known = [norm.value for norm in norms[weight]]
-                self._ready[weight] = self._before_move(
-                    item, scratch, index, count, factors.on_host, known
-                )
+        self._prepare_moves(found, factor)
+
+    def _project_early(self, item: Work, scratch: Scratch) -> None:
+        """Takes products of a step that makes no bases, for a device to be busy with meanwhile."""
+        count = self._count(item.weights[0])
+        if any(self._is_due(item.group, weight, count) for weight in item.weights):
+            return
+        if all(map(scratch.bases, range(len(item.weights)))):
+            failed: list[RuntimeError] = []
+            self._project(item, 1.0, failed)
+            if not failed:  # else it is told where all processes are
+                self._early.add(scratch)
+
+    def _check_ready(self) -> None:
+        self._check_low_rank(self._looks, None, [])
 
     def _scratch_of(self, item: Work) -> Scratch | None:
         return self._scratch.get(item.weights[0])
 
-    def _project(self, item: Work, factor: float) -> None:
-        group, scratch = item.group, self._scratch_of(item)
-        count = self._count(item.weights[0])
+    def _project(self, item: Work, factor: float, failed: list[RuntimeError]) -> None:
+        """Makes the low-rank gradients of a group, but for weights where that has ``failed``."""
+        scratch = self._scratch_of(item)
         for index, (weight, grad) in enumerate(item.pairs()):
-            matrix, due = as_matrix(local(grad)), self._is_due(group, weight, count)
-            if (due or scratch is None) and cut_of(weight) is None:
-                self._check_finite(group, weight, matrix)
-            bases = scratch.bases(index) if scratch else {}
-            if weight not in self._fresh and (due or not bases):
-                self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
-            if weight in self._fresh:
-                bases = self._bases_of(group, weight)
-            if scratch:
-                scratch.project(index, matrix, bases, factor)
+            try:
+                bases = self._bases_of_step(item.group, weight, grad, scratch, index)
+                if scratch:
+                    scratch.project(index, as_matrix(local(grad)), bases, factor)
+            except RuntimeError as error:  # later: other processes wait for what comes before that
+                failed.append(error)
+
+    def _bases_of_step(
+        self,
+        group: dict[str, Any],
+        weight: Tensor,
+        grad: Tensor,
+        scratch: Scratch | None,
+        index: int,
+    ) -> dict[str, Tensor]:
+        """The bases that a weight's gradient is projected on, made now if they are due."""
+        count = self._count(weight)
+        matrix, due = as_matrix(local(grad)), self._is_due(group, weight, count)
+        bases = scratch.bases(index) if scratch else {}
+        if bases and not due:
+            return bases
+        if (due or scratch is None) and cut_of(weight) is None:
+            self._check_finite(group, weight, matrix)
+        if weight not in self._fresh:
+            self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+        return self._bases_of(group, weight)
 
     def _check_low_rank(
-        self, found: list[tuple[Work, Scratch]], spread: SpreadWeights | None
+        self,
+        found: list[tuple[Work, Scratch]],
+        spread: SpreadWeights | None,
+        failed: list[RuntimeError],
     ) -> None:
-        """Raises if a low-rank gradient is not finite."""
-        is_bad = not all(scratch.is_finite() for _, scratch in found)
+        """Raises if a low-rank gradient is not finite, or if one could not be made."""
+        is_bad = bool(failed) or not all(scratch.is_finite() for _, scratch in found)
+        weights = [weight for item, _ in found for weight in item.weights]
         if spread is not None:  # all processes stop together
-            weights = [weight for item, _ in found for weight in item.weights]
             is_bad |= is_anywhere(is_bad, spread, weights)
         if not is_bad:
             return
@@ -428,15 +451,24 @@ class LowRankSteps(LowRankShards):
                 if (cut := cut_of(weight)) is not None:
                     of_shards.append((cut, flags[-1][-1]))
         sum_parts(of_shards)
+        wrong = list(failed)
         for item, weight, flag in flags:
             grad_is_bad, low_is_bad = flag.tolist()
             if low_is_bad and grad_is_bad:
-                raise self._not_finite_error(item.group, weight)
-            if low_is_bad:
-                raise RuntimeError(
-                    f"the low-rank gradient of {self._name_of(item.group, weight)} overflows "
-                    f"{weight.dtype}"
+                wrong.append(self._not_finite_error(item.group, weight))
+            elif low_is_bad:
+                name = self._name_of(item.group, weight)
+                text = f"the low-rank gradient of {name} overflows {weight.dtype}"
+                wrong.append(RuntimeError(text))
+        if spread is not None and is_anywhere(bool(wrong), spread, weights):
+            wrong.append(
+                RuntimeError(
+                    "another process could not project its gradient of a weight that is no shard: "
+                    "no weight or state has been changed"
                 )
+            )
+        if wrong:
+            raise wrong[0]
 
     def _check_finite(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         if not_finite(grad):
@@ -461,14 +493,18 @@ class LowRankSteps(LowRankShards):
             self._before_moves(projected)
             for item, scratch in first + last:
                 for index, weight in enumerate(item.weights):
-                    written = [weight, *self._state[weight].values()] if weight in saved else []
-                    with undone_on_error(map(local, written)):
+                    state = self._state[weight]
+                    if saved or self._fresh:
+                        written = [weight, *state.values()] if weight in saved else []
+                        with undone_on_error(map(local, written)):
+                            if weight in self._fresh:
+                                self._commit(weight)
+                            self._move_weight(item, scratch, index, state)
                         if weight in self._fresh:
-                            self._commit(weight)
-                        self._move_weight(item, scratch, index, self._state[weight])
-                    if weight in self._fresh:
-                        scratch.keep_bases(index, self._bases_of(item.group, weight))
-                    saved.pop(weight, None)
+                            scratch.keep_bases(index, self._bases_of(item.group, weight))
+                        saved.pop(weight, None)
+                    else:
+                        self._move_weight(item, scratch, index, state)
                     self._stepped.append(weight)
                 increment_version([p for p in item.weights if is_dtensor(p)])  # by their shards
                 increment_version(self._accessed_states(item.weights))
@@ -497,11 +533,11 @@ class LowRankSteps(LowRankShards):
     ) -> None:
         weight = item.weights[index]
         is_wide = way_of(item.group, weight) is not None
-        wide = self._widened(item.group, weight, state) if is_wide else weight.detach()
+        wide = self._widened(item.group, weight, state) if is_wide else weight
         target = local(wide)
         matrix = as_matrix(target)
         self._move(item, scratch, index, matrix, state)
-        if matrix.data_ptr() != target.data_ptr():  # strides that no matrix has
+        if matrix is not target and matrix.data_ptr() != target.data_ptr():  # no matrix's strides
             target.copy_(matrix.view(target.shape))
         if is_wide:
             self._write_back(item.group, weight, wide, state)

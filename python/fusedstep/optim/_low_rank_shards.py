@@ -173,6 +173,6 @@ def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bo
         if place := place_of(weight):
             alike.setdefault(place, []).append(weight)
     for place, some in alike.items():
-        number = torch.tensor(float(found), dtype=torch.float64, device=place[0])
-        found |= bool(spread.sum(place, number, some).item())
+        number = float(found)
+        found |= bool(spread.sum(place, lambda each, own=number: each.fill_(own), some).item())
     return found

@@ -162,7 +162,11 @@ class MatrixBatches:
         if len({form[1:] for form in forms}) > 1:
             update.zero_()
 
-        def parts(of: Tensor) -> list[Tensor]:
+        is_plain = all(value.shape == shape[1:] for value in values)
+
+        def parts(of: Tensor) -> Sequence[Tensor]:
+            if is_plain:
+                return of.unbind()  # in one call: the host is what a GPU waits for
             pieces = zip(of.split(counts), forms, values, strict=True)
             return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
 

@@ -166,7 +166,7 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
     return form(x, spare, squares, steps)
 
 
-#: What NorMuon adds to roots and norms that are divided by.
+#: NorMuon's eps: added to roots and norms that are divided by.
 _NORMUON_EPS = 1e-10
 
 

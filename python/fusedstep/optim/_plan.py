@@ -100,18 +100,29 @@ class Plan:
             )
         return there
 
-    def bind(self, weights: list[Tensor], grads: list[Tensor], sparse: bool) -> bool:
+    def bind(
+        self,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        sparse: bool,
+        look_at_states: bool = True,
+    ) -> bool:
         """Checks the operands of a step and notes where they are.
 
         Returns whether native kernels can update them: not if one has changed its device or layout
-        since the plan was made. Gradients may be sparse if `sparse` says so.
+        since the plan was made. Gradients may be sparse if `sparse` says so. States need no look if
+        nobody has had them since the last call.
         """
-        if self.is_distributed:
-            weights, grads = local_pairs(weights, grads)
         # The direct way gives up at a sparse gradient, which takes it half a millisecond.
         direct = _ops.direct()
-        if direct and not self.had_sparse and direct.plan_bind(self.handle, weights, grads):
+        if (
+            direct
+            and not self.had_sparse
+            and direct.plan_bind(self.handle, weights, grads, look_at_states)
+        ):
             return True
+        if self.is_distributed:
+            weights, grads = local_pairs(weights, grads)
         grads = list(map(local, grads))
         if why_not_readable((*grads, *weights), "operands"):
             return False

@@ -53,9 +53,11 @@ def last_step(
     nobody has had them.
     """
     parts = []
+    if not all(item.plan for item in work):
+        return None
     for group in groups:
         mine = [item for item in work if item.group is group]
-        if len(mine) > 1 or not _is_fixed(group):
+        if len(mine) > 1 or not is_fixed(group):
             return None
         items = list(chain.from_iterable(group.items()))
         if not mine:
@@ -72,7 +74,7 @@ def last_step(
             continue
         (item,) = mine
         plan = item.plan
-        if plan is None or plan.is_distributed or plan.had_sparse or not plan.counts_on_host:
+        if plan.had_sparse or not plan.counts_on_host:
             return None
         parts.append(
             Part(
@@ -97,7 +99,7 @@ def last_step(
     )
 
 
-def _is_fixed(group: dict[str, Any]) -> bool:
+def is_fixed(group: dict[str, Any]) -> bool:
     """Returns whether no option of a group can change in place."""
     return isinstance(group["params"], list) and all(
         name == "params"

@@ -89,10 +89,14 @@ class Scratch:
             self._new[index] = bases
         project(matrix, bases, self.low(index), self.between, factor)
 
-    def is_finite(self) -> bool:
-        """Returns whether all low-rank gradients are, by one pass over them."""
+    def look(self) -> None:
+        """Takes one pass over all low-rank gradients, and does not wait for it."""
         flat = self._flat_grads if self._flat_narrow is None else self._flat_narrow
-        return math.isfinite(flat.sum(dtype=self._flat_grads.dtype).item())
+        self._sum = flat.sum(dtype=self._flat_grads.dtype)
+
+    def is_finite(self) -> bool:
+        """Returns whether all low-rank gradients are, as ``look`` has found; waits for that."""
+        return math.isfinite(self._sum.item())
 
     def prepare(self, rule: str, numbers: tuple[Any, ...]) -> None:
         """Does what may fail in the step, and changes no state yet."""

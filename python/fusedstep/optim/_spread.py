@@ -31,7 +31,7 @@ class SpreadWeights:
     ``native``: whether they step it.
     """
 
-    __slots__ = ("_asked", "_groups", "_lists", "_params", "_places", "rows")
+    __slots__ = ("_asked", "_groups", "_lists", "_members", "_params", "_places", "rows")
 
     def __init__(self, groups: list[dict[str, Any]], asked: list[bool], native: list[bool]) -> None:
         self._groups, self._asked = groups, asked
@@ -40,11 +40,14 @@ class SpreadWeights:
         """Places, and the numbers of their weights there, by id()."""
         self._places: dict[bool, dict[Place, None]] = {True: {}, False: {}}
         self._lists: dict[Any, dict[Place, dict[int, int]]] = {}
+        self._members: dict[Place, list[Tensor]] = {}  # in the order of their rows
         for params, is_native in zip(self._params, native, strict=True):
             for weight in params:
                 if place := place_of(weight):
                     rows = self.rows.setdefault(place, {})
-                    rows.setdefault(id(weight), len(rows))
+                    if id(weight) not in rows:
+                        rows[id(weight)] = len(rows)
+                        self._members.setdefault(place, []).append(weight)
                     self._places[is_native][place] = None
 
     def is_of(self, groups: list[dict[str, Any]], asked: list[bool]) -> bool:
@@ -68,10 +71,13 @@ class SpreadWeights:
         ``parts``: weights that have a gradient here, and a row of numbers for each.
         """
         rows, (device, spread) = self.rows[place], place
-        order = [rows[id(weight)] for weights, _ in parts for weight in weights]
-        own = torch.nn.functional.pad(torch.cat([part for _, part in parts]), (0, 1), value=1.0)
-        has_all = order == list(range(len(rows)))
+        weights = list(itertools.chain.from_iterable(weights for weights, _ in parts))
+        numbers = [part for _, part in parts]
+        together = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
+        own = torch.nn.functional.pad(together, (0, 1), value=1.0)
+        has_all = same(weights, self._members[place])
         if not has_all:
+            order = [rows[id(weight)] for weight in weights]
             given, own = own, own.new_zeros(len(rows), own.shape[1])
             own[order] = given
         found = total(own, spread).to(device)
@@ -79,14 +85,17 @@ class SpreadWeights:
         found = found[:, :-1] if has_all else found[order, :-1]
         return [part.contiguous() for part in found.split([len(weights) for weights, _ in parts])]
 
-    def sum(self, place: Place, part: Tensor, weights: list[Tensor]) -> Tensor:
-        """The sum over the processes of one number, to which the gradients of weights belong."""
+    def sum(self, place: Place, add: Callable[[Tensor], None], weights: list[Tensor]) -> Tensor:
+        """The sum over the processes of one number, to which the gradients of weights belong.
+
+        ``add`` adds this process's to one that is 0.
+        """
         rows, (device, spread) = self.rows[place], place
-        own = torch.ones(1 + len(rows), dtype=part.dtype, device=device)
+        own = torch.ones(1 + len(rows), dtype=torch.float64, device=device)
         if len(weights) != len(rows):
             own.zero_()
             own[[1 + rows[id(weight)] for weight in weights]] = 1
-        own[0] = part
+        add(own[0].zero_())
         found = total(own, spread).to(device)
         self._check(spread, found[1:], list(rows))
         return found[0]

@@ -117,6 +117,8 @@ class StateStore:
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """A state with numbers in place of codes."""
+        if not any(map(is_codes, state.values())):
+            return dict(state)
         coded = {name for name, value in state.items() if is_codes(value)}
         left_out = set(map(absmax_of, coded))
         return {
@@ -200,7 +202,7 @@ class StateStore:
             self._drop_beside(group, p)
 
     def _first_value(self, group: dict[str, Any], name: str) -> float:
-        """What a number, or every element of a state, is before the first step."""
+        """Returns the value of a number, or of every element of a state, before the first step."""
         if name in self._initial:
             return float(group[self._initial[name]])
         return self._first.get(name, 0.0)

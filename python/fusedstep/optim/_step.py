@@ -21,6 +21,7 @@ def take(
     groups: list[dict[str, Any]],
     work: list[Work],
     factors: Factors,
+    check_ready: Callable[[], None],
     by_torch: Callable[[list[Work], Factors], None],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
@@ -31,10 +32,11 @@ def take(
 
     ``stepped`` then has the weights that have been stepped, in front of it as well.
 
-    ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of weights that
-    autograd may know of. ``spread``: weights with parts in other processes, for a step that takes
-    norms or products of whole weights. ``in_phases``: the native step of such weights is two
-    phases, with norms in between.
+    ``check_ready`` may raise: it is asked when native steps have been prepared, before the first
+    change. ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of
+    weights that autograd may know of. ``spread``: weights with parts in other processes, for a step
+    that takes norms or products of whole weights. ``in_phases``: the native step of such weights is
+    two phases, with norms in between.
 
     Returns the weights and gradients of which no step has scaled or zeroed the gradient.
     """
@@ -48,6 +50,7 @@ def take(
             _ops.prepare_step(rule, item.plan.handle, item.options, factor, item.use)
         except RuntimeError as error:
             raise with_name(error, groups, item.group, item.weights) from None
+    check_ready()
     others = [item for item in work if not item.plan]
     # First, for what a native step leaves in a gradient is of no use to who shares its memory.
     # Else in the order of the groups, of which some may share weights.
@@ -91,14 +94,14 @@ def _take_native(work: list[Work], spread: SpreadWeights | None) -> None:
     # All of them, though this process may have no gradient there.
     places = spread.places(native=True) if spread else ()
     for place in dict.fromkeys((*places, *plans)):
-        parts = [([], _no_norms2(0, place[0]))]
+        parts = []
         for plan in plans.get(place, []):
             norms2 = _no_norms2(len(plan.weights), plan.device)
             torch.ops.fusedstep.plan_direction(plan.handle, norms2)
             parts.append((plan.weights, norms2))
         # One collective for all weights that are spread alike.
-        _, *found = spread.sums(place, parts)
-        for plan, norms2 in zip(plans.get(place, []), found, strict=True):
+        found = spread.sums(place, parts or [([], _no_norms2(0, place[0]))])
+        for plan, norms2 in zip(plans.get(place, []), found[: len(parts)], strict=True):
             torch.ops.fusedstep.plan_apply(plan.handle, norms2)
 
 

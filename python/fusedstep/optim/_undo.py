@@ -18,26 +18,34 @@ _MOST_NAMES = 20
 
 
 class Saved:
-    """The values that tensors have now."""
+    """The values that tensors have now; with ``rows`` those at these indices of dimension 0."""
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        self._values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    def __init__(self, tensors: Iterable[Tensor], rows: Tensor | None = None) -> None:
+        self._values = []
+        for tensor in tensors:
+            of = rows if tensor.dim() > 0 else None
+            values = tensor.detach().clone() if of is None else tensor.detach()[of]
+            self._values.append((tensor, of, values))
 
     @torch.no_grad()
     def put_back(self) -> None:
         """Gives the tensors their values back, and allocates nothing."""
-        for tensor, values in self._values:
-            tensor.copy_(values)
+        for tensor, rows, values in self._values:
+            if rows is None:
+                tensor.copy_(values)
+            else:
+                tensor.index_copy_(0, rows, values)
 
 
 @contextmanager
-def undone_on_error(tensors: Iterable[Tensor]) -> Iterator[None]:
+def undone_on_error(tensors: Iterable[Tensor], rows: Tensor | None = None) -> Iterator[None]:
     """Gives tensors back the values that they have now, if the CPU's memory runs out.
 
-    On devices nothing is kept: copies would take longer there than the step.
+    With ``rows`` nothing else is written. On devices nothing is kept: copies would take longer
+    there than the step.
     """
     written = list(tensors)
-    saved = Saved(written if all(tensor.is_cpu for tensor in written) else ())
+    saved = Saved(written if all(tensor.is_cpu for tensor in written) else (), rows)
     try:
         yield
     except (MemoryError, RuntimeError) as error:

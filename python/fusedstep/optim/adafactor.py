@@ -248,10 +248,14 @@ class Adafactor(FusedOptimizer):
         return False
 
     def _check_composite(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        is_known: bool = False,
     ) -> None:
         _of_process(weights, grads)
-        super()._check_composite(group, weights, grads)
+        super()._check_composite(group, weights, grads, is_known)
 
     # The step: natively if it can be, in torch operations for other weights. One that is like the
     # last but for gradients and options' numbers takes the operations that were noted then.

@@ -33,7 +33,7 @@ __all__ = ["APOLLOAdamW"]
 #: The largest growth of an update's norm from one step to the next.
 _GROWTH = 1.01
 
-#: What is added to norms that are divided by.
+#: Added to norms that are divided by.
 _EPSILON = 1e-8
 
 #: The state that is the norm of the last scaled gradient.
@@ -212,20 +212,24 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
             Norm(own, None if is_part and not has_one else cut),
         ]
 
-    def _before_move(
-        self,
-        item: Work,
-        scratch: Scratch,
-        index: int,
-        count: int,
-        factor: float,
-        norms: list[Tensor],
+    def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
+        each = [
+            (item, weight, self._norms(item, scratch, index))
+            for item, scratch in projected
+            for index, weight in enumerate(item.weights)
+        ]
+        norms = [norm for *_, of_weight in each for norm in of_weight]
+        sum_norms([(norm.over, norm.value) for norm in norms if norm.over is not None])
+        for item, weight, (low, own) in each:
+            self._ready[weight] = self._rooms(item.group, weight, low.value, own.value, factor)
+
+    def _rooms(
+        self, group: dict[str, Any], weight: Tensor, low: Tensor, own: Tensor, factor: float
     ) -> _Rooms:
-        group, weight = item.group, item.weights[index]
+        """``low``, ``own``: norms of the low-rank gradient and of the gradient, as a whole."""
         dim = _reduced(group, self._sides(group, weight))
-        low, own = norms
         low.add_(_EPSILON)
-        lr, length = float(group["lr"]), bias_correction(group, count)
+        lr, length = float(group["lr"]), bias_correction(group, self._count(weight) + 1)
         keep = 1 - lr * group["weight_decay"]
         scales, norm = torch.empty_like(low), low.new_empty(())
         narrow = torch.empty_like(low, dtype=weight.dtype) if weight.itemsize == 2 else scales

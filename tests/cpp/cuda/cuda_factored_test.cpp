@@ -28,7 +28,7 @@ void put(std::byte* to, int size, bool is_half, double value) {
     std::memcpy(to, &bits, 4);
     return;
   }
-  // Of a half: the sign, an exponent near one and the first bits of the significand.
+  // The bits of a half: the sign, an exponent near one and the first bits of the significand.
   const auto of_half = static_cast<uint16_t>((bits >> 16 & 0x8000) | 0x3400 | (bits >> 13 & 0x3ff));
   const auto of_bfloat16 = static_cast<uint16_t>(bits >> 16);
   std::memcpy(to, is_half ? &of_half : &of_bfloat16, 2);
