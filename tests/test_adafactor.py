@@ -536,3 +536,21 @@ def test_a_variant_that_is_given_is_kept_by_a_dictionary():
         optimizer.load_state_dict(optimizer.state_dict())
         assert {*optimizer.state[weight]} == {"step", "row_var", "col_var", "exp_avg"}
         assert optimizer.param_groups[0]["variant"] == "torch"
+
+
+def test_a_beta1_of_a_group_leaves_its_variant_to_the_constructor():
+    """A dictionary that says nothing of a variant, but has a beta1, is taken for transformers'."""
+    params = [torch.nn.Parameter(torch.randn(6, 5)) for _ in range(2)]
+    params[1].data.copy_(params[0])
+    groups = [{"params": [params[0]], "beta1": 0.9}], [{"params": [params[1]]}]
+    first, other = (optim.Adafactor(each, variant="torch") for each in groups)
+    params[0].grad = torch.randn(6, 5)
+    first.step()
+    params[1].data.copy_(params[0])
+    other.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert {*other.state[params[1]]} == {"step", "row_var", "col_var", "exp_avg"}
+    for p in params:
+        p.grad = torch.ones(6, 5)
+    first.step()
+    other.step()
+    assert torch.equal(*params)

@@ -268,7 +268,7 @@ class _Chooser(choices._Chooser):
     def case(self) -> dict[str, Any]:
         name = self._one_of(*ROWS)
         self._row = ROWS[name]
-        self._elements = self._one_of(300, 3_000, 20_000)
+        self._elements = self._one_of(300, 3_000, 10_000)
         several = self._one_of(1, 1, 2)
         count = self._random.randint(1, 5)
         self._dtypes = [self._one_of(*choices.DTYPES)] if self._chance(0.7) else [*choices.DTYPES]

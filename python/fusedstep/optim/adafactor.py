@@ -207,7 +207,11 @@ class Adafactor(FusedOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class, torch's or transformers'."""
         groups = [
-            as_set(of_a_variant(group), self.defaults) for group in state_dict["param_groups"]
+            # Under torch's names only a variant that is written down is transformers'.
+            as_set(
+                of_a_variant({"variant": "torch"} | group if "d" in group else group), self.defaults
+            )
+            for group in state_dict["param_groups"]
         ]
         super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 
