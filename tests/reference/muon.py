@@ -6,6 +6,7 @@ Matrices may be stacks of them, of the last two dimensions.
 import math
 
 import torch
+from torch.linalg import matrix_norm
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -17,10 +18,6 @@ def iterated(matrix, coefficients, eps):
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
     return u * s[..., None, :] @ v
-
-
-def norm(matrix):
-    return matrix.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def muon(
@@ -37,7 +34,7 @@ def muon(
         of_rows = x.square().mean(-1, keepdim=True)
         v = new["v"] = beta2 * state.get("v", 0) + (1 - beta2) * of_rows
         y = x / (v.sqrt() + 1e-10)
-        x = y * norm(x) / (norm(y) + 1e-10)
+        x = y * matrix_norm(x, keepdim=True) / (matrix_norm(y, keepdim=True) + 1e-10)
     factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * math.sqrt(max(rows, columns))}
     decayed = weight * (x * weight >= 0) if cautious else weight
     return weight - lr * (weight_decay * decayed + factor[adjust] * x), new
