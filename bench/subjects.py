@@ -135,7 +135,7 @@ def batch(gradient: str, seed: int, shape: tuple[int, int]) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     if gradient == BAGS:
         items = (shape[0] * torch.rand(TOUCHED * ITEMS, generator=generator) ** 4).long()
-        # Of one sign: a sum of hundreds that cancel has no digit that all orders agree on.
+        # All have one sign: a sum of hundreds that cancel has no digit that all orders agree on.
         of_bags = torch.rand(TOUCHED, shape[1], generator=generator)
         values = of_bags.repeat_interleave(ITEMS, dim=0)
         return torch.sparse_coo_tensor(items[None], values, shape, check_invariants=False)

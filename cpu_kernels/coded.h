@@ -32,7 +32,7 @@ struct CodeRegister {
   static constexpr int kSize = 16, kGroup = 4;
   using Bits = __m512i;
 
-  // What is looked up for a register: numbers by the lowest four bits of an index.
+  // Tables that are looked up for a register: numbers by the lowest four bits of an index.
   template <Storage kStorage, bool kSigned>
   struct Tables {
     __m512 value_slope, value_start, slope, start;

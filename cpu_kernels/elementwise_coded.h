@@ -15,7 +15,7 @@ namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
 #if defined(__AVX2__)  // and with it AVX-512
 
-// Whether the k-th state that a rule has with its flags may be negative.
+// Tells if the k-th state that a rule has with its flags may be negative.
 template <class Rule>
 struct SignOf;
 template <template <unsigned> class Rule, unsigned kFlags>
@@ -123,7 +123,7 @@ void update_coded_blocks(const Span& span, std::index_sequence<kState...>) {
   }
 }
 
-// Of float32 weights.
+// Steps float32 weights.
 template <class Rule>
 void update_coded(const Span& span) {
   by_storage(span.coded[0].map->storage, [&]<Storage kStorage>(StorageIs<kStorage>) {

@@ -39,7 +39,7 @@ SAMPLES, MARGIN = 3, 4
 
 @dataclass(frozen=True)
 class Asked:
-    """What a formula is asked: the step of a weight."""
+    """The step of a weight that a formula is asked for."""
 
     group: dict[str, Any]
     weight: Tensor
@@ -58,7 +58,7 @@ class Asked:
     """The number of the group, that of the weight in it, and how many weights it has."""
     seed: int = 0
     error: Tensor | None = None
-    """How far the gradient may be off; None where it is not that of the step, but a nearby one."""
+    """The gradient's largest error; None where it is not that of the step, but a nearby one."""
 
     def state(self, name: str, shape: torch.Size | None = None) -> Tensor | None:
         """A state before the step in float64; None if there is none. ``shape``: the weight's."""

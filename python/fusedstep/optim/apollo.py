@@ -271,7 +271,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         if group["weight_decay"] != 0:
             target.mul_(room.keep)
         if target.dtype is not scales.dtype:
-            # Of a gradient that is zero, or nearly, they may be over the largest number of float16.
+            # A gradient near zero may put them over the largest number of float16.
             most = torch.finfo(target.dtype).max
             scales = room.narrow.copy_(scales.clamp_(max=most))
         target.addcmul_(grad.to(target.dtype), scales, value=1.0 if group["maximize"] else -1.0)

@@ -90,7 +90,7 @@ class CudaTest : public testing::TestWithParam<Case> {
     }
     return tensors;
   }
-  // Of the layouts one that is gone over in tiles.
+  // A layout that is gone over in tiles.
   std::vector<Tensor> dense_and_few() const {
     std::vector<Tensor> tensors = all_dense();
     for (const Tensor& tensor : few_tensors()) tensors.push_back(tensor);
