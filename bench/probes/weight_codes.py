@@ -33,6 +33,8 @@ SLOW = 100.0  # milliseconds: of what takes longer two steps are enough
 WAYS: dict[str, tuple[torch.dtype, dict[str, Any], int]] = {
     "float32": (FLOAT32, {}, 28),
     "float32, int8": (FLOAT32, {"state_dtype": "int8"}, 16),
+    "float32, fp8": (FLOAT32, {"state_dtype": "fp8"}, 16),
+    "float32, int4": (FLOAT32, {"state_dtype": "int4"}, 14),
     "bf16, float32 masters": (BF16, {"master_weights": "float32"}, 30),
     "bf16, split": (BF16, {"master_weights": "split"}, 26),
     "bf16, Kahan": (BF16, {"rounding": "kahan"}, 26),
