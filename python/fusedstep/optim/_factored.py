@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import local, spread_of_sums_along
-from fusedstep.optim._spread import SpreadWeights, norm2, place_of
+from fusedstep.optim._spread import SpreadWeights, norm2
 
 #: The parts of a step by the native operation's numbers for them: FactoredPart in C++.
 _SUMS, _ROWS, _NORMS, _APPLY = 1, 2, 3, 4
@@ -256,7 +256,7 @@ def step_parts(parts: Sequence[Part | NativeParts], spread: SpreadWeights) -> No
         part.take_columns(sums)
     alike: dict[Any, list[Part | NativeParts]] = {}
     for part in parts:
-        alike.setdefault(place_of(part.weights[0]), []).append(part)
+        alike.setdefault(spread.place(part.weights[0]), []).append(part)
     for place in dict.fromkeys((*spread.places(native=False), *alike)):
         members = alike.get(place, [])
         numbers = [(part.weights, part.norms2()) for part in members]

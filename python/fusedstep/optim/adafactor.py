@@ -44,7 +44,7 @@ from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._moments import without_rms
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
-from fusedstep.optim._spread import place_of
+from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
@@ -352,17 +352,21 @@ class Adafactor(FusedOptimizer):
                 of_parts: tuple[list[Tensor], list[Tensor]] = [], []
                 whole: tuple[list[Tensor], list[Tensor]] = [], []
                 for weight, grad in zip(weights, grads, strict=True):
-                    weights_there, grads_there = whole if place_of(weight) is None else of_parts
+                    weights_there, grads_there = of_parts if spread.place(weight) else whole
                     weights_there.append(weight)
                     grads_there.append(grad)
-                parts += self._parts(group, *of_parts)
+                parts += self._parts(spread, group, *of_parts)
                 wholes.append((group, *whole))
             step_parts(parts, spread)
             groups = [each for each in wholes if each[1]]
         super()._imperative_groups(groups)
 
     def _parts(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self,
+        spread: SpreadWeights,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
     ) -> list[Part | NativeParts]:
         together, alone = self._together(group, weights, grads)
         parts: list[Part | NativeParts] = [
@@ -372,7 +376,7 @@ class Adafactor(FusedOptimizer):
             alike: dict[Any, list[int]] = {}
             for place in places:
                 weight = weights[place]
-                key = place_of(weight), weight.dtype is torch.float64
+                key = spread.place(weight), weight.dtype is torch.float64
                 alike.setdefault(key, []).append(place)
             for some in alike.values():
                 call = self._call(group, weights, some, eps)
@@ -453,7 +457,7 @@ class Adafactor(FusedOptimizer):
         states = [self._state[weight] for weight in weights]
         values = weights
         ways = [way_of(group, weight) for weight in weights]
-        if any(ways) or any(map(is_dtensor, weights)):
+        if any(ways):
             values = [
                 weight if way is None else self._widened(group, weight, state)
                 for weight, state, way in zip(weights, states, ways, strict=True)
