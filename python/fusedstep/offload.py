@@ -31,7 +31,7 @@ def offload(
     device: torch.device | str = "cpu",
     *,
     bucket_cap_mb: float = 25.0,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = 1,
     overlap: bool = True,
     max_previous_norm: float | None = None,
 ) -> OffloadedOptimizer:
@@ -53,7 +53,9 @@ def offload(
         bucket_cap_mb: the size of the gradients of a bucket, in MiB; a larger weight is a bucket
             of its own (default: 25)
         accumulation_steps: backward passes whose gradients are added up, where the weights are,
-            before they are copied. Call ``step()`` after the last of them (default: 1)
+            before they are copied. Call ``step()`` after the last of them. None: any number;
+            gradients stay until ``step()``, which copies and steps bucket by bucket. A GradScaler
+            and ``clip_grad_norm_`` need that (default: 1)
         overlap: step during the backward pass. False copies gradients then, and steps in
             ``step()``, which takes ``max_norm`` then. Groups with ``max_grad_norm`` need False
             (default: True)
@@ -75,7 +77,9 @@ def offload(
         >>> model(input).sum().backward()
         >>> optimizer.step()
     """
-    check_arguments(optimizer, bucket_cap_mb, accumulation_steps)
+    check_arguments(
+        optimizer, bucket_cap_mb, 1 if accumulation_steps is None else accumulation_steps
+    )
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', not {str(device)!r}")
     norm = PreviousNorm(max_previous_norm)
@@ -175,7 +179,7 @@ class OffloadedOptimizer(Optimizer):
         self,
         optimizer: FusedOptimizer,
         bucket_cap_mb: float,
-        accumulation_steps: int,
+        accumulation_steps: int | None,
         overlap: bool,
         norm: PreviousNorm,
     ) -> None:
@@ -200,7 +204,8 @@ class OffloadedOptimizer(Optimizer):
         if saved is not None:
             self.load_state_dict(saved)
         buckets = list(buckets_of(self.param_groups, bucket_cap_mb * 2**20))
-        self._arrivals = Arrivals(buckets, accumulation_steps, self._take)
+        passes = math.inf if accumulation_steps is None else accumulation_steps
+        self._arrivals = Arrivals(buckets, passes, self._take)
 
     def remove(self) -> None:
         """Ends it: another optimizer may step the weights. Waits for steps that are under way."""
@@ -306,8 +311,8 @@ class OffloadedOptimizer(Optimizer):
         """
         if max_norm is not None and self._overlap:
             raise RuntimeError(
-                "step(max_norm=…) comes after the steps in the backward pass: give offload() "
-                "overlap=False, or max_previous_norm"
+                "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
+                "offload() overlap=False, or max_previous_norm"
             )
         loss = None
         if closure is not None:
