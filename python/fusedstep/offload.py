@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +269,7 @@ class OffloadedOptimizer(Optimizer):
     def _take(self, bucket: Bucket) -> None:
         """Copies gradients of a bucket, and has it stepped if steps overlap."""
         copies = [self._on_cpu[weight] for weight in bucket.weights]
-        with torch.no_grad():
+        with torch.no_grad(), self._copies.bringing():
             for copy in copies:
                 copy.take_gradient()
         arrived = self._copies.arrived()
@@ -284,6 +285,10 @@ class OffloadedOptimizer(Optimizer):
         arrived()
         with torch.no_grad():
             self._norm.add(self._inner._update_bucket(bucket, self._norm.factor))
+            self._put_back(stepped)
+
+    def _put_back(self, stepped: list[_Copy]) -> None:
+        with self._copies.putting():
             for copy in stepped:
                 copy.put_weight()
 
@@ -333,8 +338,7 @@ class OffloadedOptimizer(Optimizer):
         stepped = [copy for copy in self._on_cpu.values() if copy.weight.grad is not None]
         norm = self._inner.step(max_norm=max_norm, zero_grad="none")
         with torch.no_grad():
-            for copy in stepped:
-                copy.put_weight()
+            self._put_back(stepped)
         self._copies.join()
         return norm
 
@@ -358,7 +362,7 @@ class _Copy:
             self._version = self._source._version
 
     def take_gradient(self) -> None:
-        """Begins to copy the gradient, and frees it."""
+        """Begins to copy the gradient, and frees it, inside of bringing()."""
         grad, self._source.grad = self._source.grad, None
         if grad is None:
             self.weight.grad = None
@@ -371,8 +375,8 @@ class _Copy:
             self.weight.grad = grad.cpu()
 
     def put_weight(self) -> None:
-        """Begins to copy the weight back."""
-        self._copies.put(self.weight, self._source)
+        """Begins to copy the weight back, inside of putting()."""
+        self._source.copy_(self.weight, non_blocking=True)
         self._version = self._source._version
 
 
@@ -388,15 +392,24 @@ class _Copies:
     def of(self, weight: Tensor) -> _Copy:
         return _Copy(weight, self)
 
-    def bring(self, source: Tensor, target: Tensor) -> None:
-        """Copies what the current stream has computed."""
+    @contextmanager
+    def bringing(self) -> Iterator[None]:
+        """What bring() copies here is what the current stream has computed so far."""
         if not self._has_streams:
-            target.copy_(source)
+            yield
             return
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
+            yield
+
+    def bring(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._has_streams:
             source.record_stream(self._out)
+
+    def putting(self) -> AbstractContextManager[Any]:
+        """Copies to the device are made in a stream of their own here."""
+        return torch.cuda.stream(self._back) if self._has_streams else nullcontext()
 
     def arrived(self) -> Callable[[], None]:
         """Returns a function that waits for all that has been brought so far.
@@ -405,16 +418,9 @@ class _Copies:
         """
         if not self._has_streams:
             return lambda: None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # it leaves its core to who feeds the device
         event.record(self._out)
         return event.synchronize
-
-    def put(self, source: Tensor, target: Tensor) -> None:
-        if not self._has_streams:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._back):
-            target.copy_(source, non_blocking=True)
 
     def join(self) -> None:
         """Has what follows on the current stream wait for what has been put back."""
