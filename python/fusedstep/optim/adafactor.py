@@ -517,11 +517,14 @@ def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> s
 
 def _of_process(weights: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """This process's parts of weights and gradients; raises where these are of others."""
-    if not any(map(is_dtensor, weights)):
+    are_spread = list(map(is_dtensor, weights))
+    if not any(are_spread):
         return weights, grads
+    if all(are_spread):
+        return local_pairs(weights, grads)
     found: tuple[list[Tensor], list[Tensor]] = [], []
-    for weight, grad in zip(weights, grads, strict=True):
-        parts = local_pairs([weight], [grad]) if is_dtensor(weight) else ([weight], [grad])
+    for weight, grad, is_spread in zip(weights, grads, are_spread, strict=True):
+        parts = local_pairs([weight], [grad]) if is_spread else ([weight], [grad])
         for all_parts, part in zip(found, parts, strict=True):
             all_parts += part
     return found
