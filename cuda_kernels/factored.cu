@@ -164,6 +164,7 @@ struct MomentSums {
   const Sum* sums;  // [tiles][moments]
   int64_t count, tiles, terms;
   double* mean_sums;  // null: none are asked for
+  double* totals;     // null: the sums are taken into moments; else they are left here
 };
 
 template <class T, class Sum>
@@ -184,6 +185,10 @@ __device__ __forceinline__ double sum_group(const MomentSums<T, Sum>& of, int64_
 template <class T, class Sum>
 __device__ __forceinline__ void take_moment(const FactoredOptions& options, const MomentSums<T, Sum>& of,
                                             int64_t moment, double sum) {
+  if (of.totals != nullptr) {
+    if (moment < of.count) of.totals[moment] = sum;
+    return;
+  }
   double next = 0;
   if (moment < of.count) {
     const T x = next_moment(options, of.moments[moment], sum, of.terms);
@@ -222,29 +227,43 @@ __device__ __forceinline__ void take_moments(const FactoredOptions& options, con
 }
 
 template <class T>
-__device__ __forceinline__ void take_moments(const FactoredOptions& options, const FactoredTask& task,
+__device__ __forceinline__ void take_moments(const FactoredLaunch& launch, const FactoredTask& task,
                                              int64_t unit) {
-  const int64_t of_rows = task.row_moments ? moment_units(task.rows, task.column_tiles) : 0;
+  // Sums over all processes are as those of one tile.
+  const bool is_given = launch.part == FactoredPart::kRows || launch.part == FactoredPart::kNorms;
+  const bool is_asked = launch.part == FactoredPart::kSums;
+  const int64_t of_rows = task.row_moments ? moment_units(task.rows, is_given ? 1 : task.column_tiles) : 0;
   if (unit < task.count * of_rows) {
     const int64_t matrix = unit / of_rows, means = (task.rows + kMeanRows - 1) / kMeanRows;
+    double* const share = task.share_of_rows + matrix * task.rows;
     const MomentSums<T, double> of{static_cast<T*>(task.row_moments) + matrix * task.rows,
-                                   task.row_sums + matrix * task.column_tiles * task.rows,
+                                   is_given ? share : task.row_sums + matrix * task.column_tiles * task.rows,
                                    task.rows,
-                                   task.column_tiles,
-                                   task.columns,
-                                   task.mean_sums + matrix * means * kPartials};
-    take_moments(options, of, unit % of_rows);
+                                   is_given ? 1 : task.column_tiles,
+                                   task.whole.columns,
+                                   task.mean_sums + matrix * means * kPartials,
+                                   is_asked ? share : nullptr};
+    take_moments(launch.options, of, unit % of_rows);
     return;
   }
-  const int64_t of_columns = moment_units(task.columns, task.row_tiles);
-  const int64_t matrix = (unit - task.count * of_rows) / of_columns;
-  const MomentSums<T, T> of{static_cast<T*>(task.column_moments) + matrix * task.columns,
+  const int64_t of_columns = moment_units(task.columns, is_given ? 1 : task.row_tiles);
+  const int64_t matrix = (unit - task.count * of_rows) / of_columns,
+                in_matrix = (unit - task.count * of_rows) % of_columns;
+  T* const moments = static_cast<T*>(task.column_moments) + matrix * task.columns;
+  double* const share = task.share_of_columns + matrix * task.columns;
+  if (is_given) {
+    const MomentSums<T, double> of{moments, share, task.columns, 1, task.whole.rows, nullptr, nullptr};
+    take_moments(launch.options, of, in_matrix);
+    return;
+  }
+  const MomentSums<T, T> of{moments,
                             static_cast<const T*>(task.column_sums) + matrix * task.row_tiles * task.columns,
                             task.columns,
                             task.row_tiles,
-                            task.rows,
-                            nullptr};
-  take_moments(options, of, (unit - task.count * of_rows) % of_columns);
+                            task.whole.rows,
+                            nullptr,
+                            is_asked ? share : nullptr};
+  take_moments(launch.options, of, in_matrix);
 }
 
 __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant__ FactoredLaunch launch) {
@@ -252,9 +271,9 @@ __global__ void __launch_bounds__(kThreads) moments_kernel(const __grid_constant
   const FactoredUnit unit = launch.units[blockIdx.x];
   const FactoredTask& task = launch.tasks[unit.tensor];
   if (task.as_double) {
-    take_moments<double>(launch.options, task, unit.index);
+    take_moments<double>(launch, task, unit.index);
   } else {
-    take_moments<float>(launch.options, task, unit.index);
+    take_moments<float>(launch, task, unit.index);
   }
 }
 
@@ -263,19 +282,34 @@ __global__ void means_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
   const FactoredUnit unit = launch.units[blockIdx.x];
   const FactoredTask& task = launch.tasks[unit.tensor];
+  if (launch.part == FactoredPart::kNorms || launch.part == FactoredPart::kApply) {
+    const double given = task.share_of_means[unit.index];
+    if (lane() == 0) task.means[unit.index] = mean_of_rows(launch.options, given, task.whole.rows);
+    return;
+  }
   const int64_t parts = (task.rows + kMeanRows - 1) / kMeanRows;
-  const Sums<1> sum = sum_partials<1, WarpTeam>(task.mean_sums + unit.index * parts * kPartials, parts);
-  if (lane() == 0) task.means[unit.index] = mean_of_rows(launch.options, sum.of[0], task.rows);
+  const double sum = sum_partials<1, WarpTeam>(task.mean_sums + unit.index * parts * kPartials, parts).of[0];
+  if (lane() != 0) return;
+  if (launch.part == FactoredPart::kRows) {
+    task.share_of_means[unit.index] = sum;
+  } else {
+    task.means[unit.index] = mean_of_rows(launch.options, sum, task.whole.rows);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) lengths_kernel(const __grid_constant__ FactoredLaunch launch) {
   enter();
   const FactoredTask& task = launch.tasks[blockIdx.x];
+  const bool is_given = launch.part == FactoredPart::kApply;
   const Sums<2> norms2 =
-      sum_partials<2, BlockTeam>(task.norms, task.count * task.row_tiles * task.column_tiles);
-  if (threadIdx.x == 0) {
-    const auto elements = static_cast<double>(task.count * task.rows * task.columns);
-    *task.lengths = lengths_of(launch.options, norms2.of[0], norms2.of[1], elements);
+      sum_partials<2, BlockTeam>(is_given ? task.share_of_norms : task.norms,
+                                 is_given ? 1 : task.count * task.row_tiles * task.column_tiles);
+  if (threadIdx.x != 0) return;
+  if (launch.part == FactoredPart::kNorms) {
+    for (int which = 0; which < 2; ++which) task.share_of_norms[which] = norms2.of[which];
+  } else {
+    *task.lengths =
+        lengths_of(launch.options, norms2.of[0], norms2.of[1], static_cast<double>(task.whole.elements));
   }
 }
 

@@ -16,6 +16,11 @@ struct FactoredArray {
   const int64_t* outer;
 };
 
+// The sizes of a tensor of which this may be a part.
+struct FactoredWhole {
+  int64_t rows, columns, elements;
+};
+
 // One tensor as a kernel sees it. Sums are those of src/core/factored.h.
 struct FactoredTask {
   FactoredArray weight, grad, moment;
@@ -24,6 +29,7 @@ struct FactoredTask {
   bool as_double;                // the maths
   int64_t count, rows, columns;  // of matrices, and of what each has
   int64_t row_tiles, column_tiles;
+  FactoredWhole whole;
   void *row_moments, *column_moments;  // the former may be null
   double* row_sums;                    // [count][column_tiles][rows]
   void* column_sums;                   // [count][row_tiles][columns]
@@ -31,6 +37,7 @@ struct FactoredTask {
   double* means;                       // [count]
   double* norms;                       // [tiles][kPartials]
   FactoredLengths* lengths;
+  double *share_of_rows, *share_of_columns, *share_of_means, *share_of_norms;  // see FactoredShare
 };
 
 // A part of a tensor: a tile, a matrix, or some of the moments.
@@ -50,11 +57,13 @@ struct FactoredLaunch {
   const FactoredUnit* units;
   int64_t unit_count;  // or that of the tasks
   FactoredOptions options;
+  FactoredPart part;
   Queue queue;
 };
 
-// The phases of a step in their order. Units are tiles of weights of one format; first those of rows and then
-// those of columns; and matrices that have moments of rows.
+// The phases of a step in their order. In a part of a step those of moments, means and lengths take the sums
+// over all processes, or leave theirs there. Units are tiles of weights of one format; first those of rows
+// and then those of columns; and matrices that have moments of rows.
 struct FactoredPasses {
   void (*sums)(const FactoredLaunch&);
   void (*norms)(const FactoredLaunch&);

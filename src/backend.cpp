@@ -46,8 +46,8 @@ void register_cuda_projected(ProjectedStep step) { projected_step_taker = step; 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
-                                                      const FactoredOptions& options) {
-  return loaded(factored_step_factory)(device, tensors, options);
+                                                      const FactoredOptions& options, FactoredPart part) {
+  return loaded(factored_step_factory)(device, tensors, options, part);
 }
 
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor) {

@@ -54,7 +54,7 @@ class DeviceFactoredStep {
 };
 
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
-    int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options);
+    int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 
 // Sets the functions that make the plans, and the steps, of CUDA tensors, or take them.
@@ -64,7 +64,7 @@ FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
-                                                      const FactoredOptions& options);
+                                                      const FactoredOptions& options, FactoredPart part);
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
 
 }  // namespace fusedstep

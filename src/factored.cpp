@@ -98,8 +98,9 @@ struct Item {
 
 class Step {
  public:
-  Step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads)
-      : tensors_(tensors), options_(options), threads_(threads) {
+  Step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part,
+       int threads)
+      : tensors_(tensors), options_(options), part_(part), threads_(threads) {
     for (const FactoredTensor& tensor : tensors) cuts_.emplace_back(tensor);
     make_items();
     scratch_.allocate();
@@ -108,21 +109,25 @@ class Step {
   void run() { run_stages(threads_, stages_, *this); }
 
   void operator()(size_t stage, Pieces& pieces) const {
-    const Wave& wave = waves_[stage / kStages];
+    const std::span<const Work> works = works_of(part_);
+    const Wave& wave = waves_[stage / works.size()];
     KnownLengths lengths;
     for (int64_t begin, end; pieces.next(begin, end);) {
       for (int64_t i = begin; i < end; ++i) {
-        switch (stage % kStages) {
-          case 0:
+        switch (works[stage % works.size()]) {
+          case Work::kSums:
             run_blocks<kSums>(wave.first_blocks + i, lengths);
             break;
-          case 1:
-            reduce(matrix_items_[wave.first_matrices + i]);
+          case Work::kMatrices:
+            run_matrices(matrix_items_[wave.first_matrices + i]);
             break;
-          case 2:
+          case Work::kNorms:
             run_blocks<kNorms>(wave.first_blocks + i, lengths);
             break;
-          default:
+          case Work::kNormSums:
+            add_norms(matrix_items_[wave.first_matrices + i]);
+            break;
+          case Work::kApply:
             run_blocks<kApply>(wave.first_blocks + i, lengths);
         }
       }
@@ -147,7 +152,26 @@ class Step {
     cut.norms = scratch_.reserve<double>(2 * cut.tiles(tensor));
   }
 
-  static constexpr size_t kStages = 4;  // sums, their reduction, norms, application
+  // The stages that a wave goes through.
+  enum class Work : uint8_t { kSums, kMatrices, kNorms, kNormSums, kApply };
+  static std::span<const Work> works_of(FactoredPart part) {
+    static constexpr Work kWhole[] = {Work::kSums, Work::kMatrices, Work::kNorms, Work::kApply},
+                          kOfSums[] = {Work::kSums, Work::kMatrices}, kOfRows[] = {Work::kMatrices},
+                          kOfNorms[] = {Work::kMatrices, Work::kNorms, Work::kNormSums},
+                          kOfApply[] = {Work::kMatrices, Work::kApply};
+    switch (part) {
+      case FactoredPart::kSums:
+        return kOfSums;
+      case FactoredPart::kRows:
+        return kOfRows;
+      case FactoredPart::kNorms:
+        return kOfNorms;
+      case FactoredPart::kApply:
+        return kOfApply;
+      default:
+        return kWhole;
+    }
+  }
 
   struct Wave {
     size_t first_blocks, first_matrices;
@@ -176,10 +200,12 @@ class Step {
       elements += all;
     }
     for (const Wave& wave : waves_) {
-      stages_.push_back({wave.cost_of_blocks, !stages_.empty()});  // memory of the wave before is reused
-      stages_.push_back({wave.cost_of_matrices, true});
-      stages_.push_back({wave.cost_of_blocks, true, true});
-      stages_.push_back({wave.cost_of_blocks, true});
+      for (const Work work : works_of(part_)) {
+        const bool is_of_matrices = work == Work::kMatrices || work == Work::kNormSums;
+        // The first one waits too: memory of the wave before is reused.
+        stages_.push_back({is_of_matrices ? wave.cost_of_matrices : wave.cost_of_blocks, !stages_.empty(),
+                           work == Work::kNorms});
+      }
     }
   }
 
@@ -243,46 +269,89 @@ class Step {
     }
   }
 
-  FactoredLengths lengths(const FactoredTensor& tensor, const Cut& cut) const {
+  // The squares of the norms of weight and update, over all tiles.
+  double norm2(const FactoredTensor& tensor, const Cut& cut, int which) const {
     const double* const norms = scratch_.at<double>(cut.norms);
-    const auto sum = [&](int which) {
-      return sum_in_groups(cut.tiles(tensor), [&](int64_t tile) { return norms[2 * tile + which]; });
-    };
-    return lengths_of(options_, sum(0), sum(1),
+    return sum_in_groups(cut.tiles(tensor), [&](int64_t tile) { return norms[2 * tile + which]; });
+  }
+
+  FactoredLengths lengths(const FactoredTensor& tensor, const Cut& cut) const {
+    if (part_ == FactoredPart::kApply) {
+      const FactoredShare& share = tensor.share;
+      return lengths_of(options_, share.norms2[0], share.norms2[1], static_cast<double>(share.elements));
+    }
+    return lengths_of(options_, norm2(tensor, cut, 0), norm2(tensor, cut, 1),
                       static_cast<double>(tensor.count * tensor.rows * tensor.columns));
   }
 
-  void reduce(const Item& item) const {
-    if (tensors_[item.tensor].format == FactoredFormat::kDouble) {
-      reduce_matrices<double>(item);
-    } else {
-      reduce_matrices<float>(item);
+  void add_norms(const Item& item) const {
+    if (item.begin != 0) return;  // once for a tensor
+    const FactoredTensor& tensor = tensors_[item.tensor];
+    for (int which = 0; which < 2; ++which) {
+      tensor.share.norms2[which] = norm2(tensor, cuts_[item.tensor], which);
     }
   }
 
-  // Takes the second moments of matrices forward, and computes the factors of the update.
-  template <class T>
-  void reduce_matrices(const Item& item) const {
+  void run_matrices(const Item& item) const {
     const FactoredTensor& tensor = tensors_[item.tensor];
-    const Cut& cut = cuts_[item.tensor];
-    const int64_t rows = tensor.rows, columns = tensor.columns;
     for (int64_t m = item.begin; m < item.end; ++m) {
-      if (tensor.row_moments != nullptr) {
-        T* const moments = static_cast<T*>(tensor.row_moments) + m * rows;
-        const double* const sums = scratch_.at<double>(cut.row_sums) + m * cut.column_tiles * rows;
-        average(moments, sums, cut.column_tiles, rows, columns);
-        const double sum = sum_in_groups(parts(rows, kMeanRows), [&](int64_t part) {
-          return sum_in_tree(moments + part * kMeanRows,
-                             std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
-        });
-        const T mean = static_cast<T>(mean_of_rows(options_, sum, rows));
-        find_factors(moments, mean, rows, scratch_.at<T>(cut.row_factors) + m * rows);
+      if (tensor.format == FactoredFormat::kDouble) {
+        run_matrix<double>(tensor, cuts_[item.tensor], m);
+      } else {
+        run_matrix<float>(tensor, cuts_[item.tensor], m);
       }
-      T* const moments = static_cast<T*>(tensor.column_moments) + m * columns;
-      const T* const sums = scratch_.at<T>(cut.column_sums) + m * cut.row_tiles * columns;
-      average(moments, sums, cut.row_tiles, columns, rows);
-      find_factors(moments, T{1}, columns, scratch_.at<T>(cut.column_factors) + m * columns);
     }
+  }
+
+  // Takes the second moments of a matrix forward, and computes the factors of the update: as much of it as
+  // belongs to this part of the step.
+  template <class T>
+  void run_matrix(const FactoredTensor& tensor, const Cut& cut, int64_t m) const {
+    const int64_t rows = tensor.rows, columns = tensor.columns;
+    const FactoredShare& share = tensor.share;
+    const double* const row_sums = scratch_.at<double>(cut.row_sums) + m * cut.column_tiles * rows;
+    const T* const column_sums = scratch_.at<T>(cut.column_sums) + m * cut.row_tiles * columns;
+    const bool has_rows = tensor.row_moments != nullptr;
+    T* const of_rows = has_rows ? static_cast<T*>(tensor.row_moments) + m * rows : nullptr;
+    T* const of_columns = static_cast<T*>(tensor.column_moments) + m * columns;
+    double sum = 0;
+    switch (part_) {
+      case FactoredPart::kSums:
+        if (has_rows) for_totals(row_sums, cut.column_tiles, rows, WriteTo{share.row_sums + m * rows});
+        for_totals(column_sums, cut.row_tiles, columns, WriteTo{share.column_sums + m * columns});
+        return;
+      case FactoredPart::kRows:
+        if (!has_rows) return;
+        average(of_rows, share.row_sums + m * rows, 1, rows, share.columns);
+        share.mean_sums[m] = sum_of_moments(of_rows, rows);
+        return;
+      case FactoredPart::kNorms:
+        average(of_columns, share.column_sums + m * columns, 1, columns, share.rows);
+        if (has_rows) sum = share.mean_sums[m];
+        break;
+      case FactoredPart::kApply:
+        if (has_rows) sum = share.mean_sums[m];
+        break;
+      default:
+        if (has_rows) {
+          average(of_rows, row_sums, cut.column_tiles, rows, columns);
+          sum = sum_of_moments(of_rows, rows);
+        }
+        average(of_columns, column_sums, cut.row_tiles, columns, rows);
+    }
+    if (has_rows) {
+      const auto mean =
+          static_cast<T>(mean_of_rows(options_, sum, part_ == FactoredPart::kWhole ? rows : share.rows));
+      find_factors(of_rows, mean, rows, scratch_.at<T>(cut.row_factors) + m * rows);
+    }
+    find_factors(of_columns, T{1}, columns, scratch_.at<T>(cut.column_factors) + m * columns);
+  }
+
+  template <class T>
+  static double sum_of_moments(const T* moments, int64_t rows) {
+    return sum_in_groups(parts(rows, kMeanRows), [&](int64_t part) {
+      return sum_in_tree(moments + part * kMeanRows, std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
+    });
   }
 
   template <class T>
@@ -295,11 +364,24 @@ class Step {
     return sums[0];
   }
 
+  struct WriteTo {
+    double* totals;
+    void operator()(int64_t i, double total) const { totals[i] = total; }
+  };
+
   // Takes the mean of `terms` squares into each moment. Their sums are in `tiles` arrays, one behind the
   // other.
   template <class T, class Sum>
   void average(T* __restrict moments, const Sum* __restrict sums, int64_t tiles, int64_t count,
                int64_t terms) const {
+    for_totals(sums, tiles, count, [&](int64_t i, double total) {
+      moments[i] = next_moment(options_, moments[i], total, terms);
+    });
+  }
+
+  // Calls take(i, the sum over the tiles of sums[tile][i]) for each i in [0, count).
+  template <class Sum, class Take>
+  static void for_totals(const Sum* __restrict sums, int64_t tiles, int64_t count, const Take& take) {
     constexpr int64_t kPart = 512;
     double total[kPart], group[kPart];
     for (int64_t begin = 0; begin < count; begin += kPart) {
@@ -313,9 +395,7 @@ class Step {
         }
         for (int64_t i = 0; i < size; ++i) total[i] += group[i];
       }
-      for (int64_t i = 0; i < size; ++i) {
-        moments[begin + i] = next_moment(options_, moments[begin + i], total[i], terms);
-      }
+      for (int64_t i = 0; i < size; ++i) take(begin + i, total[i]);
     }
   }
 
@@ -326,6 +406,7 @@ class Step {
 
   std::span<const FactoredTensor> tensors_;
   FactoredOptions options_;
+  FactoredPart part_;
   int threads_;
   std::vector<Cut> cuts_;
   std::vector<Wave> waves_;
@@ -336,8 +417,9 @@ class Step {
 
 }  // namespace
 
-void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads) {
-  Step step(tensors, options, threads);
+void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part,
+                   int threads) {
+  Step step(tensors, options, part, threads);
   step.run();
 }
 

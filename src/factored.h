@@ -15,6 +15,16 @@ struct Matrices {
   int64_t row, column;
 };
 
+// What a process that has a part of a tensor writes for the others, and then reads as the sums over all of
+// them; and the sizes of the whole tensor.
+struct FactoredShare {
+  double* row_sums;     // [count][rows], of squares along rows
+  double* column_sums;  // [count][columns], of squares along columns
+  double* mean_sums;    // [count], of the moments of rows
+  double* norms2;       // [2]: the squares of the norms of weight and update
+  int64_t rows, columns, elements;
+};
+
 struct FactoredTensor {
   Matrices weight, grad, moment;  // moment.data may be null
   Dims outer;                     // the sizes of the dimensions in front of the last two
@@ -23,6 +33,7 @@ struct FactoredTensor {
   // The second moments, [count][rows] and [count][columns], contiguous. Without those of rows there is one
   // row, and those of columns are those of its elements.
   void *row_moments, *column_moments;
+  FactoredShare share;  // not looked at by a step of whole tensors
 };
 
 // Bytes of an element of the type of the maths, and of a weight and a gradient in memory.
@@ -44,8 +55,10 @@ struct FactoredCut {
       : row_tiles(parts(tensor.rows, kTileRows)), column_tiles(parts(tensor.columns, kTileColumns)) {}
 };
 
-// Steps tensors on the CPU, on up to `threads` threads. The bits depend neither on their number nor on the
-// layouts. Throws std::bad_alloc before anything has changed.
-void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, int threads);
+// Takes a part of a step of tensors on the CPU, on up to `threads` threads. The bits depend neither on their
+// number nor on the layouts; those of the parts one after another are those of a whole step. Throws
+// std::bad_alloc before anything has changed.
+void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part,
+                   int threads);
 
 }  // namespace fusedstep

@@ -238,20 +238,24 @@ class TwoPhaseStep final : public PreparedStep {
     auto work = [&](int64_t begin, int64_t end) {
       for (int64_t c = begin; c < end; ++c) phases_.accumulate(c);
     };
-    run_session(threads_, plan_.cost(), work);
+    run_session(threads_, plan_.cost(), work, {}, &plan_.memory().step_balance);
     for (uint32_t i = 0; i < plan_.tensors(); ++i) {
       for (const int which : {0, 1}) norms2[2 * i + which] = phases_.norm2_of(i, which);
     }
   }
 
   void run_apply(const double* norms2) override {
-    auto work = [&](int64_t first, int64_t last) {
-      for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
-        const uint32_t tensor = plan_.chunks()[begin].tensor;
-        phases_.apply(begin, end, phases_.ratio_of(norms2[2 * tensor], norms2[2 * tensor + 1]));
-      });
+    auto work = [&](size_t, Pieces& pieces) {
+      for (int64_t first, last; pieces.next(first, last);) {
+        for_neighbours(plan_, first, last, [&](int64_t begin, int64_t end) {
+          const uint32_t tensor = plan_.chunks()[begin].tensor;
+          phases_.apply(begin, end, phases_.ratio_of(norms2[2 * tensor], norms2[2 * tensor + 1]));
+        });
+      }
     };
-    run_session(threads_, plan_.cost(), work);
+    // Each thread finds the last that it wrote in the first phase in its cache.
+    const Stage stage{plan_.cost(), /*waits=*/false, /*backwards=*/true};
+    run_stages(threads_, {&stage, 1}, work, {}, &plan_.memory().step_balance);
   }
 
   void operator()(size_t stage, Pieces& pieces) {

@@ -1,14 +1,20 @@
 """Works of two processes with shards of weights whose second moments are factored: Adafactor."""
 
+import itertools
+import math
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from codes_of_shards import WAYS, Training, assert_same_state, like, spread
+from codes_of_shards import WAYS, Training, assert_all_have, assert_same_state, like, spread
 from fusedstep import optim
 from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._factored import Part
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 from two_processes import folder_of_both
 
@@ -30,6 +36,7 @@ CUTS = {
     "copies": ((2,), lambda dims: [Replicate()]),
     "HSDP, one copy": ((1, 2), lambda dims: [Replicate(), Shard(0)]),
     "HSDP, two copies": ((2, 1), lambda dims: [Replicate(), Shard(0)]),
+    "one process": ((2, 1), lambda dims: [Replicate(), Shard(dims - 1)]),
     "rows and columns": (
         (2, 1),
         lambda dims: [Shard(0), Shard(dims - 1) if dims > 1 else Replicate()],
@@ -45,6 +52,10 @@ KEPT = (
     (torch.bfloat16, {"master_weights": "split"}),
     (torch.bfloat16, {"rounding": "kahan"}),
 )
+
+
+#: Where each process has all, cut or not: the sums are those of whole weights.
+WHOLE = ("copies", "HSDP, two copies", "one process")
 
 
 class Cut:
@@ -81,31 +92,72 @@ def assert_close(found, whole, units, what):
 
 
 def parts_are_stepped_as_the_whole(here):
-    for name in CUTS:
+    for name, fused in itertools.product(CUTS, (True, False)):
         cut = Cut(here, name)
-        for place, (dtype, kept) in enumerate(KEPT):
-            for options in OPTIONS if place < 2 else OPTIONS[1:3]:
+        for place, (dtype, kept) in enumerate(KEPT if fused else KEPT[::2]):
+            for options in OPTIONS if fused and place < 2 else OPTIONS[1:3]:
                 params, shards = subjects(here, cut, dtype)
-                ours = optim.Adafactor(params, lr=0.05, **options, **kept)
-                theirs = optim.Adafactor(shards, lr=0.05, **options, **kept)
+                ours = optim.Adafactor(params, lr=0.05, fused=True, **options, **kept)
+                theirs = optim.Adafactor(shards, lr=0.05, fused=fused, **options, **kept)
                 for step in range(3):
                     set_gradients(here, params, shards, cut, step)
                     versions = [shard._version for shard in shards]
                     ours.step()
                     theirs.step()
                     assert all(v < s._version for v, s in zip(versions, shards, strict=True))
-                what = f"{name}, {dtype}, {options}, {kept}"
+                what = f"{name}, {fused}, {dtype}, {options}, {kept}"
                 for param, shard in zip(params, shards, strict=True):
                     assert_close(shard, param, 1 if dtype is torch.bfloat16 else 32, what)
+                    if fused and name in WHOLE:
+                        assert_same_bits(local(shard.detach()), param.detach(), what)
                     state = theirs.state[shard]
                     assert state.keys() == ours.state[param].keys()
                     for key, value in ours.state[param].items():
                         if key == "step":
                             assert_same_bits(state[key], value, what)
+                        elif fused and name in WHOLE:
+                            assert_same_bits(local(state[key]), value, f"{what}, {key}")
                         elif value.dtype.is_floating_point:
                             # The rest of a 16-bit weight jumps where the weight is rounded.
                             units = 2**17 if key == "compensation" else 32
                             assert_close(state[key], value, units, f"{what}, {key}")
+
+
+def native_kernels_step_parts(here):
+    """Other operations take parts without elements, and what native kernels are not to step."""
+    for name in ("rows", "columns", "rows and columns"):
+        for fused in (None, True, False):
+            cut = Cut(here, name)
+            params, shards = subjects(here, cut)
+            set_gradients(here, params, shards, cut, 0)
+            optimizer = optim.Adafactor(shards, fused=fused, variant="transformers")
+            with mock.patch("fusedstep.optim.adafactor.Part", wraps=Part) as by_torch:
+                optimizer.step()
+            empty = sum(local(shard).numel() == 0 for shard in shards)
+            assert by_torch.call_count == (len(shards) if fused is False else empty), name
+
+
+def parts_are_rounded_at_random(here):
+    """To one of both neighbours of the value, which is their mean; copies have the same."""
+    shape, ulp = (200, 100), 2.0**-7  # of the weights, which stay within 1 and 2
+    grad = torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = torch.nn.Parameter(torch.full(shape, 1.5, device=here.device))
+    exact.grad = grad.to(here.device).float()
+    optim.Adafactor([exact], lr=1e-3, eps=(1e-30, 1e-3)).step()
+    exact = exact.detach()
+    for name, fused in itertools.product(("rows", "columns", "HSDP, two copies"), (True, False)):
+        cut = Cut(here, name)
+        weight = torch.full(shape, 1.5, device=here.device, dtype=torch.bfloat16)
+        shard = torch.nn.Parameter(cut(weight))
+        shard.grad = cut(grad.to(here.device))
+        options = {"lr": 1e-3, "eps": (1e-30, 1e-3), "rounding": "stochastic", "fused": fused}
+        optim.Adafactor([shard], **options).step()
+        assert_all_have([shard.detach().full_tensor()], name)
+        error = shard.detach().full_tensor().float() - exact
+        assert error.abs().max() < ulp, name
+        assert error.abs().max() > ulp / 2, name  # else it would be to nearest
+        # An error's variance is at most that of a coin between two neighbours.
+        assert error.mean().abs() < 5 * ulp / 2 / math.sqrt(exact.numel()), name
 
 
 def states_lie_beside_their_elements(here):
@@ -132,16 +184,19 @@ def a_phase_takes_one_collective(here):
         params, shards = subjects(here, cut)
         optimizer = optim.Adafactor([{"params": shards[:1]}, {"params": shards[1:], "lr": 0.1}])
         set_gradients(here, params, shards, cut, 0)
-        with CommDebugMode() as counted:
+        with CommDebugMode() as counted:  # under which torch operations step
             optimizer.step()
         assert counted.get_total_counts() == collectives, name
+        with mock.patch("torch.distributed.all_reduce", wraps=dist.all_reduce) as all_reduce:
+            optimizer.step()
+        assert all_reduce.call_count == collectives, name
 
 
 def nothing_has_changed_where_one_process_lacks_a_gradient(here):
     cut = Cut(here, "rows")
-    for lost in (0, 4):
+    for lost, fused in itertools.product((0, 4), (True, False)):
         params, shards = subjects(here, cut)
-        optimizer = optim.Adafactor(shards)
+        optimizer = optim.Adafactor(shards, fused=fused)
         for step in range(2):
             set_gradients(here, params, shards, cut, step)
             if step == 0:
@@ -221,6 +276,8 @@ def states_are_saved_and_resharded(here):
 
 WORKS = (
     parts_are_stepped_as_the_whole,
+    native_kernels_step_parts,
+    parts_are_rounded_at_random,
     states_lie_beside_their_elements,
     a_phase_takes_one_collective,
     nothing_has_changed_where_one_process_lacks_a_gradient,

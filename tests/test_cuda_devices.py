@@ -1,5 +1,7 @@
 """Several CUDA devices: in one optimizer, and one for each of two processes."""
 
+import functools
+
 import pytest
 import torch
 
@@ -173,9 +175,9 @@ WORKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures():
-    return {module: two_processes.failures_by_name("nccl", WORKS[module]) for module in WORKS}
+@functools.cache
+def failures_of(module):
+    return two_processes.failures_by_name("nccl", WORKS[module])
 
 
 @pytest.mark.parametrize(
@@ -186,6 +188,6 @@ def failures():
         for work in WORKS[module]
     ],
 )
-def test_two_processes(failures, module, name):
-    if name in failures[module]:
-        pytest.fail(failures[module][name], pytrace=False)
+def test_two_processes(module, name):
+    if name in failures_of(module):
+        pytest.fail(failures_of(module)[name], pytrace=False)

@@ -146,6 +146,43 @@ def test_accumulation():
     assert_same(found, accumulated(twin, optim.AdamW(twin.parameters(), lr=1e-2), 2))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [True, False])
+def test_gradients_that_stay_are_scaled_and_clipped_by_others(overlap, device):
+    """A GradScaler finds them: it unscales them, and leaves a step out whose gradients are not
+    finite."""
+
+    def run(offloaded):
+        model = Net(device=device)
+        optimizer = optim.AdamW(two_groups(model), lr=1e-2)
+        if offloaded:
+            kept = {"accumulation_steps": None, "overlap": overlap}
+            optimizer = fusedstep.offload(optimizer, **SMALL, **kept)
+        scaler = torch.amp.GradScaler(device, init_scale=2.0**10, growth_interval=2)
+        norms, scales = [], []
+        for index, batch in enumerate(batches(4)):
+            for _ in range(2):  # passes that are added up
+                gradients(model, batch * scaler.scale(torch.ones((), device=device)).cpu())
+            assert all(p.grad is not None for p in model.parameters() if p is not model.unused)
+            if index == 2:
+                model.layers[0].weight.grad[0, 0] = math.inf
+            scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).cpu())
+            before = [p.detach().clone() for p in model.parameters()]
+            scaler.step(optimizer)
+            scaler.update()
+            is_same = all(map(torch.equal, before, model.parameters()))
+            assert is_same == (index == 2)
+            scales.append(scaler.get_scale())
+            optimizer.zero_grad()
+        return [p.detach().cpu() for p in model.parameters()], norms, scales
+
+    (found, norms, scales), (expected, *others) = run(offloaded=True), run(offloaded=False)
+    assert scales == [2.0**10, 2.0**11, 2.0**10, 2.0**10]
+    assert [norms, scales] == others
+    assert_same(found, expected)
+
+
 def test_schedulers_and_closures():
     model, twin = Net(), Net()
     optimizer = fusedstep.offload(optim.AdamW(model.parameters(), lr=1e-2), **SMALL)

@@ -118,8 +118,7 @@ class Shards:
         mesh = init_device_mesh(here.device.type, (PROCESSES,))
         for layer in (*self.model, self.model):
             fully_shard(layer, mesh=mesh, **policies)
-        fused = None if cls is optim.Adafactor else True
-        self.optimizer = cls(self.model.parameters(), fused=fused, **ON_SHARDS[cls])
+        self.optimizer = cls(self.model.parameters(), fused=True, **ON_SHARDS[cls])
         self.here, self.parts = here, parts
 
     def step(self, step):

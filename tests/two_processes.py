@@ -382,6 +382,42 @@ def weights_of_all_kinds_are_stepped_together(here):
             torch.testing.assert_close(found, whole.detach(), rtol=bound, atol=bound)
 
 
+def steps_with_norms_are_those_of_the_whole(here):
+    """LAMB and Adafactor, over several meshes; the order of their ranks changes no bit."""
+    from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
+
+    kinds = [
+        (ranks, placements) for ranks in ([0, 1], [1, 0]) for placements in ([Shard(0)], [Shard(1)])
+    ]
+    kinds += [([[0, 1]], [Replicate(), Shard(0)]), ([[0], [1]], [Shard(1), Replicate()])]
+    builds = [functools.partial(optim.Lamb, variant=variant) for variant in lamb.VARIANTS]
+    for build in (*builds, optim.Adafactor):
+        (weight,) = make_weights([(40, 50)], torch.float32)
+        whole = torch.nn.Parameter(weight.to(here.device))
+        shards = [
+            torch.nn.Parameter(
+                distribute_tensor(
+                    whole.detach().clone(), DeviceMesh(here.device.type, ranks), placements
+                )
+            )
+            for ranks, placements in kinds
+        ]
+        optimizers = [build([each], lr=0.01, weight_decay=0.1) for each in (whole, *shards)]
+        for step in range(3):
+            (grad,) = make_gradients([(40, 50)], torch.float32, step)
+            whole.grad = grad.to(here.device)
+            for shard in shards:
+                shard.grad = distribute_tensor(whole.grad, shard.device_mesh, shard.placements)
+            for optimizer in optimizers:
+                optimizer.step()
+        found = [shard.detach().full_tensor() for shard in shards]
+        for each, kind in zip(found, kinds, strict=True):
+            what = functools.partial("{}, {}: {}".format, build, kind)
+            torch.testing.assert_close(each, whole.detach(), rtol=2e-6, atol=1e-7, msg=what)
+        for forth, back in zip(found[:2], found[2:4], strict=True):
+            assert_same_bits(forth, back, f"{build}")
+
+
 def an_optimizers_own_max_norm_is_that_of_all_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
@@ -530,6 +566,7 @@ WORKS = (
     unfused_steps_take_shards,
     max_norm_counts_what_all_processes_have_once,
     weights_of_all_kinds_are_stepped_together,
+    steps_with_norms_are_those_of_the_whole,
     an_optimizers_own_max_norm_is_that_of_all_shards,
     what_cannot_be_right_is_refused_by_name,
     gradients_in_the_buckets_of_ddp,

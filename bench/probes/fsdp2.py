@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Time optimizer steps of FSDP2 on two GPUs, with CPU offload or without: GPT-2 124 M.
 
-    fsdp2.py [--on-gpu] [--threads N] [--output FILE.json]
+    fsdp2.py [--on-gpu] [--threads N] [--only NAME ...] [--output FILE.json]
 
 Steps of this package and of torch are taken in turns, on the same gradients: bare, and with the
 gradients' norm clipped. torch clips by a call of its own, whose norm gloo sums. The first steps of
@@ -17,6 +17,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,10 @@ PROCESSES, ROUNDS, MAX_NORM, WIDTH = 2, 25, 1.0, 768
 #: torch's fused Adagrad takes no DTensors.
 PEERS = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}
 
-NAMES = ("AdamW", "Adam", "Adagrad", "Adan", "Lamb")
+NAMES = ("AdamW", "Adam", "Adagrad", "Adan", "Lamb", "Adafactor")
+
+#: Timed with ``fused=False`` as well.
+BY_TORCH = ("Adafactor",)
 
 
 class Block(nn.Module):
@@ -113,6 +117,9 @@ def measure(mesh: Any, policy: OffloadPolicy, name: str, theirs: Any, rows: dict
         torch_clips(their_model, their_optimizer)
         for weight, other in zip(model.parameters(), their_model.parameters(), strict=True):
             torch.testing.assert_close(weight.to_local(), other.to_local(), rtol=1e-5, atol=1e-6)
+    if name in BY_TORCH:
+        _, by_torch = subject(getattr(optim, name), mesh, policy, fused=False)
+        ways["fusedstep, fused=False"] = by_torch.step
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(ROUNDS):
         for way, step in ways.items():
@@ -120,7 +127,9 @@ def measure(mesh: Any, policy: OffloadPolicy, name: str, theirs: Any, rows: dict
     rows[name] = {way: float(f"{statistics.median(each):.4g}") for way, each in times.items()}
 
 
-def process(rank: int, folder: str, threads: int, on_gpu: bool, output: Path | None) -> None:
+def process(
+    rank: int, folder: str, threads: int, on_gpu: bool, output: Path | None, names: Sequence[str]
+) -> None:
     torch.set_num_threads(threads)
     torch.cuda.set_device(rank)
     os.environ["NCCL_NVLS_ENABLE"] = "0"
@@ -134,7 +143,7 @@ def process(rank: int, folder: str, threads: int, on_gpu: bool, output: Path | N
     mesh = init_device_mesh("cuda", (PROCESSES,))
     rows: dict[str, Any] = {}
     policy = OffloadPolicy() if on_gpu else CPUOffloadPolicy()
-    for name in NAMES:
+    for name in names:
         measure(mesh, policy, name, PEERS.get(name), rows)
     if rank == 0:
         results = {
@@ -154,12 +163,13 @@ def process(rank: int, folder: str, threads: int, on_gpu: bool, output: Path | N
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=NAMES, metavar="NAME")
     parser.add_argument("--threads", type=int, default=12, help="of each process (default: 12)")
     parser.add_argument("--on-gpu", action="store_true", help="without offload")
     parser.add_argument("--output", type=Path, metavar="FILE.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        given = arguments.threads, arguments.on_gpu, arguments.output
+        given = arguments.threads, arguments.on_gpu, arguments.output, arguments.only
         mp.spawn(process, (folder, *given), nprocs=PROCESSES)
 
 

@@ -89,6 +89,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     dtype, options = OURS[asked.weights]
+    if asked.threads:
+        torch.set_num_threads(asked.threads)
     with torch.device("cuda"):
         model = SmallGPT(**SIZES[asked.size], vocabulary=VOCABULARY, length=LENGTH).to(dtype)
     for block in model.blocks:
@@ -104,14 +106,17 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             bucket_cap_mb=asked.bucket,
         )
     tokens = torch.randint(VOCABULARY, (asked.batch, LENGTH + 1), device="cuda")
-    times = []
+    times, passes = [], []
+    begun, passed = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(asked.iterations + 2):
         torch.cuda.synchronize()
         start = time.perf_counter()
+        begun.record()
         with torch.autocast("cuda", torch.bfloat16):
             scores = model(tokens[:, :-1])
             loss = F.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
         loss.backward()
+        passed.record()
         if optimizer is None:
             for p in weights:
                 p.grad = None
@@ -119,11 +124,14 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             optimizer.step()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
+        passes.append(begun.elapsed_time(passed))
     seconds = statistics.median(times[2:])
     return {
         "kind": asked.kind,
         "weights": asked.weights,
+        "threads": torch.get_num_threads(),
         "ms": 1e3 * seconds,
+        "ms_of_passes": statistics.median(passes[2:]),
         "tokens_per_second": asked.batch * LENGTH / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "parameters": sum(p.numel() for p in weights),
@@ -137,6 +145,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--bucket", type=float, default=64.0, help="MiB")
     parser.add_argument("--iterations", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=0, help="of a step; torch's number if 0")
     parser.add_argument("--kind", choices=ALL, help="this one alone, in this process")
     parser.add_argument("--weights", choices=OURS, default="float32")
     parser.add_argument("--json", type=Path)
@@ -156,6 +165,7 @@ def main() -> None:
         command = [sys.executable, __file__, "--kind", kind, "--weights", weights]
         command += ["--size", asked.size, "--batch", str(asked.batch)]
         command += ["--iterations", str(asked.iterations), "--bucket", str(asked.bucket)]
+        command += ["--threads", str(asked.threads)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             print(f"{kind}, {weights}: {done.stderr[-800:]}", flush=True)
@@ -163,7 +173,8 @@ def main() -> None:
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         row = rows[-1]
         print(
-            f"{kind:6} {weights:22} {row['ms']:9.1f} ms {row['tokens_per_second']:9,.0f} tokens/s "
+            f"{kind:6} {weights:22} {row['ms']:9.1f} ms, {row['ms_of_passes']:9.1f} of them until "
+            f"the passes are done, {row['tokens_per_second']:9,.0f} tokens/s "
             f"{row['peak_bytes'] / 2**30:6.2f} GiB",
             flush=True,
         )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def offload(
     device: torch.device | str = "cpu",
     *,
     bucket_cap_mb: float = 25.0,
-    accumulation_steps: int = 1,
+    accumulation_steps: int | None = 1,
     overlap: bool = True,
     max_previous_norm: float | None = None,
 ) -> OffloadedOptimizer:
@@ -53,7 +54,9 @@ def offload(
         bucket_cap_mb: the size of the gradients of a bucket, in MiB; a larger weight is a bucket
             of its own (default: 25)
         accumulation_steps: backward passes whose gradients are added up, where the weights are,
-            before they are copied. Call ``step()`` after the last of them (default: 1)
+            before they are copied. Call ``step()`` after the last of them. None: any number;
+            gradients stay until ``step()``, which copies and steps bucket by bucket. A GradScaler
+            and ``clip_grad_norm_`` need that (default: 1)
         overlap: step during the backward pass. False copies gradients then, and steps in
             ``step()``, which takes ``max_norm`` then. Groups with ``max_grad_norm`` need False
             (default: True)
@@ -75,7 +78,9 @@ def offload(
         >>> model(input).sum().backward()
         >>> optimizer.step()
     """
-    check_arguments(optimizer, bucket_cap_mb, accumulation_steps)
+    check_arguments(
+        optimizer, bucket_cap_mb, 1 if accumulation_steps is None else accumulation_steps
+    )
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', not {str(device)!r}")
     norm = PreviousNorm(max_previous_norm)
@@ -175,7 +180,7 @@ class OffloadedOptimizer(Optimizer):
         self,
         optimizer: FusedOptimizer,
         bucket_cap_mb: float,
-        accumulation_steps: int,
+        accumulation_steps: int | None,
         overlap: bool,
         norm: PreviousNorm,
     ) -> None:
@@ -200,7 +205,8 @@ class OffloadedOptimizer(Optimizer):
         if saved is not None:
             self.load_state_dict(saved)
         buckets = list(buckets_of(self.param_groups, bucket_cap_mb * 2**20))
-        self._arrivals = Arrivals(buckets, accumulation_steps, self._take)
+        passes = math.inf if accumulation_steps is None else accumulation_steps
+        self._arrivals = Arrivals(buckets, passes, self._take)
 
     def remove(self) -> None:
         """Ends it: another optimizer may step the weights. Waits for steps that are under way."""
@@ -263,7 +269,7 @@ class OffloadedOptimizer(Optimizer):
     def _take(self, bucket: Bucket) -> None:
         """Copies gradients of a bucket, and has it stepped if steps overlap."""
         copies = [self._on_cpu[weight] for weight in bucket.weights]
-        with torch.no_grad():
+        with torch.no_grad(), self._copies.bringing():
             for copy in copies:
                 copy.take_gradient()
         arrived = self._copies.arrived()
@@ -279,6 +285,10 @@ class OffloadedOptimizer(Optimizer):
         arrived()
         with torch.no_grad():
             self._norm.add(self._inner._update_bucket(bucket, self._norm.factor))
+            self._put_back(stepped)
+
+    def _put_back(self, stepped: list[_Copy]) -> None:
+        with self._copies.putting():
             for copy in stepped:
                 copy.put_weight()
 
@@ -306,8 +316,8 @@ class OffloadedOptimizer(Optimizer):
         """
         if max_norm is not None and self._overlap:
             raise RuntimeError(
-                "step(max_norm=…) comes after the steps in the backward pass: give offload() "
-                "overlap=False, or max_previous_norm"
+                "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
+                "offload() overlap=False, or max_previous_norm"
             )
         loss = None
         if closure is not None:
@@ -328,8 +338,7 @@ class OffloadedOptimizer(Optimizer):
         stepped = [copy for copy in self._on_cpu.values() if copy.weight.grad is not None]
         norm = self._inner.step(max_norm=max_norm, zero_grad="none")
         with torch.no_grad():
-            for copy in stepped:
-                copy.put_weight()
+            self._put_back(stepped)
         self._copies.join()
         return norm
 
@@ -353,7 +362,7 @@ class _Copy:
             self._version = self._source._version
 
     def take_gradient(self) -> None:
-        """Begins to copy the gradient, and frees it."""
+        """Begins to copy the gradient, and frees it, inside of bringing()."""
         grad, self._source.grad = self._source.grad, None
         if grad is None:
             self.weight.grad = None
@@ -366,8 +375,8 @@ class _Copy:
             self.weight.grad = grad.cpu()
 
     def put_weight(self) -> None:
-        """Begins to copy the weight back."""
-        self._copies.put(self.weight, self._source)
+        """Begins to copy the weight back, inside of putting()."""
+        self._source.copy_(self.weight, non_blocking=True)
         self._version = self._source._version
 
 
@@ -383,15 +392,24 @@ class _Copies:
     def of(self, weight: Tensor) -> _Copy:
         return _Copy(weight, self)
 
-    def bring(self, source: Tensor, target: Tensor) -> None:
-        """Copies what the current stream has computed."""
+    @contextmanager
+    def bringing(self) -> Iterator[None]:
+        """What bring() copies here is what the current stream has computed so far."""
         if not self._has_streams:
-            target.copy_(source)
+            yield
             return
         self._out.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._out):
-            target.copy_(source, non_blocking=True)
+            yield
+
+    def bring(self, source: Tensor, target: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+        if self._has_streams:
             source.record_stream(self._out)
+
+    def putting(self) -> AbstractContextManager[Any]:
+        """Copies to the device are made in a stream of their own here."""
+        return torch.cuda.stream(self._back) if self._has_streams else nullcontext()
 
     def arrived(self) -> Callable[[], None]:
         """Returns a function that waits for all that has been brought so far.
@@ -400,16 +418,9 @@ class _Copies:
         """
         if not self._has_streams:
             return lambda: None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # it leaves its core to who feeds the device
         event.record(self._out)
         return event.synchronize
-
-    def put(self, source: Tensor, target: Tensor) -> None:
-        if not self._has_streams:
-            target.copy_(source)
-            return
-        with torch.cuda.stream(self._back):
-            target.copy_(source, non_blocking=True)
 
     def join(self) -> None:
         """Has what follows on the current stream wait for what has been put back."""

@@ -70,6 +70,17 @@ FUSEDSTEP_FN FactoredLengths lengths_of(const FactoredOptions& options, double w
           excess <= 1 ? length : length / excess};  // NaN goes on
 }
 
+// Which part of a step is taken. Where processes have parts of a tensor, each takes all but the first, one
+// after another; sums over all processes lie in between (see FactoredShare).
+enum class FactoredPart : uint8_t {
+  kWhole,
+  kSums,   // writes sums of squares
+  kRows,   // takes the moments of rows forward, and writes their sums
+  kNorms,  // takes the moments of columns forward, and writes the squares of norms
+  kApply,  // moves the weight
+  kCount
+};
+
 // A block of the CPU's kernels: some tiles side by side.
 constexpr int64_t kBlockTiles = 4, kBlockColumns = kBlockTiles * kTileColumns;
 

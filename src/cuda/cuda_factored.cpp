@@ -71,8 +71,9 @@ void send_tables(int device, std::byte* to, const std::vector<std::byte>& from, 
 
 class CudaFactoredStep final : public DeviceFactoredStep {
  public:
-  CudaFactoredStep(int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options)
-      : device_(device), tensors_(tensors), options_(options) {
+  CudaFactoredStep(int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options,
+                   FactoredPart part)
+      : device_(device), tensors_(tensors), options_(options), part_(part) {
     const DeviceGuard guard(device_);
     stream_ = current_stream(device_);
     if (is_capturing(stream_)) {
@@ -90,6 +91,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
     FactoredLaunch launch{};
     launch.tasks = reinterpret_cast<const FactoredTask*>(scratch + tasks_at_);
     launch.options = options_;
+    launch.part = part_;
     launch.queue.stream = stream_;
     const auto over = [&](size_t units_at, size_t first, size_t last, auto pass) {
       if (first == last) return;
@@ -104,13 +106,18 @@ class CudaFactoredStep final : public DeviceFactoredStep {
              factored_passes(static_cast<FactoredFormat>(f)).*phase);
       }
     };
-    over_tiles(&FactoredPasses::sums);
+    const auto is_in = [&](auto... parts) {
+      return part_ == FactoredPart::kWhole || ((part_ == parts) || ...);
+    };
+    if (is_in(FactoredPart::kSums)) over_tiles(&FactoredPasses::sums);
     over(moments_at_, 0, moments_.size(), launch_moments);
-    over(matrices_at_, 0, matrices_.size(), launch_means);
-    over_tiles(&FactoredPasses::norms);
-    launch.unit_count = static_cast<int64_t>(tensors_.size());
-    launch_lengths(launch);
-    over_tiles(&FactoredPasses::apply);
+    if (part_ != FactoredPart::kSums) over(matrices_at_, 0, matrices_.size(), launch_means);
+    if (is_in(FactoredPart::kNorms)) over_tiles(&FactoredPasses::norms);
+    if (is_in(FactoredPart::kNorms, FactoredPart::kApply)) {
+      launch.unit_count = static_cast<int64_t>(tensors_.size());
+      launch_lengths(launch);
+    }
+    if (is_in(FactoredPart::kApply)) over_tiles(&FactoredPasses::apply);
     check(cudaGetLastError(), "launching a step, or in a kernel before it");
   }
 
@@ -118,8 +125,8 @@ class CudaFactoredStep final : public DeviceFactoredStep {
   static constexpr auto kFormats = static_cast<size_t>(FactoredFormat::kCount);
 
   void list_units() {
-    const auto add = [](std::vector<FactoredUnit>& units, size_t tensor, int64_t count) {
-      for (int64_t i = 0; i < count; ++i) {
+    const auto add = [](std::vector<FactoredUnit>& units, size_t tensor, int64_t count, int64_t first = 0) {
+      for (int64_t i = first; i < first + count; ++i) {
         units.push_back({static_cast<uint32_t>(tensor), static_cast<uint32_t>(i)});
       }
     };
@@ -136,8 +143,13 @@ class CudaFactoredStep final : public DeviceFactoredStep {
       const FactoredTensor& tensor = tensors_[t];
       const FactoredCut cut(tensor);
       const bool has_rows = tensor.row_moments != nullptr;
-      const int64_t of_rows = has_rows ? moment_units(tensor.rows, cut.column_tiles) : 0;
-      add(moments_, t, tensor.count * (of_rows + moment_units(tensor.columns, cut.row_tiles)));
+      const bool is_given = part_ == FactoredPart::kRows || part_ == FactoredPart::kNorms;
+      const int64_t of_rows =
+          has_rows ? tensor.count * moment_units(tensor.rows, is_given ? 1 : cut.column_tiles) : 0;
+      const int64_t of_columns = tensor.count * moment_units(tensor.columns, is_given ? 1 : cut.row_tiles);
+      if (part_ != FactoredPart::kNorms && part_ != FactoredPart::kApply) add(moments_, t, of_rows);
+      if (part_ != FactoredPart::kRows && part_ != FactoredPart::kApply)
+        add(moments_, t, of_columns, of_rows);
       if (has_rows) add(matrices_, t, tensor.count);
     }
   }
@@ -212,6 +224,15 @@ class CudaFactoredStep final : public DeviceFactoredStep {
       task.columns = tensor.columns;
       task.row_tiles = cut.row_tiles;
       task.column_tiles = cut.column_tiles;
+      const FactoredShare& share = tensor.share;
+      task.whole = {share.rows, share.columns, share.elements};
+      if (part_ == FactoredPart::kWhole) {
+        task.whole = {tensor.rows, tensor.columns, tensor.count * tensor.rows * tensor.columns};
+      }
+      task.share_of_rows = share.row_sums;
+      task.share_of_columns = share.column_sums;
+      task.share_of_means = share.mean_sums;
+      task.share_of_norms = share.norms2;
       task.row_moments = tensor.row_moments;
       task.column_moments = tensor.column_moments;
       task.row_sums = reinterpret_cast<double*>(scratch + at.row_sums);
@@ -238,6 +259,7 @@ class CudaFactoredStep final : public DeviceFactoredStep {
   int device_;
   std::span<const FactoredTensor> tensors_;
   FactoredOptions options_;
+  FactoredPart part_;
   cudaStream_t stream_ = nullptr;
   bool early_ = can_start_early(device_);  // a kernel may start before the one ahead has ended
   std::vector<FactoredUnit> tiles_, moments_, matrices_;
@@ -249,8 +271,9 @@ class CudaFactoredStep final : public DeviceFactoredStep {
 
 [[maybe_unused]] const bool registered = [] {
   register_cuda_factored([](int device, std::span<const FactoredTensor> tensors,
-                            const FactoredOptions& options) -> std::unique_ptr<DeviceFactoredStep> {
-    return std::make_unique<CudaFactoredStep>(device, tensors, options);
+                            const FactoredOptions& options,
+                            FactoredPart part) -> std::unique_ptr<DeviceFactoredStep> {
+    return std::make_unique<CudaFactoredStep>(device, tensors, options, part);
   });
   return true;
 }();

@@ -1,4 +1,5 @@
-// factored_step: a step of weights whose second moments are kept as those of rows and columns.
+// factored_step: a step of weights whose second moments are kept as those of rows and columns. factored_part:
+// a part of it, where processes have parts of the weights.
 #include <algorithm>
 #include <array>
 #include <string>
@@ -159,27 +160,85 @@ void check_factored(const Tensors& weights, const Tensors& grads) {
   check_apart(views(weights, "weight"), views(grads, "gradient"));
 }
 
+// The operands of a step. They refer to the views.
+struct Operands {
+  std::vector<TensorView> weight, grad;
+  std::vector<FactoredTensor> tensors;
+  int device = kHost;
+
+  Operands(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
+           const Tensors& moments)
+      : weight(views(weights, "weight")), grad(views(grads, "gradient")) {
+    const size_t count = weights.size();
+    check(grads.size() == count && rows.size() == count && columns.size() == count &&
+              (moments.empty() || moments.size() == count),
+          "lists must have an entry for each weight");
+    check_apart(weight, grad);
+    if (count > 0) device = weight[0].device;
+    for (size_t i = 0; i < count; ++i) {
+      tensors.push_back(checked_tensor(i, weight[i], grad[i], rows[i], columns[i],
+                                       moments.empty() ? nullptr : &moments[i], device));
+    }
+  }
+
+  void take(const FactoredOptions& options, FactoredPart part) const {
+    if (tensors.empty()) return;
+    if (device == kHost) return factored_step(tensors, options, part, num_threads());
+    const std::unique_ptr<DeviceFactoredStep> step = new_factored_step(device, tensors, options, part);
+    // torch gives the memory to no other stream before this one is done with it.
+    const Tensor scratch = new_bytes(step->scratch_bytes(), device);
+    step->run(static_cast<std::byte*>(scratch.data_ptr()));
+  }
+};
+
 void step_factored(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
                    const Tensors& moments, const std::vector<double>& values) {
-  const size_t count = weights.size();
-  check(grads.size() == count && rows.size() == count && columns.size() == count &&
-            (moments.empty() || moments.size() == count),
-        "lists must have an entry for each weight");
   const FactoredOptions options = options_of(values);
-  if (weights.empty()) return;
-  const std::vector<TensorView> weight = views(weights, "weight"), grad = views(grads, "gradient");
-  check_apart(weight, grad);
-  const int device = weight[0].device;
-  std::vector<FactoredTensor> tensors;
-  for (size_t i = 0; i < count; ++i) {
-    tensors.push_back(checked_tensor(i, weight[i], grad[i], rows[i], columns[i],
-                                     moments.empty() ? nullptr : &moments[i], device));
+  Operands(weights, grads, rows, columns, moments).take(options, FactoredPart::kWhole);
+}
+
+// Contiguous numbers of float64 beside a weight.
+double* checked_share(size_t i, const Tensor& share, int64_t count, int device, const char* what) {
+  const TensorView numbers = view(share, what);
+  if (!share.is_contiguous() || numbers.dtype != DType::kDouble || numbers.device != device ||
+      elements_of(numbers.sizes) != count) {
+    refuse(i, std::string(what) + " must be " + std::to_string(count) +
+                  " contiguous numbers of float64 on the weight's device");
   }
-  if (device == kHost) return factored_step(tensors, options, num_threads());
-  const std::unique_ptr<DeviceFactoredStep> step = new_factored_step(device, tensors, options);
-  // torch gives the memory to no other stream before this one is done with it.
-  const Tensor scratch = new_bytes(step->scratch_bytes(), device);
-  step->run(static_cast<std::byte*>(scratch.data_ptr()));
+  return static_cast<double*>(numbers.data);
+}
+
+// `column_sums` have the sums of the moments of rows behind those of columns, `sizes` the rows, columns and
+// elements of each whole weight.
+void take_part(const Tensors& weights, const Tensors& grads, const Tensors& rows, const Tensors& columns,
+               const Tensors& moments, const Tensors& row_sums, const Tensors& column_sums,
+               const Tensor& norms2, const std::vector<int64_t>& sizes, const std::vector<double>& values,
+               int64_t part) {
+  const FactoredOptions options = options_of(values);
+  Operands operands(weights, grads, rows, columns, moments);
+  const size_t count = weights.size();
+  check(row_sums.size() == count && column_sums.size() == count && sizes.size() == 3 * count,
+        "lists must have an entry for each weight");
+  check(part > 0 && part < static_cast<int64_t>(FactoredPart::kCount), "a step has no such part");
+  double* const norms = count == 0 ? nullptr
+                                   : checked_share(0, norms2, static_cast<int64_t>(2 * count),
+                                                   operands.device, "squares of norms");
+  for (size_t i = 0; i < count; ++i) {
+    FactoredTensor& tensor = operands.tensors[i];
+    FactoredShare& share = tensor.share;
+    const int64_t in_rows = tensor.row_moments == nullptr ? 0 : tensor.count * tensor.rows,
+                  in_columns = tensor.count * tensor.columns,
+                  means = tensor.row_moments == nullptr ? 0 : tensor.count;
+    share.row_sums = checked_share(i, row_sums[i], in_rows, operands.device, "sums along rows");
+    share.column_sums =
+        checked_share(i, column_sums[i], in_columns + means, operands.device, "sums along columns");
+    share.mean_sums = share.column_sums + in_columns;
+    share.norms2 = norms + 2 * i;
+    share.rows = sizes[3 * i];
+    share.columns = sizes[3 * i + 1];
+    share.elements = sizes[3 * i + 2];
+  }
+  operands.take(options, static_cast<FactoredPart>(part));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
@@ -188,14 +247,21 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
       "factored_step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] rows, Tensor(c!)[] columns, "
       "Tensor(d!)[] moments, float[] options) -> ()");
+  m.def(
+      "factored_part(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] rows, Tensor(c!)[] columns, "
+      "Tensor(d!)[] moments, Tensor(e!)[] row_sums, Tensor(f!)[] column_sums, Tensor(g!) norms2, int[] "
+      "sizes, "
+      "float[] options, int part) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
   m.impl("factored_check", TORCH_BOX(&check_factored));
   m.impl("factored_step", TORCH_BOX(&step_factored));
+  m.impl("factored_part", TORCH_BOX(&take_part));
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("factored_check", TORCH_BOX(&check_factored));
   m.impl("factored_step", TORCH_BOX(&step_factored));
+  m.impl("factored_part", TORCH_BOX(&take_part));
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("factored_options", TORCH_BOX(&factored_options));

@@ -80,11 +80,11 @@ class _Waiting:
 class Arrivals:
     """Calls a function with each bucket when all its gradients have been in so many passes.
 
-    It sets them to None, or they are added to.
+    It sets them to None, or they are added to. Of infinitely many passes complete_all() is the end.
     """
 
     def __init__(
-        self, buckets: list[Bucket], count: int, complete: Callable[[Bucket], None]
+        self, buckets: list[Bucket], count: float, complete: Callable[[Bucket], None]
     ) -> None:
         self._count, self._complete = count, complete
         # Weights on several devices have their gradients on several threads.

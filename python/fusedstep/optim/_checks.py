@@ -11,6 +11,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
 from fusedstep.optim._codes import BLOCKS
+from fusedstep.optim._dtensor import local
 from fusedstep.optim._options import OWN
 from fusedstep.optim._weights import check_ways
 
@@ -307,7 +308,7 @@ def memory_of(
     tell: there is none, or a gradient begins where a weight does.
     """
     values = [each for state in states for name, each in state.items() if name != "step"]
-    operands = [*weights, *grads, *values]
+    operands = list(map(local, (*weights, *grads, *values)))
     try:
         places = [each.data_ptr() for each in operands]
         forms = [(each.is_neg(), each.shape, each.dtype) for each in operands]

@@ -1,25 +1,151 @@
-"""A step of weights with factored second moments of which processes have parts.
+"""A step of weights with factored second moments: by the native operation, and by phases.
 
-The phases of it are sums of squares, moments and factors, norms, and the step itself. Sums over the
-processes lie in between: along rows, along columns with those of the moments of rows, and of norms.
-Each is one collective for all weights that are cut alike, and none where no weight is cut so.
-Nothing has changed before the last phase.
+Where processes have parts of weights, the phases are sums of squares, moments and factors, norms,
+and the step itself. Sums over the processes lie in between: along rows, along columns with those of
+the moments of rows, and of norms. Each is one collective for all weights that are cut alike, and
+none where no weight is cut so. Nothing has changed before the last phase.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import local, spread_of_sums_along
-from fusedstep.optim._spread import SpreadWeights, norm2, place_of
+from fusedstep.optim._spread import SpreadWeights, norm2
+
+#: The parts of a step by the native operation's numbers for them: FactoredPart in C++.
+_SUMS, _ROWS, _NORMS, _APPLY = 1, 2, 3, 4
+
+
+class Call:
+    """Weights of a group that one native operation steps, and all that it takes but gradients."""
+
+    def __init__(
+        self,
+        places: list[int],
+        eps: float,
+        weights: list[Tensor],
+        values: list[Tensor],
+        rows: list[Tensor],
+        columns: list[Tensor],
+        moments: list[Tensor],
+        counts: list[Tensor],
+    ) -> None:
+        self.places, self.eps, self.counts = places, eps, counts
+        self.weights, self.values = weights, values
+        self.operands = [list(map(local, each)) for each in (values, rows, columns, moments)]
+        self.forms = self.forms_now()
+
+    def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
+        values, *states = self.operands
+        torch.ops.fusedstep.factored_step(values, grads, *states, _options_of(numbers))
+
+    def forms_now(self) -> list[Any]:
+        """Form of each tensor, which the operation checks."""
+        tensors = itertools.chain(*self.operands)
+        return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
+
+
+def _options_of(numbers: dict[str, Any]) -> list[float]:
+    return [float(numbers[name]) for name in _names_of_numbers()]
+
+
+@functools.cache
+def _names_of_numbers() -> list[str]:
+    return torch.ops.fusedstep.factored_options()
+
+
+def _rows_columns_elements(shape: torch.Size) -> tuple[int, int, int]:
+    rows, columns = shape[-2:] if len(shape) > 1 else (1, shape.numel())
+    return rows, columns, shape.numel()
+
+
+class NativeParts:
+    """A process's parts of weights of one place, which native kernels step phase by phase.
+
+    What kernels make of the moments is put into the states at the end.
+    """
+
+    def __init__(
+        self,
+        call: Call,
+        grads: list[Tensor],
+        numbers: dict[str, Any],
+        put: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """``put`` calls a function that moves the weights' values, and puts these where they are.
+
+        ``numbers``: of the step, by the names of the native operator. The moments are of one dtype.
+        """
+        self.weights, self._grads, self._put = call.weights, grads, put
+        self._values, rows, columns, self._averages = call.operands
+        self._options = _options_of(numbers)
+        self._states = [state.view(-1) for state in (*rows, *columns)]
+        made = torch.cat(self._states).split([state.numel() for state in self._states])
+        self._moments = made[: len(rows)], made[len(rows) :]
+        shapes = [value.shape for value in self._values]
+        matrices = [shape[:-2].numel() if len(shape) > 1 else 0 for shape in shapes]
+        behind = [state.numel() + count for state, count in zip(columns, matrices, strict=True)]
+        self._row_sums = self._room([state.numel() for state in rows])
+        self._column_sums = self._room(behind)
+        self._norms2 = self._values[0].new_empty(len(shapes), 2, dtype=torch.float64)
+        wholes = (weight.shape for weight in self.weights)
+        self._sizes = list(itertools.chain(*map(_rows_columns_elements, wholes)))
+
+    def _room(self, sizes: list[int]) -> list[Tensor]:
+        room = self._values[0].new_empty(sum(sizes), dtype=torch.float64)
+        return list(room.split(sizes))
+
+    def _take(self, part: int) -> None:
+        torch.ops.fusedstep.factored_part(
+            self._values,
+            self._grads,
+            *self._moments,
+            self._averages,
+            self._row_sums,
+            self._column_sums,
+            self._norms2,
+            self._sizes,
+            self._options,
+            part,
+        )
+
+    def _by_id(self, sums: list[Tensor]) -> dict[int, Tensor]:
+        return {id(weight): each for weight, each in zip(self.weights, sums, strict=True)}
+
+    def sum_squares(self) -> dict[int, Tensor]:
+        self._take(_SUMS)
+        return self._by_id(self._row_sums)
+
+    def take_rows(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
+        self._row_sums = [sums[id(weight)] for weight in self.weights]
+        self._take(_ROWS)
+        return self._by_id(self._column_sums)
+
+    def take_columns(self, sums: dict[int, Tensor]) -> None:
+        self._column_sums = [sums[id(weight)] for weight in self.weights]
+
+    def norms2(self) -> Tensor:
+        self._take(_NORMS)
+        return self._norms2
+
+    def take_norms2(self, norms2: Tensor) -> None:
+        self._norms2 = norms2
+        self._put(self._apply)
+
+    def _apply(self) -> None:
+        self._take(_APPLY)
+        torch._foreach_copy_(self._states, list(itertools.chain(*self._moments)))
 
 
 class Part:
-    """A process's part of a weight, of its gradient and of its state, and the numbers of a step."""
+    """The same of one weight, in operations of torch."""
 
     def __init__(
         self,
@@ -37,7 +163,8 @@ class Part:
         ``average``: the first moment, if there is one. ``numbers``: by the names of the native
         operator.
         """
-        self.weight, self.wide, self.put, self.numbers = weight, wide, put, numbers
+        self.weights, self._id = [weight], id(weight)
+        self.wide, self.put, self.numbers = wide, put, numbers
         self.moments, self.average = [local(each) for each in moments], average
         self.dtype = self.moments[0].dtype
         self._grad = local(grad)
@@ -49,25 +176,28 @@ class Part:
         grad = self._grad.to(self.dtype)
         return -grad if self.numbers["grad_factor"] < 0 else grad
 
-    def sum_squares(self) -> None:
+    def sum_squares(self) -> dict[int, Tensor]:
+        """Returns the sums of squares along rows, by the id() of the weight."""
         squares = self.gradient().square()
         if self._is_matrix:
             self.row_sums = squares.sum(-1, dtype=torch.float64)
             self.column_sums = squares.sum(-2, dtype=torch.float64)
-        else:
-            self.column_sums = squares.double()
+            return {self._id: self.row_sums.flatten()}
+        self.column_sums = squares.double()
+        return {}
 
-    def take_rows(self, sums: Tensor) -> Tensor:
+    def take_rows(self, sums: dict[int, Tensor]) -> dict[int, Tensor]:
         """Takes sums over whole rows; returns those of whole columns' parts, and of new moments."""
         if not self._is_matrix:
-            return self.column_sums
-        rows = self._next(self.moments[0], sums.view(self.row_sums.shape), self._sizes[-1])
-        self.rows = rows
-        of_moments = rows.sum(-1, dtype=torch.float64)
-        return torch.cat([self.column_sums.flatten(), of_moments.flatten()])
+            return {self._id: self.column_sums}
+        of_rows = sums[self._id].view(self.row_sums.shape)
+        self.rows = self._next(self.moments[0], of_rows, self._sizes[-1])
+        of_moments = self.rows.sum(-1, dtype=torch.float64)
+        return {self._id: torch.cat([self.column_sums.flatten(), of_moments.flatten()])}
 
-    def take_columns(self, sums: Tensor) -> None:
+    def take_columns(self, found: dict[int, Tensor]) -> None:
         """Takes sums over whole columns and over the moments of all rows: factors follow."""
+        sums = found[self._id]
         shape, terms = self.column_sums.shape, self._sizes[-2] if self._is_matrix else 1
         columns, of_moments = sums.flatten().split([shape.numel(), sums.numel() - shape.numel()])
         self.columns = self._next(self.moments[-1], columns.view(shape), terms)
@@ -88,12 +218,13 @@ class Part:
             factors = self._row_factors.unsqueeze(-1) * factors.unsqueeze(-2)
         return self.gradient() * factors.clamp(max=self.numbers["most"])
 
-    def norms2(self) -> list[Tensor]:
-        return [norm2(local(self.wide())), norm2(self.update())]
+    def norms2(self) -> Tensor:
+        """The squares of the norms of weight and update, one row of them."""
+        return torch.stack([norm2(local(self.wide())), norm2(self.update())]).view(1, 2)
 
     def take_norms2(self, norms2: Tensor) -> None:
-        """Takes the step, by the squares of the norms of weight and update."""
-        numbers = self.numbers
+        """Takes the step, by the same of whole weights."""
+        (norms2,), numbers = norms2, self.numbers
         length = torch.full_like(norms2[0], numbers["step"])
         weight_rms, update_rms = (norms2 / max(self._sizes.numel(), 1)).sqrt()
         if numbers["scaled"]:
@@ -112,28 +243,27 @@ class Part:
         self.put(wide)
 
 
-def step_parts(parts: list[Part], spread: SpreadWeights) -> None:
+def step_parts(parts: Sequence[Part | NativeParts], spread: SpreadWeights) -> None:
     """Steps parts of weights; each process calls it, with parts or without."""
-    by_id = {id(part.weight): part for part in parts}
+    sums: dict[int, Tensor] = {}
     for part in parts:
-        part.sum_squares()
-    matrices = {key: part for key, part in by_id.items() if part.weight.dim() > 1}
-    sums = spread.lists(_rows, {key: part.row_sums.flatten() for key, part in matrices.items()})
-    sums = {key: part.take_rows(sums.get(key)) for key, part in by_id.items()}
+        sums |= part.sum_squares()
+    sums, of_rows = {}, spread.lists(_rows, sums)
+    for part in parts:
+        sums |= part.take_rows(of_rows)
     sums = spread.lists(_columns, sums)
-    for key, part in by_id.items():
-        part.take_columns(sums[key])
-    alike: dict[Any, list[Part]] = {}
     for part in parts:
-        alike.setdefault(place_of(part.weight), []).append(part)
+        part.take_columns(sums)
+    alike: dict[Any, list[Part | NativeParts]] = {}
+    for part in parts:
+        alike.setdefault(spread.place(part.weights[0]), []).append(part)
     for place in dict.fromkeys((*spread.places(native=False), *alike)):
         members = alike.get(place, [])
-        norms2 = torch.empty(0, 2, dtype=torch.float64, device=place[0])
-        if members:
-            norms2 = torch.stack([n for part in members for n in part.norms2()]).view(-1, 2)
-        (norms2,) = spread.sums(place, [([part.weight for part in members], norms2)])
-        for part, pair in zip(members, norms2.unbind(), strict=True):
-            part.take_norms2(pair)
+        numbers = [(part.weights, part.norms2()) for part in members]
+        nothing = torch.empty(0, 2, dtype=torch.float64, device=place[0])
+        found = spread.sums(place, numbers or [([], nothing)])
+        for part, norms2 in zip(members, found, strict=bool(members)):
+            part.take_norms2(norms2)
 
 
 def _rows(weight: Tensor) -> tuple[Any, int] | None:

@@ -31,19 +31,21 @@ class SpreadWeights:
     ``native``: whether they step it.
     """
 
-    __slots__ = ("_asked", "_groups", "_lists", "_members", "_params", "_places", "rows")
+    __slots__ = ("_asked", "_groups", "_lists", "_members", "_of", "_params", "_places", "rows")
 
     def __init__(self, groups: list[dict[str, Any]], asked: list[bool], native: list[bool]) -> None:
         self._groups, self._asked = groups, asked
         self._params = [list(group["params"]) for group in groups]
         self.rows: dict[Place, dict[int, int]] = {}
         """Places, and the numbers of their weights there, by id()."""
+        self._of: dict[int, Place] = {}
         self._places: dict[bool, dict[Place, None]] = {True: {}, False: {}}
         self._lists: dict[Any, dict[Place, dict[int, int]]] = {}
         self._members: dict[Place, list[Tensor]] = {}  # in the order of their rows
         for params, is_native in zip(self._params, native, strict=True):
             for weight in params:
                 if place := place_of(weight):
+                    self._of[id(weight)] = place
                     rows = self.rows.setdefault(place, {})
                     if id(weight) not in rows:
                         rows[id(weight)] = len(rows)
@@ -60,6 +62,10 @@ class SpreadWeights:
                 for group, params in zip(groups, self._params, strict=True)
             )
         )
+
+    def place(self, weight: Tensor) -> Place | None:
+        """As place_of() says of one of these weights, without asking anew."""
+        return self._of.get(id(weight))
 
     def places(self, native: bool) -> Iterable[Place]:
         """The places of weights that native kernels step, or of the others."""

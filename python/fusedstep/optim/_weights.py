@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
-from fusedstep.optim._dtensor import local, shard_number, spread_like
+from fusedstep.optim._dtensor import is_dtensor, local, shard_number, spread_like
 from fusedstep.optim._options import own_option
 
 #: The state that a weight's float32 copy is.
@@ -119,6 +120,8 @@ def put_value(
         weight.copy_(value)
         state[MASTER].copy_(value)
         return
+    if is_dtensor(weight):
+        increment_version([weight])  # no operation of its own writes it
     weight, value = local(weight), local(value)
     beside = local(state[BESIDE[way]]) if way in BESIDE else None
     if way == "split":

@@ -3,8 +3,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -39,13 +38,13 @@ from fusedstep.optim._dtensor import (
     placements_without,
     spread_of,
 )
-from fusedstep.optim._factored import Part, step_parts
+from fusedstep.optim._factored import Call, NativeParts, Part, step_parts
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._moments import without_rms
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
-from fusedstep.optim._spread import place_of
+from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
@@ -99,9 +98,9 @@ class Adafactor(FusedOptimizer):
     ``row_var`` and ``col_var``, or ``variance`` of less than two dimensions, have the weight's
     dtype, float32 beside 16 bits; with transformers' variant they are ``exp_avg_sq_row``,
     ``exp_avg_sq_col`` and ``exp_avg_sq``, and ``exp_avg`` if there is a beta1. ``step`` is a
-    0-dimensional float32 tensor. Processes that have shards of a DTensor weight step them in torch
-    operations, with the sums over the whole weight: all of them have to call ``step``. The states
-    are DTensors then.
+    0-dimensional float32 tensor. Processes that have shards of a DTensor weight step them natively
+    too, with the sums over the whole weight: all of them have to call ``step``. The states are
+    DTensors then.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -350,19 +349,41 @@ class Adafactor(FusedOptimizer):
             self._noting = None
             parts, wholes = [], []
             for group, weights, grads in groups:
+                of_parts: tuple[list[Tensor], list[Tensor]] = [], []
                 whole: tuple[list[Tensor], list[Tensor]] = [], []
                 for weight, grad in zip(weights, grads, strict=True):
-                    if place_of(weight) is None:
-                        whole[0].append(weight)
-                        whole[1].append(grad)
-                    else:
-                        parts.append(self._part(group, weight, grad))
-                        if self._wants_native(group):
-                            _warn_of_parts()
+                    weights_there, grads_there = of_parts if spread.place(weight) else whole
+                    weights_there.append(weight)
+                    grads_there.append(grad)
+                parts += self._parts(spread, group, *of_parts)
                 wholes.append((group, *whole))
             step_parts(parts, spread)
             groups = [each for each in wholes if each[1]]
         super()._imperative_groups(groups)
+
+    def _parts(
+        self,
+        spread: SpreadWeights,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> list[Part | NativeParts]:
+        together, alone = self._together(group, weights, grads)
+        parts: list[Part | NativeParts] = [
+            self._part(group, weights[place], grads[place]) for place in alone
+        ]
+        for (step, eps, _), places in together.items():
+            alike: dict[Any, list[int]] = {}
+            for place in places:
+                weight = weights[place]
+                key = spread.place(weight), weight.dtype is torch.float64
+                alike.setdefault(key, []).append(place)
+            for some in alike.values():
+                call = self._call(group, weights, some, eps)
+                found = [local(grads[place]) for place in some]
+                put = functools.partial(self._put_call, group, call)
+                parts.append(NativeParts(call, found, numbers_at(group, step, eps), put))
+        return parts
 
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
         state = self._state[weight]
@@ -378,51 +399,65 @@ class Adafactor(FusedOptimizer):
         widened = functools.partial(self._widened, group, weight, state)
         return Part(weight, widened, put, grad, moments, average, numbers)
 
-    def _composite_steps(
+    def _together(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    ) -> tuple[dict[tuple[float, float, torch.device], list[int]], list[int]]:
+        """The places of weights that native operations step, by operation, and of the others."""
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
         fuses = self._wants_native(group) and not is_seen
         fuses_all = fuses and _why_not_fused(weights, grads) is None
         together: dict[tuple[float, float, torch.device], list[int]] = {}
+        alone = []
         for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             fuses_one = fuses_all or (fuses and _why_not_fused([weight], [grad]) is None)
-            if fuses_one and weight.numel() > 0:
+            if fuses_one and local(weight).numel() > 0:
                 step = self._state[weight]["step"].item() + 1
                 together.setdefault((step, first_eps(group, weight), weight.device), []).append(
                     place
                 )
             else:
-                self._imperative_step(group, weight, grad)
-                self._noting = None
+                alone.append(place)
+        return together, alone
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        together, alone = self._together(group, weights, grads)
+        for place in alone:
+            self._imperative_step(group, weights[place], grads[place])
+            self._noting = None
         noted = _Noted(weights, _choices(group), [])
         for (step, eps, _), places in together.items():
             call = self._call(group, weights, places, eps)
             if call.weights is not call.values:
                 self._noting = None
-            found = [local(grads[place]) for place in places]
-            written = []
-            if call.weights is not call.values:  # else all is one operation
-                states = [self._state[weight].values() for weight in call.weights]
-                written = [*call.weights, *itertools.chain(*states)]
-            with undone_on_error(written):
-                call(found, numbers_at(group, step, eps))
-                self._account_for(call.weights, call.counts)
-                for weight, value in zip(call.weights, call.values, strict=True):
-                    self._write_back(group, weight, value, self._state[weight])
-            self._stepped += call.weights
+            found, numbers = [local(grads[place]) for place in places], numbers_at(group, step, eps)
+            self._put_call(group, call, functools.partial(call, found, numbers))
             noted.calls.append(call)
         if self._noting is not None:
             self._noting.append(noted)
 
+    def _put_call(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
+        """Takes the step of a call, and puts the new values of its weights where they are kept."""
+        written = []
+        if call.weights is not call.values:  # else all is one operation
+            states = [self._state[weight].values() for weight in call.weights]
+            written = [*call.weights, *itertools.chain(*states)]
+        with undone_on_error(written):
+            take()
+            self._account_for(call.weights, call.counts)
+            for weight, value in zip(call.weights, call.values, strict=True):
+                self._write_back(group, weight, value, self._state[weight])
+        self._stepped += call.weights
+
     def _call(
         self, group: dict[str, Any], among: list[Tensor], places: list[int], eps: float
-    ) -> _Call:
+    ) -> Call:
         weights = [among[place] for place in places]
         states = [self._state[weight] for weight in weights]
         values = weights
         ways = [way_of(group, weight) for weight in weights]
-        if any(ways) or any(map(is_dtensor, weights)):
+        if any(ways):
             values = [
                 weight if way is None else self._widened(group, weight, state)
                 for weight, state, way in zip(weights, states, ways, strict=True)
@@ -431,13 +466,13 @@ class Adafactor(FusedOptimizer):
         for weight, state in zip(weights, states, strict=True):
             names = list(self._state_shapes(group, weight))
             # The moments of a vector's elements are those of the columns of one row.
-            rows.append(state[names[0]] if weight.dim() > 1 else weight.new_empty(0))
             columns.append(state[names[1 if weight.dim() > 1 else 0]])
+            rows.append(state[names[0]] if weight.dim() > 1 else local(columns[-1]).new_empty(0))
         moments = (
             [] if option_of(group, "beta1") is None else [state["exp_avg"] for state in states]
         )
         counts = [state["step"] for state in states]
-        return _Call(places, eps, weights, values, rows, columns, moments, counts)
+        return Call(places, eps, weights, values, rows, columns, moments, counts)
 
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
@@ -460,42 +495,12 @@ class Adafactor(FusedOptimizer):
         return weight - update
 
 
-class _Call:
-    """Weights of a group that one native operation steps, and all that it takes but gradients."""
-
-    def __init__(
-        self,
-        places: list[int],
-        eps: float,
-        weights: list[Tensor],
-        values: list[Tensor],
-        rows: list[Tensor],
-        columns: list[Tensor],
-        moments: list[Tensor],
-        counts: list[Tensor],
-    ) -> None:
-        self.places, self.eps, self.counts = places, eps, counts
-        self.weights, self.values = weights, values
-        self.operands = [list(map(local, each)) for each in (values, rows, columns, moments)]
-        self.forms = self.forms_now()
-
-    def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
-        options = [float(numbers[name]) for name in _names_of_numbers()]
-        values, *states = self.operands
-        torch.ops.fusedstep.factored_step(values, grads, *states, options)
-
-    def forms_now(self) -> list[Any]:
-        """Form of each tensor, which the operation checks."""
-        tensors = itertools.chain(*self.operands)
-        return [(t.dtype, t.shape, t.stride(), t.device) for t in tensors]
-
-
 class _Noted(NamedTuple):
     """The native part of a step of a group: all of its weights that have a gradient."""
 
     weights: list[Tensor]
     choices: dict[str, Any]
-    calls: list[_Call]
+    calls: list[Call]
 
 
 def _choices(group: dict[str, Any]) -> dict[str, Any]:
@@ -505,36 +510,24 @@ def _choices(group: dict[str, Any]) -> dict[str, Any]:
     return {name: group.get(name) for name in (*names, *ways)}
 
 
-@functools.cache
-def _names_of_numbers() -> list[str]:
-    return torch.ops.fusedstep.factored_options()
-
-
 def _why_not_fused(weights: Iterable[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
     """Returns why the native operation cannot step these weights, or None if it can."""
-    return why_not_native(list(weights), grads, needs_whole=True)
+    return why_not_native(list(weights), grads)
 
 
 def _of_process(weights: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """This process's parts of weights and gradients; raises where these are of others."""
-    if not any(map(is_dtensor, weights)):
+    are_spread = list(map(is_dtensor, weights))
+    if not any(are_spread):
         return weights, grads
+    if all(are_spread):
+        return local_pairs(weights, grads)
     found: tuple[list[Tensor], list[Tensor]] = [], []
-    for weight, grad in zip(weights, grads, strict=True):
-        parts = local_pairs([weight], [grad]) if is_dtensor(weight) else ([weight], [grad])
+    for weight, grad, is_spread in zip(weights, grads, are_spread, strict=True):
+        parts = local_pairs([weight], [grad]) if is_spread else ([weight], [grad])
         for all_parts, part in zip(found, parts, strict=True):
             all_parts += part
     return found
-
-
-@functools.cache
-def _warn_of_parts() -> None:
-    """Says it once in a process."""
-    warnings.warn(
-        "Adafactor steps shards of DTensor weights in torch operations: its native operation takes "
-        "whole weights",
-        stacklevel=2,
-    )
 
 
 def _is_special(grad: Tensor) -> bool:

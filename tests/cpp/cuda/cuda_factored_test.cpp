@@ -112,16 +112,61 @@ class Subject {
   std::vector<std::byte> row_moments_, column_moments_;
 };
 
+// What processes exchange of a tensor whose whole has more rows, columns and elements by these powers of two.
+struct Share {
+  static constexpr int kRows = 4, kColumns = 2, kElements = 8;
+
+  explicit Share(const FactoredTensor& tensor)
+      : row_sums(tensor.count * tensor.rows),
+        column_sums(tensor.count * tensor.columns),
+        mean_sums(tensor.count),
+        numbers{row_sums.data(),
+                column_sums.data(),
+                mean_sums.data(),
+                norms2.data(),
+                kRows * tensor.rows,
+                kColumns * tensor.columns,
+                kElements * tensor.count * tensor.rows * tensor.columns} {}
+
+  std::vector<double> row_sums, column_sums, mean_sums, norms2 = std::vector<double>(2, 0.0);
+  FactoredShare numbers;
+};
+
 class CudaFactoredTest : public testing::TestWithParam<FactoredFormat> {
  protected:
-  static void step(std::vector<Subject>& subjects, const FactoredOptions& options, bool on_device) {
+  static void step(std::vector<Subject>& subjects, const FactoredOptions& options, bool on_device,
+                   FactoredPart part = FactoredPart::kWhole,
+                   const std::vector<std::unique_ptr<Share>>* shares = nullptr) {
     std::vector<FactoredTensor> tensors;
-    for (Subject& subject : subjects) tensors.push_back(subject.tensor());
-    if (!on_device) return factored_step(tensors, options, 2);
-    const auto step = new_factored_step(0, tensors, options);
+    for (Subject& subject : subjects) {
+      tensors.push_back(subject.tensor());
+      if (shares) tensors.back().share = (*shares)[tensors.size() - 1]->numbers;
+    }
+    if (!on_device) return factored_step(tensors, options, part, 2);
+    const auto step = new_factored_step(0, tensors, options, part);
     std::vector<std::byte> scratch(step->scratch_bytes() + kAlignment, std::byte{0xa5});
     const auto address = reinterpret_cast<uintptr_t>(scratch.data());
     step->run(scratch.data() + (kAlignment - address % kAlignment));
+  }
+
+  // As if the other processes had the same numbers as this one: sums grow as much as what they are divided
+  // by.
+  static void step_in_parts(std::vector<Subject>& subjects, const FactoredOptions& options, bool on_device) {
+    std::vector<std::unique_ptr<Share>> shares;
+    for (Subject& subject : subjects) shares.push_back(std::make_unique<Share>(subject.tensor()));
+    const auto add_up = [&](std::vector<double> Share::*sums, int processes) {
+      for (const auto& share : shares) {
+        for (double& sum : (*share).*sums) sum *= processes;
+      }
+    };
+    step(subjects, options, on_device, FactoredPart::kSums, &shares);
+    add_up(&Share::row_sums, Share::kColumns);
+    step(subjects, options, on_device, FactoredPart::kRows, &shares);
+    add_up(&Share::column_sums, Share::kRows);
+    add_up(&Share::mean_sums, Share::kRows);
+    step(subjects, options, on_device, FactoredPart::kNorms, &shares);
+    add_up(&Share::norms2, Share::kElements);
+    step(subjects, options, on_device, FactoredPart::kApply, &shares);
   }
 
   static constexpr size_t kAlignment = 256;
@@ -190,6 +235,31 @@ TEST_P(CudaFactoredTest, AVectorAlone) {
   EXPECT_EQ(actual[0], expected[0]);
 }
 
+TEST_P(CudaFactoredTest, PartsAreTheWholeStep) {
+  const FactoredFormat format = GetParam();
+  std::vector<Subject> expected;
+  const auto add = [&](int64_t count, int64_t rows, int64_t columns) {
+    expected.emplace_back(format, count, rows, columns, Layout::kRows, true, expected.size());
+  };
+  add(1, 1, 700);
+  add(1, 66, 258);
+  add(3, 70, 40);
+  add(1, 1100, 3);
+  add(1, 2, 4400);
+  std::vector<Subject> here = expected, there = expected;
+  for (const FactoredOptions& options : kOptions) {
+    step(expected, options, false);
+    step_in_parts(here, options, false);
+    const int before = emulator::launches;
+    step_in_parts(there, options, true);
+    EXPECT_EQ(emulator::launches - before, 11);
+    for (size_t t = 0; t < expected.size(); ++t) {
+      EXPECT_EQ(here[t], expected[t]) << "tensor " << t;
+      EXPECT_EQ(there[t], expected[t]) << "tensor " << t;
+    }
+  }
+}
+
 std::string name_of_format(const testing::TestParamInfo<FactoredFormat>& info) {
   constexpr const char* kNames[] = {
 #define FUSEDSTEP_NAME(name, weight, grad) #name,
@@ -216,10 +286,10 @@ TEST(CudaFactoredFormats, TogetherAreThoseAlone) {
   std::vector<FactoredTensor> there, here;
   for (Subject& subject : actual) there.push_back(subject.tensor());
   for (Subject& subject : expected) here.push_back(subject.tensor());
-  const auto step = new_factored_step(0, there, kOptions[0]);
+  const auto step = new_factored_step(0, there, kOptions[0], FactoredPart::kWhole);
   const auto scratch = std::make_unique<std::byte[]>(step->scratch_bytes());
   step->run(scratch.get());
-  factored_step(here, kOptions[0], 1);
+  factored_step(here, kOptions[0], FactoredPart::kWhole, 1);
   EXPECT_EQ(actual, expected);
 }
 
