@@ -61,8 +61,13 @@ class MuonSteps(MatrixBatches):
                 raise ValueError(f"{name_of(group, index, place)} {reason}")
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        index = next(i for i, group in enumerate(self._groups) if group is item.group)
-        self._check_group(index, item.group)
+        group, known = item.group, self._known.get(item.weights[0])
+        memory = self._memory.get(item.weights[0])
+        if known and len(group["params"]) == len(item.weights) and known.is_of(item.weights, memory):
+            check_muon_options(self._as_muon(group))
+        else:
+            index = next(i for i, each in enumerate(self._groups) if each is group)
+            self._check_group(index, group)
         return super()._checked_options(item, factors)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
