@@ -33,6 +33,7 @@ from fusedstep.optim._newton_schulz import (
     orthogonalize,
     takes_gram_form,
 )
+from fusedstep.optim._passes import are_taken, average_into, decay_and_add, has_pass
 from fusedstep.optim._plan import same
 from fusedstep.optim._sharded_matrices import (
     Batch,
@@ -91,11 +92,11 @@ class MatrixBatches:
         grads = list(map(local, grads))
         if group.get("maximize"):
             grads = torch._foreach_neg(grads)
-        known = self._known.get(weights[0])
-        if known is None or not known.is_of(weights, self._memory.get(weights[0])):
+        known = self._known_of(group, weights)
+        if known is None:
             self._known.pop(weights[0], None)
             known = self._arranged(group, weights)
-            if known.memory is not None and not known.cut_alike:
+            if all(check is not None for check in known.checks) and not known.cut_alike:
                 self._known[weights[0]] = known
         for batch in known.batches:
             some = [grads[i] for i in batch.places]
@@ -113,6 +114,19 @@ class MatrixBatches:
             some = [[each[i] for i in places] for each in (weights, grads)]
             self._step_cut(group, cut, *some, [form_of(group, weights[i]) for i in places])
 
+    def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
+        """What the last checks of operands and options have noted: new objects if one has changed.
+
+        None where they cannot tell that nothing has.
+        """
+        return self._memory.get(weights[0]), self._passed.get(id(group["params"]))
+
+    def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
+        """How these weights have been stepped, if nothing has changed since but floats."""
+        known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
+        is_same = known is not None and same(list(checks), list(known.checks))
+        return known if is_same and same(weights, known.weights) else None
+
     def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Known:
         """The batches of a group's weights, and those of which processes have parts of matrices."""
         alone: list[int] = []
@@ -128,7 +142,7 @@ class MatrixBatches:
             self._new_batch(group, places, [weights[i] for i in places])
             for places in self._batches(group, weights, alone)
         ]
-        return _Known(weights, self._memory.get(weights[0]), batches, cut_alike)
+        return _Known(weights, self._checks_of(group, weights), batches, cut_alike)
 
     def _new_batch(
         self, group: dict[str, Any], places: list[int], weights: list[Tensor]
@@ -199,8 +213,14 @@ class MatrixBatches:
         dtype, device = values[0].dtype, values[0].device
         counts, rows, columns = zip(*forms, strict=True)
         shape = sum(counts), max(rows), max(columns)
-        update = self._scratch.take("update", shape, dtype, device)
-        if len({form[1:] for form in forms}) > 1:
+        is_padded = len({form[1:] for form in forms}) > 1
+        averages = [each.average for each in moving]
+        is_native = not is_padded and are_taken(values, averages, grads)
+        narrow = ns_dtype_of(group, device)
+        if not (is_native and _keeps_range(narrow) and has_pass(dtype, narrow)):
+            narrow = dtype
+        update = self._scratch.take("update", shape, narrow, device)
+        if is_padded:
             update.zero_()
 
         is_plain = all(value.shape == shape[1:] for value in values)
@@ -212,17 +232,24 @@ class MatrixBatches:
             return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
 
         # On a CPU products may lack memory: nothing is written before they are there.
-        is_last = device.type == "cpu"
-        if not is_last:
-            self._advance(group, moving)
-        share = 1 - float(group["momentum"])
-        for part, each in zip(parts(update), moving, strict=True):
-            average = each.average
-            if is_last:
-                average = torch.lerp(average, each.grad, share, out=part)
-            _write_update(group, each.grad, average, part)
+        is_last = device.type == "cpu" and not is_native
+        momentum = float(group["momentum"])
+        if is_native:
+            lead = momentum if group["nesterov"] else 1.0
+            taken = [each.grad for each in moving]
+            average_into(averages, taken, parts(update), 1 - momentum, lead)
+        else:
+            if not is_last:
+                self._advance(group, moving)
+            for part, each in zip(parts(update), moving, strict=True):
+                average = each.average
+                if is_last:
+                    average = torch.lerp(average, each.grad, 1 - momentum, out=part)
+                _write_update(group, each.grad, average, part)
         x = self._orthogonal(group, update)
-        x = x if x.dtype is dtype else update.copy_(x)
+        moves_along = is_native and has_pass(dtype, x.dtype) and not group.get("normuon")
+        if not (moves_along or x.dtype is dtype):
+            x = self._scratch.take("update", shape, dtype, device).copy_(x)
         kept_moments, moments = [], None
         if group.get("normuon"):
             kept_moments = [each.state["second_momentum_buffer"] for each in moving]
@@ -237,7 +264,7 @@ class MatrixBatches:
         for each, new in zip(kept_moments, new_moments, strict=True):
             each.copy_(new.view(each.shape))
         alike = [(self._ratio(group, *shapes), indices) for shapes, indices in batch.alike.items()]
-        self._move(group, values, directions, alike, rooms)
+        self._move(group, values, directions, alike, rooms, is_native)
         take_second()
         if not batch.moving:
             self._finish(group, moving)
@@ -321,11 +348,20 @@ class MatrixBatches:
 
     def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
         """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
-        norms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
-        update.div_(to_divisors(group, norms))
-        x, ns_dtype = update, ns_dtype_of(group, update.device)
-        if ns_dtype is not update.dtype:
-            x = self._scratch.take("matrices", update.shape, ns_dtype, update.device).copy_(update)
+        device, dtype = update.device, ns_dtype_of(group, update.device)
+
+        def narrowed() -> Tensor:
+            if dtype is update.dtype:
+                return update
+            return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
+
+        # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
+        is_wide = update.is_cpu or update.dtype is torch.float64 or not _keeps_range(dtype)
+        x = update if is_wide else narrowed()
+        of = {} if is_wide else {"dtype": torch.float32}
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, **of)
+        x.div_(to_divisors(group, norms))
+        x = narrowed() if is_wide else x
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         return orthogonalize(x, steps, self._scratch)
 
@@ -346,10 +382,12 @@ class MatrixBatches:
         directions: list[Tensor],
         alike: list[tuple[float, list[int]]],
         rooms: tuple[Tensor, ...],
+        is_native: bool = False,
     ) -> None:
         """Decays and moves values of weights, or parts of them, and allocates nothing.
 
         ``alike``: factors of the learning rate, and the places of the values that have them.
+        ``is_native``: whether a native pass takes them.
         """
         lr = float(group["lr"])
         decay, (keep, zero, room, told) = lr * float(group["weight_decay"]), rooms
@@ -358,12 +396,20 @@ class MatrixBatches:
                 share, is_same = (x[: value.numel()].view(value.shape) for x in (room, told))
                 torch.ge(torch.mul(value, direction, out=share), zero, out=is_same)
                 value.addcmul_(share.copy_(is_same), value, value=-decay)
-        elif decay:
+            decay = 0.0
+        if is_native:
+            factors = [0.0] * len(values)
+            for ratio, indices in alike:
+                for index in indices:
+                    factors[index] = -lr * ratio
+            decay_and_add(values, directions, 1 - decay, factors)
+            return
+        if decay:
             torch._foreach_mul_(values, keep)
-        factors: dict[float, list[int]] = {}
+        by_ratio: dict[float, list[int]] = {}
         for ratio, indices in alike:
-            factors.setdefault(ratio, []).extend(indices)
-        for ratio, indices in factors.items():
+            by_ratio.setdefault(ratio, []).extend(indices)
+        for ratio, indices in by_ratio.items():
             pairs = ([each[i] for i in indices] for each in (values, directions))
             torch._foreach_add_(*pairs, alpha=-lr * ratio)
 
@@ -410,13 +456,9 @@ class _Known(NamedTuple):
     """How the weights of a group are stepped, for as long as their memory and options stay."""
 
     weights: list[Tensor]
-    memory: Any
-    """What the check of the operands has noted; None if it cannot tell that they are the same."""
+    checks: tuple[Any, Any]
     batches: list[_Together]
     cut_alike: dict[Any, list[int]]
-
-    def is_of(self, weights: list[Tensor], memory: Any) -> bool:
-        return memory is not None and memory is self.memory and same(weights, self.weights)
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
@@ -424,6 +466,11 @@ def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Ten
         torch.lerp(grad, average, float(group["momentum"]), out=out)
     else:
         out.copy_(average)
+
+
+def _keeps_range(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype that is narrower than float32 has its range."""
+    return dtype is torch.bfloat16
 
 
 def _most_at_once(device: torch.device) -> int:

@@ -61,9 +61,9 @@ class MuonSteps(MatrixBatches):
                 raise ValueError(f"{name_of(group, index, place)} {reason}")
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        group, known = item.group, self._known.get(item.weights[0])
-        memory = self._memory.get(item.weights[0])
-        if known and len(group["params"]) == len(item.weights) and known.is_of(item.weights, memory):
+        group = item.group
+        has_all = len(group["params"]) == len(item.weights)
+        if has_all and self._known_of(group, item.weights):  # weights have been looked at
             check_muon_options(self._as_muon(group))
         else:
             index = next(i for i, each in enumerate(self._groups) if each is group)
