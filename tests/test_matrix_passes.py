@@ -41,7 +41,7 @@ def passes(monkeypatch):
 def trained(device="cpu", dtype=torch.float32, steps=3, cls=optim.Muon, **options):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape).to(device, dtype)) for shape in SHAPES]
-    optimizer = cls(params, lr=0.02, **options)
+    optimizer = cls(params, **{"lr": 0.02} | options)
     for _ in range(steps):
         for p in params:
             p.grad = torch.randn(p.shape).to(device, dtype)
@@ -79,6 +79,20 @@ def test_a_step_by_passes_is_the_step(passes, options, monkeypatch):
         assert (a - b).norm() <= bound * (b - p).norm()
     for a, b in zip(averages, expected_averages, strict=True):
         assert a.equal(b)
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
+@pytest.mark.parametrize("options", [{"master_weights": True}, {"state_dtype": "int8"}], ids=str)
+def test_values_of_16_bit_weights_go_through_passes(passes, options, cls, monkeypatch):
+    # Moves are large beside the rounding of weights.
+    options = {"use_muon": True, "ns_dtype": torch.bfloat16, "lr": 0.5} | options
+    found, _ = trained(dtype=torch.bfloat16, cls=cls, **options)
+    assert ("average", [torch.bfloat16] * 2) in passes
+    monkeypatch.undo()
+    expected, _ = trained(dtype=torch.bfloat16, cls=cls, fused=False, **options)
+    start, _ = trained(dtype=torch.bfloat16, cls=cls, steps=0)
+    for a, b, p in zip(found, expected, start, strict=True):
+        assert (a - b).float().norm() <= 0.1 * (b - p).float().norm()
 
 
 def test_passes_take_no_padded_batches(monkeypatch):
@@ -138,6 +152,7 @@ def test_native_passes_have_the_bits_of_torchs_operations(dtype, product, nester
 def test_a_step_on_a_gpu_is_the_step(options, dtype):
     if options.get("normuon") and dtype is torch.bfloat16:
         pytest.skip("its states are float32, and the step takes copies")
+    options = {"lr": 0.5 if dtype is torch.bfloat16 else 0.02} | options
     found, averages = trained("cuda", dtype, **options)
     expected, expected_averages = trained("cuda", dtype, fused=False, **options)
     start, _ = trained("cuda", dtype, steps=0)
