@@ -68,7 +68,9 @@ function(fusedstep_cuda_library TARGET)
   set(kernels "${PROJECT_SOURCE_DIR}/cuda_kernels")
   fusedstep_cuda_objects(fusedstep_cuda_gradients "${kernels}/gradients.cu")
   fusedstep_cuda_objects(fusedstep_cuda_factored "${kernels}/factored.cu")
-  set(objects $<TARGET_OBJECTS:fusedstep_cuda_gradients> $<TARGET_OBJECTS:fusedstep_cuda_factored>)
+  fusedstep_cuda_objects(fusedstep_cuda_matrix_passes "${kernels}/matrix_passes.cu")
+  set(objects $<TARGET_OBJECTS:fusedstep_cuda_gradients> $<TARGET_OBJECTS:fusedstep_cuda_factored>
+              $<TARGET_OBJECTS:fusedstep_cuda_matrix_passes>)
   foreach(rule ${FUSEDSTEP_RULES})
     fusedstep_rule_definitions(definitions ${rule})
     fusedstep_cuda_objects(fusedstep_cuda_${rule} "${kernels}/instantiate.cu" ${definitions})
@@ -87,8 +89,8 @@ function(fusedstep_cuda_library TARGET)
   # the two have in common, as the current device and streams.
   add_library(
     ${TARGET} SHARED
-    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_plan.cpp src/cuda/cuda_projected.cpp src/cuda/memory.cpp
-    src/cuda/versions.cpp)
+    ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_matrix_passes.cpp src/cuda/cuda_plan.cpp
+    src/cuda/cuda_projected.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
   list(TRANSFORM FUSEDSTEP_PROJECTED_RULES REPLACE "(.+)" "FUSEDSTEP_CASE(\\1)" OUTPUT_VARIABLE cases)
   list(JOIN cases " " cases)
   set_source_files_properties(src/cuda/cuda_projected.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_PROJECTED_CASES=${cases}")

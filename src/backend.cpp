@@ -13,6 +13,7 @@ namespace {
 DevicePlanFactory plan_factory = nullptr;
 DeviceFactoredStepFactory factored_step_factory = nullptr;
 ProjectedStep projected_step_taker = nullptr;
+DevicePasses passes{};
 
 // Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
@@ -42,6 +43,7 @@ Factory loaded(const Factory& factory) {
 void register_cuda(DevicePlanFactory factory) { plan_factory = factory; }
 void register_cuda_factored(DeviceFactoredStepFactory factory) { factored_step_factory = factory; }
 void register_cuda_projected(ProjectedStep step) { projected_step_taker = step; }
+void register_cuda_passes(DevicePasses those) { passes = those; }
 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
@@ -52,6 +54,15 @@ std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<cons
 
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor) {
   loaded(projected_step_taker)(device, rule, step, tensor);
+}
+
+void average_pass(int device, PassFormat format, std::span<const PassTensor> tensors,
+                  const AverageOptions& options) {
+  loaded(passes.average)(device, format, tensors, options);
+}
+
+void move_pass(int device, PassFormat format, std::span<const PassTensor> tensors, double keep) {
+  loaded(passes.move)(device, format, tensors, keep);
 }
 
 }  // namespace fusedstep

@@ -7,6 +7,7 @@
 #include <span>
 
 #include "fusedstep/isa.h"
+#include "src/core/matrix_passes.h"
 #include "src/factored.h"
 #include "src/projected.h"
 #include "src/step.h"
@@ -53,6 +54,13 @@ class DeviceFactoredStep {
   virtual void run(std::byte* scratch) = 0;
 };
 
+// The passes around the matrix products of a step (src/core/matrix_passes.h) on a device.
+struct DevicePasses {
+  void (*average)(int device, PassFormat format, std::span<const PassTensor> tensors,
+                  const AverageOptions& options);
+  void (*move)(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
+};
+
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
     int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
 using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
@@ -61,10 +69,14 @@ using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
 FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
 FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
 FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
+FUSEDSTEP_API void register_cuda_passes(DevicePasses passes);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
                                                       const FactoredOptions& options, FactoredPart part);
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
+void average_pass(int device, PassFormat format, std::span<const PassTensor> tensors,
+                  const AverageOptions& options);
+void move_pass(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
 
 }  // namespace fusedstep

@@ -413,6 +413,62 @@ def test_a_step_allocates_nothing_of_a_weights_size(options):
     del params
 
 
+CHANGES = {
+    "nothing": lambda params, optimizer: None,
+    "a learning rate": lambda params, optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "an option": lambda params, optimizer: optimizer.param_groups[0].update(
+        adjust_lr_fn="match_rms_adamw"
+    ),
+    "two options": lambda params, optimizer: optimizer.param_groups[0].update(
+        split_heads=2, adjust_lr_fn="original"
+    ),
+    "a gradient": lambda params, optimizer: setattr(params[1], "grad", params[1].grad.clone()),
+    "no gradient": lambda params, optimizer: setattr(params[1], "grad", None),
+    "memory": lambda params, optimizer: setattr(params[1], "data", params[1].data.clone()),
+    "a state": lambda params, optimizer: optimizer.state[params[1]].update(
+        momentum_buffer=torch.ones_like(params[1])
+    ),
+    "all states": lambda params, optimizer: optimizer.load_state_dict(optimizer.state_dict()),
+    "its weights": lambda params, optimizer: optimizer.param_groups[0].update(
+        params=[torch.nn.Parameter(params[0].detach()), *params[1:]]
+    ),
+}
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
+@pytest.mark.parametrize("change", CHANGES)
+def test_batches_are_kept_while_nothing_changes(change, cls, monkeypatch):
+    """The step after is that of an optimizer that has kept nothing."""
+    shapes, arranged = [(8, 8), (8, 8), (8, 24)], []
+    original = cls._arranged
+    monkeypatch.setattr(cls, "_arranged", lambda *of: arranged.append(1) or original(*of))
+    options = {"use_muon": True, "momentum": 0.9, "ns_dtype": torch.float32}
+    params = parameters(shapes)
+    optimizer = cls(params, lr=0.02, **options)
+    for number in range(3):
+        if number == 2:
+            CHANGES[change](params, optimizer)
+        twin = copy.deepcopy(optimizer)
+        pairs = list(zip(*[x.param_groups[0]["params"] for x in (optimizer, twin)], strict=True))
+        for p, q in pairs:
+            fill = torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+            if p.grad is None and number != 2:
+                p.grad = torch.empty_like(p)
+            if p.grad is not None:
+                p.grad.copy_(fill)
+                q.grad = p.grad.clone()
+        arranged.clear()
+        optimizer.step()
+        is_first = number == 0 or (number == 2 and change not in ("nothing", "a learning rate"))
+        assert len(arranged) == is_first
+        twin.step()
+        for p, q in pairs:
+            assert (p == q).all()
+            state, other = optimizer.state[p], twin.state[q]
+            assert state.keys() == other.keys()
+            assert all(state[name].equal(other[name]) for name in state)
+
+
 def test_the_memory_command_knows_it():
     """Matrices have one state, vectors AdamW's two and a count."""
     shapes = (torch.Size([100, 80]), torch.Size([50]))

@@ -1,4 +1,4 @@
-"""Trains a small Llama on the characters of tiny Shakespeare: with AdamW, GaLore and APOLLO.
+"""Trains a small Llama on the characters of tiny Shakespeare: AdamW, GaLore, APOLLO and Muon.
 
     python bench/probes/galore_training.py --json OUT.json --plot OUT.svg
 
@@ -34,6 +34,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "GaLore, randomized": ("GaLoreAdamW", {"lr": 1e-2}, {"svd": "randomized"}),
     "GaLore, lazy": ("GaLoreAdamW", {"lr": 1e-2}, {"svd": "lazy"}),
     "APOLLO": ("APOLLOAdamW", {"lr": 1e-2}, {"scale_type": "channel", "scale": 1.0}),
+    "Muon + AdamW": ("Muon", {"lr": 0.02, "weight_decay": 0.01}, {}),
 }
 
 
@@ -49,6 +50,8 @@ def optimizer_of(name: str, model: SmallLlama) -> torch.optim.Optimizer:
     others = [p for p in model.parameters() if id(p) not in known]
     rate = RUNS["AdamW"][1]["lr"]
     groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "lr": rate}]
+    if kind == "Muon":
+        groups[1]["use_muon"] = False
     if of_matrices:
         groups[0] |= {"rank": RANK, "update_proj_gap": GAP} | of_matrices
     return getattr(optim, kind)(groups, betas=(0.9, 0.95), **options)

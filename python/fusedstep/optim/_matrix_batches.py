@@ -33,6 +33,8 @@ from fusedstep.optim._newton_schulz import (
     orthogonalize,
     takes_gram_form,
 )
+from fusedstep.optim._passes import are_taken, average_into, decay_and_add, has_pass
+from fusedstep.optim._plan import same
 from fusedstep.optim._sharded_matrices import (
     Batch,
     Cut,
@@ -80,31 +82,87 @@ class MatrixBatches:
     def _scratch(self) -> Scratch:
         return Scratch()
 
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._known: dict[Tensor, _Known] = {}  # by the first weight
+
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         grads = list(map(local, grads))
         if group.get("maximize"):
             grads = torch._foreach_neg(grads)
-        forms, cuts = [form_of(group, p) for p in weights], list(map(cut_of, weights))
-        alone, cut_alike = [], {}
-        for place, (form, cut, p) in enumerate(zip(forms, cuts, weights, strict=True)):
-            if is_gathered(form, cut):
+        known = self._known_of(group, weights)
+        if known is None:
+            self._known.pop(weights[0], None)
+            known = self._arranged(group, weights)
+            if all(check is not None for check in known.checks) and not known.cut_alike:
+                self._known[weights[0]] = known
+        for batch in known.batches:
+            some = [grads[i] for i in batch.places]
+            if batch.moving:
+                self._step_batch(group, batch, some)
+            else:
+                coded = [
+                    p for p in batch.weights if way_of(group, p) or self._store.kind_of(group, p)
+                ]
+                kept = [self._store.with_count(group, p).values() for p in coded]
+                with undone_on_error([*coded, *chain.from_iterable(kept)]):
+                    self._step_batch(group, batch, some)
+            self._stepped += batch.weights
+        for (cut, *_), places in known.cut_alike.items():
+            some = [[each[i] for i in places] for each in (weights, grads)]
+            self._step_cut(group, cut, *some, [form_of(group, weights[i]) for i in places])
+
+    def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
+        """What the last checks of operands and options have noted: new objects if one has changed.
+
+        None where they cannot tell that nothing has.
+        """
+        return self._memory.get(weights[0]), self._passed.get(id(group["params"]))
+
+    def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
+        """How these weights have been stepped, if nothing has changed since but floats."""
+        known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
+        is_same = known is not None and same(list(checks), list(known.checks))
+        return known if is_same and same(weights, known.weights) else None
+
+    def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Known:
+        """The batches of a group's weights, and those of which processes have parts of matrices."""
+        alone: list[int] = []
+        cut_alike: dict[Any, list[int]] = {}
+        for place, p in enumerate(weights):
+            if is_gathered(form_of(group, p), cut := cut_of(p)):
                 key = cut, p.dtype, self._store.has_wide(group, p)
                 if p.numel():
                     cut_alike.setdefault(key, []).append(place)
             else:
                 alone.append(place)
-        for batch in self._batches(group, weights, alone):
-            some = [weights[i] for i in batch]
-            coded = [p for p in some if way_of(group, p) or self._store.kind_of(group, p)]
-            kept = [self._store.with_count(group, p).values() for p in coded]
-            with undone_on_error([*coded, *chain.from_iterable(kept)]):
-                self._step_batch(group, some, [grads[i] for i in batch])
-            self._stepped += some
-        for (cut, *_), places in cut_alike.items():
-            some = [[each[i] for i in places] for each in (weights, grads, forms)]
-            self._step_cut(group, cut, *some)
+        batches = [
+            self._new_batch(group, places, [weights[i] for i in places])
+            for places in self._batches(group, weights, alone)
+        ]
+        return _Known(weights, self._checks_of(group, weights), batches, cut_alike)
+
+    def _new_batch(
+        self, group: dict[str, Any], places: list[int], weights: list[Tensor]
+    ) -> _Together:
+        forms = [matrices_of(group, local(p)) for p in weights]
+        alike: dict[tuple[torch.Size, Shape], list[int]] = {}
+        for index, (p, (_, *matrix)) in enumerate(zip(weights, forms, strict=True)):
+            alike.setdefault((p.shape, tuple(matrix)), []).append(index)
+        moving = []
+        if not any(map(functools.partial(self._has_copies, group), weights)):
+            moving = self._begin(group, weights, weights)
+        return _Together(places, weights, forms, alike, moving)
+
+    def _has_copies(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether a step works on something else than the weight and its states."""
+        return (
+            is_dtensor(weight)
+            or self._store.has_wide(group, weight)
+            or self._store.kind_of(group, weight) is not None
+        )
 
     def _batches(
         self, group: dict[str, Any], weights: list[Tensor], places: list[int]
@@ -148,18 +206,21 @@ class MatrixBatches:
             lambda shape: takes_gram_form(shape, dtype, steps),
         )
 
-    def _step_batch(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> None:
+    def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
-        moving = self._begin(group, weights, grads)
-        values = [each.value for each in moving]
+        moving = self._begin(group, batch.weights, grads, batch.moving)
+        values, forms = [each.value for each in moving], batch.forms
         dtype, device = values[0].dtype, values[0].device
-        forms = [matrices_of(group, value) for value in values]
         counts, rows, columns = zip(*forms, strict=True)
         shape = sum(counts), max(rows), max(columns)
-        update = self._scratch.take("update", shape, dtype, device)
-        if len({form[1:] for form in forms}) > 1:
+        is_padded = len({form[1:] for form in forms}) > 1
+        averages = [each.average for each in moving]
+        is_native = not is_padded and are_taken(values, averages, grads)
+        narrow = ns_dtype_of(group, device)
+        if not (is_native and _keeps_range(narrow) and has_pass(dtype, narrow)):
+            narrow = dtype
+        update = self._scratch.take("update", shape, narrow, device)
+        if is_padded:
             update.zero_()
 
         is_plain = all(value.shape == shape[1:] for value in values)
@@ -171,17 +232,24 @@ class MatrixBatches:
             return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
 
         # On a CPU products may lack memory: nothing is written before they are there.
-        is_last = device.type == "cpu"
-        if not is_last:
-            self._advance(group, moving)
-        share = 1 - float(group["momentum"])
-        for part, each in zip(parts(update), moving, strict=True):
-            average = each.average
-            if is_last:
-                average = torch.lerp(average, each.grad, share, out=part)
-            _write_update(group, each.grad, average, part)
+        is_last = device.type == "cpu" and not is_native
+        momentum = float(group["momentum"])
+        if is_native:
+            lead = momentum if group["nesterov"] else 1.0
+            taken = [each.grad for each in moving]
+            average_into(averages, taken, parts(update), 1 - momentum, lead)
+        else:
+            if not is_last:
+                self._advance(group, moving)
+            for part, each in zip(parts(update), moving, strict=True):
+                average = each.average
+                if is_last:
+                    average = torch.lerp(average, each.grad, 1 - momentum, out=part)
+                _write_update(group, each.grad, average, part)
         x = self._orthogonal(group, update)
-        x = x if x.dtype is dtype else update.copy_(x)
+        moves_along = is_native and has_pass(dtype, x.dtype) and not group.get("normuon")
+        if not (moves_along or x.dtype is dtype):
+            x = self._scratch.take("update", shape, dtype, device).copy_(x)
         kept_moments, moments = [], None
         if group.get("normuon"):
             kept_moments = [each.state["second_momentum_buffer"] for each in moving]
@@ -195,11 +263,11 @@ class MatrixBatches:
         new_moments = moments.split(counts) if kept_moments else ()
         for each, new in zip(kept_moments, new_moments, strict=True):
             each.copy_(new.view(each.shape))
-        pairs = zip(weights, forms, strict=True)
-        ratios = [self._ratio(group, p.shape, matrix) for p, (_, *matrix) in pairs]
-        self._move(group, values, directions, ratios, rooms)
+        alike = [(self._ratio(group, *shapes), indices) for shapes, indices in batch.alike.items()]
+        self._move(group, values, directions, alike, rooms, is_native)
         take_second()
-        self._finish(group, moving)
+        if not batch.moving:
+            self._finish(group, moving)
 
     def _step_cut(
         self,
@@ -234,11 +302,14 @@ class MatrixBatches:
         def unpack(batch: Batch, parts: list[Tensor]) -> None:
             by_place = under_way.pop(batch)
             values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
-            ratios = [self._ratio(group, forms[x.weight].shape, x.matrix) for x in batch.units]
+            alike = [
+                (self._ratio(group, forms[x.weight].shape, x.matrix), [index])
+                for index, x in enumerate(batch.units)
+            ]
             moving = list(by_place.values())
             take_second = self._second_step(group, moving)
             if values:
-                self._move(group, values, parts, ratios, self._rooms(group, values))
+                self._move(group, values, parts, alike, self._rooms(group, values))
             take_second()
             self._finish(group, moving)
 
@@ -248,16 +319,25 @@ class MatrixBatches:
     # The parts of a step
 
     def _begin(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        known: Sequence[Moving] = (),
     ) -> list[Moving]:
-        """The operands of what this process has of weights of one dtype."""
+        """The operands of what this process has of weights of one dtype.
+
+        ``known``: those of an earlier step, if they are the same but for the gradients.
+        """
+        if known:
+            return [Moving(*each[:-1], grad) for each, grad in zip(known, grads, strict=True)]
         moving = []
         for p, grad in zip(weights, grads, strict=True):
             kept = self._store.with_count(group, p)
             state = self._store.decoded(group, p, kept)
             wide = self._widened(group, p, state)
             value, average = local(wide), local(state["momentum_buffer"])
-            moving.append(Moving(p, kept, state, wide, value, grad.to(wide.dtype), average))
+            moving.append(Moving(p, kept, state, wide, value, average, grad.to(wide.dtype)))
         return moving
 
     @staticmethod
@@ -268,11 +348,20 @@ class MatrixBatches:
 
     def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
         """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
-        norms = torch.linalg.vector_norm(update, dim=(1, 2), keepdim=True)
-        update.div_(to_divisors(group, norms))
-        x, ns_dtype = update, ns_dtype_of(group, update.device)
-        if ns_dtype is not update.dtype:
-            x = self._scratch.take("matrices", update.shape, ns_dtype, update.device).copy_(update)
+        device, dtype = update.device, ns_dtype_of(group, update.device)
+
+        def narrowed() -> Tensor:
+            if dtype is update.dtype:
+                return update
+            return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
+
+        # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
+        is_wide = update.is_cpu or update.dtype is torch.float64 or not _keeps_range(dtype)
+        x = update if is_wide else narrowed()
+        of = {} if is_wide else {"dtype": torch.float32}
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, **of)
+        x.div_(to_divisors(group, norms))
+        x = narrowed() if is_wide else x
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         return orthogonalize(x, steps, self._scratch)
 
@@ -291,10 +380,15 @@ class MatrixBatches:
         group: dict[str, Any],
         values: list[Tensor],
         directions: list[Tensor],
-        ratios: list[float],
+        alike: list[tuple[float, list[int]]],
         rooms: tuple[Tensor, ...],
+        is_native: bool = False,
     ) -> None:
-        """Decays and moves values of weights, or parts of them, and allocates nothing."""
+        """Decays and moves values of weights, or parts of them, and allocates nothing.
+
+        ``alike``: factors of the learning rate, and the places of the values that have them.
+        ``is_native``: whether a native pass takes them.
+        """
         lr = float(group["lr"])
         decay, (keep, zero, room, told) = lr * float(group["weight_decay"]), rooms
         if decay and group.get("cautious_decay"):
@@ -302,14 +396,22 @@ class MatrixBatches:
                 share, is_same = (x[: value.numel()].view(value.shape) for x in (room, told))
                 torch.ge(torch.mul(value, direction, out=share), zero, out=is_same)
                 value.addcmul_(share.copy_(is_same), value, value=-decay)
-        elif decay:
+            decay = 0.0
+        if is_native:
+            factors = [0.0] * len(values)
+            for ratio, indices in alike:
+                for index in indices:
+                    factors[index] = -lr * ratio
+            decay_and_add(values, directions, 1 - decay, factors)
+            return
+        if decay:
             torch._foreach_mul_(values, keep)
-        alike: dict[float, tuple[list[Tensor], list[Tensor]]] = {}
-        for ratio, *pair in zip(ratios, values, directions, strict=True):
-            for each, tensor in zip(alike.setdefault(ratio, ([], [])), pair, strict=True):
-                each.append(tensor)
-        for ratio, (some, along) in alike.items():
-            torch._foreach_add_(some, along, alpha=-lr * ratio)
+        by_ratio: dict[float, list[int]] = {}
+        for ratio, indices in alike:
+            by_ratio.setdefault(ratio, []).extend(indices)
+        for ratio, indices in by_ratio.items():
+            pairs = ([each[i] for i in indices] for each in (values, directions))
+            torch._foreach_add_(*pairs, alpha=-lr * ratio)
 
     def _finish(self, group: dict[str, Any], moving: list[Moving]) -> None:
         """Puts moved values, and averages, where weights and states keep them."""
@@ -333,8 +435,30 @@ class Moving(NamedTuple):
     """The tensor that is updated for the weight."""
     value: Tensor
     """This process's part of that."""
-    grad: Tensor
     average: Tensor
+    grad: Tensor
+
+
+class _Together(NamedTuple):
+    """Weights of one dtype that are stepped together: this process has whole matrices of them."""
+
+    places: list[int]
+    """Their places in the list of the step."""
+    weights: list[Tensor]
+    forms: list[tuple[int, int, int]]
+    alike: dict[tuple[torch.Size, Shape], list[int]]
+    """Shapes of weights and of their matrices, and which of the weights have them."""
+    moving: list[Moving]
+    """Their operands but for the gradients; empty where each step makes copies of some."""
+
+
+class _Known(NamedTuple):
+    """How the weights of a group are stepped, for as long as their memory and options stay."""
+
+    weights: list[Tensor]
+    checks: tuple[Any, Any]
+    batches: list[_Together]
+    cut_alike: dict[Any, list[int]]
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
@@ -342,6 +466,11 @@ def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Ten
         torch.lerp(grad, average, float(group["momentum"]), out=out)
     else:
         out.copy_(average)
+
+
+def _keeps_range(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype that is narrower than float32 has its range."""
+    return dtype is torch.bfloat16
 
 
 def _most_at_once(device: torch.device) -> int:

@@ -61,8 +61,13 @@ class MuonSteps(MatrixBatches):
                 raise ValueError(f"{name_of(group, index, place)} {reason}")
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        index = next(i for i, group in enumerate(self._groups) if group is item.group)
-        self._check_group(index, item.group)
+        group = item.group
+        has_all = len(group["params"]) == len(item.weights)
+        if has_all and self._known_of(group, item.weights):  # weights have been looked at
+            check_muon_options(self._as_muon(group))
+        else:
+            index = next(i for i, each in enumerate(self._groups) if each is group)
+            self._check_group(index, group)
         return super()._checked_options(item, factors)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:

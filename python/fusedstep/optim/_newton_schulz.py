@@ -92,16 +92,22 @@ class Scratch:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._views: dict[tuple[str, torch.dtype, torch.device], dict[tuple[int, ...], Tensor]] = {}
 
     def take(
         self, use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
     ) -> Tensor:
         """A tensor with any values, in memory that the next call for this use gets as well."""
-        count, key = math.prod(shape), (use, dtype, device)
-        if key not in self._buffers or self._buffers[key].numel() < count:
-            self._buffers.pop(key, None)  # before the larger one is there
-            self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
-        return self._buffers[key][:count].view(tuple(shape))
+        key, shape = (use, dtype, device), tuple(shape)
+        views = self._views.setdefault(key, {})
+        if shape not in views:
+            count = math.prod(shape)
+            if key not in self._buffers or self._buffers[key].numel() < count:
+                self._buffers.pop(key, None)  # before the larger one is there
+                views.clear()
+                self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
+            views[shape] = self._buffers[key][:count].view(shape)
+        return views[shape]
 
     def tensors(self) -> list[Tensor]:
         return list(self._buffers.values())
@@ -195,10 +201,11 @@ def _gram(x: Tensor, out: Tensor) -> None:
 
 def _times(factor: Tensor, x: Tensor, own: float, out: Tensor) -> None:
     """``own * x`` and a symmetric matrix times x, from the short side."""
-    if x.shape[1] > x.shape[2]:
-        torch.baddbmm(x, x, factor, beta=own, out=out)
+    pair = (x, factor) if x.shape[1] > x.shape[2] else (factor, x)
+    if own:
+        torch.baddbmm(x, *pair, beta=own, out=out)
     else:
-        torch.baddbmm(x, factor, x, beta=own, out=out)
+        torch.bmm(*pair, out=out)
 
 
 def _usual_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:

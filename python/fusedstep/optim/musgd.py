@@ -294,10 +294,8 @@ class MuSGD(MuonSteps, SGD):
             of_sgd["momentum_buffer"] = local(state[_SGD_BUFFER])
         SGD._imperative(self, self._as_sgd(self._as_muon(group)), part, own_grad, of_sgd)
 
-    def _begin(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
-    ) -> list[Moving]:
-        moving = super()._begin(group, weights, grads)
+    def _begin(self, *of: Any) -> list[Moving]:
+        moving = super()._begin(*of)
         return [each._replace(grad=_kept_apart(each.grad, each.value)) for each in moving]
 
     @functools.cached_property

@@ -1,0 +1,155 @@
+// The passes around the matrix products of a step: averages and what products take; weights along what
+// products have returned. Roundings are those of torch's operations one by one, which contract a product and
+// the sum with it.
+#include "cuda_kernels/matrix_passes.h"
+
+#include "cuda_kernels/codecs.cuh"
+#include "cuda_kernels/launch.cuh"
+
+namespace fusedstep::cuda {
+namespace {
+
+// Elements of one access, and accesses of a thread that are under way together.
+constexpr int kWidth = 4, kAccesses = kPassElements / (kWidth * kThreads);
+
+template <class T>
+__device__ __forceinline__ T interpolated(T from, T to, T share) {
+  const T way = to - from;
+  return rules::absolute(share) < T(0.5) ? rules::mul_add(share, way, from)
+                                         : rules::mul_add(-way, T(1) - share, to);
+}
+
+template <class Stored>
+__device__ __forceinline__ ComputeOf<Stored> rounded(ComputeOf<Stored> x) {
+  return Codec<Stored>::decode(Codec<Stored>::encode(x));
+}
+
+template <class Stored_, class Product_>
+struct Average {
+  using Stored = Stored_;
+  using Product = Product_;
+  using T = ComputeOf<Stored>;
+  static constexpr bool kReadsGrad = true;
+  T share, lead;
+  bool leads;
+
+  __device__ __forceinline__ void operator()(T& average, T grad, T& update, T /*factor*/) const {
+    average = rounded<Stored>(interpolated(average, grad, share));
+    update = leads ? rounded<Stored>(interpolated(grad, average, lead)) : average;
+  }
+};
+
+template <class Stored_, class Product_>
+struct Move {
+  using Stored = Stored_;
+  using Product = Product_;
+  using T = ComputeOf<Stored>;
+  static constexpr bool kReadsGrad = false;
+  T keep;
+
+  __device__ __forceinline__ void operator()(T& weight, T /*grad*/, T& direction, T factor) const {
+    weight = rules::mul_add(factor, direction, rounded<Stored>(weight * keep));
+  }
+};
+
+// Elements that lie side by side in every operand.
+template <int N, class Body>
+struct Side {
+  using T = typename Body::T;
+  T stored[N], grad[N] = {}, product[N] = {};
+
+  __device__ __forceinline__ void load(const PassTensor& tensor, int64_t at) {
+    using Stored = typename Body::Stored;
+    cuda::load<kOnce>(static_cast<const Stored*>(tensor.stored) + at, stored);
+    if constexpr (Body::kReadsGrad) {
+      cuda::load<kOnce>(static_cast<const Stored*>(tensor.grad) + at, grad);
+    } else {
+      cuda::load<kOnce>(static_cast<const typename Body::Product*>(tensor.product) + at, product);
+    }
+  }
+  __device__ __forceinline__ void finish(const Body& body, const PassTensor& tensor, T factor, int64_t at) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) body(stored[j], grad[j], product[j], factor);
+    cuda::store<kOnce>(static_cast<typename Body::Stored*>(tensor.stored) + at, stored);
+    if constexpr (Body::kReadsGrad) {
+      cuda::store(static_cast<typename Body::Product*>(tensor.product) + at, product);
+    }
+  }
+};
+
+template <class Body>
+__device__ __forceinline__ bool is_in_words(const PassTensor& tensor) {
+  const auto fits = [](const void* data, int size) {
+    const int bytes = kWidth * size < kWordBytes ? kWidth * size : kWordBytes;
+    return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+  };
+  return fits(tensor.stored, sizeof(typename Body::Stored)) &&
+         fits(tensor.grad, sizeof(typename Body::Stored)) &&
+         fits(tensor.product, sizeof(typename Body::Product));
+}
+
+// The last tensor that does not begin behind a block.
+__device__ __forceinline__ int tensor_of(const PassLaunch& launch, uint32_t block) {
+  int low = 0, high = launch.count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (launch.first_block[middle] <= block ? low : high) = middle;
+  }
+  return low;
+}
+
+template <class Body>
+__global__ void __launch_bounds__(kThreads)
+    pass_kernel(const __grid_constant__ PassLaunch launch, const __grid_constant__ Body body) {
+  const int index = tensor_of(launch, blockIdx.x);
+  const PassTensor& tensor = launch.tensors[index];
+  const int64_t begin = static_cast<int64_t>(blockIdx.x - launch.first_block[index]) * kPassElements;
+  const int64_t left = tensor.count - begin, count = left < kPassElements ? left : kPassElements;
+  const auto factor = static_cast<typename Body::T>(tensor.factor);
+  int64_t whole = 0;
+  if (is_in_words<Body>(tensor)) {
+    whole = count - count % kWidth;
+    Side<kWidth, Body> side[kAccesses];
+#pragma unroll
+    for (int k = 0; k < kAccesses; ++k) {
+      const int64_t at = (k * kThreads + static_cast<int64_t>(threadIdx.x)) * kWidth;
+      if (at < whole) side[k].load(tensor, begin + at);
+    }
+#pragma unroll
+    for (int k = 0; k < kAccesses; ++k) {
+      const int64_t at = (k * kThreads + static_cast<int64_t>(threadIdx.x)) * kWidth;
+      if (at < whole) side[k].finish(body, tensor, factor, begin + at);
+    }
+  }
+  for (int64_t at = whole + threadIdx.x; at < count; at += kThreads) {
+    Side<1, Body> side;
+    side.load(tensor, begin + at);
+    side.finish(body, tensor, factor, begin + at);
+  }
+}
+
+template <class Stored, class Product>
+void average(const PassLaunch& launch, const AverageOptions& options) {
+  using Body = Average<Stored, Product>;
+  using T = typename Body::T;
+  const Body body{static_cast<T>(options.share), static_cast<T>(options.lead), options.leads};
+  launch_blocks(pass_kernel<Body>, launch.first_block[launch.count], launch.queue, launch, body);
+}
+
+template <class Stored, class Product>
+void move(const PassLaunch& launch, double keep) {
+  using Body = Move<Stored, Product>;
+  const Body body{static_cast<typename Body::T>(keep)};
+  launch_blocks(pass_kernel<Body>, launch.first_block[launch.count], launch.queue, launch, body);
+}
+
+}  // namespace
+
+const MatrixPasses& matrix_passes(PassFormat format) {
+#define FUSEDSTEP_KERNELS(name, Stored, Product) {average<Stored, Product>, move<Stored, Product>},
+  static constexpr MatrixPasses table[] = {FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_KERNELS)};
+#undef FUSEDSTEP_KERNELS
+  return table[static_cast<int>(format)];
+}
+
+}  // namespace fusedstep::cuda

@@ -1,0 +1,29 @@
+// The border between the kernels of matrix_passes.cu and the host code that launches them.
+#pragma once
+#include <cstdint>
+
+#include "cuda_kernels/kernel_table.h"
+#include "src/core/matrix_passes.h"
+
+namespace fusedstep::cuda {
+
+// Elements of a tensor that a block of threads goes through.
+constexpr int64_t kPassElements = 4096;
+
+// The tensors of one launch: as many as its arguments have room for.
+struct PassLaunch {
+  static constexpr int kMostTensors = 64;
+  PassTensor tensors[kMostTensors];
+  uint32_t first_block[kMostTensors + 1];  // the last: all blocks
+  int count;
+  Queue queue;
+};
+static_assert(sizeof(PassLaunch) <= 4000);
+
+struct MatrixPasses {
+  void (*average)(const PassLaunch&, const AverageOptions&);
+  void (*move)(const PassLaunch&, double keep);
+};
+const MatrixPasses& matrix_passes(PassFormat format);
+
+}  // namespace fusedstep::cuda

@@ -1,0 +1,38 @@
+// The passes around the matrix products of a step, on a device: each reads and writes an element once.
+#pragma once
+#include <cstdint>
+
+namespace fusedstep {
+
+// The dtypes of averages, gradients and weights, and of what products take and return.
+#define FUSEDSTEP_PASS_FORMATS(X) \
+  X(Float, float, float)          \
+  X(Double, double, double)       \
+  X(BFloat16, bf16, bf16)         \
+  X(Half, f16, f16)               \
+  X(FloatBFloat16, float, bf16)
+
+enum class PassFormat : uint8_t {
+#define FUSEDSTEP_ID(name, Stored, Product) k##name,
+  FUSEDSTEP_PASS_FORMATS(FUSEDSTEP_ID)
+#undef FUSEDSTEP_ID
+      kCount
+};
+
+// A tensor in a pass. The elements of all operands lie in one order, without a gap.
+struct PassTensor {
+  void* stored;      // an average, or a weight
+  const void* grad;  // null in a move
+  void* product;     // where the update goes, or the direction of a move
+  int64_t count;
+  double factor;  // of the direction
+};
+
+// average += share (grad - average), as torch's lerp. The update that is written is the average, or with
+// `leads` grad + lead (average - grad).
+struct AverageOptions {
+  double share, lead;
+  bool leads;
+};
+
+}  // namespace fusedstep

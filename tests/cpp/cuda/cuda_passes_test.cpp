@@ -1,0 +1,165 @@
+// The passes around matrix products on CUDA, by the emulator, against their formulas element by element.
+#include <gtest/gtest.h>
+
+#include <bit>
+#include <cmath>
+#include <random>
+#include <vector>
+
+#include "src/backend.h"
+
+namespace fusedstep::emulator {
+extern int launches;
+}
+
+namespace fusedstep::test {
+namespace {
+
+// The nearest number of bfloat16, ties to even.
+float as_bfloat16(float x) {
+  const auto bits = std::bit_cast<uint32_t>(x);
+  return std::bit_cast<float>((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000);
+}
+uint16_t bits_of_bfloat16(float x) {
+  return static_cast<uint16_t>(std::bit_cast<uint32_t>(as_bfloat16(x)) >> 16);
+}
+float value_of(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+
+// How a number lies in memory, and what is left of it there.
+struct AsFloat {
+  using Stored = float;
+  using Maths = float;
+  static float put(float x) { return x; }
+  static float get(float x) { return x; }
+};
+struct AsDouble {
+  using Stored = double;
+  using Maths = double;
+  static double put(double x) { return x; }
+  static double get(double x) { return x; }
+};
+struct AsBFloat16 {
+  using Stored = uint16_t;
+  using Maths = float;
+  static uint16_t put(float x) { return bits_of_bfloat16(x); }
+  static float get(uint16_t x) { return value_of(x); }
+};
+
+template <PassFormat kFormat_, class Stored_, class Product_>
+struct Case {
+  static constexpr PassFormat kFormat = kFormat_;
+  using Stored = Stored_;
+  using Product = Product_;
+};
+using Cases =
+    testing::Types<Case<PassFormat::kFloat, AsFloat, AsFloat>, Case<PassFormat::kDouble, AsDouble, AsDouble>,
+                   Case<PassFormat::kBFloat16, AsBFloat16, AsBFloat16>,
+                   Case<PassFormat::kFloatBFloat16, AsFloat, AsBFloat16>>;
+
+// Numbers in memory of their own, which begins some elements behind where it is aligned, with a margin.
+template <class As>
+struct Numbers {
+  static constexpr int64_t kMargin = 8;
+  int64_t begin;
+  std::vector<typename As::Stored> all;
+
+  Numbers(int64_t count, int64_t shift, std::mt19937_64& random)
+      : begin(kMargin + shift), all(count + 2 * kMargin + shift) {
+    std::uniform_real_distribution<double> numbers(-1, 1);
+    for (auto& x : all) x = As::put(static_cast<typename As::Maths>(numbers(random)));
+  }
+  auto* data() { return all.data() + begin; }
+};
+
+// The tensors of a pass. More than one launch has room for, some without elements, some out of step with
+// words.
+template <class Case>
+struct Subject {
+  std::vector<int64_t> counts;
+  std::vector<Numbers<typename Case::Stored>> stored, grads;
+  std::vector<Numbers<typename Case::Product>> products;
+
+  Subject() {
+    std::mt19937_64 random(3);
+    const std::vector<int64_t> sizes{0, 1, 3, 4, 4095, 4096, 4097, 9000};
+    for (int i = 0; i < 70; ++i) {
+      counts.push_back(sizes[i % sizes.size()]);
+      stored.emplace_back(counts[i], i % 5 == 1, random);
+      grads.emplace_back(counts[i], i % 5 == 2, random);
+      products.emplace_back(counts[i], i % 5 == 3, random);
+    }
+  }
+  std::vector<PassTensor> tensors(bool with_grads) {
+    std::vector<PassTensor> all;
+    for (size_t i = 0; i < counts.size(); ++i) {
+      const void* const grad = with_grads ? grads[i].data() : nullptr;
+      all.push_back({stored[i].data(), grad, products[i].data(), counts[i], factor(i)});
+    }
+    return all;
+  }
+  static double factor(size_t i) { return -0.01 * static_cast<double>(i + 1); }
+};
+
+template <class T>
+T between(T from, T to, T share) {
+  return std::abs(share) < T(0.5) ? std::fma(share, to - from, from) : std::fma(from - to, 1 - share, to);
+}
+
+template <class Case>
+class CudaPassesTest : public testing::Test {};
+TYPED_TEST_SUITE(CudaPassesTest, Cases);
+
+TYPED_TEST(CudaPassesTest, AveragesAndUpdatesAreTheirFormulas) {
+  using Stored = typename TypeParam::Stored;
+  using Product = typename TypeParam::Product;
+  using T = typename Stored::Maths;
+  for (const AverageOptions options : {AverageOptions{0.05, 0.95, true}, AverageOptions{0.6, 0.4, true},
+                                       AverageOptions{0.05, 0.95, false}}) {
+    Subject<TypeParam> subject;
+    auto expected = subject;
+    for (size_t i = 0; i < subject.counts.size(); ++i) {
+      for (int64_t k = 0; k < subject.counts[i]; ++k) {
+        auto& average = expected.stored[i].data()[k];
+        const T grad = Stored::get(expected.grads[i].data()[k]);
+        average = Stored::put(between(Stored::get(average), grad, static_cast<T>(options.share)));
+        const T now = Stored::get(average);
+        const T update = options.leads ? between(grad, now, static_cast<T>(options.lead)) : now;
+        expected.products[i].data()[k] = Product::put(update);
+      }
+    }
+    const int before = emulator::launches;
+    average_pass(0, TypeParam::kFormat, subject.tensors(true), options);
+    EXPECT_EQ(emulator::launches - before, 2);
+    for (size_t i = 0; i < subject.counts.size(); ++i) {
+      EXPECT_EQ(subject.stored[i].all, expected.stored[i].all) << i;
+      EXPECT_EQ(subject.grads[i].all, expected.grads[i].all) << i;
+      EXPECT_EQ(subject.products[i].all, expected.products[i].all) << i;
+    }
+  }
+}
+
+TYPED_TEST(CudaPassesTest, WeightsDecayAndMove) {
+  using Stored = typename TypeParam::Stored;
+  using Product = typename TypeParam::Product;
+  using T = typename Stored::Maths;
+  for (const double keep : {1.0, 0.99}) {
+    Subject<TypeParam> subject;
+    auto expected = subject;
+    for (size_t i = 0; i < subject.counts.size(); ++i) {
+      for (int64_t k = 0; k < subject.counts[i]; ++k) {
+        auto& weight = expected.stored[i].data()[k];
+        const T kept = Stored::get(Stored::put(Stored::get(weight) * static_cast<T>(keep)));
+        const T direction = Product::get(expected.products[i].data()[k]);
+        weight = Stored::put(std::fma(static_cast<T>(subject.factor(i)), direction, kept));
+      }
+    }
+    move_pass(0, TypeParam::kFormat, subject.tensors(false), keep);
+    for (size_t i = 0; i < subject.counts.size(); ++i) {
+      EXPECT_EQ(subject.stored[i].all, expected.stored[i].all) << i;
+      EXPECT_EQ(subject.products[i].all, expected.products[i].all) << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fusedstep::test
