@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._imperative import MOST_COPIES, size_of
 from fusedstep.optim._muon_groups import (
     beta2_of,
     form_of,
@@ -33,6 +34,7 @@ from fusedstep.optim._newton_schulz import (
     orthogonalize,
     takes_gram_form,
 )
+from fusedstep.optim._plan import Work
 from fusedstep.optim._sharded_matrices import (
     Batch,
     Cut,
@@ -51,6 +53,9 @@ from fusedstep.optim._weights import seed_of, way_of
 #: their copies would have to be kept: on a CPU they leave its caches as well.
 _AT_ONCE = {"cpu": 1 << 22}
 _AT_ONCE_ELSEWHERE = 1 << 25
+
+#: The bytes of these, at most.
+_MOST_BYTES = 8 * _AT_ONCE["cpu"]
 
 #: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
 #: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
@@ -84,8 +89,6 @@ class MatrixBatches:
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         grads = list(map(local, grads))
-        if group.get("maximize"):
-            grads = torch._foreach_neg(grads)
         forms, cuts = [form_of(group, p) for p in weights], list(map(cut_of, weights))
         alone, cut_alike = [], {}
         for place, (form, cut, p) in enumerate(zip(forms, cuts, weights, strict=True)):
@@ -96,14 +99,11 @@ class MatrixBatches:
             else:
                 alone.append(place)
         for batch in self._batches(group, weights, alone):
-            some = [weights[i] for i in batch]
-            coded = [p for p in some if way_of(group, p) or self._store.kind_of(group, p)]
-            kept = [self._store.with_count(group, p).values() for p in coded]
-            with undone_on_error([*coded, *chain.from_iterable(kept)]):
-                self._step_batch(group, some, [grads[i] for i in batch])
-            self._stepped += some
+            pairs = [[each[i] for i in batch] for each in (weights, grads)]
+            self._take_part(pairs[0], functools.partial(self._step_or_undo, group, *pairs))
         for (cut, *_), places in cut_alike.items():
             some = [[each[i] for i in places] for each in (weights, grads, forms)]
+            some[1] = _ascending(group, some[1])
             self._step_cut(group, cut, *some)
 
     def _batches(
@@ -147,6 +147,21 @@ class MatrixBatches:
             lambda shape: newton_schulz_operations(shape, steps),
             lambda shape: takes_gram_form(shape, dtype, steps),
         )
+
+    def _part_size(self, item: Work) -> int:
+        """That of a batch, if the group has batches."""
+        sizes = list(map(size_of, item.weights, item.grads))
+        batch = min(sum(sizes), _MOST_BYTES) if self._is_composite(item.group) else 0
+        return MOST_COPIES * max(batch, *sizes)
+
+    def _step_or_undo(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        """Steps a batch, or changes nothing if memory runs out."""
+        coded = [p for p in weights if way_of(group, p) or self._store.kind_of(group, p)]
+        kept = [self._store.with_count(group, p).values() for p in coded]
+        with undone_on_error([*coded, *chain.from_iterable(kept)]):
+            self._step_batch(group, weights, _ascending(group, grads))
 
     def _step_batch(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -335,6 +350,11 @@ class Moving(NamedTuple):
     """This process's part of that."""
     grad: Tensor
     average: Tensor
+
+
+def _ascending(group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients of a step, negated where it maximizes."""
+    return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:

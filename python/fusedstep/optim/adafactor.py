@@ -47,7 +47,7 @@ from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._spread import place_of
 from fusedstep.optim._support import why_not_native
-from fusedstep.optim._undo import interrupted, undone_on_error
+from fusedstep.optim._undo import NO_RESERVE, interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
 
 __all__ = ["Adafactor"]
@@ -317,13 +317,14 @@ class Adafactor(FusedOptimizer):
                 calls.append((call, [grads[place] for place in call.places], numbers))
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
-        taken = []
+        taken: list[_Call] = []
         try:
+            reserve = self._reserved(work) if len(calls) > 1 else NO_RESERVE
             if len(calls) > 1:  # else the operation itself is the check
                 for call, grads, _ in calls:
                     torch.ops.fusedstep.factored_check(call.weights, grads)
             for call, grads, numbers in calls:
-                call(grads, numbers)
+                reserve.take(functools.partial(call, grads, numbers), is_first=not taken)
                 taken.append(call)
         except (MemoryError, RuntimeError) as error:
             if not taken:
@@ -393,32 +394,52 @@ class Adafactor(FusedOptimizer):
                     place
                 )
             else:
-                self._imperative_step(group, weight, grad)
+                step = functools.partial(self._imperative_step, group, weight, grad)
+                self._take_part([weight], step)
                 self._noting = None
         noted = _Noted(weights, _choices(group), [])
         for (step, eps, _), places in together.items():
-            call = self._call(group, weights, places, eps)
-            if call.weights is not call.values:
-                self._noting = None
-            found = [local(grads[place]) for place in places]
-            written = []
-            if call.weights is not call.values:  # else all is one operation
-                states = [self._state[weight].values() for weight in call.weights]
-                written = [*call.weights, *itertools.chain(*states)]
-            with undone_on_error(written):
-                call(found, numbers_at(group, step, eps))
-                self._account_for(call.weights, call.counts)
-                for weight, value in zip(call.weights, call.values, strict=True):
-                    self._write_back(group, weight, value, self._state[weight])
-            self._stepped += call.weights
-            noted.calls.append(call)
+            pairs = [[each[place] for place in places] for each in (weights, grads)]
+            numbers = numbers_at(group, step, eps)
+
+            def take(
+                places: list[int] = places,
+                eps: float = eps,
+                pairs: list[list[Tensor]] = pairs,
+                numbers: dict[str, Any] = numbers,
+            ) -> None:
+                noted.calls.append(self._step_together(group, places, eps, *pairs, numbers))
+
+            self._take_part(pairs[0], take)
         if self._noting is not None:
             self._noting.append(noted)
 
-    def _call(
-        self, group: dict[str, Any], among: list[Tensor], places: list[int], eps: float
+    def _step_together(
+        self,
+        group: dict[str, Any],
+        places: list[int],
+        eps: float,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        numbers: dict[str, Any],
     ) -> _Call:
-        weights = [among[place] for place in places]
+        """Steps weights by one native operation, or changes nothing if memory runs out."""
+        call = self._call(group, weights, places, eps)
+        written = []
+        if call.weights is not call.values:  # else all is one operation
+            self._noting = None
+            states = [self._state[weight].values() for weight in weights]
+            written = [*weights, *itertools.chain(*states)]
+        with undone_on_error(written):
+            call(list(map(local, grads)), numbers)
+            self._account_for(weights, call.counts)
+            for weight, value in zip(weights, call.values, strict=True):
+                self._write_back(group, weight, value, self._state[weight])
+        return call
+
+    def _call(
+        self, group: dict[str, Any], weights: list[Tensor], places: list[int], eps: float
+    ) -> _Call:
         states = [self._state[weight] for weight in weights]
         values = weights
         ways = [way_of(group, weight) for weight in weights]
