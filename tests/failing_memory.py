@@ -239,7 +239,9 @@ THOROUGH = first_of_each(lambda case: case.elementwise, PLAIN)
 
 
 OF_COMPOSED = {
-    name: SCENARIOS[name]._replace(kinds=(NEW, TENSORS, LIMIT))
+    name: SCENARIOS[name]._replace(
+        kinds=(NEW, TENSORS) if name == "repeated" else (NEW, TENSORS, LIMIT)
+    )
     for name in ("first", "repeated", "two groups clipped")
 }
 

@@ -26,9 +26,9 @@ float* checked(const Tensor& tensor, const char* what, int device, std::initiali
 
 bool is_in_words(const void* data) { return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0; }
 
-void step_projected(int64_t rule, const std::vector<double>& options, double step,
-                    const Tensor& grad, const Tensor& basis, const Tensors& states, const Tensor& update,
-                    bool from_left, double grad_factor) {
+void step_projected(int64_t rule, const std::vector<double>& options, double step, const Tensor& grad,
+                    const Tensor& basis, const Tensors& states, const Tensor& update, bool from_left,
+                    double grad_factor) {
   const Rule& known = rule_at(rule);
   if (known.bind == nullptr) throw std::runtime_error("the rule over rows has no projected gradients");
   check(options.size() == known.options.size(), "an option is missing, or there is one too many");

@@ -24,8 +24,8 @@ const std::vector<Rule>& rules();
 
 // The rule at a place in the list. Throws std::runtime_error if there is none.
 //
-// Operators of a step take a number in place of a name: torch 2.11 leaks 32 bytes for each text that an operator
-// of its stable ABI is given.
+// Operators of a step take a number in place of a name: torch 2.11 leaks 32 bytes for each text that an
+// operator of its stable ABI is given.
 const Rule& rule_at(int64_t index);
 
 }  // namespace fusedstep::ops

@@ -93,7 +93,7 @@ class Held {
   }
   void add(void* memory) {
     const std::lock_guard lock(mutex_);
-    for (size_t at = first_place(memory); ; at = (at + 1) % kPlaces) {
+    for (size_t at = first_place(memory);; at = (at + 1) % kPlaces) {
       if (places_[at] > kTaken) continue;
       places_[at] = reinterpret_cast<uintptr_t>(memory);
       now_ += static_cast<long>(malloc_usable_size(memory));
