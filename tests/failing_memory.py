@@ -19,6 +19,7 @@ import torch
 
 from cases import PLAIN, Case, first_of_each
 from fusedstep import optim
+from fusedstep.optim._undo import NO_RESERVE
 from stepping import bits, make_gradients, make_weights
 
 SHAPES = ((40_000,), (7,), (6, 5))
@@ -29,8 +30,11 @@ MATRICES = ((40, 60), (7, 3), (6, 5))
 MOST = 1000
 """More allocations than any step makes."""
 
-NEW, TENSORS = 0, 1
-"""The library's own allocations, and those of torch's tensors."""
+NEW, TENSORS, LIMIT = 0, 1, 2
+"""The library's own allocations, those of torch's tensors, and a limit of what these hold."""
+
+LIMITS = 12
+"""Limits that are tried, from none to all that a step needs."""
 
 
 class Composite(NamedTuple):
@@ -196,6 +200,8 @@ class Scenario(NamedTuple):
     act: Callable[[Subject], Any] = step
     kinds: tuple[int, ...] = (NEW,)
     clips: bool = False
+    is_alone: bool = True
+    """False where another thread takes the memory that a step gives back for its next part."""
 
 
 SCENARIOS = {
@@ -233,7 +239,9 @@ THOROUGH = first_of_each(lambda case: case.elementwise, PLAIN)
 
 
 OF_COMPOSED = {
-    name: SCENARIOS[name]._replace(kinds=(NEW, TENSORS))
+    name: SCENARIOS[name]._replace(
+        kinds=(NEW, TENSORS) if name == "repeated" else (NEW, TENSORS, LIMIT)
+    )
     for name in ("first", "repeated", "two groups clipped")
 }
 
@@ -248,8 +256,11 @@ def subjects() -> list[tuple[Case | Composite, str, Scenario]]:
     """Optimizers with the scenarios that they go through, and their names."""
     rows = [(case, name, SCENARIOS[name]) for case in PLAIN for name in scenarios_of(case)]
     rows += [(case, *item) for case in COMPOSED for item in OF_COMPOSED.items()]
-    tensors = OF_COMPOSED["two groups clipped"]._replace(kinds=(TENSORS,))
-    return rows + [(case, "two groups clipped", tensors) for case in UNFUSED]
+    tensors = OF_COMPOSED["two groups clipped"]._replace(kinds=(TENSORS, LIMIT))
+    rows += [(case, "two groups clipped", tensors) for case in UNFUSED]
+    beside = OF_COMPOSED["repeated"]._replace(kinds=(TENSORS,), is_alone=False)
+    names = ("muon", "came", "galore, split", "musgd, unfused")
+    return rows + [(case, "beside others", beside) for case in COMPOSED if case.name in names]
 
 
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
@@ -259,24 +270,39 @@ def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[st
     )
 
 
+def made(scenario: Scenario, case: Case | Composite) -> Subject:
+    subject = scenario.make(case)
+    if not scenario.is_alone:
+        subject.optimizer._reserved = lambda work: NO_RESERVE
+    return subject
+
+
 def tried(
     library: ctypes.CDLL, case: Case | Composite, scenario: Scenario, kind: int
 ) -> dict[str, Any]:
     """Counts the allocations that were made to fail, and lists the faults found after them."""
-    subject = scenario.make(case)
+    subject = made(scenario, case)
     before = subject.contents()
+    if kind == LIMIT:
+        library.limit_tensors(sys.maxsize)
     scenario.act(subject)
+    most = library.most_held() if kind == LIMIT else 0
     after = subject.contents()
     faults, partial = [], 0
-    for n in range(1, MOST):
-        subject = scenario.make(case)
+    for n in range(1, LIMITS if kind == LIMIT else MOST):
+        subject = made(scenario, case)
         error = None
-        library.fail_allocation(kind, n)
+        if kind == LIMIT:
+            library.limit_tensors(most * n // LIMITS)
+        else:
+            library.fail_allocation(kind, n)
         try:
             scenario.act(subject)
         except Exception as raised:
             error = raised
-        if library.allocations_left() > 0:
+        if kind == LIMIT:
+            library.most_held()
+        elif library.allocations_left() > 0:
             if error:
                 faults.append(f"{n}: {error!r} without a failure")
             return {"tried": n - 1, "partial": partial, "faults": faults}
@@ -309,12 +335,17 @@ def tried(
         right = {name: value for name, value in after.items() if name not in gone}
         if differing(subject.contents(), right):
             faults.append(f"{n}: then not as it should be: {differing(subject.contents(), right)}")
+    if kind == LIMIT:
+        return {"tried": most, "partial": partial, "faults": faults}
     return {"tried": MOST, "partial": partial, "faults": [*faults, "there is no end of it"]}
 
 
 def main(path: str, results: str) -> None:
     library = ctypes.CDLL(path)
+    library.limit_tensors.argtypes, library.most_held.restype = [ctypes.c_long], ctypes.c_long
     torch.set_num_threads(2)
+    # torch turns it off, and has other bits from then on, where a product of it finds no memory.
+    torch.backends.mkldnn.set_flags(False)
     found = {
         f"{case.name}: {name}": {
             str(kind): tried(library, case, scenario, kind) for kind in scenario.kinds

@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from cases import FAMILIES, KINDS, PLAIN, WITH_COUNTS, first_of_each
+from fusedstep import _ops
 from stepping import (
     as_parameters,
     assert_same_bits,
@@ -500,7 +501,8 @@ def list_arguments(case):
     steps = [store.with_count(group, p)[name] for name in store.numbers for p in params]
     options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
     grads = [param.grad for param in params]
-    return optimizer, (weights, grads, states, steps, options, optimizer._rule)
+    rule = _ops.rule_index[optimizer._rule]
+    return optimizer, (weights, grads, states, steps, options, rule)
 
 
 @functools.cache
@@ -561,7 +563,7 @@ def test_a_graph_notes_nothing_of_a_plan_that_goes_as_it_is_traced(pre_dispatch)
         ("states", [torch.ones(3)]),
         ("steps", []),
         ("grads", []),
-        ("rule", "no such rule"),
+        ("rule", -1),
     ],
 )
 @pytest.mark.parametrize("case", OPERATORS, ids=str)

@@ -11,6 +11,7 @@ import fusedstep
 from foreign import InCodes, bitsandbytes_state, torchao_state
 from fusedstep import optim
 from fusedstep.optim import low_bit
+from fusedstep.optim._codes import storage_index
 from reference.codes import MAPS
 from stepping import (
     as_parameters,
@@ -110,7 +111,7 @@ def weights():
 
 
 def encoded_by_us(numbers, kind, signed):
-    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, signed)
+    return torch.ops.fusedstep.encode_state(numbers.contiguous(), storage_index(kind), signed)
 
 
 def assert_goes_on(optimizer, params):

@@ -50,7 +50,15 @@ def example(rows, columns, rank, from_left):
 
 def step(grad, basis, states, update, from_left, count):
     torch.ops.fusedstep.projected_step(
-        "adam", options(), COUNT, grad, in_tf32(basis, count), states, update, from_left, FACTOR
+        _ops.rule_index["adam"],
+        options(),
+        COUNT,
+        grad,
+        in_tf32(basis, count),
+        states,
+        update,
+        from_left,
+        FACTOR,
     )
 
 

@@ -42,3 +42,26 @@ def test_states_are_those_of_the_rule_in_its_order(case):
 def test_an_unknown_rule_is_named(function):
     with pytest.raises(RuntimeError, match='there is no rule "adem"'):
         getattr(torch.ops.fusedstep, function)("adem")
+
+
+@pytest.mark.parametrize("index", [-1, len(RULES)])
+def test_a_number_of_no_rule_is_named(index):
+    with pytest.raises(RuntimeError, match=f"there is no rule of the number {index}"):
+        torch.ops.fusedstep.plan_prepare(0, index, [], 1.0, 0)
+
+
+#: Operators that are asked about the library, choose its code, or make states: none is called in a
+#: step, where torch 2.11 would leak memory for each text.
+WITH_TEXTS = {
+    *("rule_index", "rule_options", "rule_defaults", "rule_states", "rule_signed_states"),
+    *("storage_index", "new_codes", "force_isa"),
+}
+
+
+def test_no_operator_of_a_step_takes_a_text():
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        space, _, name = schema.name.partition("::")
+        if space == "fusedstep" and any("str" in str(each.type) for each in schema.arguments):
+            found.add(name)
+    assert found - {"options"} == WITH_TEXTS  # one of Python's, for compiled graphs

@@ -13,6 +13,7 @@ import fusedstep
 from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt
 from fusedstep import optim
 from fusedstep.optim import _registry, low_bit
+from fusedstep.optim._codes import storage_index
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.codes import MAPS, NOT_NEGATIVE, nearest, values
 from stepping import (
@@ -62,7 +63,9 @@ def decoded(optimizer, param, name, kind):
 
 
 def encode(numbers, kind, name):
-    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, is_signed(name))
+    return torch.ops.fusedstep.encode_state(
+        numbers.contiguous(), storage_index(kind), is_signed(name)
+    )
 
 
 # The codes
@@ -76,7 +79,7 @@ def test_a_number_gets_the_nearest_code(kind, signed, isa):
     numbers[256:768] = 0
     numbers = numbers if signed else numbers.abs()
     with forced_isa(isa):
-        codes, absmax = torch.ops.fusedstep.encode_state(numbers, kind, signed)
+        codes, absmax = torch.ops.fusedstep.encode_state(numbers, storage_index(kind), signed)
         found = torch.ops.fusedstep.decode_state(codes, absmax, numbers.shape, signed)
     distance, largest = nearest(numbers, kind, signed)
     assert_same_bits(absmax, largest.float(), "absmax")
@@ -98,7 +101,7 @@ def test_every_code_is_that_of_its_value(kind, signed):
     found = torch.ops.fusedstep.decode_state(codes, absmax, codes.shape, signed)
     expected = values(codes, absmax, kind, signed, codes.shape)
     torch.testing.assert_close(found.double(), expected, rtol=5e-7, atol=0)
-    again, _ = torch.ops.fusedstep.encode_state(found, kind, signed)
+    again, _ = torch.ops.fusedstep.encode_state(found, storage_index(kind), signed)
     zero = {"int8": 127 if signed else 0, "fp8": 128}[kind]  # minus zero of fp8 becomes zero
     same = (again.view(torch.uint8) == codes.view(torch.uint8)) | (codes.view(torch.uint8) == zero)
     assert torch.all(same)
@@ -108,7 +111,7 @@ def test_every_code_is_that_of_its_value(kind, signed):
 def test_a_negative_number_does_not_become_zero_in_int8(isa):
     numbers = torch.tensor([1.0, -1e-9, 1e-9, -0.0, 0.0] * 20)
     with forced_isa(isa):
-        codes, absmax = torch.ops.fusedstep.encode_state(numbers, "int8", True)
+        codes, absmax = torch.ops.fusedstep.encode_state(numbers, storage_index("int8"), True)
     found = values(codes, absmax, "int8", True, numbers.shape).view(20, 5)
     assert torch.all(found[:, 1] < 0)
     assert torch.all(found[:, 1] > -1e-6)
@@ -118,7 +121,7 @@ def test_a_negative_number_does_not_become_zero_in_int8(isa):
 def test_fp8_is_rounded_as_torch_rounds_it():
     torch.manual_seed(0)
     numbers = torch.randn(400, 256)
-    codes, absmax = torch.ops.fusedstep.encode_state(numbers.flatten(), "fp8", True)
+    codes, absmax = torch.ops.fusedstep.encode_state(numbers.flatten(), storage_index("fp8"), True)
     shares = (numbers * (1 / (absmax[:, None] / 448))).flatten()
     expected = shares.to(torch.float8_e4m3fn)
     # Near the middle between two codes either is right.

@@ -111,6 +111,10 @@ rule_options: dict[str, tuple[str, ...]] = (
     }
 )
 
+#: The number of each rule, by which operators of a step know it. torch 2.11 leaks memory for each
+#: text that an operator of its stable ABI is given.
+rule_index: dict[str, int] = {rule: index for index, rule in enumerate(rule_options)}
+
 #: Names of the states of each rule that may be negative.
 signed_states: dict[str, frozenset[str]] = {
     rule: frozenset(torch.ops.fusedstep.rule_signed_states(rule)) for rule in rule_options
@@ -131,7 +135,9 @@ def prepare_step(
         module.prepare(rule, plan, options, grad_factor, grads)
     else:
         numbers = list(map(float, options))
-        torch.ops.fusedstep.plan_prepare.default(plan, rule, numbers, grad_factor, grads)
+        torch.ops.fusedstep.plan_prepare.default(
+            plan, rule_index[rule], numbers, grad_factor, grads
+        )
 
 
 def raise_memory_error(error: RuntimeError) -> None:

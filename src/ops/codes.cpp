@@ -34,8 +34,13 @@ Tensor new_tensor(Dims sizes, int32_t dtype) {
   return Tensor(handle);
 }
 
-std::tuple<Tensor, Tensor> encode_state(const Tensor& values, std::string_view storage_name, bool is_signed) {
-  const Storage storage = storage_of(storage_name);
+// The number of a storage, which encode_state() takes in place of its name: rules.h says why.
+int64_t storage_index(std::string_view name) { return static_cast<int64_t>(storage_of(name)); }
+
+std::tuple<Tensor, Tensor> encode_state(const Tensor& values, int64_t storage_index, bool is_signed) {
+  check(storage_index > 0 && storage_index <= static_cast<int64_t>(Storage::kFloat8),
+        "there is no storage of codes of this number");
+  const auto storage = static_cast<Storage>(storage_index);
   const CodeMap& map = code_map(storage, is_signed);
   const TensorView from = view(values, "values");
   check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
@@ -66,12 +71,16 @@ Tensor decode_state(const Tensor& codes, const Tensor& absmax, const std::vector
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
-  m.def("encode_state(Tensor values, str storage, bool signed) -> (Tensor, Tensor)");
+  m.def("storage_index(str name) -> int");
+  m.def("encode_state(Tensor values, int storage, bool signed) -> (Tensor, Tensor)");
   m.def("decode_state(Tensor codes, Tensor absmax, int[] shape, bool signed) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
   m.impl("encode_state", TORCH_BOX(&encode_state));
   m.impl("decode_state", TORCH_BOX(&decode_state));
+}
+STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
+  m.impl("storage_index", TORCH_BOX(&storage_index));
 }
 
 }  // namespace

@@ -26,10 +26,10 @@ float* checked(const Tensor& tensor, const char* what, int device, std::initiali
 
 bool is_in_words(const void* data) { return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0; }
 
-void step_projected(std::string_view rule, const std::vector<double>& options, double step,
-                    const Tensor& grad, const Tensor& basis, const Tensors& states, const Tensor& update,
-                    bool from_left, double grad_factor) {
-  const Rule& known = rule_named(rule);
+void step_projected(int64_t rule, const std::vector<double>& options, double step, const Tensor& grad,
+                    const Tensor& basis, const Tensors& states, const Tensor& update, bool from_left,
+                    double grad_factor) {
+  const Rule& known = rule_at(rule);
   if (known.bind == nullptr) throw std::runtime_error("the rule over rows has no projected gradients");
   check(options.size() == known.options.size(), "an option is missing, or there is one too many");
   const BoundRule bound = known.bind(options);
@@ -68,7 +68,7 @@ void step_projected(std::string_view rule, const std::vector<double>& options, d
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
-      "projected_step(str rule, float[] options, float step, Tensor grad, Tensor basis, "
+      "projected_step(int rule, float[] options, float step, Tensor grad, Tensor basis, "
       "Tensor(a!)[] states, Tensor(b!) update, bool from_left, float grad_factor) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("projected_step", TORCH_BOX(&step_projected)); }

@@ -57,6 +57,15 @@ std::vector<std::string> rule_names() {
   return names;
 }
 
+const Rule& rule_named(std::string_view name) {
+  const Rule* const found = find_rule(name);
+  if (found == nullptr) throw std::runtime_error("there is no rule \"" + std::string(name) + "\"");
+  return *found;
+}
+
+// Its place in the list, as the operators of a step take it.
+int64_t rule_index(std::string_view rule) { return &rule_named(rule) - rules().data(); }
+
 std::vector<std::string> rule_options(std::string_view rule) { return rule_named(rule).options; }
 
 std::vector<double> rule_defaults(std::string_view rule) { return rule_named(rule).defaults; }
@@ -77,6 +86,7 @@ std::vector<std::string> rule_signed_states(std::string_view rule) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("rules() -> str[]");
+  m.def("rule_index(str rule) -> int");
   m.def("rule_options(str rule) -> str[]");
   m.def("rule_defaults(str rule) -> float[]");
   m.def("rule_states(str rule) -> str[]");
@@ -85,6 +95,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("rules", TORCH_BOX(&rule_names));
+  m.impl("rule_index", TORCH_BOX(&rule_index));
   m.impl("rule_options", TORCH_BOX(&rule_options));
   m.impl("rule_defaults", TORCH_BOX(&rule_defaults));
   m.impl("rule_states", TORCH_BOX(&rule_states));
@@ -109,10 +120,11 @@ const Rule* find_rule(std::string_view name) {
   return nullptr;
 }
 
-const Rule& rule_named(std::string_view name) {
-  const Rule* const found = find_rule(name);
-  if (found == nullptr) throw std::runtime_error("there is no rule \"" + std::string(name) + "\"");
-  return *found;
+const Rule& rule_at(int64_t index) {
+  if (index < 0 || index >= std::ssize(rules())) {
+    throw std::runtime_error("there is no rule of the number " + std::to_string(index));
+  }
+  return rules()[static_cast<size_t>(index)];
 }
 
 }  // namespace fusedstep::ops

@@ -3,7 +3,6 @@
 #include <memory>
 #include <span>
 #include <stdexcept>
-#include <string_view>
 #include <vector>
 
 #include "src/ops/native_plan.h"
@@ -12,9 +11,9 @@
 namespace fusedstep::ops {
 namespace {
 
-void plan_prepare(int64_t plan, std::string_view rule, const std::vector<double>& options, double grad_factor,
+void plan_prepare(int64_t plan, int64_t rule, const std::vector<double>& options, double grad_factor,
                   int64_t grads) {
-  prepare_step(plan, rule_named(rule), options, grad_factor, grads, {});
+  prepare_step(plan, rule_at(rule), options, grad_factor, grads, {});
 }
 
 // Sets the states that a step over rows updates: a number for each row of each weight.
@@ -30,8 +29,8 @@ void plans_step(const std::vector<int64_t>& handles) { take_steps(handles); }
 // Reads and writes nothing but its arguments, so that torch.compile can follow it. A number by itself would
 // be a constant of the compiled graph: hence the tensor.
 void step(const Tensors& weights, const Tensors& grads, const Tensors& states, const Tensors& steps,
-          const Tensor& options, std::string_view rule_name) {
-  const Rule& rule = rule_named(rule_name);
+          const Tensor& options, int64_t rule_index) {
+  const Rule& rule = rule_at(rule_index);
   if (rule.bind == nullptr) throw std::runtime_error("the rule over rows takes steps over plans only");
   const std::span<const double> values = numbers(options, rule.options.size() + 1);
   const BoundRule bound = rule.bind(values);
@@ -45,17 +44,17 @@ void step(const Tensors& weights, const Tensors& grads, const Tensors& states, c
 
 // On tensors that have shapes and no memory, by which a compiler looks at an operator.
 void step_shapes(const Tensors& /*weights*/, const Tensors& /*grads*/, const Tensors& /*states*/,
-                 const Tensors& /*steps*/, const Tensor& /*options*/, std::string_view /*rule*/) {}
+                 const Tensors& /*steps*/, const Tensor& /*options*/, int64_t /*rule*/) {}
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
-  m.def("plan_prepare(int plan, str rule, float[] options, float grad_factor, int grads) -> ()");
+  m.def("plan_prepare(int plan, int rule, float[] options, float grad_factor, int grads) -> ()");
   m.def("plan_apply(int plan, Tensor norms2) -> ()");
   m.def("plan_direction(int plan, Tensor(a!) norms2) -> ()");
   m.def("plan_row_states(int plan, Tensor[] states) -> ()");
   m.def("plans_step(int[] plans) -> ()");
   m.def(
       "step(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor options, "
-      "str rule) -> ()");
+      "int rule) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {

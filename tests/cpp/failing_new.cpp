@@ -2,6 +2,7 @@
 
 #include <dlfcn.h>
 #include <link.h>
+#include <malloc.h>
 
 #include <algorithm>
 #include <atomic>
@@ -9,6 +10,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <mutex>
 #include <new>
 #include <string_view>
 
@@ -69,6 +71,59 @@ bool fails_tensor(const void* caller) {
   return left_of_tensors.load() > 0 && is_counted(Allocations::kTensors, caller) && fails(left_of_tensors);
 }
 
+// Tensors under a limit, by address; 0 is an empty place, 1 one that was taken.
+class Held {
+ public:
+  void limit(long bytes) {
+    const std::lock_guard lock(mutex_);
+    std::fill_n(places_, kPlaces, 0);
+    limit_ = bytes;
+    now_ = most_ = 0;
+    is_limited = true;
+  }
+  long end() {
+    const std::lock_guard lock(mutex_);
+    is_limited = false;
+    return most_;
+  }
+  // Returns whether so many bytes more may be held.
+  bool allows(long bytes) {
+    const std::lock_guard lock(mutex_);
+    return now_ + bytes <= limit_;
+  }
+  void add(void* memory) {
+    const std::lock_guard lock(mutex_);
+    for (size_t at = first_place(memory);; at = (at + 1) % kPlaces) {
+      if (places_[at] > kTaken) continue;
+      places_[at] = reinterpret_cast<uintptr_t>(memory);
+      now_ += static_cast<long>(malloc_usable_size(memory));
+      most_ = std::max(most_, now_);
+      return;
+    }
+  }
+  void remove(void* memory) {
+    const std::lock_guard lock(mutex_);
+    for (size_t at = first_place(memory); places_[at] != 0; at = (at + 1) % kPlaces) {
+      if (places_[at] != reinterpret_cast<uintptr_t>(memory)) continue;
+      places_[at] = kTaken;
+      now_ -= static_cast<long>(malloc_usable_size(memory));
+      return;
+    }
+  }
+
+  std::atomic<bool> is_limited{false};
+
+ private:
+  static constexpr size_t kPlaces = 1 << 14;
+  static constexpr uintptr_t kTaken = 1;
+  static size_t first_place(void* memory) { return reinterpret_cast<uintptr_t>(memory) / 64 % kPlaces; }
+
+  std::mutex mutex_;
+  uintptr_t places_[kPlaces] = {};
+  long limit_ = 0, now_ = 0, most_ = 0;
+};
+Held held;
+
 void* allocate_or_throw(size_t bytes, size_t alignment, const void* caller) {
   void* const memory = allocate(bytes, alignment, caller);
   if (memory == nullptr) throw std::bad_alloc();
@@ -82,6 +137,13 @@ void fail_allocation(Allocations of, long n) {
   dl_iterate_phdr(add_module, nullptr);
   (of == Allocations::kNew ? left_of_new : left_of_tensors) = n;
 }
+
+void limit_tensors(long bytes) {
+  fail_allocation(Allocations::kTensors, 0);  // for the modules
+  held.limit(bytes);
+}
+
+long most_held() { return held.end(); }
 
 long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tensors.exchange(0)); }
 
@@ -112,5 +174,19 @@ long allocations_left() { return std::max(left_of_new.exchange(0), left_of_tenso
 extern "C" [[gnu::visibility("default")]] int posix_memalign(void** memory, size_t alignment, size_t bytes) {
   using PosixMemalign = int (*)(void**, size_t, size_t);
   static const auto next = reinterpret_cast<PosixMemalign>(dlsym(RTLD_NEXT, "posix_memalign"));
-  return fusedstep::test::fails_tensor(FUSEDSTEP_CALLER) ? ENOMEM : next(memory, alignment, bytes);
+  namespace test = fusedstep::test;
+  const void* const caller = FUSEDSTEP_CALLER;
+  if (test::fails_tensor(caller)) return ENOMEM;
+  const bool is_limited = test::held.is_limited && test::is_counted(test::Allocations::kTensors, caller);
+  if (is_limited && !test::held.allows(static_cast<long>(bytes))) return ENOMEM;
+  const int error = next(memory, alignment, bytes);
+  if (is_limited && error == 0) test::held.add(*memory);
+  return error;
+}
+
+extern "C" void __libc_free(void* memory);  // glibc's own
+
+extern "C" [[gnu::visibility("default")]] void free(void* memory) {
+  if (fusedstep::test::held.is_limited && memory != nullptr) fusedstep::test::held.remove(memory);
+  __libc_free(memory);
 }

@@ -1,5 +1,6 @@
-// Memory that runs out on demand: operator new and posix_memalign of the whole process, as they are and, when
-// asked, failing once. To be linked into a program, or preloaded into one.
+// Memory that runs out on demand: operator new, posix_memalign and free of the whole process, as they are
+// and, when asked, failing once or while too much is held. To be linked into a program, or preloaded into
+// one.
 #pragma once
 
 namespace fusedstep::test {
@@ -14,6 +15,12 @@ extern "C" {
 [[gnu::visibility("default")]] void fail_allocation(Allocations of, long n);
 // Has none fail any more. Returns how many are still to come before the one that was to fail: 0 if it has.
 [[gnu::visibility("default")]] long allocations_left();
+
+// From now on, has every allocation of tensors fail that would make those held at once more than so many
+// bytes. Those from before count for nothing.
+[[gnu::visibility("default")]] void limit_tensors(long bytes);
+// Has none fail any more. Returns the most bytes of tensors that have been held at once.
+[[gnu::visibility("default")]] long most_held();
 }
 
 }  // namespace fusedstep::test

@@ -1,5 +1,6 @@
 // Law: a step whose memory runs out throws and has changed nothing; taken again, it is right.
 #include <gtest/gtest.h>
+#include <malloc.h>
 #include <torch/torch.h>
 
 #include <functional>
@@ -150,6 +151,17 @@ TYPED_TEST(OutOfMemoryTest, WhereStatesAreInCodesBesideTheValue) {
 }
 
 // A destructor that runs while there is no memory must not ask for any.
+template <class Row>
+class GrowthTest : public testing::Test {};
+TYPED_TEST_SUITE(GrowthTest, Rows);
+
+TYPED_TEST(GrowthTest, OfManyStepsIsNone) {
+  Subject<TypeParam> subject(3, /*two_groups=*/false, TypeParam::options());
+  const size_t before = mallinfo2().uordblks;
+  for (int step = 0; step < 300; ++step) subject.optimizer->step();
+  EXPECT_LT(mallinfo2().uordblks, before + 4096);
+}
+
 TEST(DestructorTest, OfAnOptimizerAllocatesNothing) {
   auto subject = std::make_unique<Subject<AdamRow>>(2, true, AdamRow::options());
   test::fail_allocation(Allocations::kNew, 1);

@@ -160,10 +160,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   static void prepare(const Options& options, int64_t plan, double grad_factor) {
-    static const auto op =
-        detail::find_op<void(int64_t, std::string_view, at::ArrayRef<double>, double, int64_t)>(
-            "fusedstep::plan_prepare");
-    op.call(plan, Derived::kRule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
+    static const auto op = detail::find_op<void(int64_t, int64_t, at::ArrayRef<double>, double, int64_t)>(
+        "fusedstep::plan_prepare");
+    static const int64_t rule =
+        detail::find_op<int64_t(std::string_view)>("fusedstep::rule_index").call(Derived::kRule);
+    op.call(plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
             static_cast<int64_t>(Derived::grad_use(options)));
   }
 

@@ -74,10 +74,11 @@ inline torch::Tensor decode(const torch::Tensor& codes, const torch::Tensor& abs
 inline std::tuple<torch::Tensor, torch::Tensor> encode(const torch::Tensor& numbers, std::string_view kind,
                                                        bool is_signed) {
   static const auto op =
-      find_op<std::tuple<torch::Tensor, torch::Tensor>(const torch::Tensor&, std::string_view, bool)>(
+      find_op<std::tuple<torch::Tensor, torch::Tensor>(const torch::Tensor&, int64_t, bool)>(
           "fusedstep::encode_state");
+  static const auto index_of = find_op<int64_t(std::string_view)>("fusedstep::storage_index");
   const auto [codes, absmax] =
-      op.call(numbers.to(torch::kCPU, torch::kFloat32).contiguous(), kind, is_signed);
+      op.call(numbers.to(torch::kCPU, torch::kFloat32).contiguous(), index_of.call(kind), is_signed);
   return {codes.to(numbers.device()), absmax.to(numbers.device())};
 }
 

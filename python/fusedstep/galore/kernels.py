@@ -124,7 +124,7 @@ def _fused(given: Problem) -> Callable[[], None]:
         count = int(given.state["step"])
         numbers = native_numbers(group["betas"], group["eps"], count, 1.0, 0.0, True)
         torch.ops.fusedstep.projected_step(
-            "adam",
+            _ops.rule_index["adam"],
             list(map(numbers.__getitem__, names)),
             count,
             given.grad,

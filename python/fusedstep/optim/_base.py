@@ -38,7 +38,7 @@ from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import is_fixed, last_step
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
-from fusedstep.optim._undo import interrupted
+from fusedstep.optim._undo import NO_RESERVE, interrupted
 from fusedstep.optim._watched import WatchedState
 
 #: A closure's result.
@@ -82,8 +82,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if a step in torch operations allocates nothing once it has written a dense weight or a
     #: state of it. Otherwise copies are kept, and put back if there is no memory half way.
     _allocates_first: ClassVar[bool] = False
-    #: Weights that torch operations have stepped in the step under way.
-    _stepped: list[Tensor]
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -494,6 +492,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             for item in work
         ]
         self._make_ready(work, factors)
+        self._reserve = self._reserved(work)
         stepped = self._stepped = []
         spread = None if self._elementwise else self._spread_weights()
         try:
@@ -503,6 +502,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 work,
                 factors,
                 self._check_ready,
+                self._with_factor,
                 self._imperative_update,
                 self._accessed_states,
                 spread=spread,
@@ -513,7 +513,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             found = interrupted(error, self._groups, work, stepped)
             raise found from (error if found is not error else error.__cause__)
         finally:
-            self._stepped = []
+            self._stepped, self._reserve = [], NO_RESERVE
         # One that communicates has more to do than its kernels.
         is_alone = not (spread and spread.rows)
         is_plain = factors is PLAIN and not zero_grad

@@ -15,6 +15,7 @@ fp8    float8_e4m3fn, in the weight's shape                       256
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -155,12 +156,18 @@ def decode(codes: Tensor, absmax: Tensor, weight: Tensor, signed: bool) -> Tenso
     return spread_like(weight, numbers.to(part.device))
 
 
+@functools.cache
+def storage_index(kind: str) -> int:
+    """The number of a storage, as the operator takes it."""
+    return torch.ops.fusedstep.storage_index(kind)
+
+
 @torch.no_grad()
 def encode(numbers: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
     """The codes of numbers, and their absmax."""
     part = local(numbers)
     codes, absmax = torch.ops.fusedstep.encode_state(
-        part.detach().to("cpu", torch.float32).contiguous(), kind, signed
+        part.detach().to("cpu", torch.float32).contiguous(), storage_index(kind), signed
     )
     return codes.to(part.device), absmax.to(part.device)
 

@@ -15,6 +15,7 @@ from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from fusedstep import _ops
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._registry import by_name
 from fusedstep.optim._support import why_not_readable
@@ -48,7 +49,8 @@ def trace_update(optimizer: Optimizer) -> bool:
         steps = [state[name] for name in optimizer._store.numbers for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
         options = torch.ops.fusedstep.options(steps[0], lr, name, index)
-        torch.ops.fusedstep.step(weights, grads, slots, steps, options, optimizer._rule)
+        rule = _ops.rule_index[optimizer._rule]
+        torch.ops.fusedstep.step(weights, grads, slots, steps, options, rule)
         increment_version(weights)  # for compilers that leave the operator as it is
     return True
 

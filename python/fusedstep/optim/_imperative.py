@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,9 +11,10 @@ from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable
 from fusedstep.optim._codes import is_codes
+from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
-from fusedstep.optim._undo import undone_on_error
+from fusedstep.optim._undo import NO_RESERVE, Reserve, undone_on_error
 from fusedstep.optim._weights import (
     MASTER,
     key_of_draws,
@@ -22,19 +25,53 @@ from fusedstep.optim._weights import (
     way_of,
 )
 
+#: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
+#: what puts back weight and states; tests/test_out_of_memory.py has no more for all optimizers.
+MOST_COPIES = 12
+
 
 class ImperativeTwin:
     """Steps weights in torch operations where no native kernel does."""
 
-    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
-        """Steps groups by their gradients times a factor."""
+    #: Weights that have been stepped in the step under way, natively or not.
+    _stepped: list[Tensor]
+    #: What its parts are taken with.
+    _reserve: Reserve = NO_RESERVE
+
+    def _reserved(self, work: list[Work]) -> Reserve:
+        """The memory kept for parts of a step; it is made before anything is changed."""
+        others = [item for item in work if not item.plan]
+        options = ("differentiable", "capturable")
+        if (
+            not others
+            or torch._C._len_torch_dispatch_stack()
+            or any(item.group.get(name) for item in others for name in options)
+            or any(not p.is_cpu or is_dtensor(p) for item in others for p in item.weights)
+        ):
+            return NO_RESERVE
+        if len(work) == 1 and len(work[0].weights) == 1:
+            return NO_RESERVE
+        return Reserve(max(map(self._part_size, others)))
+
+    def _part_size(self, item: Work) -> int:
+        """The most bytes that a part of the step of a group may allocate."""
+        return MOST_COPIES * max(map(size_of, item.weights, item.grads))
+
+    def _take_part(self, weights: list[Tensor], part: Callable[[], None]) -> None:
+        """Takes the step of some weights, which is all or nothing."""
+        self._reserve.take(part, is_first=not self._stepped)
+        self._stepped += weights
+
+    def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
+        """Multiplies gradients by a factor, in memory of their own; nothing is changed so far."""
         factor = factors.on_host if work else 1
-        self._imperative_groups(
-            [
-                (group, weights, torch._foreach_mul(grads, factor) if factor != 1 else grads)
-                for group, weights, grads, *_ in work
-            ]
-        )
+        if factor == 1:
+            return work
+        return [item._replace(grads=torch._foreach_mul(item.grads, factor)) for item in work]
+
+    def _imperative_update(self, work: list[Work]) -> None:
+        """Steps groups whose gradients have been multiplied by the factor of the step."""
+        self._imperative_groups([(group, weights, grads) for group, weights, grads, *_ in work])
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
@@ -59,7 +96,8 @@ class ImperativeTwin:
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         for weight, grad in zip(weights, grads, strict=True):
-            self._imperative_step(group, weight, grad)
+            step = functools.partial(self._imperative_step, group, weight, grad)
+            self._take_part([weight], step)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         """Steps a weight, or changes nothing if memory runs out."""
@@ -72,7 +110,6 @@ class ImperativeTwin:
                 state = self._store.decoded(group, weight, kept)
                 self._step_on_numbers(group, weight, grad, state)
                 self._store.encode(group, weight, kept, state)
-        self._stepped.append(weight)
 
     def _is_direct(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
@@ -157,3 +194,9 @@ class ImperativeTwin:
         else:
             (place,) = places_of(self._groups, group, [weight])
             put_value(way, weight, wide, state, key_of_draws(seed, int(state["step"]), place))
+
+
+def size_of(weight: Tensor, grad: Tensor) -> int:
+    """The bytes of a weight, or of the entries of its gradient, in the type of the maths."""
+    entries = grad._values() if grad.is_sparse else grad
+    return max(weight.numel(), entries.numel()) * max(weight.itemsize, 4)

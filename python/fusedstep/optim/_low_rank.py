@@ -7,6 +7,7 @@ plan over scratch memory in place of weights.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
@@ -46,7 +47,7 @@ from fusedstep.optim._sharded_projections import (
 )
 from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._transformers_adamw import native_numbers
-from fusedstep.optim._undo import Saved, is_out_of_memory, undone_on_error
+from fusedstep.optim._undo import Reserve, Saved, is_out_of_memory, undone_on_error
 from fusedstep.optim._weights import key_of_draws, way_of, whole_places_of
 
 
@@ -474,10 +475,17 @@ class LowRankSteps(LowRankShards):
         if not_finite(grad):
             raise self._not_finite_error(group, weight)
 
-    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
-        found = [
-            self._scratch_of(item) if self._is_projected(item.group) else None for item in work
-        ]
+    def _has_scratch(self, item: Work) -> bool:
+        return self._is_projected(item.group) and self._scratch_of(item) is not None
+
+    def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
+        # Low-rank gradients in scratch memory have been multiplied.
+        others = [item for item in work if not self._has_scratch(item)]
+        multiplied = iter(super()._with_factor(others, factors))
+        return [item if self._has_scratch(item) else next(multiplied) for item in work]
+
+    def _imperative_update(self, work: list[Work]) -> None:
+        found = [self._scratch_of(item) if self._has_scratch(item) else None for item in work]
         projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
         # Those that allocate nothing come first. What the step of moments writes of others is kept.
         first = [pair for pair in projected if not self._moves_late(pair[0])]
@@ -496,16 +504,18 @@ class LowRankSteps(LowRankShards):
                     state = self._state[weight]
                     if saved or self._fresh:
                         written = [weight, *state.values()] if weight in saved else []
-                        with undone_on_error(map(local, written)):
-                            if weight in self._fresh:
-                                self._commit(weight)
-                            self._move_weight(item, scratch, index, state)
+                        move = functools.partial(
+                            self._move_or_undo, item, scratch, index, state, written
+                        )
+                        self._take_part([weight], move)
                         if weight in self._fresh:
+                            for name in self._fresh[weight].keys() & state.keys():
+                                del self._fresh[weight][name]  # the state has it
                             scratch.keep_bases(index, self._bases_of(item.group, weight))
                         saved.pop(weight, None)
                     else:
                         self._move_weight(item, scratch, index, state)
-                    self._stepped.append(weight)
+                        self._stepped.append(weight)
                 increment_version([p for p in item.weights if is_dtensor(p)])  # by their shards
                 increment_version(self._accessed_states(item.weights))
         except (MemoryError, RuntimeError) as error:
@@ -514,7 +524,28 @@ class LowRankSteps(LowRankShards):
             raise
         for item, scratch in zip(work, found, strict=True):
             if scratch is None:
-                super()._imperative_update([item], factors)
+                super()._imperative_update([item])
+
+    def _move_or_undo(
+        self,
+        item: Work,
+        scratch: Scratch,
+        index: int,
+        state: dict[str, Tensor],
+        written: list[Tensor],
+    ) -> None:
+        """Moves a weight, or changes nothing of what may be written if memory runs out."""
+        weight = item.weights[index]
+        with undone_on_error(map(local, written)):
+            if weight in self._fresh:
+                self._commit(weight)
+            self._move_weight(item, scratch, index, state)
+
+    def _reserved(self, work: list[Work]) -> Reserve:
+        # Others than these allocate nothing as they move.
+        return super()._reserved(
+            [item for item in work if not self._has_scratch(item) or self._moves_late(item)]
+        )
 
     @staticmethod
     def _moves_late(item: Work) -> bool:
@@ -556,7 +587,7 @@ class LowRankSteps(LowRankShards):
         """Writes new bases into the state where they are part of it."""
         fresh, state = self._fresh[weight], self._state[weight]
         for name in fresh.keys() & state.keys():
-            local(state[name]).copy_(fresh.pop(name))
+            local(state[name]).copy_(fresh[name])
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -569,7 +600,7 @@ class LowRankSteps(LowRankShards):
     ) -> None:
         if self._is_projected(group):
             self._commit(weight)
-            state = state | self._fresh[weight]
+            state = self._fresh[weight] | state
         super()._step_on_numbers(group, weight, grad, state)
 
     def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._imperative import MOST_COPIES, size_of
 from fusedstep.optim._muon_groups import (
     beta2_of,
     form_of,
@@ -34,7 +35,7 @@ from fusedstep.optim._newton_schulz import (
     takes_gram_form,
 )
 from fusedstep.optim._passes import are_taken, average_into, decay_and_add, has_pass
-from fusedstep.optim._plan import same
+from fusedstep.optim._plan import Work, same
 from fusedstep.optim._sharded_matrices import (
     Batch,
     Cut,
@@ -53,6 +54,9 @@ from fusedstep.optim._weights import seed_of, way_of
 #: their copies would have to be kept: on a CPU they leave its caches as well.
 _AT_ONCE = {"cpu": 1 << 22}
 _AT_ONCE_ELSEWHERE = 1 << 25
+
+#: The bytes of these, at most.
+_MOST_BYTES = 8 * _AT_ONCE["cpu"]
 
 #: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
 #: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
@@ -90,8 +94,6 @@ class MatrixBatches:
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
         grads = list(map(local, grads))
-        if group.get("maximize"):
-            grads = torch._foreach_neg(grads)
         known = self._known_of(group, weights)
         if known is None:
             self._known.pop(weights[0], None)
@@ -100,19 +102,12 @@ class MatrixBatches:
                 self._known[weights[0]] = known
         for batch in known.batches:
             some = [grads[i] for i in batch.places]
-            if batch.moving:
-                self._step_batch(group, batch, some)
-            else:
-                coded = [
-                    p for p in batch.weights if way_of(group, p) or self._store.kind_of(group, p)
-                ]
-                kept = [self._store.with_count(group, p).values() for p in coded]
-                with undone_on_error([*coded, *chain.from_iterable(kept)]):
-                    self._step_batch(group, batch, some)
-            self._stepped += batch.weights
+            step = functools.partial(self._step_or_undo, group, batch, some)
+            self._take_part(batch.weights, step)
         for (cut, *_), places in known.cut_alike.items():
-            some = [[each[i] for i in places] for each in (weights, grads)]
-            self._step_cut(group, cut, *some, [form_of(group, weights[i]) for i in places])
+            some, found = ([each[i] for i in places] for each in (weights, grads))
+            forms = [form_of(group, p) for p in some]
+            self._step_cut(group, cut, some, _ascending(group, found), forms)
 
     def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
         """What the last checks of operands and options have noted: new objects if one has changed.
@@ -205,6 +200,23 @@ class MatrixBatches:
             lambda shape: newton_schulz_operations(shape, steps),
             lambda shape: takes_gram_form(shape, dtype, steps),
         )
+
+    def _part_size(self, item: Work) -> int:
+        """That of a batch, if the group has batches."""
+        sizes = list(map(size_of, item.weights, item.grads))
+        batch = min(sum(sizes), _MOST_BYTES) if self._is_composite(item.group) else 0
+        return MOST_COPIES * max(batch, *sizes)
+
+    def _step_or_undo(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
+        """Steps a batch, or changes nothing if memory runs out."""
+        grads = _ascending(group, grads)
+        if batch.moving:  # as it is, and what is written last allocates nothing
+            self._step_batch(group, batch, grads)
+            return
+        coded = [p for p in batch.weights if way_of(group, p) or self._store.kind_of(group, p)]
+        kept = [self._store.with_count(group, p).values() for p in coded]
+        with undone_on_error([*coded, *chain.from_iterable(kept)]):
+            self._step_batch(group, batch, grads)
 
     def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
         """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
@@ -459,6 +471,11 @@ class _Known(NamedTuple):
     checks: tuple[Any, Any]
     batches: list[_Together]
     cut_alike: dict[Any, list[int]]
+
+
+def _ascending(group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients of a step, negated where it maximizes."""
+    return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
 
 
 def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:

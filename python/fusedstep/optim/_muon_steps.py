@@ -92,11 +92,11 @@ class MuonSteps(MatrixBatches):
 
     # Weight by weight
 
-    def _imperative_update(self, work: list[Work], factors: Factors) -> None:
+    def _imperative_update(self, work: list[Work]) -> None:
         # Before anything is changed; transfers that some processes take no part in would not end.
         weights = [p for item in work if uses_muon(item.group) for p in item.weights]
         self._spread_weights().check_gradients(weights)
-        super()._imperative_update(work, factors)
+        super()._imperative_update(work)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

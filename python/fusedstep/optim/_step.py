@@ -22,7 +22,8 @@ def take(
     work: list[Work],
     factors: Factors,
     check_ready: Callable[[], None],
-    by_torch: Callable[[list[Work], Factors], None],
+    with_factor: Callable[[list[Work], Factors], list[Work]],
+    by_torch: Callable[[list[Work]], None],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
     in_phases: bool,
@@ -33,7 +34,8 @@ def take(
     ``stepped`` then has the weights that have been stepped, in front of it as well.
 
     ``check_ready`` may raise: it is asked when native steps have been prepared, before the first
-    change. ``by_torch`` steps work without a plan. ``accessed_states`` returns the states of
+    change. ``with_factor`` multiplies the gradients of work without a plan, and ``by_torch`` steps
+    it. ``accessed_states`` returns the states of
     weights that autograd may know of. ``spread``: weights with parts in other processes, for a step
     that takes norms or products of whole weights. ``in_phases``: the native step of such weights is
     two phases, with norms in between.
@@ -52,15 +54,17 @@ def take(
             raise with_name(error, groups, item.group, item.weights) from None
     check_ready()
     others = [item for item in work if not item.plan]
+    others = with_factor(others, factors) if others else others
     # First, for what a native step leaves in a gradient is of no use to who shares its memory.
     # Else in the order of the groups, of which some may share weights.
     # The collectives of weights that are spread have an order of their own.
     at_once = uses or len(others) == len(work) or bool(spread and spread.rows)
     if at_once:
-        by_torch(others, factors)
+        by_torch(others)
     native = [item for item in work if item.plan]
     spread = spread if in_phases else None
     in_order = others and not at_once
+    one_by_one = iter(others)
     if not in_order:
         _take_native(native, spread)
     for item in work:
@@ -76,7 +80,7 @@ def take(
                 untreated.extend(item.pairs())
         else:
             if not at_once:
-                by_torch([item], factors)
+                by_torch([next(one_by_one)])
             untreated.extend(item.pairs())
     return untreated
 

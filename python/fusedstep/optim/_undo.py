@@ -1,10 +1,13 @@
-"""A step that stops half way: part of it is undone, and an error names what has been stepped."""
+"""A step that stops half way: part of it is undone, or taken again with memory kept for that.
+
+Where this does not help, an error names what has been stepped.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -52,6 +55,40 @@ def undone_on_error(tensors: Iterable[Tensor], rows: Tensor | None = None) -> It
         if is_out_of_memory(error):
             saved.put_back()
         raise
+
+
+class Reserve:
+    """Memory that is kept aside while a step goes on part by part, each of which is all or nothing.
+
+    A part that finds none after others have been taken is taken again, with this given back. The
+    memory is never touched: it takes address space alone.
+    """
+
+    def __init__(self, size: int) -> None:
+        """``size``: the bytes that the largest part may allocate; 0 takes no part again."""
+        self._size = size
+        self._held = torch.UntypedStorage(size, device="cpu") if size else None
+
+    def take(self, part: Callable[[], None], is_first: bool) -> None:
+        """Takes a part; one that is the first may fail: nothing has happened then."""
+        if is_first or self._held is None:
+            part()
+            return
+        try:
+            part()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            return
+        self._held = None
+        part()
+        with suppress(MemoryError, RuntimeError):  # else the error of a next part names this one
+            self._held = torch.UntypedStorage(self._size, device="cpu")
+
+
+#: For steps whose parts are not taken again.
+NO_RESERVE = Reserve(0)
 
 
 def numbers_first(like: Tensor, *numbers: float) -> tuple[Tensor, ...]:

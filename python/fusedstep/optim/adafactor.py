@@ -46,7 +46,7 @@ from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._support import why_not_native
-from fusedstep.optim._undo import interrupted, undone_on_error
+from fusedstep.optim._undo import NO_RESERVE, interrupted, undone_on_error
 from fusedstep.optim._weights import way_of
 
 __all__ = ["Adafactor"]
@@ -316,13 +316,14 @@ class Adafactor(FusedOptimizer):
                 calls.append((call, [grads[place] for place in call.places], numbers))
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
-        taken = []
+        taken: list[Call] = []
         try:
+            reserve = self._reserved(work) if len(calls) > 1 else NO_RESERVE
             if len(calls) > 1:  # else the operation itself is the check
                 for call, grads, _ in calls:
                     torch.ops.fusedstep.factored_check(call.weights, grads)
             for call, grads, numbers in calls:
-                call(grads, numbers)
+                reserve.take(functools.partial(call, grads, numbers), is_first=not taken)
                 taken.append(call)
         except (MemoryError, RuntimeError) as error:
             if not taken:
@@ -381,7 +382,7 @@ class Adafactor(FusedOptimizer):
             for some in alike.values():
                 call = self._call(group, weights, some, eps)
                 found = [local(grads[place]) for place in some]
-                put = functools.partial(self._put_call, group, call)
+                put = functools.partial(self._put_part, group, call)
                 parts.append(NativeParts(call, found, numbers_at(group, step, eps), put))
         return parts
 
@@ -424,21 +425,38 @@ class Adafactor(FusedOptimizer):
     ) -> None:
         together, alone = self._together(group, weights, grads)
         for place in alone:
-            self._imperative_step(group, weights[place], grads[place])
+            step = functools.partial(self._imperative_step, group, weights[place], grads[place])
+            self._take_part([weights[place]], step)
             self._noting = None
         noted = _Noted(weights, _choices(group), [])
-        for (step, eps, _), places in together.items():
-            call = self._call(group, weights, places, eps)
-            if call.weights is not call.values:
-                self._noting = None
-            found, numbers = [local(grads[place]) for place in places], numbers_at(group, step, eps)
-            self._put_call(group, call, functools.partial(call, found, numbers))
-            noted.calls.append(call)
+        for (count, eps, _), places in together.items():
+            found, numbers = [local(grads[i]) for i in places], numbers_at(group, count, eps)
+
+            def take(
+                places: list[int] = places,
+                eps: float = eps,
+                found: list[Tensor] = found,
+                numbers: dict[str, Any] = numbers,
+            ) -> None:
+                call = self._call(group, weights, places, eps)
+                if call.weights is not call.values:
+                    self._noting = None
+                self._put_call(group, call, functools.partial(call, found, numbers))
+                noted.calls.append(call)
+
+            self._take_part([weights[i] for i in places], take)
         if self._noting is not None:
             self._noting.append(noted)
 
+    def _put_part(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
+        self._put_call(group, call, take)
+        self._stepped += call.weights
+
     def _put_call(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
-        """Takes the step of a call, and puts the new values of its weights where they are kept."""
+        """Takes the step of a call, and puts the new values of its weights where they are kept.
+
+        Changes nothing if memory runs out.
+        """
         written = []
         if call.weights is not call.values:  # else all is one operation
             states = [self._state[weight].values() for weight in call.weights]
@@ -448,7 +466,6 @@ class Adafactor(FusedOptimizer):
             self._account_for(call.weights, call.counts)
             for weight, value in zip(call.weights, call.values, strict=True):
                 self._write_back(group, weight, value, self._state[weight])
-        self._stepped += call.weights
 
     def _call(
         self, group: dict[str, Any], among: list[Tensor], places: list[int], eps: float

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -14,6 +15,8 @@ from fusedstep.optim._checks import (
     check_number,
 )
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._imperative import MOST_COPIES, size_of
+from fusedstep.optim._plan import Work
 from fusedstep.optim._undo import numbers_first
 
 __all__ = ["Adan"]
@@ -209,10 +212,14 @@ class Adan(FusedOptimizer):
             # It goes by one weight at a time, and so must the errors, which are torch's.
             super()._imperative_steps(group | {"foreach": False}, weights, grads)
             return
-        if group["maximize"]:
-            grads = torch._foreach_neg(grads)
-        self._imperative_lists(group, weights, grads, [self._state[p] for p in weights])
-        self._stepped += weights
+        states = [self._state[p] for p in weights]
+        step = functools.partial(self._imperative_lists, group, weights, grads, states)
+        self._take_part(weights, step)
+
+    def _part_size(self, item: Work) -> int:
+        if not item.group["foreach"]:
+            return super()._part_size(item)
+        return MOST_COPIES * sum(map(size_of, item.weights, item.grads))
 
     def _imperative_lists(
         self,
@@ -230,6 +237,8 @@ class Adan(FusedOptimizer):
         decay = lr * float(group["weight_decay"])
 
         # All memory first: without it nothing is written.
+        if group["maximize"]:
+            grads = torch._foreach_neg(grads)
         betas = beta1, beta2, beta3
         beta1_, beta2_, beta3_, eps, none, less, more, *roots = numbers_first(
             exp_avgs[0],
