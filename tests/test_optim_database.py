@@ -1,7 +1,7 @@
 """Law: on every input of torch's optimizer database ours does what torch's class does.
 
 The database is what torch tests its optimizers with. An optimizer that torch has not is given its
-rows of tests/cases.py in that form.
+rows of tests/optimizers in that form.
 """
 
 import copy

@@ -20,7 +20,7 @@ WITH_ROWS = sorted(set(NAMES) - set(COMPOSED))
 
 def rows_of(name):
     rows = [case for case in CASES if case.optimizer is getattr(optim, name)]
-    assert rows, f"tests/cases.py has no row for {name}"
+    assert rows, f"tests/optimizers has no row for {name}"
     return rows
 
 
