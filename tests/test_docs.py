@@ -47,7 +47,7 @@ def test_links_lead_somewhere(page):
 
 def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
-    assert "  - Optimizers: []" in menus  # scripts/site/hooks.py puts all pages of that folder there
+    assert "  - Optimizers: []" in menus  # where scripts/site/hooks.py puts that folder's pages
     pages = {page.name for page in ROOT.glob("docs/*.md")}
     assert {page.parent.name for page in ROOT.glob("docs/**/*.md")} == {"docs", "optimizers"}
     missing = sorted(pages - set(re.findall(r": (\S+\.md)$", menus, re.MULTILINE)))

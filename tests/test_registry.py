@@ -108,11 +108,12 @@ def test_is_told_in_the_changelog(name, repository):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_is_documented(name):
-    """The docstring has every option, the formula and its source."""
+    """The docstring has every option, the formula, its source and an example."""
     text = inspect.getdoc(getattr(optim, name))
     for option in inspect.signature(getattr(optim, name)).parameters:
         assert option in text, f"{option} is not in the docstring of {name}"
     assert "https://" in text
+    assert f"\n    >>> optimizer = optim.{name}(" in text
 
 
 @pytest.mark.parametrize("name", [name for name in COMPOSED if hasattr(torch.optim, name)])
