@@ -68,7 +68,7 @@ DECOUPLED_WITH_NORMS = WITH_NORMS | {
 
 @functools.cache
 def parameters_of(cls: type) -> Mapping[str, inspect.Parameter]:
-    """Those of its constructor. Laws ask at each step, and to read them takes as long as a step."""
+    """The constructor's. Laws ask at each step, and to read them takes as long as a step."""
     return inspect.signature(cls).parameters
 
 

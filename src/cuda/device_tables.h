@@ -1,4 +1,4 @@
-// What the kernels of a plan read on a device: its tables of tensors and gradients, brought up to date with
+// The tables of tensors and gradients that the kernels of a plan read on a device, brought up to date with
 // what was bound.
 #pragma once
 #include <cuda_runtime_api.h>
@@ -70,7 +70,7 @@ class DeviceTables {
  public:
   // Brings the tables up to date with what was bound.
   void refresh(Plan& plan, const StepOptions& options, cudaStream_t stream);
-  // Where the device keeps the numbers of each weight.
+  // Tells the device where the numbers of each weight are.
   void find_numbers(std::span<float* const> numbers, cudaStream_t stream);
 
   // After refresh(). The gradients are those of the step under way.

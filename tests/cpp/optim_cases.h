@@ -15,7 +15,7 @@ namespace fusedstep::optim {
 using torch::Tensor;
 using Tensors = std::vector<Tensor>;
 
-// What the row of an optimizer has beside the options that most have.
+// The values of the options that few optimizers have, and the rate for the test of XOR.
 struct AsMost {
   static constexpr double kLrForXor = 0.1;
 };
