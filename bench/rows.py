@@ -160,7 +160,7 @@ def _sparse_adam(
     return sparse_adam(weight, rows, grad[rows], new, step, **options), new
 
 
-#: Those for tables alone, beside the case table's.
+#: Optimizers for tables alone, beside the case table's.
 ROWWISE_ADAGRAD = cases.Case(
     "rowwise_adagrad", optim.RowWiseAdagrad, {"lr": 1e-2}, _rowwise_adagrad, (), sparse=True
 )

@@ -35,7 +35,7 @@ TOUCHED, BATCHES = 4096, 16
 #: Items of each bag of BAGS, of which there are TOUCHED. A few items are in many.
 ITEMS = 20
 
-#: What a check allows where hundreds of items add to a row's gradient in another order.
+#: The slack of a check where hundreds of items add to a row's gradient in another order.
 SUMMED = 1e-3
 
 #: The norm that clipped gradients are scaled to, in every step.

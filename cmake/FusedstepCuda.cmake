@@ -90,7 +90,7 @@ function(fusedstep_cuda_library TARGET)
   add_library(
     ${TARGET} SHARED
     ${objects} src/cuda/code_table.cpp src/cuda/cuda_factored.cpp src/cuda/cuda_matrix_passes.cpp src/cuda/cuda_plan.cpp
-    src/cuda/cuda_projected.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
+    src/cuda/cuda_projected.cpp src/cuda/device_tables.cpp src/cuda/memory.cpp src/cuda/versions.cpp)
   list(TRANSFORM FUSEDSTEP_PROJECTED_RULES REPLACE "(.+)" "FUSEDSTEP_CASE(\\1)" OUTPUT_VARIABLE cases)
   list(JOIN cases " " cases)
   set_source_files_properties(src/cuda/cuda_projected.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_PROJECTED_CASES=${cases}")

@@ -75,7 +75,7 @@ class TileElements {
   __device__ TileElements(const Tile& tile, const FactoredArray& of)
       : first_(tile.first<Stored>(of)), row_(of.row), of_(of), left_(tile.left) {}
 
-  // Those beyond the tile are zero.
+  // Elements beyond the tile are zero.
   __device__ __forceinline__ void load(int row, T (&x)[kColumnsOfThread], T factor = 1) const {
     const Stored* const from = first_ + row * row_;
     const int64_t step = Way::step(of_);

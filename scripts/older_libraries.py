@@ -22,7 +22,7 @@ from auditwheel.policy import WheelPolicies
 
 CXX = os.environ.get("CXX", "g++")
 
-#: Those that auditwheel's policies allow, and g++ links with or once was asked to.
+#: Libraries that auditwheel's policies allow, and g++ links with or once was asked to.
 LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "libstdc++.so.6")
 
 #: libstdc++'s headers look at __libc_single_threaded, which glibc has since 2.32: one that says no
@@ -38,7 +38,7 @@ __libc_single_threaded:
     .section .note.GNU-stack,"",%progbits
 """
 
-#: Where a symbol of each type is, and its type in assembly.
+#: The section of a symbol of each type, and its type in assembly.
 SECTIONS = {
     "FUNC": ('.section .text,"ax",%progbits', "%function"),
     "OBJECT": ('.section .data,"aw",%progbits', "%object"),

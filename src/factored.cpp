@@ -135,7 +135,7 @@ class Step {
   }
 
  private:
-  // Those of the tensor that a thread is at.
+  // The lengths of the tensor that a thread is at.
   struct KnownLengths {
     size_t tensor = ~size_t{0};
     FactoredLengths lengths{};

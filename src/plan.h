@@ -48,7 +48,7 @@ class Plan {
   void round_at_random(uint64_t seed, std::vector<int64_t> places);
   bool rounds_at_random() const { return !places_.empty(); }
   uint64_t seed() const { return seed_; }
-  // That of tensor i among an optimizer's.
+  // The place of tensor i among an optimizer's weights.
   uint64_t place(size_t i) const { return static_cast<uint64_t>(places_[i]); }
   // The key of tensor i's random numbers at a step.
   uint64_t draws(size_t i, double step) const;

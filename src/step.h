@@ -47,7 +47,7 @@ int states_of(unsigned flags, std::integer_sequence<unsigned, kFlags...>) {
   return states[flags];
 }
 
-// Those of a rule's states with these flags that are never negative, a bit each.
+// The states of a rule with these flags that are never negative, a bit each.
 template <size_t kCount>
 constexpr uint32_t not_negative(const rules::StateSpec (&states)[kCount], unsigned flags) {
   uint32_t bits = 0;

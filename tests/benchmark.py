@@ -1,4 +1,4 @@
-"""Where the benchmark and its native parts are, and what its tests need of them."""
+"""The folders of the benchmark and its native parts, and helpers of its tests."""
 
 from pathlib import Path
 

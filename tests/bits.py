@@ -68,7 +68,7 @@ def place(values: Tensor, layout: str | None, device: str) -> Tensor:
 
 
 def digests(case: Case, dtype: torch.dtype, device: str, kind: Kind) -> dict[str, str]:
-    """Those of all weights, of all states of a name, and of all gradients after some steps."""
+    """Digests of all weights, of all states of a name and of all gradients after some steps."""
     layouts = kind.layouts or (None,) * len(DENSE)
     shapes = tuple(LAYOUTS[name].shape for name in kind.layouts) or DENSE
     weights = make_weights(shapes, dtype)

@@ -16,7 +16,7 @@ from fusedstep import _ops
 
 
 def pytest_addoption(parser):
-    parser.addoption("--plain", action="store_true", help="only the plain rows of tests/cases.py")
+    parser.addoption("--plain", action="store_true", help="only the plain rows of tests/optimizers")
 
 
 def pytest_collection_modifyitems(config, items):

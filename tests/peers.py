@@ -17,9 +17,6 @@ from torch.optim.optimizer import _use_grad_for_differentiable
 
 from cases import PLAIN, WITH_STATES
 from fusedstep import optim
-from reference.adan import adan
-from reference.lamb import lamb
-from reference.lion import lion
 
 MODES = {
     "default": {},
@@ -45,7 +42,7 @@ class ByFormula:
 
     ours: type[torch.optim.Optimizer]
     formula: Callable
-    not_kept: tuple[str, ...] = ()
+    not_kept: tuple[str, ...]
     """States of the base that `ours` has not: they are there in the base's step only."""
 
     def __init__(self, params, **given):
@@ -137,18 +134,8 @@ def _in_double(weight, gradient, state):
     return double(weight), double(gradient), {k: double(v) for k, v in state.items()}
 
 
-class Lamb(ByFormula, torch.optim.Adam):
-    ours, formula = optim.Lamb, staticmethod(lamb)
-
-
-class Lion(ByFormula, torch.optim.Adam):
-    ours, formula, not_kept = optim.Lion, staticmethod(lion), ("step", "exp_avg_sq")
-
-
-class Adan(ByFormula, torch.optim.Adam):
+class _Adan(ByFormula, torch.optim.Adam):
     """Its base sees the first two of three betas, and no `foreach`: that chooses something else."""
-
-    ours, formula = optim.Adan, staticmethod(adan)
 
     def __init__(self, params, **given):
         options = _options(self.ours) | given
@@ -172,13 +159,33 @@ class Adan(ByFormula, torch.optim.Adam):
                 group.update(betas=before["betas"], foreach=before["foreach"])
 
 
-_BY_FORMULA = {each.ours: each for each in ByFormula.__subclasses__()}
+_OWN_BASES = {optim.Adan: _Adan}
 
 
 def _peer_of(case):
-    peer = case.namesake or _BY_FORMULA.get(case.optimizer)
-    assert peer, f"tests/peers.py has no ByFormula for {case.optimizer.__name__}"
+    if case.namesake is not None:
+        return case.namesake
+    cls, nearest = case.optimizer, case.nearest
+    assert nearest, f"the rows of {cls.__name__} in tests/optimizers name no `nearest` of torch"
+    bases = (_OWN_BASES[cls],) if cls in _OWN_BASES else (ByFormula, nearest)
+    of_base = _states_of(nearest)
+    own = {
+        "ours": cls,
+        "formula": staticmethod(case.reference),
+        "not_kept": tuple(name for name in of_base if name not in case.states + case.numbers),
+        "__module__": __name__,
+    }
+    peer = type(cls.__name__, bases, own)
+    globals()[cls.__name__] = peer  # where pickle looks for it
     return peer
+
+
+def _states_of(cls):
+    weight = torch.zeros(2, requires_grad=True)
+    weight.grad = torch.zeros(2)
+    optimizer = cls([weight])
+    optimizer.step()
+    return optimizer.state[weight]
 
 
 #: torch's class for each of ours.

@@ -120,7 +120,7 @@ def test_plans_are_found_again():
 
 
 def test_a_bucket_waits_for_all_its_gradients():
-    """That of a weight which has none is stepped by step()."""
+    """The bucket of a weight without a gradient is stepped by step()."""
     model = Net()
     optimizer = optim.AdamW(model.parameters())
     fusedstep.step_in_backward(optimizer)

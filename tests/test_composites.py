@@ -54,7 +54,7 @@ ROWS = (
     Composite(optim.SparseAdam, {}, makes_whole=as_sparse),
 )
 DENSE = [row for row in ROWS if row.optimizer is not optim.SparseAdam]
-#: Those without a native plan, which tells of a second thread.
+#: Rows without a native plan, which tells of a second thread.
 WITHOUT_PLAN = [row for row in DENSE if row.optimizer is not optim.RowWiseAdagrad]
 EACH = pytest.mark.parametrize("row", ROWS, ids=str)
 MODES = pytest.mark.parametrize("fused", [None, True, False])

@@ -75,7 +75,7 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where two processes have died."""
+    """The folder of two processes that have died."""
     found = tmp_path_factory.mktemp("deaths")
     spawn = multiprocessing.get_context("spawn").Process
     processes = [spawn(target=dies_in_a_step, args=(found, rank)) for rank in (0, 1)]

@@ -1,30 +1,36 @@
-"""Law: training goes on from the 8- and 4-bit states of bitsandbytes and torchao."""
+"""Law: training goes on from the 8- and 4-bit states of bitsandbytes, and from ours."""
 
 import copy
-import importlib
 import io
 
 import pytest
 import torch
 
 import fusedstep
-from foreign import InCodes, bitsandbytes_state, torchao_state
+from foreign import bitsandbytes_state
+from foreign_codes import (
+    OF_0,
+    OF_1,
+    SHAPES,
+    assert_goes_on,
+    assert_is_refused,
+    assert_steps_as,
+    encoded_by_us,
+    numbers_of,
+    trained,
+    weights,
+)
 from fusedstep import optim
 from fusedstep.optim import low_bit
-from fusedstep.optim._codes import storage_index
 from reference.codes import MAPS
 from stepping import (
     as_parameters,
     assert_same_bits,
     assert_same_contents,
     contents,
-    make_gradients,
     make_weights,
     train,
 )
-
-#: Whole blocks of any kind; an end within a block; too few elements for codes.
-SHAPES = ((64, 80), (5003,), (7,))
 
 SIGNED, UNSIGNED = (MAPS["int8", signed][0] for signed in (True, False))
 
@@ -65,20 +71,6 @@ def qmaps(name):
     return (SIGNED,) if name in ONE_STATE else (SIGNED, UNSIGNED)
 
 
-def numbers_of(states, seed=0):
-    """A state for each weight and name, over six orders of magnitude."""
-    generator = torch.Generator().manual_seed(seed)
-    found = []
-    for shape in SHAPES:
-        tensors = {}
-        for name, signed in states.items():
-            sizes = torch.randn(shape, generator=generator).double()
-            spread = torch.logspace(-6, 0, sizes.numel(), dtype=torch.float64).view(shape)
-            tensors[name] = (sizes * spread if signed else sizes.abs() * spread).float()
-        found.append(tensors)
-    return found
-
-
 def bitsandbytes_dictionary(name, numbers, block=256, nested=True, maps=None):
     options = {"lr": 0.25, "weight_decay": 0.125} | CLASSES[name][2]
     return {
@@ -104,22 +96,6 @@ def in_numbers(state, number, block):
         return value
     absmax = state[f"absmax{number}"].repeat_interleave(block)[: value.numel()]
     return (state[f"qmap{number}"][value.flatten().long()] * absmax).view(value.shape)
-
-
-def weights():
-    return as_parameters(make_weights(SHAPES, torch.float32))
-
-
-def encoded_by_us(numbers, kind, signed):
-    return torch.ops.fusedstep.encode_state(numbers.contiguous(), storage_index(kind), signed)
-
-
-def assert_goes_on(optimizer, params):
-    before = [param.detach().clone() for param in params]
-    train(optimizer, params, [4])
-    for param, start in zip(params, before, strict=True):
-        assert param.isfinite().all()
-        assert not torch.equal(param, start)
 
 
 # bitsandbytes
@@ -301,7 +277,6 @@ def not_contiguous(dictionary):
     state["state1"] = state["state1"].t().contiguous().t()
 
 
-OF_0, OF_1 = (f"of parameter {place} of group 0" for place in (0, 1))
 REFUSALS = {
     "cut codes": (cut("state1"), rf"state1 {OF_1} has the shape \[5002\].*weight has \[5003\]"),
     "cut codes of the second": (cut("state2"), rf"state2 {OF_1} has the shape \[5002\]"),
@@ -321,18 +296,6 @@ REFUSALS = {
     "a count": (lambda d: d["state"][1].update(step=-1), f"step {OF_1} must be .* at least 0"),
     "no count": (lambda d: [s.pop("step") for s in d["state"].values()], "has no step"),
 }  # fmt: skip
-
-
-def assert_is_refused(cls, dictionary, text, **options):
-    """Refused, and nothing has changed."""
-    params = weights()
-    optimizer = cls(params, **options)
-    train(optimizer, params, [1])
-    before, groups = contents(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
-    with pytest.raises(ValueError, match=text):
-        fusedstep.import_state_dict(optimizer, dictionary)
-    assert_same_contents(contents(optimizer), before)
-    assert optimizer.state_dict()["param_groups"] == groups
 
 
 @pytest.mark.parametrize("state_dtype", [None, "int8"])
@@ -461,153 +424,6 @@ def test_other_formulas_are_not_converted(name, arguments, text):
         fusedstep.convert(bitsandbytes_optimizer(name, weights(), **arguments))
 
 
-# torchao
-
-KINDS = {"int8": 256, "int4": 128, "fp8": 256}
-
-
-def torchao_dictionary(numbers, kind, block):
-    return {
-        "state": {
-            index: {"step": torch.tensor(3.0)}
-            | {
-                name: torchao_state(value, kind, MAPS[kind, name == "exp_avg"][0], block)
-                for name, value in tensors.items()
-            }
-            for index, tensors in enumerate(numbers)
-        },
-        "param_groups": [
-            {"lr": torch.tensor(0.25), "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.125,
-             "amsgrad": "max_exp_avg_sq" in numbers[0], "params": list(range(len(numbers)))}
-        ],
-    }  # fmt: skip
-
-
-def decoded(value, kind):
-    """Decodes a state of torchao to float32."""
-    if not isinstance(value, InCodes):
-        return value
-    codes = value.codes.flatten()
-    if kind == "int4":
-        codes = torch.stack([codes >> 4, codes & 15], 1).flatten()
-    values = codes.float() if kind == "fp8" else value.qmap[codes.long()]
-    return (values.view(len(value.scale), -1) * value.scale[:, None]).view(value.shape)
-
-
-ADAM_STATES = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
-
-
-@pytest.mark.parametrize("block", [128, 256, 512])
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_of_torchao(kind, block):
-    numbers = numbers_of(ADAM_STATES)
-    dictionary, params = torchao_dictionary(numbers, kind, block), weights()
-    plain, coded = (optim.AdamW(params, state_dtype=each) for each in (None, kind))
-    for optimizer in (plain, coded):
-        fusedstep.import_state_dict(optimizer, dictionary)
-        assert optimizer.param_groups[0]["lr"] == 0.25
-    for index, param in enumerate(params):
-        for name, signed in ADAM_STATES.items():
-            theirs = dictionary["state"][index][name]
-            expected = decoded(theirs, kind)
-            assert_same_bits(plain.state[param][name], expected, name)
-            if not isinstance(theirs, InCodes):
-                continue
-            codes, absmax = theirs.codes, theirs.scale * (448 if kind == "fp8" else 1)
-            if block != KINDS[kind]:
-                codes, absmax = encoded_by_us(expected, kind, signed)
-            for found, expected in ((name, codes), (f"{name}_absmax", absmax)):
-                found = coded.state[param][found]
-                assert_same_bits(found, expected.view_as(found), name)
-    assert isinstance(dictionary["state"][0]["exp_avg"], InCodes)
-    assert not isinstance(dictionary["state"][1]["exp_avg"], InCodes)
-    for optimizer in (plain, coded):
-        assert_goes_on(optimizer, params)
-
-
-def cut_part(name, part):
-    def edit(dictionary):
-        value = dictionary["state"][0][name]
-        setattr(value, part, getattr(value, part)[:-1])
-
-    return edit
-
-
-def of_another_shape(dictionary):
-    value = dictionary["state"][0]["exp_avg"]
-    parts = {name: vars(value)[name] for name in ("codes", "scale", "qmap") if name in vars(value)}
-    dictionary["state"][0]["exp_avg"] = InCodes((80, 64), **parts)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("edit", "text"),
-    [
-        (cut_part("exp_avg", "codes"), rf"exp_avg {OF_0} has the shape .*codes of .*\[64, 80\]"),
-        (cut_part("exp_avg_sq", "scale"), rf"scale of exp_avg_sq {OF_0} has \d+ numbers"),
-        (of_another_shape, rf"exp_avg {OF_0} has the shape \[80, 64\] .* has \[64, 80\]"),
-        (
-            lambda d: d["state"][0].pop("exp_avg_sq"),
-            "the state of parameter 0 of group 0 has no exp_avg_sq",
-        ),
-    ],
-    ids=["codes", "scale", "shape", "missing"],
-)
-def test_what_does_not_fit_of_torchao_is_refused(kind, edit, text):
-    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), kind, KINDS[kind])
-    edit(dictionary)
-    assert_is_refused(optim.AdamW, dictionary, text)
-
-
-@pytest.mark.parametrize(
-    ("part", "value", "text"),
-    [
-        ("qmap", torch.zeros(100), r"qmap of 256 or 16 values; it has torch.uint8 and \[100\]"),
-        ("codes", torch.zeros(64, 80, dtype=torch.int32), "it has torch.int32"),
-        ("scale", None, f"the scale of exp_avg {OF_0} must be a dense tensor"),
-        ("qmap", None, f"the qmap of exp_avg {OF_0} must be a dense tensor"),
-    ],
-)
-def test_other_codes_of_torchao_are_refused(part, value, text):
-    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), "int8", 256)
-    setattr(dictionary["state"][0]["exp_avg"], part, value)
-    assert_is_refused(optim.AdamW, dictionary, text)
-
-
-def test_load_state_dict_refuses_tensors_of_torchao():
-    params = weights()
-    optimizer = optim.AdamW(params)
-    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), "int8", 256)
-    text = f"exp_avg {OF_0} has the codes of another library; fusedstep.import_state_dict"
-    with pytest.raises(ValueError, match=text):
-        optimizer.load_state_dict(dictionary)
-    assert not optimizer.state
-
-
-@pytest.mark.parametrize("rounded", [True, False])
-@pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
-@pytest.mark.parametrize("base", [optim.Adam, optim.AdamW])
-def test_converts_optimizers_of_torchao(base, suffix, kind, rounded):
-    name, params = f"{base.__name__}{suffix}", weights()
-    cls = type(name, (torch.optim.Optimizer,), {"__module__": "torchao.optim.adam"})
-    dictionary = torchao_dictionary(numbers_of(ADAM_STATES), kind, KINDS[kind])
-    options = {k: v for k, v in dictionary["param_groups"][0].items() if k != "params"}
-    other = cls(params, options)
-    other.bf16_stochastic_round = rounded
-    for index, param in enumerate(params):
-        other.state[param] = dictionary["state"][index]
-    converted = fusedstep.convert(other)
-    assert type(converted) is base
-    (group,) = converted.param_groups
-    assert group["state_dtype"] == kind
-    assert group.get("rounding") == ("stochastic" if rounded else None)
-    assert group["lr"] is other.param_groups[0]["lr"]
-    imported = base(params, state_dtype=kind)
-    fusedstep.import_state_dict(imported, dictionary)
-    assert_same_contents(contents(converted), contents(imported))
-    assert_goes_on(converted, params)
-
-
 # Ours
 
 ALIASES = [name for name in vars(low_bit) if name[-3:] in ("bit", "Fp8")]
@@ -642,38 +458,6 @@ def test_our_codes_are_converted_and_imported(name):
 # The libraries themselves, where they are installed
 
 
-def trained(cls, params, **options):
-    optimizer = cls(params, lr=0.01, **options)
-    for step in (1, 2, 3):
-        set_gradients(params, step)
-        optimizer.step()
-    return optimizer
-
-
-def set_gradients(params, step):
-    for param, gradient in zip(params, make_gradients(SHAPES, torch.float32, step), strict=True):
-        param.grad = gradient
-
-
-def assert_steps_as(other, params, places=(0, 1, 2)):
-    """A step of the optimizer that goes on, from the same place as one of the other."""
-    before = [param.detach().clone() for param in params]
-    converted = fusedstep.convert(other, lr=0.01)
-    set_gradients(params, 4)
-    other.step()
-    expected = [param.detach().clone() for param in params]
-    with torch.no_grad():
-        for param, value in zip(params, before, strict=True):
-            param.copy_(value)
-    set_gradients(params, 4)
-    converted.step()
-    for place in places:
-        change = (expected[place] - before[place]).abs().max()
-        torch.testing.assert_close(
-            params[place], expected[place], rtol=0, atol=change * 1e-4 + 1e-7
-        )
-
-
 @pytest.mark.parametrize("suffix", ["8bit", "32bit"])
 @EACH
 def test_goes_on_from_bitsandbytes(name, suffix):
@@ -699,20 +483,3 @@ def test_goes_on_from_bitsandbytes(name, suffix):
         assert_same_bits(imported.state[params[1]][next(iter(states))], numbers, "state1")
     if not (kind and name in ("Adagrad", "RMSprop")):  # their states are rounded once more
         assert_steps_as(other, params)
-
-
-@pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
-@pytest.mark.parametrize("base", ["Adam", "AdamW"])
-def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
-    pytest.importorskip("torchao")
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    library, params = importlib.import_module("torchao.optim"), weights()
-    other = trained(getattr(library, f"{base}{suffix}"), params, weight_decay=0.1)
-    file = io.BytesIO()
-    torch.save(other.state_dict(), file)
-    file.seek(0)
-    imported = getattr(optim, base)(params, state_dtype=kind)
-    fusedstep.import_state_dict(imported, torch.load(file, weights_only=True))
-    codes = other.state[params[0]]["exp_avg"].codes
-    assert_same_bits(imported.state[params[0]]["exp_avg"], codes, "exp_avg")
-    assert_steps_as(other, params, places=(0, 2))  # the other has no whole number of blocks

@@ -473,7 +473,7 @@ def test_a_gradient_that_is_not_finite_is_named_before_anything_moves(fused, ste
 @pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.APOLLOAdamW])
 @pytest.mark.parametrize("norm", [0.01, None])
 def test_products_taken_early_are_those_of_the_step(norm, cls):
-    """Of steps after one that has stopped half way, or whose gradients have another factor."""
+    """Compares steps after one that has stopped half way, or with another factor of gradients."""
     found = []
     for fused in (None, False):
         optimizer = cls(groups()[::-1], **OPTIONS, fused=fused)

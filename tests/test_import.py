@@ -1,4 +1,4 @@
-"""What `import fusedstep` brings along beside torch: nothing. docs/performance.md has its time."""
+"""Law: `import fusedstep` brings nothing along beside torch. docs/performance.md has its time."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Where the native libraries are found, and what is said where those of CUDA are not to be used."""
+"""Law: native libraries are found, and a message says why those of CUDA are not to be used."""
 
 import importlib
 import warnings

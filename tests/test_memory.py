@@ -141,7 +141,7 @@ def growths(subprocess_environment):
     """Growth of a process's peak memory by fused and by imperative steps, in weights."""
     result = subprocess.run(
         [sys.executable, "-c", PEAK_PROGRAM],
-        # What is freed goes back at once. glibc keeps what is smaller than it has seen before.
+        # Freed memory goes back at once. glibc keeps blocks smaller than one it has freed before.
         env=subprocess_environment | {"MALLOC_MMAP_THRESHOLD_": "65536"},
         capture_output=True,
         text=True,

@@ -157,7 +157,7 @@ def test_frozen_weights_have_neither_gradients_nor_states():
 
 
 LENGTH = 128
-"""Of the sequences. The batch of eight then has more activations than the model has weights."""
+"""The sequences' length. A batch of eight then has more activations than the model weights."""
 
 
 @pytest.fixture

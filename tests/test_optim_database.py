@@ -1,7 +1,7 @@
 """Law: on every input of torch's optimizer database ours does what torch's class does.
 
 The database is what torch tests its optimizers with. An optimizer that torch has not is given its
-rows of tests/cases.py in that form.
+rows of tests/optimizers in that form.
 """
 
 import copy
@@ -154,7 +154,7 @@ ONE_DIMENSION = str({"betas": (torch.tensor(0.8), torch.tensor([0.9]))})
 
 
 def differences_of_capturable():
-    """Where torch's class has `fused`, `fused=True` is the one mode of the two that takes it."""
+    """Only the mode `fused=True` takes it where torch's class has `fused`."""
     for what in sorted(CAPTURABLE):
         for classes, modes in ((WITH_FUSED, ("default",)), (WITHOUT_FUSED, ("default", "fused"))):
             classes = tuple(cls for cls in classes if cls in having("capturable"))

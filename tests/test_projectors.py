@@ -279,7 +279,7 @@ def test_a_rank_cannot_change_beside_states():
 
 
 class Projector:
-    """What galore_torch pickles, as far as it is read."""
+    """A projector as galore_torch pickles it, as far as it is read."""
 
     def __init__(self, ortho_matrix):
         self.ortho_matrix = ortho_matrix

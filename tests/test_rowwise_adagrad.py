@@ -239,7 +239,7 @@ def test_goes_on_from_a_dictionary(tmp_path):
 
 
 def torchrecs(params, **options):
-    """What torchrec's class is as an object: its module, groups and states."""
+    """Stands in for torchrec's class: its module, groups and states."""
     module = types.ModuleType("torchrec.optim.rowwise_adagrad")
     cls = type("RowWiseAdagrad", (torch.optim.Optimizer,), {"__module__": module.__name__})
     defaults = {

@@ -28,7 +28,7 @@ def matrices(weight, form):
 
 
 def shards_of(weight, dim, ranks):
-    """Those of torch.chunk, and empty ones for what is left."""
+    """The chunks that torch.chunk makes, and empty ones for the other ranks."""
     found = list(weight.chunk(ranks, dim))
     return found + [found[0].narrow(dim, 0, 0)] * (ranks - len(found))
 

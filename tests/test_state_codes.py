@@ -371,7 +371,7 @@ def test_verify_starts_from_what_codes_stand_for(case, dtype, kind):
 
 # Names of other libraries
 
-#: That of GaLoreAdamW has more of its own: tests/test_galore.py.
+#: GaLoreAdamW's has more of its own: tests/test_galore.py.
 NAMES = {name for name in vars(low_bit) if name[-3:] in ("bit", "Fp8")} - {"GaLoreAdamW8bit"}
 
 

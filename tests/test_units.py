@@ -13,7 +13,7 @@ UNITS = (2, 128, 256)
 
 
 class Mesh:
-    """What _units asks of a DeviceMesh."""
+    """Stands in for a DeviceMesh: the part of it that _units asks."""
 
     def __init__(self, *shape):
         self.shape = shape

@@ -160,7 +160,7 @@ def test_a_number_that_is_none(case, way, bad):
 
 
 def test_random_numbers_are_known():
-    """Those of every process and rank, and of the CPU; the count may be on the device."""
+    """They are the same on every process and rank, and on the CPU, wherever the count is."""
     (up,) = errors_of_steps(1, count=64, device="cuda")
     assert "".join(str(int(each)) for each in up) == KNOWN
     params = [torch.ones(64, dtype=BF16, device=device) for device in ("cpu", "cuda")]

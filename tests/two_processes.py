@@ -330,7 +330,7 @@ def max_norm_counts_what_all_processes_have_once(here):
 
 
 def weights_of_all_kinds_are_stepped_together(here):
-    """Of two meshes and two dtypes, copies and plain weights, in one optimizer."""
+    """Steps weights of two meshes and two dtypes, copies and plain ones, in one optimizer."""
     from torch.distributed.tensor import (
         Replicate,
         Shard,

@@ -1,4 +1,4 @@
-"""Where the native libraries are: beside one another, the CUDA kernels also in fusedstep-cuda."""
+"""Finds the native libraries: beside one another, the CUDA kernels also in fusedstep-cuda."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ class OffloadedOptimizer(Optimizer):
         self._inner.load_state_dict(state_dict)
         for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
             group |= {name: value for name, value in inner.items() if name != "params"}
-            # Where the dictionary is of weights that kept no value beside them.
+            # The dictionary may be of weights that kept no value beside them.
             inner |= _options_of(inner)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

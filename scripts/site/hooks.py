@@ -24,6 +24,7 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
+OPTIMIZERS = sorted((DOCS / "optimizers").glob("*.md"))
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "python")]
 
 import docstrings  # noqa: E402  this and the next are found by the line above
@@ -42,6 +43,8 @@ class TwoSpaces(markdown.Extension):
 
 def on_config(config: MkDocsConfig) -> None:
     config.markdown_extensions.append(TwoSpaces())
+    (menu,) = (part for part in config.nav if "Optimizers" in part)
+    menu["Optimizers"] = [f"optimizers/{page.name}" for page in OPTIMIZERS]
 
 
 # ---- Pages of other folders -----------------------------------------------------------------
@@ -95,6 +98,8 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
     def led(match: re.Match[str]) -> str:
         path, mark, anchor = match[2].partition("#")
         target = (source.parent / path).resolve()
+        if target == DOCS / "optimizers":  # a folder, whose first page shows the menu of all
+            target = OPTIMIZERS[0]
         if "://" in path or not path or not target.exists():
             return match[0]
         uri = target.relative_to(DOCS if target.is_relative_to(DOCS) else ROOT).as_posix()

@@ -101,9 +101,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) { m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse)); }
-// Where one is sparse the dispatcher comes here; plan_bind has no such kernel, and refuses it. The last two
-// are for what the dispatcher would make temporaries of otherwise, which do not live until the step: view()
-// refuses it.
+// The dispatcher comes here where a tensor is sparse; plan_bind has no such kernel, and refuses it. The last
+// two are for tensors that the dispatcher would make temporaries of otherwise, which do not live until the
+// step: view() refuses them.
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, SparseCPU, m) {
   m.impl("plan_bind_sparse", TORCH_BOX(&plan_bind_sparse));
 }

@@ -1,7 +1,11 @@
 #include "tests/cpp/cases.h"
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <ostream>
+#include <stdexcept>
+#include <string_view>
 #include <utility>
 
 #include "src/core/phases.h"
@@ -9,9 +13,27 @@
 namespace fusedstep::test {
 namespace {
 
-// The hyper-parameters that a rule is tested with: one line a rule. No value may be without effect.
+// Values of the hyper-parameters that most rules have. None may be without effect.
+constexpr double value_of(std::string_view name) {
+  if (name == "lr") return 0.02;
+  if (name == "beta1") return 0.8;
+  if (name == "beta2") return 0.95;
+  if (name == "eps") return 1e-3;
+  if (name == "weight_decay") return 0.125;
+  throw std::logic_error("a rule with a hyper-parameter of another name has a hyper_of() of its own");
+}
+
+// The hyper-parameters that a rule is tested with.
 template <template <unsigned> class Rule>
-typename Rule<0>::Hyper hyper_of(unsigned flags) = delete;
+typename Rule<0>::Hyper hyper_of(unsigned /*flags*/) {
+  using Hyper = typename Rule<0>::Hyper;
+  constexpr auto kValues = [] {
+    std::array<double, std::size(Hyper::kNames)> values;
+    std::ranges::transform(Hyper::kNames, values.begin(), value_of);
+    return values;
+  }();
+  return std::bit_cast<Hyper>(kValues);
+}
 template <>
 rules::AdadeltaHyper hyper_of<rules::Adadelta>(unsigned) {
   return {.lr = 0.5, .rho = 0.8, .eps = 1e-3, .weight_decay = 0.125};
@@ -51,10 +73,6 @@ rules::LambHyper hyper_of<rules::Lamb>(unsigned flags) {
   }
   if (flags == rules::kLambDecoupled) hyper.max_weight_norm = 4;
   return hyper;
-}
-template <>
-rules::AdamaxHyper hyper_of<rules::Adamax>(unsigned) {
-  return {.lr = 0.02, .beta1 = 0.8, .beta2 = 0.95, .eps = 1e-3, .weight_decay = 0.125};
 }
 template <>
 rules::ASGDHyper hyper_of<rules::ASGD>(unsigned) {

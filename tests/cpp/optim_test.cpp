@@ -118,6 +118,13 @@ TEST(OptionsTest, OutOfRangeIsRefusedInTorchsWords) {
   EXPECT_EQ(adan(AdanOptions().max_grad_norm(-1)), "Invalid Max grad norm: -1");
   EXPECT_EQ(adam(AdamOptions().max_grad_norm(0)), "Invalid max_grad_norm value: 0");
   EXPECT_EQ(adagrad(AdagradOptions().max_grad_norm(-1)), "Invalid max_grad_norm value: -1");
+  EXPECT_EQ(refusal_of<Adadelta>(AdadeltaOptions().rho(2)), "Invalid rho value: 2");
+  EXPECT_EQ(refusal_of<Adamax>(AdamaxOptions().betas({0.9, 1})), "Invalid beta parameter at index 1: 1");
+  EXPECT_EQ(refusal_of<NAdam>(NAdamOptions().momentum_decay(-1)), "Invalid momentum_decay value: -1");
+  EXPECT_EQ(refusal_of<RMSprop>(RMSpropOptions().alpha(nan)), "Invalid alpha value: nan");
+  EXPECT_EQ(refusal_of<SGD>(SGDOptions().momentum(-1)), "Invalid momentum value: -1");
+  EXPECT_EQ(refusal_of<SGD>(SGDOptions().dampening(-1)), "no error");
+  EXPECT_EQ(refusal_of<ASGD>(ASGDOptions().lambd(-1).t0(-1)), "no error");
   for (const auto& [ours, other, text] : rows) {
     EXPECT_EQ(ours, text);
     EXPECT_EQ(other, text);

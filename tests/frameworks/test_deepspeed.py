@@ -166,7 +166,7 @@ def both_flags_are_needed(here):
 
 
 def registered_classes_are_taken_by_zero(here):
-    """Those that step element by element; LAMB is refused still, and all are once removed."""
+    """Elementwise classes are taken. LAMB is still refused, and all are once they are removed."""
     import deepspeed
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 

@@ -23,7 +23,7 @@ from small import assert_native, assert_same_losses, batches, loss_of, network, 
 from two_processes import PROCESSES, folder_of_both
 
 ON_SHARDS = [case for case in PLAIN if case.optimizer is not optim.Rprop]
-"""Those that torch steps on shards too."""
+"""The rows of optimizers that torch steps on shards too."""
 NAMESAKES = [case for case in ON_SHARDS if case in WITH_NAMESAKE]
 OWN = (
     {},

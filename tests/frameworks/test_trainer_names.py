@@ -79,7 +79,7 @@ def test_losses_are_those_of_the_class_that_is_replaced(transformers, tmp_path, 
 
 @pytest.mark.parametrize("name", ["adamw_bnb_8bit", "lion_8bit"])
 def test_embeddings_keep_wide_states_as_with_bitsandbytes(transformers, tmp_path, name):
-    """Those of tokens, which are the head's too, and of positions."""
+    """The embeddings of tokens, which are the head's too, and of positions."""
     it = trainer(transformers, arguments(transformers, tmp_path, optim=name))
     groups = it.create_optimizer().param_groups
     told = [(group["state_dtype"], group["weight_decay"]) for group in groups]

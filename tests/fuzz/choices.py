@@ -55,7 +55,7 @@ BETAS = (0.9, 0.99, 0.999, 0.5, 0.0)
 #: Arguments that are set together: ways to keep states and weights in fewer bits.
 WAYS = ("state_dtype", "master_weights", "rounding", "seed")
 CODES = ("int8", "int4", "fp8")
-#: Of these weights are bfloat16, or have no 16 bits.
+#: Ways for weights in bfloat16, or of more than 16 bits.
 BFLOAT16_WAYS = ({"master_weights": "split"}, {"rounding": "kahan"}, {"rounding": "stochastic"})
 
 #: Options without a value that is the same for all groups, or that the states depend on.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fusedstep import optim
-from fuzz import choices, formulas
+from fuzz import choices, formulas, projections
 
 SHARE = 4
 """One case in so many is of these optimizers."""
@@ -30,7 +30,7 @@ CHANGES = (
 )  # fmt: skip
 
 _FUSED = {"fused": (None, True)}
-#: Of those that have a formula in torch operations beside what they do natively.
+#: For optimizers that have a formula in torch operations beside their native step.
 _ANY_FUSED = {"fused": (None, True, False)}
 _MAXIMIZE = {"maximize": (False, True)}
 _DECAY = (0.0, 0.01, 0.3)
@@ -216,7 +216,7 @@ ROWS = {
         _ANY_FUSED | _MAXIMIZE | _ADAMW,
         kinds=(_SINGULAR_VECTORS, _SINGULAR_VECTORS, {}),
         fits=_has_the_rank,
-        formula=formulas.of_galore,
+        formula=projections.of_galore,
         ways=_LOW_BITS,
         same_bits=False,
     ),
@@ -228,7 +228,7 @@ ROWS = {
         | {"decay_rate": (-0.8, -0.5), "clip_threshold": (1.0, 2.0)},
         kinds=(_SINGULAR_VECTORS, _SINGULAR_VECTORS, {}),
         fits=_has_the_rank,
-        formula=formulas.of_galore_adafactor,
+        formula=projections.of_galore_adafactor,
         ways=_LOW_BITS[1:],
         same_bits=False,
     ),
@@ -252,7 +252,7 @@ ROWS = {
             {},
         ),
         fits=_has_the_rank,
-        formula=formulas.of_apollo,
+        formula=projections.of_apollo,
         ways=_LOW_BITS,
         same_bits=False,
     ),

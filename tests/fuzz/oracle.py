@@ -26,7 +26,7 @@ BESIDE = (MASTER, LOW, COMPENSATION)
 """States that keep what a weight has no bits for."""
 
 ABSMAX = "_absmax"
-"""What the name of a state in codes has behind it for the absmax of its blocks."""
+"""Suffix to the name of a state in codes: the absmax of its blocks."""
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 

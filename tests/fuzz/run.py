@@ -71,7 +71,7 @@ class Run:
         self.params: dict[int, Parameter] = {}
         self.grad_areas: dict[int, Area] = {}
         self.frozen: set[int] = set()
-        #: Those whose states a skipped step has made. An optimizer without a step count in its
+        #: Weights whose states a skipped step has made. An optimizer without a step count in its
         #: states knows it until they are loaded or copied.
         self.untouched: set[int] = set()
 

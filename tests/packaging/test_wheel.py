@@ -1,4 +1,4 @@
-"""What is in the wheels of `./run.sh wheel`."""
+"""Law: the contents of the wheels of `./run.sh wheel`."""
 
 import email
 import platform

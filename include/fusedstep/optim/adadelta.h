@@ -37,11 +37,8 @@ class Adadelta : public FusedOptimizer<Adadelta, AdadeltaOptions, AdadeltaParamS
   static constexpr const char* kRule = "adadelta";
 
   static void check(const AdadeltaOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    TORCH_CHECK(0 <= options.rho() && options.rho() <= 1, "Invalid rho value: ", options.rho());
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
+    options.check_ranges();
+    TORCH_CHECK(options.rho() <= 1, "Invalid rho value: ", options.rho());
   }
   static rules::AdadeltaHyper hyper(const AdadeltaOptions& o) {
     return {.lr = o.lr(), .rho = o.rho(), .eps = o.eps(), .weight_decay = o.weight_decay()};

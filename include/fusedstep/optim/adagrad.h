@@ -37,14 +37,6 @@ class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState
 
   static constexpr const char* kRule = "adagrad";
 
-  static void check(const AdagradOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.lr_decay(), "lr_decay value");
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_at_least_zero(options.initial_accumulator_value(), "initial_accumulator_value value");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::AdagradHyper hyper(const AdagradOptions& o) {
     return {.lr = o.lr(), .lr_decay = o.lr_decay(), .weight_decay = o.weight_decay(), .eps = o.eps()};
   }

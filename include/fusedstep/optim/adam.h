@@ -41,13 +41,6 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Ada
 
   static constexpr const char* kRule = "adam";
 
-  static void check(const AdamOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::AdamHyper hyper(const AdamOptions& o) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(),

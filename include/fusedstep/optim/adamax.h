@@ -35,13 +35,6 @@ class Adamax : public FusedOptimizer<Adamax, AdamaxOptions, AdamaxParamState, ru
 
   static constexpr const char* kRule = "adamax";
 
-  static void check(const AdamaxOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::AdamaxHyper hyper(const AdamaxOptions& o) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .eps = o.eps(), .weight_decay = o.weight_decay()};

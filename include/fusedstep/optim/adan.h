@@ -52,13 +52,11 @@ class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Ada
   }
 
   static void check(const AdanOptions& options) {
-    const auto [beta1, beta2, beta3] = options.betas();
-    detail::check_at_least_zero(options.max_grad_norm(), "Max grad norm");
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas({beta1, beta2});
-    detail::check_beta(2, beta3);
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    TORCH_CHECK(options.max_grad_norm() >= 0, "Invalid Max grad norm: ", options.max_grad_norm());
+    detail::check_range("lr", options.lr());
+    detail::check_range("eps", options.eps());
+    detail::check_range("betas", options.betas());
+    detail::check_range("weight_decay", options.weight_decay());
   }
   static rules::AdanHyper hyper(const AdanOptions& o) {
     const auto [beta1, beta2, beta3] = o.betas();

@@ -37,12 +37,6 @@ class ASGD : public FusedOptimizer<ASGD, ASGDOptions, ASGDParamState, rules::ASG
 
   static constexpr const char* kRule = "asgd";
 
-  static void check(const ASGDOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.alpha(), "alpha value");
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::ASGDHyper hyper(const ASGDOptions& o) {
     return {o.lr(), o.lambd(), o.alpha(), o.t0(), o.weight_decay()};
   }

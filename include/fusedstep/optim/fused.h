@@ -50,8 +50,9 @@ namespace fusedstep::optim {
 //
 // `Derived` has
 //   static constexpr const char* kRule            the rule's name,
-//   static void check(const Options&)             which throws c10::Error for options out of range,
 //   static Hyper hyper(const Options&)            the rule's hyper-parameters,
+// and, where ranges of options are others than check_range() has, or depend on one another,
+//   static void check(const Options&)             which throws c10::Error for options out of range,
 // and, where a state does not start at zero, or a number not as the rule says, but by an option,
 //   static double initial_value(const Options&, std::string_view name, double otherwise),
 // and, where it does anything with the gradients but read them,
@@ -76,6 +77,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
 
+  static void check(const Options& options) { options.check_ranges(); }
   static double initial_value(const Options&, std::string_view /*name*/, double otherwise) {
     return otherwise;
   }

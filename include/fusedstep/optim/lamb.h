@@ -73,13 +73,7 @@ class Lamb : public FusedOptimizer<Lamb, LambOptions, LambParamState, rules::Lam
   static constexpr const char* kRule = "lamb";
 
   static void check(const LambOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-    detail::check_at_least_zero(options.max_weight_norm(), "max_weight_norm value");
-    detail::check_at_least_zero(options.min_ratio(), "min_ratio value");
+    options.check_ranges();
     TORCH_CHECK(options.max_ratio() >= options.min_ratio(), "Invalid max_ratio value: ", options.max_ratio(),
                 ", below min_ratio, ", options.min_ratio());
     TORCH_CHECK(!(options.debias() && options.debias_lr()), "debias and debias_lr cannot both be true");

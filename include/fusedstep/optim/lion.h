@@ -32,12 +32,6 @@ class Lion : public FusedOptimizer<Lion, LionOptions, LionParamState, rules::Lio
 
   static constexpr const char* kRule = "lion";
 
-  static void check(const LionOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::LionHyper hyper(const LionOptions& o) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(), .beta1 = beta1, .beta2 = beta2, .weight_decay = o.weight_decay()};

@@ -41,14 +41,6 @@ class NAdam : public FusedOptimizer<NAdam, NAdamOptions, NAdamParamState, rules:
 
   static constexpr const char* kRule = "nadam";
 
-  static void check(const NAdamOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_at_least_zero(options.momentum_decay(), "momentum_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::NAdamHyper hyper(const NAdamOptions& o) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(),

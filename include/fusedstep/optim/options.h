@@ -33,6 +33,7 @@ namespace fusedstep::optim {
     LIST(FUSEDSTEP_WRITE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_WRITE_SET)                         \
   }                                                                                                     \
   double get_lr() const override { return lr(); }                                                       \
+  void check_ranges() const { LIST(FUSEDSTEP_CHECK_OPTION) }                                            \
   void set_lr(const double lr) override { lr_ = lr; }                                                   \
   /* Sets what is not set as it is in others. */                                                        \
   void complete_storage(const Options& others) { FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPLETE_OPTION) } \
@@ -43,6 +44,7 @@ namespace fusedstep::optim {
 #define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
 #define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
 #define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
+#define FUSEDSTEP_CHECK_OPTION(type, name, value) detail::check_range(#name, name##_);
 
 // The options that all optimizers have: how states and weights are stored. An archive has one only where it
 // is set, that is, neither "" nor 0.
@@ -71,22 +73,28 @@ inline constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 
 namespace detail {
 
-inline void check_at_least_zero(double value, const char* what) {
-  TORCH_CHECK(value >= 0, "Invalid ", what, ": ", value);
+// Throws c10::Error for an option out of its range, with torch's text. A name that is not here is that of a
+// number of at least 0, or of several of any range.
+inline void check_range(std::string_view name, double value) {
+  if (name == "dampening" || name == "lambd" || name == "t0") return;  // any number
+  const std::string what = name == "lr"    ? "learning rate"
+                           : name == "eps" ? "epsilon value"
+                                           : std::string(name) + " value";
+  TORCH_CHECK(name == "max_grad_norm" ? value > 0 : value >= 0, "Invalid ", what, ": ", value);
 }
 
-inline void check_beta(int index, double beta) {
-  TORCH_CHECK(0 <= beta && beta < 1, "Invalid beta parameter at index ", index, ": ", beta);
+template <class... Numbers>
+void check_range(std::string_view name, const std::tuple<Numbers...>& values) {
+  if (name != "betas") return;
+  int index = 0;
+  const auto check = [&](double beta) {
+    TORCH_CHECK(0 <= beta && beta < 1, "Invalid beta parameter at index ", index, ": ", beta);
+    ++index;
+  };
+  std::apply([&](Numbers... betas) { (check(betas), ...); }, values);
 }
 
-inline void check_betas(const std::tuple<double, double>& betas) {
-  check_beta(0, std::get<0>(betas));
-  check_beta(1, std::get<1>(betas));
-}
-
-inline void check_above_zero(double value, const char* what) {
-  TORCH_CHECK(value > 0, "Invalid ", what, ": ", value);
-}
+inline void check_range(std::string_view /*name*/, bool /*value*/) {}
 
 inline bool is_set(const std::string& option) { return !option.empty(); }
 inline bool is_set(int64_t option) { return option != 0; }

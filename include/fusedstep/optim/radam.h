@@ -40,13 +40,6 @@ class RAdam : public FusedOptimizer<RAdam, RAdamOptions, RAdamParamState, rules:
 
   static constexpr const char* kRule = "radam";
 
-  static void check(const RAdamOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_betas(options.betas());
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::RAdamHyper hyper(const RAdamOptions& o) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(),

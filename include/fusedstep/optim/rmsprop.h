@@ -40,14 +40,6 @@ class RMSprop : public FusedOptimizer<RMSprop, RMSpropOptions, RMSpropParamState
 
   static constexpr const char* kRule = "rmsprop";
 
-  static void check(const RMSpropOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.eps(), "epsilon value");
-    detail::check_at_least_zero(options.momentum(), "momentum value");
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
-    detail::check_at_least_zero(options.alpha(), "alpha value");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
-  }
   static rules::RMSpropHyper hyper(const RMSpropOptions& o) {
     return {.lr = o.lr(),
             .alpha = o.alpha(),

@@ -36,10 +36,9 @@ class Rprop : public FusedOptimizer<Rprop, RpropOptions, RpropParamState, rules:
   static constexpr const char* kRule = "rprop";
 
   static void check(const RpropOptions& options) {
+    options.check_ranges();
     const auto [etaminus, etaplus] = options.etas();
-    detail::check_at_least_zero(options.lr(), "learning rate");
     TORCH_CHECK(0 < etaminus && etaminus < 1 && 1 < etaplus, "Invalid eta values: ", etaminus, ", ", etaplus);
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
   }
   static rules::RpropHyper hyper(const RpropOptions& o) {
     const auto [etaminus, etaplus] = o.etas();

@@ -38,12 +38,9 @@ class SGD : public FusedOptimizer<SGD, SGDOptions, SGDParamState, rules::SGD> {
   static constexpr const char* kRule = "sgd";
 
   static void check(const SGDOptions& options) {
-    detail::check_at_least_zero(options.lr(), "learning rate");
-    detail::check_at_least_zero(options.momentum(), "momentum value");
-    detail::check_at_least_zero(options.weight_decay(), "weight_decay value");
+    options.check_ranges();
     TORCH_CHECK(!options.nesterov() || (options.momentum() > 0 && options.dampening() == 0),
                 "Nesterov momentum requires a momentum and zero dampening");
-    detail::check_above_zero(options.max_grad_norm(), "max_grad_norm value");
   }
   static rules::SGDHyper hyper(const SGDOptions& o) {
     return {.lr = o.lr(),

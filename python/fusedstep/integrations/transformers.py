@@ -42,7 +42,7 @@ _NAMES = {
     "galore_adafactor": "GaLoreAdafactor",
     "apollo_adamw": "APOLLOAdamW",
 }
-#: Those of bitsandbytes with states of 8 bits, under which Trainer keeps embeddings' in 32 bits.
+#: Names of bitsandbytes' with states of 8 bits. Trainer keeps the embeddings' in 32 bits.
 _WITH_WIDE_EMBEDDINGS = frozenset({"adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb_8bit"})
 _LAYERWISE = "_layerwise"
 #: The options that transformers gives Adafactor.

@@ -302,7 +302,7 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
 def memory_of(
     weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
 ) -> tuple[list[Any], ...] | None:
-    """Where operands are, and how they are to be read.
+    """The addresses of operands, and how they are to be read.
 
     While it is the same, so is what check_memory() and checks of states find. None if it cannot
     tell: there is none, or a gradient begins where a weight does.

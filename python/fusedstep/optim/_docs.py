@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 
 #: A paragraph for each option, by name.
 _ARGS = {
+    "params": """\
+params (iterable): iterable of parameters or named_parameters to optimize
+    or iterable of dicts defining parameter groups""",
     "foreach": """\
 foreach (bool, optional): True asks for plain torch operations, weight by
     weight, as ``fused=False`` does (default: None)""",
@@ -72,29 +76,50 @@ Raises:
         memory.
 """
 
+_EXAMPLE = """\
+Example::
+
+    >>> optimizer = optim.{name}(model.parameters(){options})
+    >>> optimizer.zero_grad()
+    >>> loss_fn(model(input), target).backward()
+    >>> optimizer.step()
+"""
+
+#: The only line of a class's own example.
+_MADE = re.compile(r"^Example::\n\n    >>> optimizer = optim\.\w+\(model\.\w+\(\)(.*)\)\n\n", re.M)
+
 
 def complete(cls: type) -> None:
     """Adds to the docstring of a class the weights and options that it shares, and what it raises.
 
-    Its own are under ``Args:`` there; the others follow in the order of the signature.
+    Its own are under ``Args:`` there; the others follow in the order of the signature. An example
+    may have a line, with options, or none.
     """
     doc = inspect.cleandoc(cls.__doc__ or "")
     before, header, rest = doc.partition("\nArgs:\n")
     if not header:
         return
-    own, gap, after = rest.partition("\n\n")
-    shared = [
-        _ARGS[name]
-        for name in inspect.signature(cls).parameters
+    own, _, after = rest.partition("\n\n")
+    parameters = inspect.signature(cls).parameters
+    shared = {
+        name: textwrap.indent(_ARGS[name], "    ")
+        for name in parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
-    ]
+    }
     numbers = "".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers)
     if "\n\nWeights " not in before:  # else it says itself which it takes
         before += "\n" + _WEIGHTS.format(states=_listed(cls._states), numbers=numbers)
-    args = "\n".join([own, *(textwrap.indent(text, "    ") for text in shared)])
-    if not after.startswith("Raises:"):
-        after = f"{_RAISES}\n{after}"
-    cls.__doc__ = f"{before}{header}{args}{gap}{after}"
+    args = "\n".join(filter(None, [shared.pop("params", ""), own, *shared.values()]))
+    raises, after = _RAISES, f"{after}\n\n"
+    if after.startswith("Raises:"):
+        raises, _, after = after.partition("\n\n")
+    lr = parameters.get("lr")
+    options = f", lr={lr.default}" if lr is not None and "Example" not in after else ""
+    if made := _MADE.search(after):
+        options, after = made[1], after.replace(made[0], "")
+    example = _EXAMPLE.format(name=cls.__name__, options=options) if options else ""
+    parts = (f"{before}{header}{args}", raises, example, after)
+    cls.__doc__ = "\n\n".join(part.strip() for part in parts if part.strip())
 
 
 def _listed(names: tuple[str, ...]) -> str:

@@ -17,7 +17,7 @@ class Factors(NamedTuple):
     clip: float | Tensor = 1.0
     """Another factor, of the gradients of the step alone."""
     norm: float | Tensor = math.inf
-    """That of ``.grad`` times the scale, if it was asked for."""
+    """The 2-norm of ``.grad`` times the scale, if it was asked for."""
     found_inf: Tensor | None = None
     """Not zero if the step is to be skipped: on the device, where the host does not know."""
 
@@ -47,7 +47,7 @@ class Factors(NamedTuple):
         return torch.where(self.found_inf != 0, 1.0, self.grad)
 
 
-#: Those of a step without a scaler and a norm, which is most steps.
+#: The factors of a step without a scaler and a norm, which is most steps.
 PLAIN = Factors()
 
 

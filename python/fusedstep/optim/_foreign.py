@@ -29,7 +29,7 @@ _DECOUPLED = Foreign(
     (True,), lambda on: {"decoupled_weight_decay": bool(on)}, ("AdamW", "Adan", "Lamb")
 )
 
-#: Those of apex, bitsandbytes, DeepSpeed, pytorch_optimizer, timm, torchao and transformers.
+#: Options of apex, bitsandbytes, DeepSpeed, pytorch_optimizer, timm, torchao and transformers.
 FOREIGN: dict[str, Foreign] = {
     "adagrad_w_mode": Foreign((False,)),
     "adam": Foreign((False,)),

@@ -58,7 +58,7 @@ class LowRankSteps(LowRankShards):
     _states = ("exp_avg", "exp_avg_sq")
     _composite: ClassVar[bool] = True
 
-    # What a class says of its projection
+    # The projection of a class
 
     def _sides(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         return sides(group["proj_type"], *matrix_shape(weight))
@@ -487,7 +487,7 @@ class LowRankSteps(LowRankShards):
     def _imperative_update(self, work: list[Work]) -> None:
         found = [self._scratch_of(item) if self._has_scratch(item) else None for item in work]
         projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
-        # Those that allocate nothing come first. What the step of moments writes of others is kept.
+        # Weights whose moves allocate nothing come first. For others the moments are kept.
         first = [pair for pair in projected if not self._moves_late(pair[0])]
         last = [pair for pair in projected if self._moves_late(pair[0])]
         saved = {

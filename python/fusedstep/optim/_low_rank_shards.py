@@ -96,7 +96,7 @@ class LowRankShards:
             scratch = self._scratch_of(item)
             for weight, grad in item.pairs():
                 if place := place_of(weight):
-                    # That of others shows in their low-rank gradients.
+                    # A NaN in other gradients shows in their low-rank gradients.
                     looks = scratch is None or self._needs_gradient(item, weight)
                     flag = float(looks and not_finite(local(grad)))
                     alike.setdefault(place, []).append((item, weight, flag))

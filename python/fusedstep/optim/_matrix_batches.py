@@ -442,7 +442,7 @@ class Moving(NamedTuple):
     weight: Tensor
     kept: dict[str, Tensor]
     state: dict[str, Tensor]
-    """That of ``kept``, with numbers in place of codes."""
+    """The states of ``kept``, with numbers in place of codes."""
     wide: Tensor
     """The tensor that is updated for the weight."""
     value: Tensor

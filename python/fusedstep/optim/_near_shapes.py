@@ -64,6 +64,6 @@ def _cost(group: _Joined, operations: Callable[[Shape], int]) -> int:
 
 
 def newton_schulz_operations(shape: Shape, steps: int) -> int:
-    """Those of so many steps in the usual form, two for a product and its sum."""
+    """Counts the operations of some steps in the usual form: two for a product and its sum."""
     short, long = sorted(shape)
     return 2 * steps * short * short * (2 * long + short)

@@ -232,7 +232,7 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
 
 
 def options_of(cls: type[Optimizer]) -> set[str]:
-    """Those that its groups have."""
+    """The names of the options that groups of a class have."""
     return (
         inspect.signature(cls).parameters.keys() - {"params", "variant"} | cls._later_options.keys()
     )

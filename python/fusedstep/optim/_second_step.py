@@ -25,7 +25,7 @@ class Operands(NamedTuple):
     values: list[Tensor]
     grads: list[Tensor]
     states: list[Tensor]
-    """Those of the values; empty where the rule has none."""
+    """The states of the values; empty where the rule has none."""
     written: list[Tensor]
     """States that the first step writes."""
     are_kept: bool

@@ -41,19 +41,10 @@ class Adadelta(FusedOptimizer):
     An Adaptive Learning Rate Method`_, with a learning rate.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): factor of the update (default: 1.0)
         rho (float, optional): coefficient of both running averages (default: 0.9)
         eps (float, optional): term added to both averages under the roots (default: 1e-6)
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
-
-    Example::
-
-        >>> optimizer = optim.Adadelta(model.parameters())
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _ADADELTA\: An Adaptive Learning Rate Method:
         https://arxiv.org/abs/1212.5701

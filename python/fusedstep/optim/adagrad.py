@@ -42,8 +42,6 @@ class Adagrad(FusedOptimizer):
     for the same row is added first, in its order. ``weight_decay`` must then be 0.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-2)
         lr_decay (float, optional): decay of the learning rate (default: 0)
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
@@ -57,13 +55,6 @@ class Adagrad(FusedOptimizer):
             not of the dtypes and devices above, or a missing native library; at :meth:`step`,
             before anything is changed, for sparse gradients with weight decay and weights that
             overlap themselves in memory.
-
-    Example::
-
-        >>> optimizer = optim.Adagrad(model.parameters(), lr=1e-2)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Adaptive Subgradient Methods for Online Learning and Stochastic Optimization:
         https://jmlr.org/papers/v12/duchi11a.html

@@ -41,8 +41,6 @@ class Adam(FusedOptimizer):
     1 of `Adam: A Method for Stochastic Optimization`_.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
             running averages of the gradient and its square (default: (0.9, 0.999))
@@ -52,13 +50,6 @@ class Adam(FusedOptimizer):
             `On the Convergence of Adam and Beyond`_ (default: False)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
-
-    Example::
-
-        >>> optimizer = optim.Adam(model.parameters(), lr=1e-3)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Adam\: A Method for Stochastic Optimization:
         https://arxiv.org/abs/1412.6980

@@ -39,20 +39,11 @@ class Adamax(FusedOptimizer):
     2 of `Adam: A Method for Stochastic Optimization`_, but for ``eps``.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 2e-3)
         betas (tuple[float, float], optional): coefficients of the running average of the
             gradient and of its running maximum (default: (0.9, 0.999))
         eps (float, optional): term added to the gradient's absolute value (default: 1e-8)
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
-
-    Example::
-
-        >>> optimizer = optim.Adamax(model.parameters(), lr=2e-3)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Adam\: A Method for Stochastic Optimization:
         https://arxiv.org/abs/1412.6980

@@ -38,8 +38,6 @@ class AdamW(Adam):
     2 of `Decoupled Weight Decay Regularization`_.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
             running averages of the gradient and its square (default: (0.9, 0.999))
@@ -51,9 +49,6 @@ class AdamW(Adam):
     Example::
 
         >>> optimizer = optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Decoupled Weight Decay Regularization:
         https://arxiv.org/abs/1711.05101

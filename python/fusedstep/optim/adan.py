@@ -54,8 +54,6 @@ class Adan(FusedOptimizer):
     whose :math:`\beta` are :math:`1 - \beta` here, with the bias corrections of its authors' code.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float | Tensor, float | Tensor, float | Tensor], optional): coefficients of
             the running averages of the gradient, of its differences and of the square
@@ -85,9 +83,6 @@ class Adan(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.Adan(model.parameters(), lr=1e-3, weight_decay=0.02)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Adan\: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models:
         https://arxiv.org/abs/2208.06677

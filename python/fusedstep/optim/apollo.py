@@ -200,7 +200,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
 
     def _norms(self, item: Work, scratch: Scratch, index: int) -> list[Norm]:
-        """Those of the low-rank gradient, and of the gradient."""
+        """The norms of the low-rank gradient and of the gradient."""
         group, weight = item.group, item.weights[index]
         dim, cut = _reduced(group, self._sides(group, weight)), cut_of(weight)
         low = _norm(scratch.grads[index], dim)

@@ -42,8 +42,6 @@ class ASGD(FusedOptimizer):
     learning rates.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-2)
         lambd (float, optional): decay of the weights and of the learning rate (default: 1e-4)
         alpha (float, optional): power of the learning rate's decay (default: 0.75)
@@ -53,9 +51,6 @@ class ASGD(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.ASGD(model.parameters(), lr=1e-2, t0=1000)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Acceleration of Stochastic Approximation by Averaging:
         https://doi.org/10.1137/0330046

@@ -70,8 +70,6 @@ class CAME(FusedOptimizer):
     of rows at a time: of float32 and float64 weights it needs memory for two blocks.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 2e-4)
         eps (tuple[float, float], optional): eps1 and eps2, added to the squares of gradients and
             of residuals (default: (1e-30, 1e-16))
@@ -92,9 +90,6 @@ class CAME(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.CAME(model.parameters(), lr=2e-4, weight_decay=1e-2)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _CAME:
         https://arxiv.org/abs/2307.02047

@@ -89,8 +89,6 @@ class Lamb(FusedOptimizer):
         that cannot hold it (expanded, sharing memory, bfloat16 or float16) are always left alone.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float | Tensor, float | Tensor], optional): coefficients of the
             running averages of the gradient and its square (default: (0.9, 0.999))
@@ -124,9 +122,6 @@ class Lamb(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.Lamb(model.parameters(), lr=1e-2)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Large Batch Optimization for Deep Learning\: Training BERT in 76 minutes:
         https://arxiv.org/abs/1904.00962

@@ -35,8 +35,6 @@ class Lion(FusedOptimizer):
     ten times smaller, and weight decays as much larger, than with :class:`AdamW`.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-4)
         betas (tuple[float | Tensor, float | Tensor], optional): share of the running average of
             the gradient in the update, and coefficient of that average (default: (0.9, 0.99))
@@ -45,9 +43,6 @@ class Lion(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.Lion(model.parameters(), lr=1e-4, weight_decay=0.1)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Symbolic Discovery of Optimization Algorithms:
         https://arxiv.org/abs/2302.06675

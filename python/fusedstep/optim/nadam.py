@@ -47,8 +47,6 @@ class NAdam(FusedOptimizer):
     Adam`_.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 2e-3)
         betas (tuple[float, float], optional): coefficients of the running averages of the
             gradient and its square (default: (0.9, 0.999))
@@ -58,13 +56,6 @@ class NAdam(FusedOptimizer):
             (default: 4e-3)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
-
-    Example::
-
-        >>> optimizer = optim.NAdam(model.parameters(), lr=2e-3)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _Incorporating Nesterov Momentum into Adam:
         https://openreview.net/forum?id=OM0jvwB8jIp57ZJjtNEZ

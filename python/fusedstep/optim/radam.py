@@ -51,8 +51,6 @@ class RAdam(FusedOptimizer):
     2 of `On the Variance of the Adaptive Learning Rate and Beyond`_.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float, float], optional): coefficients of the running averages of the
             gradient and its square (default: (0.9, 0.999))
@@ -60,13 +58,6 @@ class RAdam(FusedOptimizer):
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
         decoupled_weight_decay (bool, optional): shrink the weights as :class:`AdamW`
             does, instead of adding to the gradient (default: False)
-
-    Example::
-
-        >>> optimizer = optim.RAdam(model.parameters(), lr=1e-3)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _On the Variance of the Adaptive Learning Rate and Beyond:
         https://arxiv.org/abs/1908.03265

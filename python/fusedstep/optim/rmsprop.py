@@ -43,8 +43,6 @@ class RMSprop(FusedOptimizer):
     centered form of `Generating Sequences With Recurrent Neural Networks`_.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-2)
         alpha (float, optional): coefficient of the running averages of the gradient and
             its square (default: 0.99)
@@ -57,9 +55,6 @@ class RMSprop(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.RMSprop(model.parameters(), lr=1e-2, momentum=0.9)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _lecture 6e:
         https://www.cs.toronto.edu/~tijmen/csc321/slides/lecture_slides_lec6.pdf

@@ -50,8 +50,6 @@ class RowWiseAdagrad(FusedOptimizer):
     0-dimensional float32 tensor.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-2)
         lr_decay (float, optional): decay of the learning rate (default: 0)
         weight_decay (float, optional): weight decay: an L2 penalty, unless it is decoupled

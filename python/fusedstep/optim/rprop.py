@@ -45,20 +45,11 @@ class Rprop(FusedOptimizer):
     of the whole training set.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): the step size of each element at first (default: 1e-2)
         etas (tuple[float, float], optional): factors of a step size where the sign of the gradient
             changes, and where it stays (default: (0.5, 1.2))
         step_sizes (tuple[float, float], optional): smallest and largest step size
             (default: (1e-6, 50))
-
-    Example::
-
-        >>> optimizer = optim.Rprop(model.parameters(), lr=1e-2)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _A Direct Adaptive Method for Faster Backpropagation Learning\: The RPROP Algorithm:
         https://doi.org/10.1109/ICNN.1993.298623

@@ -42,8 +42,6 @@ class SGD(FusedOptimizer):
     for the same row is added first, in its order. ``momentum`` and ``weight_decay`` must then be 0.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         momentum (float, optional): momentum factor (default: 0)
         dampening (float, optional): dampening for momentum (default: 0)
@@ -54,9 +52,6 @@ class SGD(FusedOptimizer):
     Example::
 
         >>> optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        >>> optimizer.zero_grad()
-        >>> loss_fn(model(input), target).backward()
-        >>> optimizer.step()
 
     .. _On the importance of initialization and momentum in deep learning:
         https://proceedings.mlr.press/v28/sutskever13.html

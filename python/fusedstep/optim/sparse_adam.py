@@ -53,8 +53,6 @@ class SparseAdam(FusedOptimizer):
     0-dimensional float32 tensor.
 
     Args:
-        params (iterable): iterable of parameters or named_parameters to optimize
-            or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): learning rate (default: 1e-3)
         betas (tuple[float, float], optional): coefficients of the running averages of the
             gradient and its square (default: (0.9, 0.999))

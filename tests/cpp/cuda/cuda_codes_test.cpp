@@ -418,7 +418,7 @@ std::vector<CodedCase> coded_families() {
   return found;
 }
 
-// Those of rules with norms.
+// The cases of rules with norms.
 std::vector<CodedCase> coded_norms() {
   std::vector<CodedCase> found = coded_cases();
   std::erase_if(found, [](const CodedCase& each) { return !each.of.rule.two_phase; });

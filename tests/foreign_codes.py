@@ -1,0 +1,95 @@
+"""Helpers of the laws on states of other libraries in codes: numbers, weights, and comparisons."""
+
+import copy
+
+import pytest
+import torch
+
+import fusedstep
+from stepping import (
+    as_parameters,
+    assert_same_contents,
+    contents,
+    make_gradients,
+    make_weights,
+    train,
+)
+
+#: Whole blocks of any kind; an end within a block; too few elements for codes.
+SHAPES = ((64, 80), (5003,), (7,))
+
+OF_0, OF_1 = (f"of parameter {place} of group 0" for place in (0, 1))
+
+
+def numbers_of(states, seed=0):
+    """A state for each weight and name, over six orders of magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for shape in SHAPES:
+        tensors = {}
+        for name, signed in states.items():
+            sizes = torch.randn(shape, generator=generator).double()
+            spread = torch.logspace(-6, 0, sizes.numel(), dtype=torch.float64).view(shape)
+            tensors[name] = (sizes * spread if signed else sizes.abs() * spread).float()
+        found.append(tensors)
+    return found
+
+
+def weights():
+    return as_parameters(make_weights(SHAPES, torch.float32))
+
+
+def encoded_by_us(numbers, kind, signed):
+    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, signed)
+
+
+def assert_goes_on(optimizer, params):
+    before = [param.detach().clone() for param in params]
+    train(optimizer, params, [4])
+    for param, start in zip(params, before, strict=True):
+        assert param.isfinite().all()
+        assert not torch.equal(param, start)
+
+
+def assert_is_refused(cls, dictionary, text, **options):
+    """Refused, and nothing has changed."""
+    params = weights()
+    optimizer = cls(params, **options)
+    train(optimizer, params, [1])
+    before, groups = contents(optimizer), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    with pytest.raises(ValueError, match=text):
+        fusedstep.import_state_dict(optimizer, dictionary)
+    assert_same_contents(contents(optimizer), before)
+    assert optimizer.state_dict()["param_groups"] == groups
+
+
+def trained(cls, params, **options):
+    optimizer = cls(params, lr=0.01, **options)
+    for step in (1, 2, 3):
+        set_gradients(params, step)
+        optimizer.step()
+    return optimizer
+
+
+def set_gradients(params, step):
+    for param, gradient in zip(params, make_gradients(SHAPES, torch.float32, step), strict=True):
+        param.grad = gradient
+
+
+def assert_steps_as(other, params, places=(0, 1, 2)):
+    """A step of the optimizer that goes on, from the same place as one of the other."""
+    before = [param.detach().clone() for param in params]
+    converted = fusedstep.convert(other, lr=0.01)
+    set_gradients(params, 4)
+    other.step()
+    expected = [param.detach().clone() for param in params]
+    with torch.no_grad():
+        for param, value in zip(params, before, strict=True):
+            param.copy_(value)
+    set_gradients(params, 4)
+    converted.step()
+    for place in places:
+        change = (expected[place] - before[place]).abs().max()
+        torch.testing.assert_close(
+            params[place], expected[place], rtol=0, atol=change * 1e-4 + 1e-7
+        )

@@ -1,0 +1,1 @@
+"""The rows of each optimizer in the case table, a module an optimizer."""

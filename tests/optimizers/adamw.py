@@ -1,0 +1,25 @@
+import torch
+
+from case import DECOUPLED, Case, moments
+from fusedstep import optim
+from reference.adam import adamw
+
+
+def _adamw(name, **options):
+    options = {"lr": 1e-2} | options
+    return Case(
+        name,
+        optim.AdamW,
+        options,
+        adamw,
+        moments(options),
+        torch.optim.AdamW,
+        decoupled=True,
+        tolerances=DECOUPLED,
+    )
+
+
+CASES = (
+    _adamw("adamw"),
+    _adamw("adamw-amsgrad-maximize", amsgrad=True, maximize=True, weight_decay=0.1),
+)
