@@ -81,10 +81,12 @@ def assert_close(found, whole, units, what):
 
 
 def parts_are_stepped_as_the_whole(here):
-    for name in CUTS:
+    for number, name in enumerate(CUTS):
         cut = Cut(here, name)
         for place, (dtype, kept) in enumerate(KEPT):
-            for options in OPTIONS if place < 2 else OPTIONS[1:3]:
+            turn = (number + place) % len(OPTIONS)
+            # Rows and columns have all options, other cuts one with each way to keep a value.
+            for options in OPTIONS if place < 2 and number < 2 else OPTIONS[turn : turn + 1]:
                 params, shards = subjects(here, cut, dtype)
                 ours = optim.Adafactor(params, lr=0.05, **options, **kept)
                 theirs = optim.Adafactor(shards, lr=0.05, **options, **kept)
