@@ -31,6 +31,9 @@ endif()
 # decided by the same templates. Theirs are the objects of a release build, which ccache has.
 set(FUSEDSTEP_SANITIZED_RULES Adam Adan Lamb Lion SGD)
 
+# Rules that linters see on each instruction set: one of each family. All others take turns, and have one set each.
+set(FUSEDSTEP_LINTED_RULES Adam Lamb)
+
 # Half of the time that kernels take to compile for sanitizers would go into asking for the alignment of each access, which
 # the instructions do not need. Linked last, for the option has to come after those that ask for the checks.
 add_library(fusedstep_unaligned INTERFACE)
@@ -67,8 +70,10 @@ endfunction()
 function(fusedstep_isa_objects OUT)
   set(kernels "${PROJECT_SOURCE_DIR}/cpu_kernels")
   fusedstep_rules(rules)
+  list(LENGTH FUSEDSTEP_ISAS isas)
   set(objects)
   foreach(isa ${FUSEDSTEP_ISAS})
+    list(FIND FUSEDSTEP_ISAS ${isa} turn)
     # ATen's transpositions are those of its CPU_CAPABILITY.
     string(TOUPPER ${isa} capability)
     string(REPLACE BASE DEFAULT capability ${capability})
@@ -79,6 +84,11 @@ function(fusedstep_isa_objects OUT)
       fusedstep_rule_definitions(definitions ${rule})
       fusedstep_kernels(${target}_${rule} "${kernels}/rule.cpp" ${isa} ${definitions})
       list(APPEND objects $<TARGET_OBJECTS:${target}_${rule}>)
+      math(EXPR others_turn "${turn} % ${isas}")
+      if(others_turn AND NOT rule IN_LIST FUSEDSTEP_LINTED_RULES)
+        set_target_properties(${target}_${rule} PROPERTIES EXPORT_COMPILE_COMMANDS OFF)
+      endif()
+      math(EXPR turn "${turn} + 1")
     endforeach()
   endforeach()
   if("avx512" IN_LIST FUSEDSTEP_ISAS)

@@ -94,17 +94,18 @@ def smallest_side(shape):
 
 
 def projected_shards_are_stepped_as_the_whole(here):
-    for cls, options in PROJECTIONS:
-        for fused in (None, False):
+    for number, (cls, options) in enumerate(PROJECTIONS):
+        # What torch's operations do between the collectives is the same for any projection.
+        for fused in (None, False) if number % 4 == 0 else (None,):
             found = Projected(here, ROWS.values(), cls, fused=fused, **options).step(STEPS)
             assert bool(found.sharded._scratch) == (fused is None)
             found.assert_alike(f"{cls.__name__}, {options}, {fused}")
 
 
 def each_kind_of_projected_cut_is_stepped_alone(here):
-    """No weight hides the collectives of another."""
-    for name, row in ROWS.items():
-        for cls, options in PROJECTIONS:
+    """No weight hides the collectives of another. Each row has projections of each kind."""
+    for number, (name, row) in enumerate(ROWS.items()):
+        for cls, options in PROJECTIONS[number % 4 :: 4]:
             found = Projected(here, [row], cls, **options).step(range(3))
             found.assert_alike(f"{name}, {cls.__name__}, {options}")
 

@@ -104,8 +104,10 @@ def test_any_layout(case, layout):
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_any_layout_on_any_isa(case, dtype):
     """The dense steps have the same bits on each: once is enough of them."""
-    some = slice(None)  # rows that are not the first of a family: a layout in one of the dtypes
-    if case not in FAMILIES:
+    # Rows that are not the first of a family: a layout in one of the dtypes. Elements of two bytes
+    # move alike, whatever they are.
+    some = slice(None)
+    if case not in FAMILIES or dtype is torch.float16:
         some = slice((PLAIN.index(case) + DTYPES.index(dtype)) % len(DTYPES), None, len(DTYPES))
     for layout in WEIGHT_LAYOUTS[some]:
         expected = [*dense_steps(case, layout, dtype)]

@@ -138,7 +138,7 @@ def test_children_of_fork_step_whatever_other_threads_did(subprocess_environment
 IN_A_CHILD_PROGRAM = """
 import os, signal
 import torch
-from cases import KINDS, PLAIN
+from cases import FAMILIES, KINDS, PLAIN
 
 def new(build, grads, steps=2):
     params = [torch.nn.Parameter(torch.ones(300, 300)) for _ in range(3)]
@@ -180,8 +180,9 @@ def masters_of(case):
     return build
 
 torch.set_num_threads(3)
-CALLS = [(case.build, grads, call, 2) for case in PLAIN for grads, call in (
-    (own, load), (shared, clip), (shared, clear), (expanded, clip), (expanded, clear))]
+CALLS = [(case.build, own, load, 2) for case in PLAIN]
+CALLS += [(case.build, grads, call, 2) for case in FAMILIES
+    for grads in (shared, expanded) for call in (clip, clear)]
 CALLS += [(case.build, own, step, 0) for case in KINDS if case.initial]
 CALLS += [(masters_of(case), own, step, 0) for case in PLAIN]
 for index, (build, grads, call, steps) in enumerate(CALLS):

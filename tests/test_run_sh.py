@@ -1,5 +1,6 @@
 """run.sh in folders with spaces, in those that cannot be written, and on disks that are full."""
 
+import json
 import os
 import re
 import shutil
@@ -167,3 +168,26 @@ def test_the_fuzz_target_of_layouts_is_made_of_what_there_is(repository):
     (library,) = re.findall(r"lib(\w+)\.a", script)
     assert f"--target {library} " in script
     assert f"{library} STATIC" in (repository / "CMakeLists.txt").read_text(encoding="utf-8")
+
+
+def test_what_the_tests_take_is_read_from_their_summary(tmp_path):
+    """Parts that ran beside others were hardly waited for, and took seconds all the same."""
+    (tmp_path / "log").write_text(
+        "passed   C++                159 s  10321 tests passed\n"
+        "passed   Python             626 s  41100 passed, 170 warnings in 625.71s (0:10:25)\n"
+        "FAILED   packaging            0 s  1 failed, 23 passed in 95.40s (0:01:35)\n"
+        "skipped  torch 2.15.0         0 s  run.sh: skipped: no newer torch is here\n"
+        "passed   fuzz                 2 s  fuzz: 400 cases, 1,927 steps, 266 s: 400 cases passed\n"
+    )
+    probe = REPOSITORY / "bench" / "probes" / "test_time.py"
+    done = run(sys.executable, probe, tmp_path / "log", tmp_path / "out.json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "out.json").read_text()) == {
+        "parts": [
+            {"part": "C++", "seconds": 159, "tests": "10321 tests passed"},
+            {"part": "Python", "seconds": 626, "tests": "41100 passed, 170 warnings", "ran": 626},
+            {"part": "packaging", "seconds": 0, "tests": "1 failed, 23 passed", "ran": 95},
+            {"part": "fuzz", "seconds": 2, "tests": "fuzz: 400 cases, 1,927 steps", "ran": 266},
+        ],
+        "seconds": 787,
+    }

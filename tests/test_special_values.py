@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cases import CASES, DTYPES, KINDS, LOW_PRECISION, PLAIN, WITH_NAMESAKE
+from cases import CASES, DTYPES, KINDS, LOW_PRECISION, PLAIN, WITH_NAMESAKE, dealt
 from fusedstep import optim
 from stepping import (
     CHUNK,
@@ -204,8 +204,7 @@ def denormal_trajectory(case, dtype, flush, count):
     return contents(optimizer)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", KINDS, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), dealt(KINDS, DTYPES, len(DTYPES)), ids=str)
 def test_threads_share_the_denormal_mode_of_the_caller(case, dtype):
     results = []
     for flush in (False, True):

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import fusedstep
-from cases import KINDS, PLAIN
+from cases import FAMILIES, KINDS, PLAIN
 from foreign import torchao_state
 from fusedstep import _ops, optim
 from fusedstep.optim import lamb
@@ -181,7 +181,7 @@ def a_compiled_step_leaves_shards_to_the_step(here):
 def each_process_verifies_its_shards(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    for case in KINDS:
+    for case in FAMILIES:
         placement = Shard(0) if case.elementwise else Replicate()
         _, spread = here.subjects(placement)
         report = fusedstep.verify(case.build(spread), lambda: None, steps=2)
