@@ -91,7 +91,7 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, int, float]]:
     print(f"| {'':-<15} | --------: | -------: | -----: |")
     for rung in RUNGS:
         memory = peak(functools.partial(train, rung, args, 2), args.device)
-        with recipe.Run(args.device, quiet=True) as run:
+        with recipe.Run(args.device, args.steps, quiet=True) as run:
             for loss in train(rung, args, args.steps):
                 run.add(loss, args.batch)
         speed = run.samples / run.seconds
