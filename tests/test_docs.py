@@ -45,6 +45,21 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_start_installs_what_a_build_imports():
+    """Without build isolation pip brings none of it. torch is there, as the page says."""
+    (listed,) = re.findall(
+        r"^\[build-system\]\nrequires = \[(.+?)\]", (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    needed = {re.match(r"[\w-]+", word)[0] for word in re.findall(r'"(.+?)"', listed)}
+    tools, install, _ = blocks(ROOT / "docs" / "start.md", "sh")[0].splitlines()
+    assert {*re.findall(r"(?<=[ '])[a-z][\w-]+", tools.partition("#")[0])} >= {
+        *(needed - {"torch"}),
+        "cmake",
+        "ninja",
+    }
+    assert "--no-build-isolation" in install
+
+
 def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")}
