@@ -153,6 +153,14 @@ def test_times_of_tables_are_those_measured():
     assert f"our step {of_bags['fused']} (" in page
 
 
+def test_memory_of_the_ladder_is_that_measured():
+    file = ROOT / "bench" / "results" / "intel-emerald-rapids-2-cores" / "ladder.json"
+    rows = json.loads(file.read_text())["rows"]
+    table = (ROOT / "docs" / "recipes.md").read_text().partition("| rung | MiB |")[2]
+    found = [float(cell) for cell in re.findall(r"^\| .+ \| ([\d.]+) \|$", table, re.MULTILINE)]
+    assert found == [round(row["bytes"] / 2**20, 1) for row in rows]
+
+
 def test_limit_of_the_step_in_training_is_that_measured():
     """Of docs/nanogpt.md: weights of a GPT, and the fastest that as many bytes were moved."""
     runs = {run["name"]: run for run in results("nvidia-h100/nanogpt.json")["rows"]}

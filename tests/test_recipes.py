@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -110,11 +111,25 @@ def test_recommender(capsys, table):
     recipes.assert_trains(capsys, "recommender", "--batch", "256", "--table", table, steps=60)
 
 
-def test_ladder(capsys):
-    small = ("--width", "64", "--layers", "2", "--length", "32", "--steps", "2")
+def test_ladder(capsys, tmp_path):
+    file = tmp_path / "ladder.json"
+    small = (
+        "--width",
+        "64",
+        "--layers",
+        "2",
+        "--length",
+        "32",
+        "--steps",
+        "2",
+        "--json",
+        str(file),
+    )
     rungs = recipes.run("ladder", *small)
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(rungs)
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["rung"]: (row["samples_s"], row["bytes"], row["loss"]) for row in rows} == rungs
     for line, (name, (speed, memory, loss)) in zip(table[2:], rungs.items(), strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells == [name, f"{speed:,.1f}", f"{memory / 2**20:,.1f}", f"{loss:.4f}"]
