@@ -59,6 +59,11 @@ function(fusedstep_cuda_objects NAME SOURCE)
   if(FUSEDSTEP_CUDA_RUNS_NOWHERE AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
     target_compile_options(${NAME} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=max>)  # a third of the time
   endif()
+  # nvcc takes one GPU after another, and a rule's source is most of what the last compilers wait for.
+  list(LENGTH CMAKE_CUDA_ARCHITECTURES gpus)
+  if(gpus GREATER 1)
+    target_compile_options(${NAME} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--threads=${gpus}>)
+  endif()
   target_compile_definitions(${NAME} PRIVATE ${ARGN})
   target_include_directories(${NAME} PRIVATE "${PROJECT_SOURCE_DIR}" "${PROJECT_SOURCE_DIR}/include")
   set_target_properties(${NAME} PROPERTIES POSITION_INDEPENDENT_CODE ON)

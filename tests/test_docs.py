@@ -45,6 +45,21 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(target), link
 
 
+def test_the_start_installs_what_a_build_imports():
+    """Without build isolation pip brings none of it. torch is there, as the page says."""
+    (listed,) = re.findall(
+        r"^\[build-system\]\nrequires = \[(.+?)\]", (ROOT / "pyproject.toml").read_text(), re.M
+    )
+    needed = {re.match(r"[\w-]+", word)[0] for word in re.findall(r'"(.+?)"', listed)}
+    tools, install, _ = blocks(ROOT / "docs" / "start.md", "sh")[0].splitlines()
+    assert {*re.findall(r"(?<=[ '])[a-z][\w-]+", tools.partition("#")[0])} >= {
+        *(needed - {"torch"}),
+        "cmake",
+        "ninja",
+    }
+    assert "--no-build-isolation" in install
+
+
 def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert "  - Optimizers: []" in menus  # where scripts/site/hooks.py puts that folder's pages
@@ -138,6 +153,14 @@ def test_times_of_tables_are_those_measured():
     page = (ROOT / "docs" / "optimizers" / "rowwise_adagrad.md").read_text()
     assert f"takes {of_bags['fbgemm']} ms for a\nbatch, torch's" in page
     assert f"our step {of_bags['fused']} (" in page
+
+
+def test_memory_of_the_ladder_is_that_measured():
+    file = ROOT / "bench" / "results" / "intel-emerald-rapids-2-cores" / "ladder.json"
+    rows = json.loads(file.read_text())["rows"]
+    table = (ROOT / "docs" / "recipes.md").read_text().partition("| rung | MiB |")[2]
+    found = [float(cell) for cell in re.findall(r"^\| .+ \| ([\d.]+) \|$", table, re.MULTILINE)]
+    assert found == [round(row["bytes"] / 2**20, 1) for row in rows]
 
 
 def test_limit_of_the_step_in_training_is_that_measured():

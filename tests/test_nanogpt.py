@@ -350,6 +350,43 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(tiny, tmp_path, repo
     assert figures["iterations"] == 5
 
 
+@pytest.mark.parametrize("interval", [0, 2])
+def test_an_interrupted_script_says_whether_it_can_go_on(
+    tiny, tmp_path, monkeypatch, capsys, interval
+):
+    """No loss is held back on a CPU: --log_interval is for GPUs."""
+    iterate, shown = Run._iterate, []
+
+    def interrupted(run, model):
+        if run.iteration == 3:
+            raise KeyboardInterrupt
+        return iterate(run, model)
+
+    class Bar(nanonano_train.tqdm):
+        def update(self, n=1):
+            shown.append(n)
+            return super().update(n)
+
+    values = dataclasses.asdict(tiny) | {"out_dir": str(tmp_path), "log_interval": 10}
+    (tmp_path / "settings.json").write_text(json.dumps(values))
+    words = ["--config", str(tmp_path / "settings.json"), f"--checkpoint_interval={interval}"]
+    monkeypatch.setattr(Run, "_iterate", interrupted)
+    monkeypatch.setattr(nanonano_train, "tqdm", Bar)
+    with pytest.raises(SystemExit) as stop:
+        nanonano_train.main(words)
+    assert stop.value.code == 128 + signal.SIGINT
+    assert shown == [1, 1, 1]
+    *_, last = capsys.readouterr().err.splitlines()
+    how = f": --resume goes on with {tmp_path / 'checkpoint.pt'}" if interval else ""
+    assert last == f"nanonano_train.py: interrupted{how}"
+    if interval:
+        monkeypatch.setattr(Run, "_iterate", iterate)
+        shown.clear()
+        nanonano_train.main([*words, "--resume"])
+        assert shown == [3, 1, 1, 1]
+        assert "loss" in capsys.readouterr().out
+
+
 def test_a_checkpoint_of_another_run_is_refused_before_anything_is_changed(tiny, tmp_path):
     run = Run(tiny)
     run.go(lambda *_: None)

@@ -1,5 +1,8 @@
 """The recipes run and train; tests/frameworks has those inside of a framework."""
 
+import io
+import itertools
+import json
 import os
 import re
 import subprocess
@@ -35,6 +38,51 @@ def test_recipe(capsys, name):
     torch.testing.assert_close(losses[:3], reference, rtol=0, atol=expected.get(name, 1e-4))
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("on", "quiet"), [(Terminal, False), (Terminal, True), (io.StringIO, False)]
+)
+def test_a_terminal_shows_how_far_a_long_run_is(on, quiet, monkeypatch, capsys):
+    """By a clock that goes on by 0.2 s whenever it is read."""
+    monkeypatch.syspath_prepend(str(recipes.FOLDER))
+    import recipe
+
+    ticks = itertools.count()
+    monkeypatch.setattr(recipe.time, "perf_counter", lambda: 0.2 * next(ticks))
+    monkeypatch.setattr(sys, "stderr", on())
+    with recipe.Run("cpu", 20, quiet=quiet) as run:
+        for step in range(20):
+            run.add(torch.tensor(1 / (1 + step)), 4)
+        shown = sys.stderr.getvalue().split("\r\033[K")
+    if quiet or on is io.StringIO:
+        assert shown == [""]
+        assert sys.stderr.getvalue() == ""
+    else:
+        # The clock is read once at the start, once by a step, and once more where a line is shown.
+        assert shown == ["", *(f"step {n} of 20, loss {1 / n:.3f}" for n in (11, 14, 17, 20))]
+        assert sys.stderr.getvalue().endswith("\r\033[K")
+    assert (capsys.readouterr().out == "") == quiet
+
+
+def test_numbers_of_steps_below_one_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        recipes.run("checkpointing", "--steps", "0")
+    assert "argument --steps: must be at least 1: 0" in capsys.readouterr().err
+
+
+def test_a_run_that_has_all_its_steps_says_how_to_go_on(capsys, tmp_path):
+    options = ("--batch", "2", "--every", "2", "--folder", str(tmp_path))
+    recipes.run("resume", "--steps", "2", *options)
+    capsys.readouterr()
+    assert recipes.run("resume", "--steps", "2", *options) is None
+    assert capsys.readouterr().out == f"{tmp_path} has 2 steps: --steps 4 would go on\n"
+    assert len(recipes.run("resume", "--steps", "4", *options).losses) == 2
+
+
 def test_lamb_with_warmup(capsys):
     recipes.assert_trains(capsys, "lamb_warmup", "--batch", "16", steps=20)
 
@@ -63,11 +111,25 @@ def test_recommender(capsys, table):
     recipes.assert_trains(capsys, "recommender", "--batch", "256", "--table", table, steps=60)
 
 
-def test_ladder(capsys):
-    small = ("--width", "64", "--layers", "2", "--length", "32", "--steps", "2")
+def test_ladder(capsys, tmp_path):
+    file = tmp_path / "ladder.json"
+    small = (
+        "--width",
+        "64",
+        "--layers",
+        "2",
+        "--length",
+        "32",
+        "--steps",
+        "2",
+        "--json",
+        str(file),
+    )
     rungs = recipes.run("ladder", *small)
     table = capsys.readouterr().out.splitlines()
     assert len(table) == 2 + len(rungs)
+    rows = json.loads(file.read_text())["rows"]
+    assert {row["rung"]: (row["samples_s"], row["bytes"], row["loss"]) for row in rows} == rungs
     for line, (name, (speed, memory, loss)) in zip(table[2:], rungs.items(), strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert cells == [name, f"{speed:,.1f}", f"{memory / 2**20:,.1f}", f"{loss:.4f}"]

@@ -1,10 +1,29 @@
 """A type checker's view of the public functions."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import fusedstep
+from fusedstep import integrations, optim
+
+CASES = Path(__file__).with_name("typing_cases.py")
+
+
+def test_all_that_is_public_is_written_down():
+    """By a name of ours: `optim.AdamW`, and not `torch.optim.AdamW`."""
+    used = {
+        (node.value.id, node.attr)
+        for node in ast.walk(ast.parse(CASES.read_text()))
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    }
+    for module in (fusedstep, optim, integrations):
+        name = module.__name__.rpartition(".")[2]
+        modules = {"optim", "integrations"} if module is fusedstep else set()
+        assert {(name, each) for each in {*module.__all__} - modules} - used == set()
 
 
 def test_mypy_finds_the_types_that_are_written_down(request, repository):
@@ -14,7 +33,7 @@ def test_mypy_finds_the_types_that_are_written_down(request, repository):
     run = subprocess.run(
         [
             *(sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"),
-            *("--cache-dir", str(cache), str(Path(__file__).with_name("typing_cases.py"))),
+            *("--cache-dir", str(cache), str(CASES)),
         ],
         env={"MYPYPATH": str(repository / "python"), "PATH": ""},
         capture_output=True,

@@ -38,6 +38,7 @@ def classes() -> list[optim.FusedOptimizer]:
         optim.Adan(parameters, betas=(0.98, 0.92, 0.99), no_prox=True),
         optim.APOLLOAdamW(low_rank, proj="random", scale_type="channel", scale_front=True),
         optim.CAME(matrices, eps=(1e-30, 1e-16), betas=(0.9, 0.999, 0.9999), clip_threshold=0.5),
+        optim.GaLoreAdafactor(low_rank, svd="exact", update_proj_gap=50),
         optim.GaLoreAdamW(low_rank, svd="exact", update_proj_gap=50, stagger=True),
         optim.Lamb(parameters, variant="apex", min_ratio=0.1),
         optim.Lion(parameters, state_dtype=torch.float32),
@@ -104,6 +105,7 @@ def elsewhere(model: torch.nn.Module) -> torch.optim.Optimizer:
 def registered() -> None:
     for register in (
         integrations.deepspeed.register,
+        integrations.megatron.register,
         integrations.timm.register,
         integrations.torchtitan.register,
         integrations.transformers.register,

@@ -31,7 +31,7 @@ def train(
 
     Args:
         settings: of the run
-        tell: called every `log_interval` iterations
+        tell: called every `log_interval` iterations, on a CPU after each
         resume: go on with the checkpoint in `out_dir`, if there is one
 
     Raises:
@@ -156,7 +156,7 @@ class Run:
 
     def go(self, tell: Tell) -> None:
         """Takes the iterations that are left."""
-        settings, model = self.settings, self.model
+        settings, model, cpu = self.settings, self.model, self.device.type == "cpu"
         if settings.compile:
             # Another model that was compiled in this process would count as a recompilation.
             torch.compiler.reset()
@@ -167,7 +167,9 @@ class Run:
         while self.iteration < settings.max_iters:
             self.losses.append(self._iterate(model))
             self.iteration += 1
-            if self.iteration % settings.log_interval == 0 or self.iteration == settings.max_iters:
+            done = self.iteration == settings.max_iters
+            # A GPU is waited for where a loss is told. On a CPU it is known.
+            if cpu or done or self.iteration % settings.log_interval == 0:
                 tell(self.iteration, self.losses[-1].item())
             every = settings.checkpoint_interval
             if every and self.iteration % every == 0:

@@ -61,7 +61,9 @@ class Settings:
         default="", metadata={"help": "the folder with shakespeare/input.txt; see FUSEDSTEP_DATA"}
     )
     seed: int = 1337
-    log_interval: int = field(default=10, metadata={"help": "iterations between two losses shown"})
+    log_interval: int = field(
+        default=10, metadata={"help": "iterations between two losses shown, on a GPU"}
+    )
     checkpoint_interval: int = field(default=0, metadata={"help": "iterations; 0: none is written"})
     compile_backend: str = "inductor"
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,12 @@ def main(words: list[str] | None = None) -> None:
             figures = nanonano_loop.train(settings, tell, resume=arguments.resume)
     except (SettingsError, FileNotFoundError, FloatingPointError) as error:
         sys.exit(f"nanonano_train.py: {error}")
+    except KeyboardInterrupt:
+        file = Path(settings.out_dir, nanonano_loop.CHECKPOINT)
+        has_one = settings.checkpoint_interval and file.is_file()
+        how = f": --resume goes on with {file}" if has_one else ""
+        print(f"nanonano_train.py: interrupted{how}", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
     print(json.dumps({"figures": figures}) if arguments.events else described(figures))
     if arguments.json:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")

@@ -12,7 +12,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     # Steps of the size of a weight, as in the paper; bfloat16 weights take steps of a few bits, and
     # random rounding keeps on average what they lose.
     optimizer = optim.Adafactor(model.parameters(), lr=2e-2, rounding="stochastic", seed=0)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()

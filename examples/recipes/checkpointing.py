@@ -9,7 +9,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     args = recipe.arguments(__doc__).parse_args(argv)
     model = recipe.LanguageModel(checkpointing=True).to(args.device)
     optimizer = optim.AdamW(model.parameters(), lr=3e-3)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()

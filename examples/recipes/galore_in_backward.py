@@ -18,7 +18,10 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         {"params": matrices, "rank": RANK, "svd": "randomized"},
     ]
     optimizer = optim.GaLoreAdamW(groups, lr=1e-2)
-    with fusedstep.step_in_backward(optimizer, bucket_cap_mb=0), recipe.Run(args.device) as run:
+    with (
+        fusedstep.step_in_backward(optimizer, bucket_cap_mb=0),
+        recipe.Run(args.device, args.steps) as run,
+    ):
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()  # steps, and frees gradients

@@ -16,14 +16,15 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     model = recipe.LanguageModel()
     optimizer = optim.AdamW(model.parameters(), lr=3e-3, max_grad_norm=1.0)
     model, optimizer = accelerator.prepare(model, optimizer)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps * PARTS, args.batch // PARTS, args.device):
             with accelerator.accumulate(model), accelerator.autocast():
                 loss = accelerator.unwrap_model(model).loss(tokens)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            run.add(loss, len(tokens))
+            if accelerator.sync_gradients:
+                run.add(loss, args.batch)
     return run
 
 

@@ -4,7 +4,14 @@ import tempfile
 
 import recipe
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from fusedstep import integrations, optim
 
@@ -33,12 +40,21 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         )
         trainer = TRAINERS[args.way](model, arguments, data)
         trainer.remove_callback(PrinterCallback)
-        with recipe.Run(args.device) as run:
+        with recipe.Run(args.device, args.steps) as run:
+            trainer.add_callback(Losses(run, args.batch))
             trainer.train()
-            for entry in trainer.state.log_history:
-                if "loss" in entry:
-                    run.add(entry["loss"], args.batch)
     return run
+
+
+class Losses(TrainerCallback):
+    """Hands the loss of each step on to a run."""
+
+    def __init__(self, run: recipe.Run, batch: int) -> None:
+        self.run, self.batch = run, batch
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if "loss" in logs:
+            self.run.add(logs["loss"], self.batch)
 
 
 def gpt2() -> GPT2LMHeadModel:

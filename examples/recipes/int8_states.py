@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         {"params": embeddings, "state_dtype": torch.float32},
     ]
     optimizer = optim.AdamW8bit(groups, lr=3e-3)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()

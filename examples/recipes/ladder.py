@@ -85,18 +85,26 @@ def main(argv: list[str] | None = None) -> dict[str, tuple[float, int, float]]:
     parser = recipe.arguments(__doc__, steps=10, batch=16)
     for name, size in (("width", 128), ("layers", 4), ("length", 128)):
         parser.add_argument(f"--{name}", type=int, default=size)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the table's figures too")
     args = parser.parse_args(argv)
     results = {}
     print(f"| {'':15} | samples/s |      MiB |   loss |")
     print(f"| {'':-<15} | --------: | -------: | -----: |")
     for rung in RUNGS:
         memory = peak(functools.partial(train, rung, args, 2), args.device)
-        with recipe.Run(args.device, quiet=True) as run:
+        with recipe.Run(args.device, args.steps, quiet=True) as run:
             for loss in train(rung, args, args.steps):
                 run.add(loss, args.batch)
         speed = run.samples / run.seconds
         results[rung.name] = speed, memory, float(run.losses[-1])
         print(f"| {rung.name:15} | {speed:9,.1f} | {memory / 2**20:8,.1f} | {run.losses[-1]:.4f} |")
+    if args.json:
+        names = ("samples_s", "bytes", "loss")
+        rows = [
+            {"rung": name} | dict(zip(names, row, strict=True)) for name, row in results.items()
+        ]
+        found = {"by": "examples/recipes/ladder.py", "torch": torch.__version__, "rows": rows}
+        args.json.write_text(json.dumps(found) + "\n", encoding="utf-8")
     return results
 
 

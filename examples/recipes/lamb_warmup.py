@@ -24,7 +24,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         ],
         [warmup],
     )
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         trainer.fit(Module(run), torch.utils.data.DataLoader(batches, batch_size=None))
     return run
 

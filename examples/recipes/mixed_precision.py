@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     model = recipe.LanguageModel().to(args.device)
     optimizer = optim.AdamW(model.parameters(), lr=3e-3, fused=True, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler(kind, enabled=dtype is torch.float16)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             with torch.autocast(kind, dtype):
                 loss = model.loss(tokens)

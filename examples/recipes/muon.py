@@ -16,7 +16,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.01},
     ]
     optimizer = optim.Muon(groups)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()

@@ -15,7 +15,7 @@ def main(argv: list[str] | None = None) -> recipe.Run | None:
     model = recipe.LanguageModel().to(args.device, torch.bfloat16)
     # Beside bfloat16 weights the host keeps them in float32 too.
     optimizer = fusedstep.offload(optim.AdamW(model.parameters(), lr=3e-3))
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)
             loss.backward()  # copies gradients, steps and copies weights, bucket by bucket

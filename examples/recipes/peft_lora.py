@@ -14,7 +14,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     )
     model = peft.get_peft_model(gpt2(), config).to(args.device)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model(input_ids=tokens, labels=tokens).loss
             loss.backward()

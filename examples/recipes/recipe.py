@@ -7,6 +7,7 @@ import functools
 import os
 import random
 import resource
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +23,24 @@ LENGTH = 64
 def arguments(about: str, *, steps: int = 100, batch: int = 16) -> argparse.ArgumentParser:
     """Returns a parser with the options of every recipe."""
     parser = argparse.ArgumentParser(description=about)
-    parser.add_argument("--steps", type=int, default=steps, help="steps of the optimizer")
-    parser.add_argument("--batch", type=int, default=batch, help="samples a step")
+    for name, default, about in (
+        ("steps", steps, "steps of the optimizer"),
+        ("batch", batch, "samples a step"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=count, default=default, help=f"{about} (default: {default})"
+        )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", default=device, help=f"cpu or cuda (default: {device})")
     return parser
+
+
+def count(word: str) -> int:
+    """Reads an argument that is a number of things, of which there is at least one."""
+    number = int(word)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1: {word}")
+    return number
 
 
 def text() -> str:
@@ -97,10 +111,13 @@ class LanguageModel(nn.Module):
 
 
 class Run:
-    """Measures training, from ``with`` on, and prints the closing line at its end, if not quiet."""
+    """Measures training, from ``with`` on, and prints the closing line at its end, if not quiet.
 
-    def __init__(self, device: str, *, quiet: bool = False) -> None:
-        self.quiet = quiet
+    On a terminal a run that takes longer than two seconds shows the step that it has come to.
+    """
+
+    def __init__(self, device: str, steps: int, *, quiet: bool = False) -> None:
+        self.steps, self.quiet = steps, quiet
         self.cuda = torch.device(device).type == "cuda"
         self.losses: list[Tensor | float] = []
         self.samples, self.seconds, self.memory = 0, 0.0, 0
@@ -109,6 +126,7 @@ class Run:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self._start = self._now()
+        self._next = self._start + 2
         return self
 
     def _now(self) -> float:
@@ -120,8 +138,18 @@ class Run:
         """Counts a step."""
         self.losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
         self.samples += samples
+        if time.perf_counter() > self._next:
+            step = f"step {len(self.losses)} of {self.steps}, loss {float(self.losses[-1]):.3f}"
+            self._show(step)
+            self._next = time.perf_counter() + 0.5
+
+    def _show(self, line: str) -> None:
+        """Writes over the last line of a terminal."""
+        if not self.quiet and sys.stderr.isatty():
+            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self._show("")
         if error is not None:
             return
         self.seconds = self._now() - self._start

@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     model = nn.Sequential(table, nn.Flatten(), head).to(args.device)
     of_table = of_tables[args.table](table.parameters(), lr=0.01 if args.table == "adam" else 0.1)
     of_head = optim.AdamW(head.parameters(), lr=1e-2)
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for items, clicked in clicks(args.steps, args.batch, args.device):
             loss = F.binary_cross_entropy_with_logits(model(items).squeeze(1), clicked)
             loss.backward()

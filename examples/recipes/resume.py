@@ -59,7 +59,7 @@ def load(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     return int(whole.name.removeprefix("step-"))
 
 
-def main(argv: list[str] | None = None) -> recipe.Run:
+def main(argv: list[str] | None = None) -> recipe.Run | None:
     parser = recipe.arguments(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("checkpoints"))
     parser.add_argument("--every", type=int, default=10, help="steps from checkpoint to checkpoint")
@@ -72,7 +72,10 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         fully_shard(model)
     optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3)
     done = load(args.folder, model, optimizer)
-    with recipe.Run(args.device) as run:
+    if done >= args.steps:
+        print(f"{args.folder} has {done} steps: --steps {done + args.every} would go on")
+        return None
+    with recipe.Run(args.device, args.steps - done) as run:
         data = recipe.batches(args.steps, args.batch, args.device)
         for step, tokens in enumerate(islice(data, done, None), done + 1):
             loss = model.loss(tokens)

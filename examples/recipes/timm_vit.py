@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
     schedule = timm.scheduler.CosineLRScheduler(
         optimizer, t_initial=args.steps, warmup_t=max(1, args.steps // 10)
     )
-    with recipe.Run(args.device) as run:
+    with recipe.Run(args.device, args.steps) as run:
         for step, (batch, labels) in enumerate(images(args.steps, args.batch, args.device)):
             loss = F.cross_entropy(model(batch), labels)
             loss.backward()

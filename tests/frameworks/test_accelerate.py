@@ -28,9 +28,14 @@ need("accelerate")
 
 @pytest.fixture
 def accelerate():
-    """Without what its singletons keep of another test."""
+    """Without what its singletons keep of another test, of another file too: Trainer has one."""
     accelerate = importlib.import_module("accelerate")
+    forget(accelerate)
     yield accelerate
+    forget(accelerate)
+
+
+def forget(accelerate):
     accelerate.state.AcceleratorState._reset_state(True)
     accelerate.state.GradientState._reset_state()
 
