@@ -68,14 +68,11 @@ struct TreatedKernel {
     run_kernel(span);
   }
 
-  // True if the kernel has all states as codes, and decodes them.
-  bool takes_codes() const {
-    if (kernel.run_coded == nullptr) return false;
-    const int last = task.operands - (task.keeps_value(task.operands - 1) ? 1 : 0);
-    for (int k = kFirstState; k < last; ++k) {
-      if (!task.is_coded(k)) return false;
-    }
-    return true;
+  // True if the kernel takes states and weights as they are stored. It takes no other weights of 16 bits than
+  // those in a code.
+  bool takes_stored() const {
+    return kernel.run_as_stored != nullptr &&
+           (task.weight_code != WeightCode::kPlain || task.element_size[kWeight] == sizeof(float));
   }
 
   // True if the gradient is scaled or cleared besides. The kernel should then meet it in the cache.
@@ -83,7 +80,7 @@ struct TreatedKernel {
 
  private:
   bool scales() const { return treatment.scale != nullptr; }
-  void run_kernel(const Span& span) const { (span.coded ? kernel.run_coded : kernel.run)(span); }
+  void run_kernel(const Span& span) const { (span.coded ? kernel.run_as_stored : kernel.run)(span); }
 
   Span span_of(const RowAddresses& where, int64_t rows, int64_t count) const {
     Span span;
@@ -98,6 +95,8 @@ struct TreatedKernel {
     span.norms = norms;
     span.coded = where.coded;
     span.first = where.first;
+    span.weight_code = task.weight_code;
+    span.draws = task.draws;
     return span;
   }
   void run_treated(const RowAddresses& row, int64_t count) const {
@@ -207,8 +206,8 @@ void copy_in_order(const TensorTask& task, int operand, int64_t begin, int64_t c
   }
 }
 
-// States in codes, and weights whose value is kept in another way than in float32: they are decoded to tiles
-// and encoded from there, but for states that the kernel takes as codes. The other operands are in place if
+// States in codes, and weights whose value is kept in another way than in float32. A kernel takes them as
+// they are stored, or they are decoded to tiles and encoded from there. The other operands are in place if
 // all have one order without a gap, in units that are elements.
 inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   const TensorTask& task = kernel.task;
@@ -216,59 +215,58 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
   alignas(64) uint16_t stored[2][kTileElements];  // the weight, and what is kept beside it
   const int beside = task.operands - 1;
   const bool is_dense = task.layout == nullptr;
+  const bool as_stored = kernel.takes_stored();
   const bool has_beside = task.weight_code != WeightCode::kRandom;
   const auto address = [&](int operand, int64_t element) {
     return static_cast<char*>(task.data[operand]) + element * task.element_size[operand];
   };
-  const bool decodes = !kernel.takes_codes();
-  const bool on_tiles = !is_dense || decodes || task.weight_code != WeightCode::kPlain || kernel.treats();
-  const int64_t step = on_tiles ? kTileElements : end - begin;
+  const auto is_decoded = [&](int k) { return !as_stored && task.is_coded(k); };
+  const auto is_value = [&](int k) { return !as_stored && task.keeps_value(k); };
+  const int64_t step = as_stored && is_dense && !kernel.treats() ? end - begin : kTileElements;
   RowAddresses row(task);
-  if (!decodes) row.coded = task.coded;
+  if (as_stored) row.coded = task.coded;
   for (; begin < end; begin += step) {
     const int64_t count = std::min(step, end - begin);
     row.first = begin;
     for (int k = 0; k < task.operands; ++k) {
-      if (!decodes && task.is_coded(k)) {
+      if (as_stored && task.is_coded(k)) {
         row.operand[k] = static_cast<char*>(task.data[k]) + task.coded[k - kFirstState].map->bytes_of(begin);
         continue;
       }
-      const bool in_place = is_dense && !task.is_coded(k) && !task.keeps_value(k);
+      const bool in_place = is_dense && !is_decoded(k) && !is_value(k);
       row.operand[k] = in_place ? address(k, begin) : tiles[k];
-      if (in_place || task.keeps_value(k) || !kernel.reads(k)) continue;
-      if (task.is_coded(k)) {
+      if (in_place || is_value(k) || !kernel.reads(k)) continue;
+      if (is_decoded(k)) {
         decode(task.coded[k - kFirstState], task.data[k], begin, count, reinterpret_cast<float*>(tiles[k]));
       } else {
         copy_in_order<true>(task, k, begin, count, tiles[k]);
       }
     }
-    WeightTile weight{};
-    if (task.keeps_value(kWeight)) {
+    CodedWeight weight{};
+    if (is_value(kWeight)) {
       weight = {is_dense ? address(kWeight, begin) : static_cast<void*>(stored[0]),
                 is_dense ? address(beside, begin) : static_cast<void*>(stored[1]),
-                reinterpret_cast<float*>(tiles[beside]),
-                tiles[kWeight],
-                begin,
-                count};
+                key_of_range(task.draws, static_cast<uint64_t>(begin)), static_cast<uint32_t>(begin)};
       if (kernel.reads(kWeight)) {
         if (!is_dense) copy_in_order<true>(task, kWeight, begin, count, reinterpret_cast<char*>(stored[0]));
         if (!is_dense && has_beside) {
           copy_in_order<true>(task, beside, begin, count, reinterpret_cast<char*>(stored[1]));
         }
-        decode_weight(task, weight);
+        decode_weight(task.weight_code, weight, count, reinterpret_cast<float*>(tiles[beside]),
+                      tiles[kWeight]);
       }
     }
     kernel.run(row, 1, count);
-    if (task.keeps_value(kWeight) && kernel.writes(kWeight)) {
-      encode_weight(task, weight);
+    if (is_value(kWeight) && kernel.writes(kWeight)) {
+      encode_weight(task.weight_code, weight, count, reinterpret_cast<const float*>(tiles[beside]));
       if (!is_dense) copy_in_order<false>(task, kWeight, begin, count, reinterpret_cast<char*>(stored[0]));
       if (!is_dense && has_beside) {
         copy_in_order<false>(task, beside, begin, count, reinterpret_cast<char*>(stored[1]));
       }
     }
     for (int k = 0; k < task.operands; ++k) {
-      if (row.operand[k] != tiles[k] || task.keeps_value(k) || !kernel.writes(k)) continue;
-      if (task.is_coded(k)) {
+      if (row.operand[k] != tiles[k] || is_value(k) || !kernel.writes(k)) continue;
+      if (is_decoded(k)) {
         encode(task.coded[k - kFirstState], reinterpret_cast<const float*>(tiles[k]), begin, count,
                task.data[k]);
       } else {

@@ -1,6 +1,6 @@
-// Runs an elementwise rule where its states are codes: they are decoded in registers, and the new states of a
-// block stay in the first-level cache until their absolute maximum is known. The loop's divisions hide the
-// decoding.
+// Runs an elementwise rule where its states are codes, or the weight keeps its value in a code: both are
+// decoded in registers. The new states of a block stay in the first-level cache until their absolute maximum
+// is known. The loop's divisions hide the decoding.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -9,6 +9,7 @@
 
 #include "cpu_kernels/coded.h"
 #include "cpu_kernels/elementwise.h"
+#include "cpu_kernels/weight_codes.h"
 #include "fusedstep/rules/specs.h"
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
@@ -31,7 +32,7 @@ struct SignOf<Rule<kFlags>> {
 
 // A state's elements of one block.
 template <Storage kStorage, bool kSigned>
-struct CodedBlock {
+struct StateBlock {
   static constexpr int kMost = 256;  // elements
 
   CodeMap map;
@@ -42,14 +43,16 @@ struct CodedBlock {
   typename CodeRegister::Bits largest;
   alignas(64) float fresh[kMost];
 
-  explicit CodedBlock(const CodeMap& map) : map(map), tables(map) {}
+  explicit StateBlock(const CodedState& state) : map(*state.map), tables(map) {}
 
-  void go_to(uint8_t* first_code, float* first_absmax) {
-    codes = first_code;
-    absmax = first_absmax;
+  void go_to(const Span& span, int k, int64_t begin) {
+    codes = static_cast<uint8_t*>(span.operand[kFirstState + k]) + map.bytes_of(begin);
+    absmax = span.coded[k].absmax + (span.first + begin) / map.block;
     scale = *absmax / map.top;
     largest = typename CodeRegister::Bits{};
   }
+  template <class V>
+  FUSEDSTEP_FN void prefetch(int64_t, const PrefetchDistance&) const {}
   // The number of element i, or those from there on.
   template <class V>
   FUSEDSTEP_FN V decode(int64_t i) const {
@@ -84,63 +87,143 @@ struct CodedBlock {
   }
 };
 
+// The elements of a state that is not in codes.
+template <bool kSigned>
+struct StateBlock<Storage::kPlain, kSigned> {
+  float* first;
+
+  explicit StateBlock(const CodedState&) {}
+
+  void go_to(const Span& span, int k, int64_t begin) {
+    first = static_cast<float*>(span.operand[kFirstState + k]) + begin;
+  }
+  template <class V>
+  FUSEDSTEP_FN void prefetch(int64_t i, const PrefetchDistance& ahead) const {
+    prefetch_ahead<Reach::kFar>(first, i, V::size(), ahead);
+  }
+  template <class V>
+  FUSEDSTEP_FN V decode(int64_t i) const {
+    return load<V>(first, i);
+  }
+  template <class V>
+  FUSEDSTEP_FN void keep(int64_t i, const V& x) {
+    store(first, i, x);
+  }
+  void encode(int64_t, int64_t) {}
+};
+
+// Float32 weights, whose values are read and kept as those in a code are.
+struct PlainWeight {
+  using Stored = float;
+  static constexpr bool kHasBeside = false;
+
+  template <class V>
+  FUSEDSTEP_FN static V value(const CodedWeight& from, int64_t i) {
+    return load<V>(static_cast<const float*>(from.weight), i);
+  }
+  template <class V>
+  FUSEDSTEP_FN static void keep(const CodedWeight& to, int64_t i, const V& value) {
+    store(static_cast<float*>(to.weight), i, value);
+  }
+};
+
+// Calls run(form) with the weight's form. Forms are told apart as a kernel runs: a branch for each group of
+// registers costs little, and a loop for each form would be compiled for minutes.
+template <Storage kStorage, class Run>
+FUSEDSTEP_FN void by_form(WeightCode code, Run run) {
+  if (kStorage == Storage::kPlain || code != WeightCode::kPlain) {
+    by_weight_code(code, run);
+  } else {
+    run(PlainWeight());
+  }
+}
+
 template <class Rule, Storage kStorage, size_t... kState>
-void update_coded_blocks(const Span& span, std::index_sequence<kState...>) {
+void update_blocks(const Span& span, std::index_sequence<kState...>) {
   using Group = typename Groups<float, float>::template Type<registers_at_once<Rule>(Reach::kNear)>;
-  using Row = Arrays<Rule, float, float>;
-  const Row row(span);
-  constexpr bool kAllSigned = kStorage == Storage::kFloat8;  // its codes have a sign, whatever the state
-  std::tuple<CodedBlock<kStorage, kAllSigned || SignOf<Rule>::is_signed(kState)>...> states(
-      *span.coded[kState].map...);
-  const auto update_at = [&]<class V>(V*, int64_t weight, int64_t i) __attribute__((always_inline)) {
-    V p = load<V>(row.weight, weight + i);
-    const V g = row.template load_grad<V>(weight + i);
-    typename Row::template States<V> s{std::get<kState>(states).template decode<V>(i)...};
-    update<Rule>(row.scalars, p, g, s);
-    store(row.weight, weight + i, p);
+  const auto scalars = *static_cast<const typename Rule::template Scalars<float>*>(span.scalars);
+  const auto grad_factor = static_cast<float>(span.grad_factor);
+  const void* const grad = span.operand[kGrad];
+  const PrefetchDistance ahead = span.ahead;
+  const WeightCode code = span.weight_code;
+  CodedWeight weight{span.operand[kWeight], span.operand[kFirstState + sizeof...(kState)], 0, 0};
+  // Its codes have a sign, whatever the state.
+  [[maybe_unused]] constexpr bool kAllSigned = kStorage == Storage::kFloat8;
+  std::tuple<StateBlock<kStorage, kAllSigned || SignOf<Rule>::is_signed(kState)>...> states(
+      span.coded[kState]...);
+  const auto update_at = [&]<class V>(V*, int64_t at, int64_t i) __attribute__((always_inline)) {
+    V p, g;
+    by_form<kStorage>(
+        code, [&]<class F>(F) __attribute__((always_inline)) {
+          p = F::template value<V>(weight, at + i);
+          g = load<V>(static_cast<const typename F::Stored*>(grad), at + i);
+        });
+    rules::States<V, Rule::kStates> s{std::get<kState>(states).template decode<V>(i)...};
+    update<Rule>(scalars, p, g * V(grad_factor), s);
+    by_form<kStorage>(
+        code, [&]<class F>(F) __attribute__((always_inline)) { F::keep(weight, at + i, p); });
     (std::get<kState>(states).keep(i, s[kState]), ...);
   };
-  const int64_t block = span.coded[0].map->block,
+  const auto prefetch = [&](int64_t at, int64_t i) __attribute__((always_inline)) {
+    by_form<kStorage>(
+        code, [&]<class F>(F) __attribute__((always_inline)) {
+          using Stored = typename F::Stored;
+          prefetch_ahead<Reach::kFar>(static_cast<const Stored*>(weight.weight), at + i, Group::size(),
+                                      ahead);
+          prefetch_ahead<Reach::kFar>(static_cast<const Stored*>(grad), at + i, Group::size(), ahead);
+          if constexpr (F::kHasBeside) {
+            prefetch_ahead<Reach::kFar>(static_cast<const Stored*>(weight.beside), at + i, Group::size(),
+                                        ahead);
+          }
+        });
+    (std::get<kState>(states).template prefetch<Group>(i, ahead), ...);
+  };
+  const int64_t block = kStorage == Storage::kPlain ? kTileElements : span.coded[0].map->block,
                 groups_until = Groups<float, float>::are_exact() ? block : 0;
   for (int64_t begin = 0; begin < span.count; begin += block) {
     const int64_t count = std::min(block, span.count - begin), end = std::min(count, groups_until);
-    (std::get<kState>(states).go_to(
-         static_cast<uint8_t*>(span.operand[kFirstState + kState]) + span.coded[kState].map->bytes_of(begin),
-         span.coded[kState].absmax + (span.first + begin) / block),
-     ...);
+    (std::get<kState>(states).go_to(span, kState, begin), ...);
+    weight.range = key_of_range(span.draws, static_cast<uint64_t>(span.first + begin));
+    weight.first = static_cast<uint32_t>(span.first);
     int64_t i = 0;
     for (; i + Group::size() <= end; i += Group::size()) {
-      prefetch_ahead<Reach::kFar>(row.weight, begin + i, Group::size(), row.ahead);
-      prefetch_ahead<Reach::kFar>(row.grad, begin + i, Group::size(), row.ahead);
+      prefetch(begin, i);
       update_at(static_cast<Group*>(nullptr), begin, i);
     }
     for (; i + Pack<float>::size() <= count; i += Pack<float>::size()) {
       update_at(static_cast<Pack<float>*>(nullptr), begin, i);
     }
-    const int64_t in_registers = i;
+    [[maybe_unused]] const int64_t in_registers = i;
     for (; i < count; ++i) update_at(static_cast<float*>(nullptr), begin, i);
     (std::get<kState>(states).encode(count, in_registers), ...);
   }
 }
 
-// Steps float32 weights.
+// Steps states in codes, and weights that keep their value in a code.
 template <class Rule>
-void update_coded(const Span& span) {
-  by_storage(span.coded[0].map->storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
-    update_coded_blocks<Rule, kStorage>(span, std::make_index_sequence<Rule::kStates>());
-  });
+void update_as_stored(const Span& span) {
+  constexpr std::make_index_sequence<Rule::kStates> kAll{};
+  if constexpr (Rule::kStates != 0) {
+    if (span.coded[0].map != nullptr) {
+      return by_storage(span.coded[0].map->storage, [&]<Storage kStorage>(StorageIs<kStorage>) {
+        update_blocks<Rule, kStorage>(span, kAll);
+      });
+    }
+  }
+  update_blocks<Rule, Storage::kPlain>(span, kAll);
 }
 
-template <class Rule, class Weight>
-constexpr auto coded_update_of() -> void (*)(const Span&) {
-  if constexpr (std::is_same_v<Weight, float> && Rule::kStates != 0) return update_coded<Rule>;
+template <class Rule, class Weight, class State>
+constexpr auto update_as_stored_of() -> void (*)(const Span&) {
+  constexpr bool kMayHaveCode = StoredOf<Weight>::kHasMaster;
+  if constexpr (std::is_same_v<Weight, float> || kMayHaveCode) return update_as_stored<Rule>;
   return nullptr;
 }
 
 #else
 
-template <class Rule, class Weight>
-constexpr auto coded_update_of() -> void (*)(const Span&) {
+template <class Rule, class Weight, class State>
+constexpr auto update_as_stored_of() -> void (*)(const Span&) {
   return nullptr;
 }
 
@@ -151,7 +234,7 @@ constexpr RuleKernels elementwise_kernels() {
   constexpr uint32_t written = kWeightBits<Rule, Weight> | kStateBits<Rule>;
   RuleKernels kernels{};
   kernels.phase[kUpdate] = {update_span<Rule, Weight, State>, written | kGradBit, written,
-                            coded_update_of<Rule, Weight>()};
+                            update_as_stored_of<Rule, Weight, State>()};
   return kernels;
 }
 

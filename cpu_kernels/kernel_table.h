@@ -30,15 +30,19 @@ struct Span {
   double grad_factor;  // multiplies the gradient as it is read
   double ratio;        // second phase: the tensor's trust ratio
   double* norms;       // first phase: [2][kLanes] sums of squares of weight and update
-  // States in codes, which begin with a block: element `first` of theirs.
+  // For a kernel that takes states in codes, and weights as they are stored: element `first` by rows and
+  // columns is the first, and begins a block.
   const CodedState* coded = nullptr;
   int64_t first = 0;
+  WeightCode weight_code;  // and `draws`: as in TensorTask
+  uint64_t draws;
 };
 
 struct SpanKernel {
   void (*run)(const Span&);
-  uint32_t reads, writes;                    // bit i: operand i
-  void (*run_coded)(const Span&) = nullptr;  // the same where all states are codes
+  uint32_t reads, writes;  // bit i: operand i
+  // The same where states are in codes, or weights keep their value in a code: without tiles for them.
+  void (*run_as_stored)(const Span&) = nullptr;
 };
 
 // Phases of a rule. An elementwise rule has kUpdate; a two-phase rule has the others. Its update is kept in

@@ -1,17 +1,20 @@
 """Law: a C++ optimizer steps to the bits of Python's, for the options of every row.
 
 So its operator gets the arguments in their order, and its options have Python's names and defaults.
-The same holds for every storage of states and weights, and for a change of it.
+The same holds for every storage of states and weights, and for a change of it, on a GPU too.
 """
 
+import os
 import subprocess
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cases import CASES, PLAIN, Case
-from stepping import as_parameters, assert_same_bits, make_gradients, make_weights, train
+from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+from test_cuda import needs_cuda
 
 SHAPES = ((33, 31), (7,), ())
 #: The first has codes; its rows are no multiple of a block.
@@ -108,6 +111,8 @@ SUBJECTS |= {
     for case in PLAIN
     for name, (options, change, later, dtype) in CHANGES.items()
 }
+#: Those of a storage or a change of it.
+STORED = {name: subject for name, subject in SUBJECTS.items() if subject.shapes is LARGE}
 
 
 def in_cpp(group):
@@ -135,27 +140,54 @@ def asked(subject):
     return [name, given, weights, gradients, subject.change, in_cpp(subject.later)]
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory, repository):
+def answers_on(device, subjects, folder, repository):
     """The weights and states that C++ steps to, by subject; an error's text where it makes one."""
     program = repository / "build" / "release" / "tests" / "cpp" / "fusedstep_optim_steps"
     assert program.is_file(), "cmake --build --preset release --target fusedstep_optim_steps"
-    folder, found = tmp_path_factory.mktemp("cpp"), {}
+    environment, found = dict(os.environ), {}
+    if device == "cuda":  # the program is linked with torch's library for the CPU alone
+        library = Path(torch.__file__).parent / "lib" / "libtorch_cuda.so"
+        environment["LD_PRELOAD"] = str(library)
     for cls in {case.optimizer: None for case in PLAIN}:
-        subjects = {name: each for name, each in SUBJECTS.items() if each.case.optimizer is cls}
-        torch.save([asked(each) for each in subjects.values()], folder / "cases")
-        command = [program, folder / "cases", folder / "results"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        asked_for = {name: each for name, each in subjects.items() if each.case.optimizer is cls}
+        torch.save([asked(each) for each in asked_for.values()], folder / "cases")
+        done = subprocess.run(
+            [program, folder / "cases", folder / "results", device],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=environment,
+        )
         if done.returncode == 0:
-            found |= zip(subjects, torch.load(folder / "results"), strict=True)
+            found |= zip(asked_for, torch.load(folder / "results"), strict=True)
         else:
-            found |= dict.fromkeys(subjects, done.stderr)
+            found |= dict.fromkeys(asked_for, done.stderr or f"exit code {done.returncode}")
     return found
 
 
-def stepped(subject):
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory, repository):
+    return answers_on("cpu", SUBJECTS, tmp_path_factory.mktemp("cpp"), repository)
+
+
+@pytest.fixture(scope="module")
+def answers_of_gpu(tmp_path_factory, repository):
+    return answers_on("cuda", STORED, tmp_path_factory.mktemp("cpp"), repository)
+
+
+def train(optimizer, params, steps):
+    for step in steps:
+        shapes = [tuple(param.shape) for param in params]
+        gradients = make_gradients(shapes, params[0].dtype, step)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = gradient.to(param.device)
+        optimizer.step()
+
+
+def stepped(subject, device):
     """The weights and the optimizer of Python after the same steps."""
-    params = as_parameters(make_weights(subject.shapes, subject.dtype))
+    weights = make_weights(subject.shapes, subject.dtype)
+    params = as_parameters([weight.to(device) for weight in weights])
     optimizer = subject.build(params)
     train(optimizer, params, range(1, STEPS // 2 + 1))
     if subject.change in ("set", "convert"):
@@ -168,20 +200,29 @@ def stepped(subject):
     return params, optimizer
 
 
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_steps_to_the_same_bits(answers, name):
-    subject = SUBJECTS[name]
-    if isinstance(answers[name], str):
-        pytest.fail(answers[name], pytrace=False)
-    params, optimizer = stepped(subject)
-    weights, states = answers[name]
+def assert_steps_alike(answer, subject, device):
+    if isinstance(answer, str):
+        pytest.fail(answer, pytrace=False)
+    params, optimizer = stepped(subject, device)
+    weights, states = answer
     for index, (theirs, param) in enumerate(zip(weights, params, strict=True)):
-        assert_same_bits(theirs, param, f"weight {index} in C++")
+        assert_same_bits(theirs, param.cpu(), f"weight {index} in C++")
     numbers = {"step", *optimizer._numbers}
     for index, (theirs, param) in enumerate(zip(states, params, strict=True)):
-        ours = {k: v for k, v in optimizer.state[param].items() if k not in numbers}
+        ours = {k: v.cpu() for k, v in optimizer.state[param].items() if k not in numbers}
         assert dict(theirs).keys() == ours.keys(), f"states of weight {index} in C++"
         for state, tensor in theirs:
             is_float8 = ours[state].dtype is torch.float8_e4m3fn
             tensor_of_cpp = tensor.view(ours[state].dtype) if is_float8 else tensor
             assert_same_bits(tensor_of_cpp, ours[state], f"{state} of weight {index} in C++")
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_steps_to_the_same_bits(answers, name):
+    assert_steps_alike(answers[name], SUBJECTS[name], "cpu")
+
+
+@needs_cuda
+@pytest.mark.parametrize("name", STORED)
+def test_steps_to_the_same_bits_on_a_gpu(answers_of_gpu, name):
+    assert_steps_alike(answers_of_gpu[name], STORED[name], "cuda")

@@ -64,9 +64,10 @@ FUSEDSTEP_FN uint64_t key_of_draws(uint64_t seed, uint64_t step, uint64_t place)
 FUSEDSTEP_FN uint64_t key_of_range(uint64_t key, uint64_t first) { return mixed(key + (first >> 32)); }
 
 // 16 random bits for the element at an index, modulo 2^32, under the key of its range. Of all 2^32 elements
-// as many get each number.
-FUSEDSTEP_FN uint32_t draw(uint64_t range, uint32_t index) {
-  uint32_t x = index ^ static_cast<uint32_t>(range);
+// as many get each number. Words are uint32_t, or a vector of them.
+template <class Words>
+FUSEDSTEP_FN Words draw(uint64_t range, Words index) {
+  Words x = index ^ static_cast<uint32_t>(range);
   x = (x ^ (x >> 16)) * 0x7feb352du;
   x = (x ^ (x >> 15)) + static_cast<uint32_t>(range >> 32);
   x = (x ^ (x >> 13)) * 0x846ca68bu;

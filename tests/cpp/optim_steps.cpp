@@ -1,11 +1,11 @@
 // Steps the C++ optimizers as Python asks: tests/test_cpp.py compares the bits with those of its own.
 //
-//   fusedstep_optim_steps CASES RESULTS
+//   fusedstep_optim_steps CASES RESULTS DEVICE
 //
 // CASES, as torch.save() writes it, is a list of [class, options by name, weights, gradients of each step,
 // what happens before the second half of the steps, options of that]. RESULTS is a tuple of the weights after
 // these steps, and of the states of each as pairs of a name and a tensor. Both languages name their options
-// alike. What happens:
+// alike. The steps are made on the device, "cpu" or "cuda"; tensors in the files are the CPU's. What happens:
 //
 //   ""          nothing
 //   "set"       the group's options are set
@@ -57,7 +57,8 @@ c10::IValue contents(const State& state) {
   const auto add = [&](const std::string& name, const Tensor& tensor) {
     if (!tensor.defined()) return;
     const bool is_float8 = tensor.scalar_type() == torch::kFloat8_e4m3fn;
-    found.emplace_back(c10::ivalue::Tuple::create(name, is_float8 ? tensor.view(torch::kUInt8) : tensor));
+    found.emplace_back(
+        c10::ivalue::Tuple::create(name, (is_float8 ? tensor.view(torch::kUInt8) : tensor).cpu()));
   };
   for (size_t k = 0; k < std::size(State::kStates); ++k) {
     add(State::kStates[k].name, state.slot(k));
@@ -82,7 +83,7 @@ bool step_if_named(c10::ArrayRef<c10::IValue> asked, const Tensors& weights, c10
     if (changes && change != "load") set_options(optimizer->param_groups()[0].options(), options);
     if (changes && change != "set") optimizer = loaded_from<Row>(*optimizer, options);
     for (size_t i = 0; i < weights.size(); ++i) {
-      weights[i].mutable_grad() = gradients[step].toListRef()[i].toTensor();
+      weights[i].mutable_grad() = gradients[step].toListRef()[i].toTensor().to(weights[i].device());
     }
     optimizer->step();
   }
@@ -91,29 +92,30 @@ bool step_if_named(c10::ArrayRef<c10::IValue> asked, const Tensors& weights, c10
     const auto& state = *optimizer->state().at(weight.unsafeGetTensorImpl());
     states.push_back(contents(static_cast<const typename Row::State&>(state)));
   }
-  std::vector<c10::IValue> stepped(weights.begin(), weights.end());
+  std::vector<c10::IValue> stepped;
+  for (const Tensor& weight : weights) stepped.emplace_back(weight.cpu());
   result = c10::ivalue::Tuple::create(c10::ivalue::Tuple::create(std::move(stepped)),
                                       c10::ivalue::Tuple::create(std::move(states)));
   return true;
 }
 
 template <class... Row>
-c10::IValue result_of(testing::Types<Row...>, c10::ArrayRef<c10::IValue> asked) {
+c10::IValue result_of(testing::Types<Row...>, c10::ArrayRef<c10::IValue> asked, const torch::Device& device) {
   Tensors weights;
-  for (const c10::IValue& weight : asked[2].toListRef()) weights.push_back(weight.toTensor());
+  for (const c10::IValue& weight : asked[2].toListRef()) weights.push_back(weight.toTensor().to(device));
   c10::IValue result;
   TORCH_CHECK((step_if_named<Row>(asked, weights, result) || ...), "tests/cpp/optim_cases.h has no row for ",
               asked[0].toStringRef(), " in its list Rows");
   return result;
 }
 
-void answer(const char* cases, const char* results) {
+void answer(const char* cases, const char* results, const torch::Device& device) {
   std::ifstream in(cases, std::ios::binary);
   const std::vector<char> bytes{std::istreambuf_iterator<char>(in), {}};
   const c10::IValue asked = torch::pickle_load(bytes);
   std::vector<c10::IValue> found;
   for (const c10::IValue& each : asked.toListRef()) {
-    found.push_back(result_of(Rows(), each.toListRef()));
+    found.push_back(result_of(Rows(), each.toListRef(), device));
   }
   const std::vector<char> saved = torch::pickle_save(c10::ivalue::Tuple::create(std::move(found)));
   std::ofstream(results, std::ios::binary).write(saved.data(), static_cast<std::streamsize>(saved.size()));
@@ -123,9 +125,9 @@ void answer(const char* cases, const char* results) {
 }  // namespace fusedstep::optim
 
 int main(int count, char** arguments) {
-  if (count != 3) return 2;
+  if (count != 4) return 2;
   try {
-    fusedstep::optim::answer(arguments[1], arguments[2]);
+    fusedstep::optim::answer(arguments[1], arguments[2], torch::Device(arguments[3]));
   } catch (const c10::Error& error) {
     std::cerr << error.what_without_backtrace() << '\n';
     return 1;
