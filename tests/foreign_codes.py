@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import fusedstep
+from fusedstep.optim._codes import storage_index
 from stepping import (
     as_parameters,
     assert_same_contents,
@@ -40,7 +41,7 @@ def weights():
 
 
 def encoded_by_us(numbers, kind, signed):
-    return torch.ops.fusedstep.encode_state(numbers.contiguous(), kind, signed)
+    return torch.ops.fusedstep.encode_state(numbers.contiguous(), storage_index(kind), signed)
 
 
 def assert_goes_on(optimizer, params):

@@ -33,7 +33,7 @@ def test_extras_list_what_is_imported(extras, folders, repository):
     ]
     listed = {re.split(r"[><=]", requirement)[0] for requirement in requirements}
     own = [path for name in FOLDERS for path in (repository / name).rglob("*.py")]
-    ours = {path.stem for path in own} | {"fusedstep", "fuzz", "probes", "reference"}
+    ours = {path.stem for path in own} | {"fusedstep", "fuzz", "optimizers", "probes", "reference"}
     distributions = importlib.metadata.packages_distributions()
     for folder in folders:
         for module in set(modules(repository / folder)) - ours - sys.stdlib_module_names:

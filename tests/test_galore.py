@@ -679,7 +679,7 @@ def test_is_documented(name, repository):
     assert "https://arxiv.org" in text
     for option in inspect.signature(getattr(optim, name)).parameters:
         assert re.search(rf"\b{option}\b", text), option
-    for page in ("CHANGELOG.md", "README.md", "docs/README.md", "docs/choosing.md"):
+    for page in ("CHANGELOG.md", "README.md", "docs/choosing.md"):
         assert name in (repository / page).read_text(), page
     page = name.removesuffix("AdamW").removesuffix("Adafactor").lower()
     page = (repository / f"docs/optimizers/{page}.md").read_text()

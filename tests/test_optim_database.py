@@ -26,7 +26,6 @@ from peers import (
     ALL,
     MODES,
     NAMESAKES,
-    PEERS,
     ROWS,
     WITH_FOREACH,
     WITHOUT_FUSED,
@@ -72,7 +71,7 @@ def entry_of_others(cls):
     for case in CASES:
         if case.optimizer is cls and case.reference is ROWS[cls].reference:
             options[case.name] = case.options | case.modes
-    (*_, base) = PEERS[cls].__bases__
+    base = ROWS[cls].nearest
 
     def inputs(device):
         return [
