@@ -184,7 +184,7 @@ extern "C" [[gnu::visibility("default")]] int posix_memalign(void** memory, size
   return error;
 }
 
-extern "C" void __libc_free(void* memory);  // glibc's own
+extern "C" void __libc_free(void* memory);  // glibc's own, NOLINT(bugprone-reserved-identifier)
 
 extern "C" [[gnu::visibility("default")]] void free(void* memory) {
   if (fusedstep::test::held.is_limited && memory != nullptr) fusedstep::test::held.remove(memory);
