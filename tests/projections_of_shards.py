@@ -95,7 +95,7 @@ def smallest_side(shape):
 
 def projected_shards_are_stepped_as_the_whole(here):
     for number, (cls, options) in enumerate(PROJECTIONS):
-        # What torch's operations do between the collectives is the same for any projection.
+        # Torch's operations between the collectives are the same for any projection.
         for fused in (None, False) if number % 4 == 0 else (None,):
             found = Projected(here, ROWS.values(), cls, fused=fused, **options).step(STEPS)
             assert bool(found.sharded._scratch) == (fused is None)

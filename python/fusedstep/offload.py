@@ -394,7 +394,7 @@ class _Copies:
 
     @contextmanager
     def bringing(self) -> Iterator[None]:
-        """What bring() copies here is what the current stream has computed so far."""
+        """bring() copies here what the current stream has computed so far."""
         if not self._has_streams:
             yield
             return

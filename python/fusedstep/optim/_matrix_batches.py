@@ -110,14 +110,14 @@ class MatrixBatches:
             self._step_cut(group, cut, some, _ascending(group, found), forms)
 
     def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
-        """What the last checks of operands and options have noted: new objects if one has changed.
+        """Notes of the last checks of operands and options: new objects if one has changed.
 
         None where they cannot tell that nothing has.
         """
         return self._memory.get(weights[0]), self._passed.get(id(group["params"]))
 
     def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
-        """How these weights have been stepped, if nothing has changed since but floats."""
+        """Returns how these weights have been stepped, if nothing has changed since but floats."""
         known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
         is_same = known is not None and same(list(checks), list(known.checks))
         return known if is_same and same(weights, known.weights) else None
@@ -465,7 +465,7 @@ class _Together(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """How the weights of a group are stepped, for as long as their memory and options stay."""
+    """The way that a group is stepped, for as long as its memory and options stay."""
 
     weights: list[Tensor]
     checks: tuple[Any, Any]
