@@ -344,7 +344,10 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
             "MODEL builtins:dict cannot be made: it must be a torch.nn.Module, not dict",
         ),
         ("builtins:len", "MODEL builtins:len cannot be made: len() takes exactly one argument"),
-        ("1B --optimizer Adman", "--optimizer Adman: no optimizer is named 'Adman': did you mean 'a"),
+        (
+            "1B --optimizer Adman",
+            "--optimizer Adman: no optimizer is named 'Adman': did you mean 'a",
+        ),
         ("1B --optimizer PagedAdamW8bit", "--optimizer PagedAdamW8bit: no optimizer is named"),
         ("1B --optimizer AdamW:rounding=kahn", "--states default: rounding must be"),
         ("1B --optimizer SGD:momentum", "--optimizer SGD:momentum: write NAME:OPTION=VALUE"),
