@@ -1,6 +1,7 @@
 """`optim.create` and `optim.names`: classes by name, groups with and without weight decay."""
 
 import copy
+import re
 
 import pytest
 import torch
@@ -173,6 +174,31 @@ def test_dictionaries_are_exchanged_with_torch():
 def test_errors_name_what_is_wrong(error, match, name, given):
     with pytest.raises(error, match=match):
         optim.create(name, Model(), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("LAMB8bit", "write Lamb8bit"),
+        ("Sgd", "write SGD"),
+        ("AdamW32bit", "write AdamW with state_dtype=torch.float32"),
+        ("PagedAdamW8bit", "write AdamW8bit, whose states are not paged: fusedstep.offload"),
+        ("PagedLion32bit", "write Lion with state_dtype=torch.float32, whose states are not paged"),
+    ],
+)
+def test_names_of_bitsandbytes_are_answered_with_ours(name, advice):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}': {re.escape(advice)}"):
+        getattr(optim, name)
+    if name.lower() not in optim.names():
+        with pytest.raises(ValueError, match=f"named '{name}': {re.escape(advice)}"):
+            optim.create(name, Model())
+
+
+@pytest.mark.parametrize("name", ["PagedAdEMAMix8bit", "LARS", "Paged", "_adam", "__path_"])
+def test_other_names_are_no_attributes(name):
+    assert not hasattr(optim, name)
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'$"):
+        getattr(optim, name)
 
 
 @pytest.mark.parametrize("wrap", [list, lambda params: [{"params": params}]])

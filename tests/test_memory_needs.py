@@ -67,15 +67,32 @@ def test_states_are_as_many_bytes_as_a_step_makes(case, dtype):
         assert (states, masters) == (made, 0), choice
 
 
-@pytest.mark.parametrize("dtype", LOW_PRECISION, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "kind", "bytes_each"),
+    [
+        *[(dtype, "float32", 4) for dtype in LOW_PRECISION],
+        (torch.bfloat16, "split", 2),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_master_weights_are_told_apart_from_states(case, dtype):
+def test_master_weights_are_told_apart_from_states(case, dtype, kind, bytes_each):
     elements = sum(shape.numel() for shape in SHAPES)
-    for choice in accepted(case, dtype, "float32"):
-        states, masters = state_bytes(SHAPES, dtype, choice, "float32")
-        options = {"state_dtype": STATE_DTYPES[choice.states], "master_weights": MASTERS["float32"]}
-        assert masters == 4 * elements
+    for choice in accepted(case, dtype, kind):
+        states, masters = state_bytes(SHAPES, dtype, choice, kind)
+        options = {"state_dtype": STATE_DTYPES[choice.states], "master_weights": MASTERS[kind]}
+        assert masters == bytes_each * elements
         assert states + masters == bytes_after_a_step(case, dtype, **options), choice
+
+
+@pytest.mark.parametrize(("rounding", "bytes_each"), [("kahan", 2), ("stochastic", 0)])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_what_rounding_keeps_counts_as_masters(case, rounding, bytes_each):
+    options = case.options | {"rounding": rounding}
+    choice = Choice(case.optimizer.__name__, options, "default")
+    states, masters = state_bytes(SHAPES, torch.bfloat16, choice)
+    assert masters == bytes_each * sum(shape.numel() for shape in SHAPES)
+    assert states + masters == bytes_after_a_step(case, torch.bfloat16, rounding=rounding)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +111,18 @@ def test_states_of_low_rank(optimizer, states, expected):
     choice = Choice(name, options, states)
     assert state_bytes(shapes, torch.float32, choice) == (expected, 0)
     assert choice in list(choices([f"{optimizer}:rank=48"], [states], Run()))
+
+
+def test_names_of_low_bits_are_optimizers_too():
+    texts = ["adamw8bit:lr=0.1", "AdamW:state_dtype=int8"]
+    found = list(choices(texts, [], Run()))
+    assert found == [
+        Choice("AdamW8bit", {"lr": 0.1}, "default"),
+        Choice("AdamW", {"state_dtype": "int8"}, "default"),
+    ]
+    shapes = (torch.Size([64, 64]),)
+    expected = state_bytes(shapes, torch.float32, Choice("AdamW", {}, "int8"))
+    assert [state_bytes(shapes, torch.float32, each) for each in found] == [expected] * 2
 
 
 def test_every_optimizer_is_compared():
@@ -315,7 +344,12 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
             "MODEL builtins:dict cannot be made: it must be a torch.nn.Module, not dict",
         ),
         ("builtins:len", "MODEL builtins:len cannot be made: len() takes exactly one argument"),
-        ("1B --optimizer Adman", "--optimizer Adman: there are"),
+        (
+            "1B --optimizer Adman",
+            "--optimizer Adman: no optimizer is named 'Adman': did you mean 'a",
+        ),
+        ("1B --optimizer PagedAdamW8bit", "--optimizer PagedAdamW8bit: no optimizer is named"),
+        ("1B --optimizer AdamW:rounding=kahn", "--states default: rounding must be"),
         ("1B --optimizer SGD:momentum", "--optimizer SGD:momentum: write NAME:OPTION=VALUE"),
         ("1B --optimizer SGD:momentum=-1", "--optimizer SGD:momentum=-1, --states default: Inv"),
         ("1B --optimizer SGD:speed=1", "--optimizer SGD:speed=1, --states default"),
@@ -327,6 +361,7 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
         ("1B --zero 1", "--zero needs --ranks"),
         ("1B --zero 4 --ranks 2", "--zero"),
         ("1B --fit much", "--fit: must be a size as 24GiB or 24GB, not 'much'"),
+        ("1B --fit 24", "--fit: must be a size as 24GiB or 24GB, not '24'"),
         ("small_gpt:tiny --batch 2", "--batch needs --sequence"),
         ("small_gpt:tiny --batch 2 --sequence 257", "the activations of MODEL small_gpt:tiny"),
         ("small_gpt:tiny --input 2x3x4x5", "the activations of MODEL small_gpt:tiny"),

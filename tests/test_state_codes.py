@@ -292,6 +292,25 @@ def test_clipped_scaled_and_cleared_gradients(case, kind):
 
 
 @CODED
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_scaler_divides_and_skips(case, kind):
+    params, optimizer = start(case, kind, steps=1, fused=True)
+    others, other = start(case, kind, steps=1, fused=True)
+    before = contents(optimizer)
+    optimizer.grad_scale = torch.tensor(4.0)
+    for found_inf in (1.0, 0.0):
+        optimizer.found_inf = torch.tensor(found_inf)
+        gradients = make_gradients(SHAPES, torch.float32, 2)
+        for param, gradient in zip(params, gradients, strict=True):
+            param.grad = 4 * gradient
+        optimizer.step()
+        if found_inf:
+            assert_same_contents(contents(optimizer), before)
+    train(other, others, [2])
+    assert_same_contents(contents(optimizer), contents(other))
+
+
+@CODED
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("case", [c for c in WITH_STATES if c.elementwise], ids=str)
 def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):

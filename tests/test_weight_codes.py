@@ -71,7 +71,7 @@ def step(optimizer, *grads) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("state_dtype", [None, "int8", "int4"], ids=str)
+@pytest.mark.parametrize("state_dtype", [None, "int8", "int4", "fp8"], ids=str)
 @pytest.mark.parametrize("options", [{}, {"master_weights": "float32"}, *WAYS], ids=str)
 @pytest.mark.parametrize(
     "cls", [optim.SGD, optim.Adam, optim.Lion, optim.Adan], ids=lambda c: c.__name__

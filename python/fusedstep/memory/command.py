@@ -192,7 +192,7 @@ def _shape(text: str) -> tuple[int, ...]:
 
 
 def _bytes(text: str) -> int:
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?)(i?)B?", text, re.IGNORECASE)
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?)B?|B)", text, re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"must be a size as 24GiB or 24GB, not {text!r}")
     power = " KMGT".index(match[2].upper()) if match[2] else 0

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from fusedstep import optim
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
+from fusedstep.optim._create import find
 from fusedstep.optim._weights import BESIDE
 
 #: Values of ``state_dtype`` that a class may accept, by their names.
@@ -79,20 +80,26 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         ValueError: if there is no such class, or its options are not written like this.
     """
     name, _, written = text.partition(":")
-    names = {each.lower(): each for each in optim.__all__}
-    if name.lower() not in names:
-        raise ValueError(f"--optimizer {name}: there are {', '.join(optim.__all__)}")
+    try:
+        cls = find(name)
+    except ValueError as error:
+        raise ValueError(f"--optimizer {name}: {error}") from None
     options: dict[str, Any] = {}
     try:
         # Parsed as the arguments of a call, so that a value may be a tuple.
         call: Any = ast.parse(f"f({written})", mode="eval").body
-        options = {each.arg: ast.literal_eval(each.value) for each in call.keywords}
+        options = {each.arg: _value(each.value) for each in call.keywords}
         is_right = not call.args and None not in options
     except (SyntaxError, ValueError):
         is_right = False
     if not is_right:
         raise ValueError(f"--optimizer {text}: write NAME:OPTION=VALUE,OPTION=VALUE")
-    return names[name.lower()], options
+    return cls.__name__, options
+
+
+def _value(written: ast.expr) -> Any:
+    """A text needs no quotes, which a shell would take."""
+    return written.id if isinstance(written, ast.Name) else ast.literal_eval(written)
 
 
 def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choice]:
@@ -100,15 +107,18 @@ def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choi
 
     Args:
         optimizers (list[str]): texts for parse(); empty for every class as it is made by default
-        states (list[str]): keys of ``STATE_DTYPES``; empty for all that differ
+        states (list[str]): keys of ``STATE_DTYPES``; empty for all that differ, or for the one that
+            the class is named by or its options have
 
     Raises:
         ValueError: if a class does not accept what was asked for.
     """
     shapes = (torch.Size([8192]),)  # enough for any state_dtype
     for text in optimizers or optim.__all__:
-        for kind in states or STATE_DTYPES:
-            choice = Choice(*parse(text), kind)
+        name, options = parse(text)
+        is_given = name not in optim.__all__ or "state_dtype" in options
+        for kind in states or (("default",) if is_given else STATE_DTYPES):
+            choice = Choice(name, options, kind)
             try:
                 _build([torch.empty(1, device="meta", dtype=run.weights)], choice, run.masters)
             except (RuntimeError, TypeError, ValueError) as error:

@@ -5,12 +5,15 @@ What scripts use of :mod:`torch.optim` beside its optimizers is here under the s
 ``AdamW8bit`` and the like are classes with an option set.
 """
 
+from typing import TYPE_CHECKING
+
 from torch.optim import Optimizer as Optimizer
 from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
 from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
 from fusedstep.optim._create import create as create
+from fusedstep.optim._create import in_place_of as _in_place_of
 from fusedstep.optim._create import names as names
 from fusedstep.optim.adadelta import Adadelta
 from fusedstep.optim.adafactor import Adafactor
@@ -73,3 +76,11 @@ __all__ = [
     "Rprop",
     "SparseAdam",
 ]
+
+if not TYPE_CHECKING:  # type checkers would take any name for one of this module
+
+    def __getattr__(name):
+        advice = "" if name.startswith("_") else _in_place_of(name)
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}{advice and f': {advice}'}"
+        )

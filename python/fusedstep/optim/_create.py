@@ -39,9 +39,21 @@ def find(name: str) -> type[FusedOptimizer]:
     classes = _classes()
     cls = classes.get(_plain(name))
     if cls is None:
-        near = _nearest(_plain(name), classes)
+        near = in_place_of(name) or _nearest(_plain(name), classes)
         raise ValueError(f"no optimizer is named {name!r}: {near or f'names are {names()}'}")
     return cls
+
+
+def in_place_of(name: str) -> str:
+    """Says what to write in place of bitsandbytes' name of a class, or one in another case."""
+    plain = _plain(name)
+    cls = _classes().get(plain.removeprefix("paged").removesuffix("32bit"))
+    if cls is None:
+        return ""
+    is_wide, is_paged = plain.endswith("32bit"), plain.startswith("paged")
+    wide = " with state_dtype=torch.float32" if is_wide else ""
+    paged = ", whose states are not paged: fusedstep.offload keeps them on the host"
+    return f"write {cls.__name__}{wide}{paged if is_paged else ''}"
 
 
 def create(
