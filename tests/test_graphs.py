@@ -159,6 +159,11 @@ def test_two_optimizers_take_turns_on_a_gpu(monkeypatch):
     same(first, run()[0])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_of_another_gpu_than_the_current_one():
+    same([x.cpu() for x in trained("cuda:1")], [x.cpu() for x in trained("cuda:0")])
+
+
 @needs_gpu
 def test_a_graph_of_the_caller_has_the_operations_themselves():
     assert _graphs.are_taken(torch.device("cuda"))
