@@ -634,13 +634,41 @@ def test_positional_arguments_are_the_published_ones():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_bases_stay_on_the_device_of_the_weight():
-    """galore_torch's `.to(device.type)` loses the index of the device."""
-    weight = torch.nn.Parameter(torch.randn(12, 8, device="cuda:1", dtype=torch.bfloat16))
-    optimizer = optim.GaLoreAdamW([weight], rank=3)
-    weight.grad = torch.randn_like(weight)
-    optimizer.step()
-    assert optimizer.state[weight][RIGHT].device == weight.device
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("proj_type", ["std", "left"])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (optim.GaLoreAdamW, OPTIONS),
+        (optim.GaLoreAdamW8bit, OPTIONS),
+        (optim.GaLoreAdafactor, {"lr": 0.03, "beta1": 0.8}),
+        (optim.APOLLOAdamW, OPTIONS),
+    ],
+)
+def test_weights_of_two_gpus_are_stepped_where_they_are(cls, options, proj_type, fused):
+    """galore_torch's `.to(device.type)` loses the index of a device: its bases are on the first."""
+    found = []
+    for devices in (("cpu",), ("cuda:1", "cuda:0"), ("cuda:1",)):
+        mine = as_params(
+            [(projected(update_proj_gap=9, proj_type=proj_type), SHAPES)], torch.float64
+        )
+        (group,) = mine
+        group["params"] = [
+            torch.nn.Parameter(p.detach().to(devices[i % len(devices)]))
+            for i, p in enumerate(group["params"])
+        ]
+        optimizer = cls(mine, **options, fused=fused)
+        for step in range(4):
+            for place, p in enumerate(group["params"]):
+                p.grad = gradient(p.cpu(), step, place).to(p.device)
+            optimizer.step()
+        for p in group["params"]:
+            for name in optimizer.state[p].keys() & {LEFT, RIGHT, "exp_avg", "exp_avg_sq"}:
+                assert optimizer.state[p][name].device == p.device, name
+        found.append([p.detach().cpu() for p in group["params"]])
+    for others in found[1:]:
+        for a, b in zip(others, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 # ---- Memory --------------------------------------------------------------------------------------
@@ -658,6 +686,19 @@ def test_a_step_between_refreshes_allocates_nothing_of_weight_size(dtype, proj_t
         found[fused] = allocated(optimizer)
     assert found[True] <= 256 * 128 * dtype.itemsize // 8
     assert found[False] >= 256 * 128 * 4  # the control: the formula allocates updates
+
+
+@pytest.mark.parametrize("proj_type", ["std", "full"])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [(optim.GaLoreAdamW8bit, {}), (optim.GaLoreAdafactor, {"beta1": 0.8, "weight_decay": 0.1})],
+)
+def test_so_do_those_of_other_states(cls, options, proj_type):
+    shapes = [(512, 256), (256, 512)]
+    (group,) = as_params([(projected(rank=16, proj_type=proj_type), shapes)], torch.float32)
+    optimizer = cls([group], **options)
+    run(optimizer, range(1))
+    assert allocated(optimizer) <= 512 * 256 * 4 // 8
 
 
 def test_a_weight_has_one_scratch_memory():

@@ -93,6 +93,40 @@ def test_a_benchmark_has_a_table_of_all_kernels(tmp_path, capsys):
     assert "[8/8]" in captured.err
 
 
+def test_a_benchmark_goes_on_where_it_was_stopped(tmp_path, capsys, monkeypatch):
+    options = ("--mode", "benchmark", "--M", "80", "--N", "64", "--repeats", "1", "--device", "cpu")
+    file, timed = tmp_path / "found.json", []
+
+    def stopping(example, kernel, repeats):
+        if kernel == "parts":
+            raise KeyboardInterrupt
+        timed.append(kernel)
+        return [float(len(timed))]
+
+    monkeypatch.setattr(command, "milliseconds", stopping)
+    with pytest.raises(KeyboardInterrupt):
+        run(*options, "--resume", file=file)
+    assert "torch        2.000 ms" in capsys.readouterr().err
+    rows = json.loads(file.read_text())["tables"][0]["rows"]
+    assert rows == [{"rank": 32, "torch": 1, "hybrid": 3}, {"rank": 64, "torch": 2, "hybrid": 4}]
+    monkeypatch.setattr(command, "milliseconds", lambda example, kernel, repeats: [7.0])
+    rows = run(*options, "--resume", file=file)["tables"][0]["rows"]
+    assert rows[1] == {"rank": 64, "torch": 2, "hybrid": 4, "parts": 7, "compiled": 7}
+    with pytest.raises(SystemExit, match="of another device, dtype, torch, shape or rank"):
+        run(*options, "--rank", "8", "--resume", file=file)
+    assert run(*options, file=file)["tables"][0]["rows"][0]["torch"] == 7
+
+
+def test_tables_with_tf32_are_timed_first(monkeypatch):
+    monkeypatch.setattr(command, "_settings", lambda given: {})
+    given = command._parser().parse_args(["--mode", "benchmark", "--device", "cuda"])
+    tables = command._tables(given, *command._sizes(given))["tables"]
+    assert [(table["N"], table["tf32"]) for table in tables] == [
+        (4096, True), (11008, True), (4096, False), (11008, False),
+    ]  # fmt: skip
+    assert [row["rank"] for row in tables[3]["rows"]] == [32, 64, 128, 256, 512]
+
+
 def test_the_published_tables_are_the_default():
     given = command._parser().parse_args(["--mode", "benchmark"])
     shapes, ranks = command._sizes(given)
@@ -118,6 +152,7 @@ def test_the_published_tables_are_the_default():
         (("--M", "64", "--N", "32", "--rank", "33"), "--rank 33 is not from 1 to"),
         (("--rank", "0"), "--rank 0 is not from 1 to"),
         (("--repeats", "0"), "--repeats must be at least 1"),
+        (("--resume",), "--resume is for --mode=benchmark with --json"),
         (("--dtype", "float8"), "invalid choice: 'float8'"),
     ],
 )

@@ -169,13 +169,20 @@ def test_mistakes_are_refused_before_anything_changes(changed, words):
 
 
 @needs_hopper
-@pytest.mark.parametrize(("tf32", "bound"), [(False, 1e-6), (True, 1.2e-3)])
+@pytest.mark.parametrize(
+    ("tf32", "bounds"),
+    [
+        (False, {"mean": 1e-6, "variance": 1e-6, "parameters": 1e-6}),
+        (True, {"mean": 1.2e-3, "variance": 1.7e-4, "parameters": 1.2e-3}),
+    ],
+    ids=["float32", "TF32"],
+)
 @pytest.mark.parametrize("size", [(512, 256), (256, 512)])
-def test_galores_step_is_as_exact_as_published(monkeypatch, size, tf32, bound):
+def test_galores_step_is_as_exact_as_published(monkeypatch, size, tf32, bounds):
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", tf32)
     given = kernels.problem(*size, 64, torch.float32, "cuda")
     found = kernels.errors(given, "fused")
-    for name in ("mean", "variance", "parameters"):
+    for name, bound in bounds.items():
         assert 0 < found[name]["largest"] < bound, name
 
 

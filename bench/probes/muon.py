@@ -4,7 +4,8 @@
 
 The products alone are those of the iteration on matrices that lie together already: no momentum, no
 decay, no copies. MuSGD is timed beside its ``fused=False``, which steps weight by weight as the
-original does. Medians in milliseconds of steps that take turns.
+original does. Medians in milliseconds of steps that take turns. Queued: steps that are launched one
+after another, and waited for once, as in a training loop that looks at nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +54,16 @@ def milliseconds(
             if turn >= 0:
                 found[name].append(1e3 * (time.perf_counter() - start))
     return {name: float(f"{statistics.median(times):.4g}") for name, times in found.items()}
+
+
+def queued(step: Callable[[], object], device: torch.device, rounds: int) -> float:
+    """Milliseconds of a step among others that nothing waits for."""
+    torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(rounds):
+        step()
+    torch.cuda.synchronize(device)
+    return float(f"{1e3 * (time.perf_counter() - start) / rounds:.4g}")
 
 
 def parameters(layers: int, device: torch.device) -> list[torch.nn.Parameter]:
@@ -105,6 +116,8 @@ def main() -> None:
         steps[name] = optim.MuSGD([group], lr=0.01, **options).step
     with torch.no_grad():
         found = milliseconds(steps, device, asked.rounds)
+        if device.type == "cuda":
+            found["queued"] = queued(steps[f"Muon, {usual}"], device, 3 * asked.rounds)
 
     width = max(map(len, found))
     print(f"{asked.layers} layers, {device}, {torch.get_num_threads()} threads, usual: {usual}")

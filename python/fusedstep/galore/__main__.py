@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import sys
@@ -41,9 +42,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--allow_tf32", action="store_true", help="products in TF32, on a GPU that has it")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--repeats", type=int, default=10, help="steps that are timed (default: 10)")
-    add("--json", type=Path, metavar="FILE", help="write what was found")
+    add("--json", type=Path, metavar="FILE", help="write what was found, after every time")
+    add("--resume", action="store_true", help="time what the FILE of an earlier benchmark lacks")
     add("--plot", type=Path, metavar="FILE", help="draw a benchmark; needs matplotlib")
-    add("--verbose", action="store_true", help="print every time, and every table row when done")
+    add("--verbose", action="store_true", help="print every time, not only the median")
     return parser
 
 
@@ -59,6 +61,8 @@ def main(arguments: list[str] | None = None) -> None:
     is_gpu = torch.device(given.device).type == "cuda"
     if given.allow_tf32 and not (is_gpu and given.dtype == "float32"):
         parser.error("--allow_tf32 is for float32 on a GPU: other products have no TF32")
+    if given.resume and not (given.json and given.mode == "benchmark"):
+        parser.error("--resume is for --mode=benchmark with --json")
     if given.mode == "test" and (reason := _why_not(given, given.kernel, shapes)):
         parser.error(reason)
     found = _test(given, *shapes[0], ranks[0]) if given.mode == "test" else _benchmark(given)
@@ -127,47 +131,80 @@ def _test(given: argparse.Namespace, rows: int, columns: int, rank: int) -> dict
         times[each] = median(all_times)
         print(f"{each:>12}  {times[each]:10.3f} ms")
         if given.verbose:
-            print(f"{'':>12}  " + " ".join(f"{value:.3f}" for value in all_times))
+            print(_listed(all_times))
     return {"settings": settings, "kernel": kernel, "shapes": shapes, "errors": found, "ms": times}
 
 
 def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
     shapes, ranks = _sizes(given)
-    is_gpu = torch.device(given.device).type == "cuda"
-    precisions = (False, True) if is_gpu and given.dtype == "float32" else (False,)
-    tables: dict[Any, dict[str, Any]] = {
-        (shape, tf32): {"M": shape[0], "N": shape[1], "tf32": tf32, "rows": []}
-        for shape, tf32 in product(shapes, precisions)
-    }
-    rows = {key: {rank: {"rank": rank} for rank in ranks} for key in tables}
-    for key, table in tables.items():
-        table["rows"] = list(rows[key].values())
-    found = {"settings": _settings(given), "tables": list(tables.values())}
+    found = _tables(given, shapes, ranks)
     kernels = [kernel for kernel in KERNELS if not _why_not(given, kernel, shapes)]
-    total, done = len(tables) * len(ranks) * len(kernels), 0
+    total, done = len(found["tables"]) * len(ranks) * len(kernels), 0
+    made = functools.cache(
+        functools.partial(problem, dtype=_DTYPES[given.dtype], device=given.device)
+    )
     # The one that compiles comes last: a benchmark that is stopped then has all others in its file.
-    for kernel, shape, rank in product(kernels, shapes, ranks):
-        example = problem(*shape, rank, _DTYPES[given.dtype], given.device)
-        for tf32 in precisions:
+    for kernel, table in product(kernels, found["tables"]):
+        for row in table["rows"]:
             done += 1
-            text = f"{shape[0]} x {shape[1]}, rank {rank}, {kernel:<10}"
-            print(f"\r[{done}/{total}] {text}", end="", file=sys.stderr, flush=True)
-            _allow_tf32(tf32)
-            row = rows[shape, tf32][rank]
-            row[kernel] = median(milliseconds(example, kernel, given.repeats))
+            if kernel in row:
+                continue
+            text = f"{_title(table)}, rank {row['rank']}, {kernel:<8}"
+            print(f"[{done}/{total}] {text}", end=" ", file=sys.stderr, flush=True)
+            _allow_tf32(table["tf32"])
+            example = made(table["M"], table["N"], row["rank"])
+            all_times = milliseconds(example, kernel, given.repeats)
+            row[kernel] = median(all_times)
+            print(f"{row[kernel]:9.3f} ms", file=sys.stderr, flush=True)
             if given.verbose:
-                print(f"\n{row}", file=sys.stderr)
-        if given.json:
-            given.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(file=sys.stderr)
+                print(_listed(all_times), file=sys.stderr)
+            if given.json:
+                given.json.write_text(json.dumps(found, indent=1) + "\n")
     for table in found["tables"]:
         print("\n".join(_lines(table)))
     return found
 
 
+def _tables(
+    given: argparse.Namespace, shapes: list[tuple[int, int]], ranks: list[int]
+) -> dict[str, Any]:
+    """What a benchmark fills: tables without times, or those of the file that it resumes.
+
+    Raises:
+        SystemExit: if that file is of another benchmark.
+    """
+    has_tf32 = torch.device(given.device).type == "cuda" and given.dtype == "float32"
+
+    def empty(tables: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [each | {"rows": [{"rank": row["rank"]} for row in each["rows"]]} for each in tables]
+
+    rows = [{"rank": rank} for rank in ranks]
+    tables = [
+        {"M": shape[0], "N": shape[1], "tf32": tf32, "rows": rows}
+        for tf32, shape in product((True, False) if has_tf32 else (False,), shapes)
+    ]
+    found = {"settings": _settings(given), "tables": empty(tables)}
+    if given.resume and given.json.exists():
+        kept: dict[str, Any] = json.loads(given.json.read_text())
+        if kept | {"tables": empty(kept["tables"])} != found:
+            raise SystemExit(
+                f"{given.json} is of another device, dtype, torch, shape or rank: "
+                "give another file to --json, or leave out --resume"
+            )
+        return kept
+    return found
+
+
+def _listed(times: list[float]) -> str:
+    return f"{'':>12}  " + " ".join(f"{time:.3f}" for time in times)
+
+
+def _title(table: dict[str, Any]) -> str:
+    return f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else "")
+
+
 def _lines(table: dict[str, Any]) -> Iterator[str]:
-    precision = ", TF32" if table["tf32"] else ""
-    yield f"\n{table['M']} x {table['N']}{precision}, median ms"
+    yield f"\n{_title(table)}, median ms"
     kernels = [kernel for kernel in KERNELS if kernel in table["rows"][0]]
     yield "rank  " + "  ".join(f"{kernel:>9}" for kernel in kernels)
     for row in table["rows"]:
@@ -188,7 +225,7 @@ def _draw(found: dict[str, Any], file: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="rank", ylabel="ms")
         axes.set_xticks(ranks, map(str, ranks))
         axes.set_xticks([], minor=True)
-        axes.set_title(f"{table['M']} x {table['N']}" + (", TF32" if table["tf32"] else ""))
+        axes.set_title(_title(table))
         axes.legend()
     with rc_context({"svg.fonttype": "none"}):
         figure.savefig(file)

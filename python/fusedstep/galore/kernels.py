@@ -164,8 +164,10 @@ def _compiled(given: Problem) -> Callable[[], None]:
     def step() -> None:
         state["step"] += 1
         length = group["lr"] * group["scale"] * bias_correction(group, int(state["step"]))
-        # A tensor: a graph for each number would be compiled otherwise.
-        compiled(given.weight, given.grad, tensors, torch.tensor(length, device=given.grad.device))
+        # A tensor: a graph for each number would be compiled otherwise. Filled, not copied: a copy
+        # from the host waits for the GPU.
+        number = torch.full((), length, device=given.grad.device)
+        compiled(given.weight, given.grad, tensors, number)
 
     return step
 

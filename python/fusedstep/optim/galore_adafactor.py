@@ -15,7 +15,7 @@ from fusedstep.optim._adafactor_formula import (
 from fusedstep.optim._adafactor_options import as_set, of_a_variant
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
-from fusedstep.optim._products import add_back, as_matrix, project
+from fusedstep.optim._products import add_back, as_matrix, project, size_between
 from fusedstep.optim._projection import LEFT, RIGHT
 from fusedstep.optim.adafactor import Adafactor
 
@@ -162,6 +162,14 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         of = GaLoreSteps if self._is_projected(group) else Adafactor
         of._composite_steps(self, group, weights, grads)
 
+    def _written_early(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, kept: dict[str, Tensor]
+    ) -> list[Tensor]:
+        is_plain = weight.dim() == 2 and not self._store.has_wide(group, weight)
+        if not (self._is_projected(group) and is_plain):
+            return super()._written_early(group, weight, grad, kept)
+        return [kept[name] for name in self._fresh[weight].keys() & kept.keys()]  # new bases
+
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> Tensor:
@@ -172,10 +180,12 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         length = length_of(numbers, weight)
         low = project(as_matrix(grad), bases)
         update = factored_update(group, numbers, low, state, length)
-        if numbers["decay"] != 0:
-            weight.mul_(1 - numbers["decay"] * (length if numbers["decays_by_length"] else 1))
+        # From the first change of the weight on nothing is allocated.
         matrix = as_matrix(weight)
-        add_back(matrix, update, bases, 1.0, -group["scale"])
+        between = low.new_empty(size_between({side: each.shape for side, each in bases.items()}))
+        if numbers["decay"] != 0:
+            matrix.mul_(1 - numbers["decay"] * (length if numbers["decays_by_length"] else 1))
+        add_back(matrix, update, bases, 1.0, -group["scale"], between)
         if matrix.data_ptr() != weight.data_ptr():  # strides that no matrix has
             weight.copy_(matrix.view(weight.shape))
         return weight
