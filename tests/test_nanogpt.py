@@ -350,6 +350,47 @@ def test_a_run_that_was_killed_goes_on_with_the_same_losses(tiny, tmp_path, repo
     assert figures["iterations"] == 5
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_deterministic_run_on_a_gpu_goes_on_with_the_same_losses(tiny, attention, tmp_path):
+    """In bfloat16, with kernels that add in another order at each run otherwise."""
+    settings = dataclasses.replace(
+        tiny,
+        attn_type=attention,
+        block_size=256,
+        device="cuda",
+        dtype="bfloat16",
+        deterministic=True,
+        checkpoint_interval=2,
+        out_dir=str(tmp_path),
+    )
+
+    def interrupt(iteration, loss):
+        if iteration == 5:
+            raise KeyboardInterrupt
+
+    whole = train(dataclasses.replace(settings, checkpoint_interval=0))["losses"]
+    with pytest.raises(KeyboardInterrupt):
+        train(settings, interrupt)
+    figures = train(settings, resume=True)
+    assert figures["iterations"] == 2
+    assert figures["losses"] == whole
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_iterations_are_deterministic_as_the_settings_say(tiny, monkeypatch, wanted):
+    iterate, modes = Run._iterate, []
+
+    def watched(run, model):
+        modes.append(torch.are_deterministic_algorithms_enabled())
+        return iterate(run, model)
+
+    monkeypatch.setattr(Run, "_iterate", watched)
+    train(dataclasses.replace(tiny, max_iters=2, deterministic=wanted))
+    assert modes == [wanted] * 2
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.mark.parametrize("interval", [0, 2])
 def test_an_interrupted_script_says_whether_it_can_go_on(
     tiny, tmp_path, monkeypatch, capsys, interval

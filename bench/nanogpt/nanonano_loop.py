@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,19 @@ def optimizer_of(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
     return cls(groups, **options | settings.optimizer_options)
 
 
+@contextlib.contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Has torch take deterministic kernels alone, and puts its mode back."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if wanted:  # cuBLAS reads this at its first product, and torch insists on it
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
 @dataclasses.dataclass
 class Times:
     """Milliseconds of each iteration of this process, and of the optimizer in it."""
@@ -165,7 +179,8 @@ class Run:
         self.meter.wait()
         self.meter.reset_peak()
         while self.iteration < settings.max_iters:
-            self.losses.append(self._iterate(model))
+            with deterministic(settings.deterministic):
+                self.losses.append(self._iterate(model))
             self.iteration += 1
             done = self.iteration == settings.max_iters
             # A GPU is waited for where a loss is told. On a CPU it is known.

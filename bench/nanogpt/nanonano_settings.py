@@ -61,6 +61,9 @@ class Settings:
         default="", metadata={"help": "the folder with shakespeare/input.txt; see FUSEDSTEP_DATA"}
     )
     seed: int = 1337
+    deterministic: bool = field(
+        default=False, metadata={"help": "the same losses in each run on a GPU too, but slower"}
+    )
     log_interval: int = field(
         default=10, metadata={"help": "iterations between two losses shown, on a GPU"}
     )
@@ -141,8 +144,8 @@ AT_LEAST_ZERO = (
 
 #: Options that may differ between a run and the one that goes on with its checkpoint.
 FREE_TO_CHANGE = frozenset(
-    ("compile", "attn_type", "compile_backend", "out_dir", "device", "data", "log_interval",
-     "checkpoint_interval")
+    ("compile", "attn_type", "compile_backend", "out_dir", "device", "data", "deterministic",
+     "log_interval", "checkpoint_interval")
 )  # fmt: skip
 
 

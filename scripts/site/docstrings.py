@@ -52,14 +52,14 @@ def fields(doc: str) -> Iterator[str]:
         if body is None:
             continue
         yield f"\n**{title}**\n"
-        for entry in re.split(r"\n(?=\S)", textwrap.dedent(body[1]).strip()):
-            text = " ".join(entry.split())
-            term, colon, meaning = text.partition(": ")
-            if header == "Returns:" or not colon:
-                yield markdown(text, addresses) + "\n"
-            else:
-                name, _, kind = term.partition(" ")
-                yield f"`{name}` {kind}\n:   {markdown(meaning, addresses)}\n"
+        text = textwrap.dedent(body[1]).strip()
+        if header == "Returns:":  # a text, which has no terms
+            yield markdown(" ".join(text.split()), addresses) + "\n"
+            continue
+        for entry in re.split(r"\n(?=\S)", text):
+            term, _, meaning = " ".join(entry.split()).partition(": ")
+            name, _, kind = term.partition(" ")
+            yield f"`{name}` {kind}\n:   {markdown(meaning, addresses)}\n"
 
 
 def markdown(text: str, addresses: dict[str, str]) -> str:

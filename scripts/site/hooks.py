@@ -15,7 +15,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import markdown
 from latex2mathml.converter import convert
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -34,15 +33,17 @@ LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s]+)", re.MULTILINE)
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
-class TwoSpaces(markdown.Extension):
-    """The text of a list's item is indented by two spaces, as GitHub has it."""
+ITEM = re.compile(r"^(?:\d\.|-) .*\n(?:(?: {2,3}.*)?\n)+", re.MULTILINE)
+INDENT = re.compile(r"(?<=\n) {2,3}(?=\S)")
 
-    def extendMarkdown(self, md: markdown.Markdown) -> None:  # noqa: N802  markdown's name
-        md.tab_length = 2
+
+def item(match: re.Match[str]) -> str:
+    """Indents the text of a list's item by four spaces; after a paragraph the next needs a line."""
+    text = INDENT.sub("    ", match[0])
+    return f"{text}\n" if "\n\n" in text else text
 
 
 def on_config(config: MkDocsConfig) -> None:
-    config.markdown_extensions.append(TwoSpaces())
     (menu,) = (part for part in config.nav if "Optimizers" in part)
     menu["Optimizers"] = [f"optimizers/{page.name}" for page in OPTIMIZERS]
 
@@ -109,6 +110,7 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
         kind = "tree" if target.is_dir() else "blob"
         return f"{match[1]}{config.repo_url}/{kind}/main/{uri}{mark}{anchor}"
 
+    text = ITEM.sub(item, text)
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(led, part) for part in parts[::2]]
     if folder == Path("optimizers"):
