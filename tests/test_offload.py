@@ -139,6 +139,27 @@ def test_steps_are_taken_by_another_thread_during_the_backward_pass():
     assert threading.current_thread() not in threads
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_device_keeps_gradients_of_two_buckets():
+    """Though the host runs ahead of it."""
+    layers = [nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)]
+    optimizer = fusedstep.offload(
+        optim.SGD([layer.weight for layer in layers], lr=1e-2), bucket_cap_mb=4
+    )
+    for _ in range(2):  # the first has cuBLAS take memory of its own
+        x = torch.ones(1, 1024, device="cuda", requires_grad=True)
+        for layer in layers:
+            x = layer(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda._sleep(100_000_000)
+        x.sum().backward()
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+        optimizer.step()
+    assert peak - before < 2.1 * layers[0].weight.nbytes
+
+
 def test_accumulation():
     model, twin = Net(), Net()
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)

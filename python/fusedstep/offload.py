@@ -201,6 +201,7 @@ class OffloadedOptimizer(Optimizer):
         self._overlap, self._norm = overlap, norm
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
+        self._last_arrived: Callable[[], None] = lambda: None
         super().__init__(groups, optimizer.defaults)
         if saved is not None:
             self.load_state_dict(saved)
@@ -278,6 +279,10 @@ class OffloadedOptimizer(Optimizer):
             inner = bucket._replace(weights=[copy.weight for copy in copies])
             stepped = [copy for copy in copies if copy.weight.grad is not None]
             self._pending.append(self._worker.submit(self._step_bucket, inner, stepped, arrived))
+        # The host runs ahead of the device, which cannot free gradients before their copy is made:
+        # those of many buckets would take memory there.
+        self._last_arrived()
+        self._last_arrived = arrived
 
     def _step_bucket(
         self, bucket: Bucket, stepped: list[_Copy], arrived: Callable[[], None]
