@@ -268,7 +268,8 @@ def max_norm_is_that_of_all_shards(here):
             params, spread = here.subjects(placement)
             expected = case.build(params, fused=False).step(max_norm=0.5)
             norm = case.build(spread, fused=None).step(max_norm=0.5, zero_grad=True)
-            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-5, atol=0)
+            # But for the order of a sum in double.
+            torch.testing.assert_close(norm.cpu(), expected, rtol=1e-12, atol=0)
             for param, shards in zip(params, spread, strict=True):
                 whole = shards.detach().full_tensor()
                 torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
