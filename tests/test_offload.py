@@ -286,15 +286,19 @@ def test_an_error_of_a_step_comes_out_of_step():
         optimizer.step()
 
 
-def test_what_does_not_fit_is_refused(monkeypatch):
-    model, module = Net(BF16), importlib.import_module("fusedstep.offload")
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_fit_is_refused(device, monkeypatch):
+    model, module = Net(BF16, device), importlib.import_module("fusedstep.offload")
     monkeypatch.setattr(module, "_available", lambda: 2**10)
     optimizer = optim.AdamW(model.parameters())
     with pytest.raises(MemoryError, match=r"of the host's memory.*int8"):
         fusedstep.offload(optimizer)
     assert "master_weights" not in optimizer.param_groups[0]
-    elements = sum(p.numel() for p in model.parameters())
-    needed = 16 * elements + 4 * len(list(model.parameters()))  # 2 + 2 + 4 + 4 + 4, and a count
+    sizes = [p.numel() for p in model.parameters()]
+    copies = [2 * size for size in sizes]
+    if device == "cuda":  # pinned memory has a power of two of bytes
+        copies = [2 ** math.ceil(math.log2(size)) for size in copies]
+    needed = 2 * sum(copies) + sum(12 * size + 4 for size in sizes)  # 4 + 4 + 4, and a count
     monkeypatch.setattr(module, "_available", lambda: needed - 1)
     with pytest.raises(MemoryError):
         fusedstep.offload(optimizer)

@@ -127,11 +127,10 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
         for group in optimizer.param_groups
     ]
     shapes.__setstate__(_as_unpickled(optimizer, groups))
-    weights = [p for group in groups for p in group["params"]]
     for group in groups:
         shapes._store.create(group, group["params"], native=False)
     states = [v for state in shapes._state.values() for v in state.values()]
-    needed = 2 * sum(p.nbytes for p in weights)
+    needed = 2 * sum(_size_there(p) for group in optimizer.param_groups for p in group["params"])
     needed += sum(v.nbytes for v in states if isinstance(v, Tensor))
     if needed > (there := _available()):
         raise MemoryError(
@@ -139,6 +138,11 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
             f"and states, and {there / 2**30:,.1f} GiB are available: small states need less "
             "(state_dtype='int8'), and so do weights of 16 bits with master_weights='split'"
         )
+
+
+def _size_there(weight: Tensor) -> int:
+    """The bytes of a copy of a weight: torch rounds pinned memory up to a power of two."""
+    return 1 << (weight.nbytes - 1).bit_length() if weight.is_cuda else weight.nbytes
 
 
 def _available() -> float:
