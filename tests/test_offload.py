@@ -21,6 +21,7 @@ from buckets import (
 )
 from cases import COMPOSITES, PLAIN
 from fusedstep import optim
+from stepping import threads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))]  # fmt: skip
@@ -137,6 +138,23 @@ def test_steps_are_taken_by_another_thread_during_the_backward_pass():
     optimizer._finish()
     assert len(threads) == 8
     assert threading.current_thread() not in threads
+
+
+def test_steps_take_as_many_threads_as_torch():
+    """From the step on that follows a change of them."""
+    model = Net()
+    optimizer = fusedstep.offload(optim.AdamW(model.parameters()), bucket_cap_mb=0)
+    found = []
+    step = optimizer._inner._update_bucket
+    optimizer._inner._update_bucket = lambda *args: (
+        found.append(torch.get_num_threads()) or step(*args)
+    )
+    for count in (2, 3, 1):
+        with threads(count):
+            optimizer.step()
+            gradients(model, batches(1)[0])
+            optimizer.step()
+    assert found == 8 * [2] + 8 * [3] + 8 * [1]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

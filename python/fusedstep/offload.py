@@ -206,6 +206,7 @@ class OffloadedOptimizer(Optimizer):
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
         self._last_arrived: Callable[[], None] = lambda: None
+        self._threads = torch.get_num_threads()
         super().__init__(groups, optimizer.defaults)
         if saved is not None:
             self.load_state_dict(saved)
@@ -292,6 +293,8 @@ class OffloadedOptimizer(Optimizer):
         self, bucket: Bucket, stepped: list[_Copy], arrived: Callable[[], None]
     ) -> None:
         arrived()
+        if torch.get_num_threads() != self._threads:  # which each thread has its own number of
+            torch.set_num_threads(self._threads)
         with torch.no_grad():
             self._norm.add(self._inner._update_bucket(bucket, self._norm.factor))
             self._put_back(stepped)
@@ -328,7 +331,7 @@ class OffloadedOptimizer(Optimizer):
                 "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
                 "offload() overlap=False, or max_previous_norm"
             )
-        loss = None
+        loss, self._threads = None, torch.get_num_threads()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
