@@ -195,6 +195,58 @@ def a_phase_takes_one_collective(here):
         assert all_reduce.call_count == collectives, name
 
 
+def a_gradient_that_is_refused(here, optimizer, shards):
+    grad = shards[0].grad
+    shards[0].grad = Cut(here, "copies")(grad.full_tensor())
+    with pytest.raises(RuntimeError, match="same mesh and placements"):
+        optimizer.step()
+    shards[0].grad = grad
+
+
+CHANGES = {
+    "nothing": lambda here, optimizer, shards: None,
+    "the learning rate": lambda here, optimizer, shards: optimizer.param_groups[1].update(lr=0.5),
+    "an option": lambda here, optimizer, shards: optimizer.param_groups[0].update(d=2.0),
+    "a state": lambda here, optimizer, shards: local(optimizer.state[shards[1]]["row_var"]).mul_(2),
+    "states": lambda here, optimizer, shards: optimizer.load_state_dict(optimizer.state_dict()),
+    "a count": lambda here, optimizer, shards: optimizer.state[shards[0]]["step"].add_(1),
+    "gradients of one process elsewhere": lambda here, optimizer, shards: [
+        setattr(shard, "grad", shard.grad.clone()) for shard in shards if here.rank == 1
+    ],
+    "a gradient less": lambda here, optimizer, shards: setattr(shards[2], "grad", None),
+    "placements": a_gradient_that_is_refused,
+}
+
+
+def steps_alike_see_what_has_changed(here):
+    """A process takes what it noted of the last step, or the long way: with the same bits."""
+    shapes = ((300, 520), (40, 30), (9, 4, 5), (7,))
+    cut = Cut(here, "rows")
+    for change, act in CHANGES.items():
+        kept = []
+        for notes in (True, False):
+            weights = make_weights(shapes, torch.float32)
+            shards = [torch.nn.Parameter(cut(weight.to(here.device))) for weight in weights]
+            groups = [{"params": shards[:2]}, {"params": shards[2:], "weight_decay": 0.1}]
+            optimizer = optim.Adafactor(groups)
+            for step in range(5):
+                grads = make_gradients(shapes, torch.float32, step)
+                for shard, grad in zip(shards, grads, strict=True):
+                    if shard.grad is None:
+                        shard.grad = torch.zeros_like(shard)
+                    local(shard.grad).copy_(local(cut(grad.to(here.device))))
+                assert step != 3 or not notes or optimizer._noted
+                if step == 3:
+                    act(here, optimizer, shards)
+                if not notes:
+                    optimizer._noted = None
+                optimizer.step()
+            states = [optimizer.state[shard] for shard in shards]
+            kept.append([*shards, *(value for state in states for value in state.values())])
+        for noted, long in zip(*kept, strict=True):
+            assert_same_bits(local(noted.detach()), local(long.detach()), change)
+
+
 def nothing_has_changed_where_one_process_lacks_a_gradient(here):
     cut = Cut(here, "rows")
     for lost, fused in itertools.product((0, 4), (True, False)):
@@ -283,6 +335,7 @@ WORKS = (
     parts_are_rounded_at_random,
     states_lie_beside_their_elements,
     a_phase_takes_one_collective,
+    steps_alike_see_what_has_changed,
     nothing_has_changed_where_one_process_lacks_a_gradient,
     other_gradients_are_refused_by_name,
     clipping_takes_the_norm_of_all_parts,

@@ -21,6 +21,7 @@ from buckets import (
 )
 from cases import COMPOSITES, PLAIN
 from fusedstep import optim
+from stepping import threads
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU"))]  # fmt: skip
@@ -137,6 +138,44 @@ def test_steps_are_taken_by_another_thread_during_the_backward_pass():
     optimizer._finish()
     assert len(threads) == 8
     assert threading.current_thread() not in threads
+
+
+def test_steps_take_as_many_threads_as_torch():
+    """From the step on that follows a change of them."""
+    model = Net()
+    optimizer = fusedstep.offload(optim.AdamW(model.parameters()), bucket_cap_mb=0)
+    found = []
+    step = optimizer._inner._update_bucket
+    optimizer._inner._update_bucket = lambda *args: (
+        found.append(torch.get_num_threads()) or step(*args)
+    )
+    for count in (2, 3, 1):
+        with threads(count):
+            optimizer.step()
+            gradients(model, batches(1)[0])
+            optimizer.step()
+    assert found == 8 * [2] + 8 * [3] + 8 * [1]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_device_keeps_gradients_of_two_buckets():
+    """Though the host runs ahead of it."""
+    layers = [nn.Linear(1024, 1024, bias=False, device="cuda") for _ in range(16)]
+    optimizer = fusedstep.offload(
+        optim.SGD([layer.weight for layer in layers], lr=1e-2), bucket_cap_mb=4
+    )
+    for _ in range(2):  # the first has cuBLAS take memory of its own
+        x = torch.ones(1, 1024, device="cuda", requires_grad=True)
+        for layer in layers:
+            x = layer(x)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["active_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda._sleep(100_000_000)
+        x.sum().backward()
+        peak = torch.cuda.memory_stats()["active_bytes.all.peak"]
+        optimizer.step()
+    assert peak - before < 2.1 * layers[0].weight.nbytes
 
 
 def test_accumulation():
@@ -265,15 +304,19 @@ def test_an_error_of_a_step_comes_out_of_step():
         optimizer.step()
 
 
-def test_what_does_not_fit_is_refused(monkeypatch):
-    model, module = Net(BF16), importlib.import_module("fusedstep.offload")
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_does_not_fit_is_refused(device, monkeypatch):
+    model, module = Net(BF16, device), importlib.import_module("fusedstep.offload")
     monkeypatch.setattr(module, "_available", lambda: 2**10)
     optimizer = optim.AdamW(model.parameters())
     with pytest.raises(MemoryError, match=r"of the host's memory.*int8"):
         fusedstep.offload(optimizer)
     assert "master_weights" not in optimizer.param_groups[0]
-    elements = sum(p.numel() for p in model.parameters())
-    needed = 16 * elements + 4 * len(list(model.parameters()))  # 2 + 2 + 4 + 4 + 4, and a count
+    sizes = [p.numel() for p in model.parameters()]
+    copies = [2 * size for size in sizes]
+    if device == "cuda":  # pinned memory has a power of two of bytes
+        copies = [2 ** math.ceil(math.log2(size)) for size in copies]
+    needed = 2 * sum(copies) + sum(12 * size + 4 for size in sizes)  # 4 + 4 + 4, and a count
     monkeypatch.setattr(module, "_available", lambda: needed - 1)
     with pytest.raises(MemoryError):
         fusedstep.offload(optimizer)

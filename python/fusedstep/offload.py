@@ -127,11 +127,10 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
         for group in optimizer.param_groups
     ]
     shapes.__setstate__(_as_unpickled(optimizer, groups))
-    weights = [p for group in groups for p in group["params"]]
     for group in groups:
         shapes._store.create(group, group["params"], native=False)
     states = [v for state in shapes._state.values() for v in state.values()]
-    needed = 2 * sum(p.nbytes for p in weights)
+    needed = 2 * sum(_size_there(p) for group in optimizer.param_groups for p in group["params"])
     needed += sum(v.nbytes for v in states if isinstance(v, Tensor))
     if needed > (there := _available()):
         raise MemoryError(
@@ -139,6 +138,11 @@ def _check_memory(optimizer: FusedOptimizer) -> None:
             f"and states, and {there / 2**30:,.1f} GiB are available: small states need less "
             "(state_dtype='int8'), and so do weights of 16 bits with master_weights='split'"
         )
+
+
+def _size_there(weight: Tensor) -> int:
+    """The bytes of a copy of a weight: torch rounds pinned memory up to a power of two."""
+    return 1 << (weight.nbytes - 1).bit_length() if weight.is_cuda else weight.nbytes
 
 
 def _available() -> float:
@@ -201,6 +205,8 @@ class OffloadedOptimizer(Optimizer):
         self._overlap, self._norm = overlap, norm
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
+        self._last_arrived: Callable[[], None] = lambda: None
+        self._threads = torch.get_num_threads()
         super().__init__(groups, optimizer.defaults)
         if saved is not None:
             self.load_state_dict(saved)
@@ -278,11 +284,17 @@ class OffloadedOptimizer(Optimizer):
             inner = bucket._replace(weights=[copy.weight for copy in copies])
             stepped = [copy for copy in copies if copy.weight.grad is not None]
             self._pending.append(self._worker.submit(self._step_bucket, inner, stepped, arrived))
+        # The host runs ahead of the device, which cannot free gradients before their copy is made:
+        # those of many buckets would take memory there.
+        self._last_arrived()
+        self._last_arrived = arrived
 
     def _step_bucket(
         self, bucket: Bucket, stepped: list[_Copy], arrived: Callable[[], None]
     ) -> None:
         arrived()
+        if torch.get_num_threads() != self._threads:  # which each thread has its own number of
+            torch.set_num_threads(self._threads)
         with torch.no_grad():
             self._norm.add(self._inner._update_bucket(bucket, self._norm.factor))
             self._put_back(stepped)
@@ -319,7 +331,7 @@ class OffloadedOptimizer(Optimizer):
                 "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
                 "offload() overlap=False, or max_previous_norm"
             )
-        loss = None
+        loss, self._threads = None, torch.get_num_threads()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()

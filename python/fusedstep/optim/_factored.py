@@ -42,6 +42,26 @@ class Call:
         self.operands = [list(map(local, each)) for each in (values, rows, columns, moments)]
         self.forms = self.forms_now()
 
+    @functools.cached_property
+    def states(self) -> list[Tensor]:
+        """The moments of rows, and behind them those of columns, flat."""
+        _, rows, columns, _ = self.operands
+        return [state.view(-1) for state in (*rows, *columns)]
+
+    @functools.cached_property
+    def counts_of_sums(self) -> tuple[list[int], list[int]]:
+        """How many sums each weight has along rows; along columns, and of the moments of rows."""
+        values, rows, columns, _ = self.operands
+        matrices = [v.shape[:-2].numel() if v.dim() > 1 else 0 for v in values]
+        behind = [state.numel() + count for state, count in zip(columns, matrices, strict=True)]
+        return [state.numel() for state in rows], behind
+
+    @functools.cached_property
+    def sizes(self) -> list[int]:
+        """The rows, columns and elements of each weight, of all processes' parts together."""
+        found = (_rows_columns_elements(weight.shape) for weight in self.weights)
+        return list(itertools.chain.from_iterable(found))
+
     def __call__(self, grads: list[Tensor], numbers: dict[str, Any]) -> None:
         values, *states = self.operands
         torch.ops.fusedstep.factored_step(values, grads, *states, _options_of(numbers))
@@ -83,20 +103,13 @@ class NativeParts:
 
         ``numbers``: of the step, by the names of the native operator. The moments are of one dtype.
         """
-        self.weights, self._grads, self._put = call.weights, grads, put
-        self._values, rows, columns, self._averages = call.operands
+        self.call, self.weights, self._grads, self._put = call, call.weights, grads, put
+        self._values, rows, _, self._averages = call.operands
         self._options = _options_of(numbers)
-        self._states = [state.view(-1) for state in (*rows, *columns)]
-        made = torch.cat(self._states).split([state.numel() for state in self._states])
+        made = torch.cat(call.states).split([state.numel() for state in call.states])
         self._moments = made[: len(rows)], made[len(rows) :]
-        shapes = [value.shape for value in self._values]
-        matrices = [shape[:-2].numel() if len(shape) > 1 else 0 for shape in shapes]
-        behind = [state.numel() + count for state, count in zip(columns, matrices, strict=True)]
-        self._row_sums = self._room([state.numel() for state in rows])
-        self._column_sums = self._room(behind)
-        self._norms2 = self._values[0].new_empty(len(shapes), 2, dtype=torch.float64)
-        wholes = (weight.shape for weight in self.weights)
-        self._sizes = list(itertools.chain(*map(_rows_columns_elements, wholes)))
+        self._row_sums, self._column_sums = map(self._room, call.counts_of_sums)
+        self._norms2 = self._values[0].new_empty(len(self.weights), 2, dtype=torch.float64)
 
     def _room(self, sizes: list[int]) -> list[Tensor]:
         room = self._values[0].new_empty(sum(sizes), dtype=torch.float64)
@@ -111,7 +124,7 @@ class NativeParts:
             self._row_sums,
             self._column_sums,
             self._norms2,
-            self._sizes,
+            self.call.sizes,
             self._options,
             part,
         )
@@ -141,7 +154,7 @@ class NativeParts:
 
     def _apply(self) -> None:
         self._take(_APPLY)
-        torch._foreach_copy_(self._states, list(itertools.chain(*self._moments)))
+        torch._foreach_copy_(self.call.states, list(itertools.chain(*self._moments)))
 
 
 class Part:

@@ -257,7 +257,8 @@ class Adafactor(FusedOptimizer):
         super()._check_composite(group, weights, grads, is_known)
 
     # The step: natively if it can be, in torch operations for other weights. One that is like the
-    # last but for gradients and options' numbers takes the operations that were noted then.
+    # last but for gradients and options' numbers takes the operations that were noted then. Where
+    # weights are spread, each process decides so alone: both ways have the same collectives.
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
@@ -292,7 +293,7 @@ class Adafactor(FusedOptimizer):
             or not self._noted_state.is_of(self._state)
         ):
             return False
-        calls, work = [], []
+        calls, work, parts, spread = [], [], [], self._spread_weights()
         for group, last in zip(groups, noted, strict=True):
             weights, grads = with_gradients(group["params"])
             work.append(Work(group, weights, grads, None))
@@ -300,10 +301,13 @@ class Adafactor(FusedOptimizer):
                 not same(weights, last.weights)
                 or not self._is_memory_known(weights, grads)
                 or _choices(group) != last.choices
-                or any(map(_is_special, grads))
             ):
                 return False
             try:
+                if spread.rows:
+                    _, grads = local_pairs(weights, grads)
+                if any(map(_is_special, grads)):
+                    return False
                 check_adafactor_options(group)
                 super()._checked_options(work[-1], PLAIN)
             except (RuntimeError, TypeError, ValueError):
@@ -314,8 +318,14 @@ class Adafactor(FusedOptimizer):
                     return False
                 numbers = numbers_at(group, steps.pop() + 1, call.eps)
                 calls.append((call, [grads[place] for place in call.places], numbers))
+                if spread.rows:
+                    put = functools.partial(self._put_part, group, call)
+                    parts.append(NativeParts(*calls[-1], put))
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
+        if spread.rows:
+            self._take_noted_parts(parts, work, spread)
+            return True
         taken: list[Call] = []
         try:
             reserve = self._reserved(work) if len(calls) > 1 else NO_RESERVE
@@ -335,6 +345,18 @@ class Adafactor(FusedOptimizer):
                 self._account_for(call.weights, call.counts)
         return True
 
+    def _take_noted_parts(
+        self, parts: list[NativeParts], work: list[Work], spread: SpreadWeights
+    ) -> None:
+        self._stepped = []
+        try:
+            step_parts(parts, spread)
+        except (MemoryError, RuntimeError) as error:
+            found = interrupted(error, self._groups, work, self._stepped)
+            raise found from (error if found is not error else error.__cause__)
+        finally:
+            self._stepped = []
+
     def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
         """Counts a step that has been taken. On a device it may still be at work."""
         torch._foreach_add_(counts, [_ONE] * len(counts))
@@ -347,8 +369,8 @@ class Adafactor(FusedOptimizer):
         """As ever, but for weights spread over processes: phase by phase, those of all groups."""
         spread = self._spread_weights()
         if spread.rows:
-            self._noting = None
-            parts, wholes = [], []
+            noting, self._noting = self._noting, None
+            parts, wholes, noted = [], [], []
             for group, weights, grads in groups:
                 of_parts: tuple[list[Tensor], list[Tensor]] = [], []
                 whole: tuple[list[Tensor], list[Tensor]] = [], []
@@ -356,10 +378,15 @@ class Adafactor(FusedOptimizer):
                     weights_there, grads_there = of_parts if spread.place(weight) else whole
                     weights_there.append(weight)
                     grads_there.append(grad)
-                parts += self._parts(spread, group, *of_parts)
+                made = self._parts(spread, group, *of_parts)
+                noted.append(_Noted(weights, _choices(group), _plain_calls(made)))
+                parts += made
                 wholes.append((group, *whole))
             step_parts(parts, spread)
             groups = [each for each in wholes if each[1]]
+            if noting is not None and not groups and all(each.calls for each in noted):
+                self._noting = noted
+                return
         super()._imperative_groups(groups)
 
     def _parts(
@@ -518,6 +545,13 @@ class _Noted(NamedTuple):
     weights: list[Tensor]
     choices: dict[str, Any]
     calls: list[Call]
+
+
+def _plain_calls(parts: list[Part | NativeParts]) -> list[Call]:
+    """The calls of parts that move weights in place; none if there are others."""
+    calls = [part.call for part in parts if isinstance(part, NativeParts)]
+    is_plain = len(calls) == len(parts) and all(call.weights is call.values for call in calls)
+    return calls if is_plain else []
 
 
 def _choices(group: dict[str, Any]) -> dict[str, Any]:
