@@ -10,8 +10,8 @@
 
 namespace fusedstep::cpu::FUSEDSTEP_ISA {
 
-// Where a weight is, and what is kept beside it. Of weights that are rounded at random: the key of the random
-// numbers, and the index of the first element by rows and columns, modulo 2^32.
+// The place of a weight, and of what is kept beside it. Of weights that are rounded at random: the key of the
+// random numbers, and the index of the first element by rows and columns, modulo 2^32.
 struct CodedWeight {
   void *weight, *beside;
   uint64_t range;
@@ -26,7 +26,7 @@ FUSEDSTEP_FN void store_lower_halves(void* to, const Bits& words) {
   const auto halves = __builtin_convertvector(words, LowerHalves);
   std::memcpy(to, &halves, sizeof halves);
 }
-// Those of numbers, with one NaN for all.
+// Bits of numbers, with one NaN for all.
 FUSEDSTEP_FN Bits bits_to_keep(const Pack<float>& x) {
   // NOLINTNEXTLINE(misc-redundant-expression): NaN is not
   return x.v == x.v ? reinterpret_cast<Bits>(x.v) : kNaNBits + Bits{};

@@ -15,7 +15,7 @@ struct Matrices {
   int64_t row, column;
 };
 
-// What a process that has a part of a tensor writes for the others, and then reads as the sums over all of
+// Sums that a process with a part of a tensor writes for the others, and then reads as the sums over all of
 // them; and the sizes of the whole tensor.
 struct FactoredShare {
   double* row_sums;     // [count][rows], of squares along rows

@@ -215,7 +215,7 @@ class Bounds:
             assert_within(state[name], expected_state[name], bound, f"{what}: {name}")
 
     def _share(self, name: str) -> Tensor | float:
-        """How much a gradient adds to a state, at most.
+        """The most that a gradient adds to a state.
 
         A sum's roundings are relative to its terms, which may cancel. Neither the old state's nor
         the gradient's is larger than the new state's magnitude and this share together.

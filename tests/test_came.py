@@ -7,31 +7,19 @@ import pytest
 import torch
 
 import fusedstep
+from factored import CAME as CASES
+from factored import WAYS, assert_same, stepped
 from fusedstep import optim
-from fusedstep.memory.plan import Choice, state_bytes
 from fusedstep.optim import _factored_blocks
 from fusedstep.optim._factored_blocks import blocks_of
-from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS
+from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.came import came
 from stepping import make_gradients, make_weights
 
 #: Matrices, stacks of matrices, vectors and a number.
 SHAPES = ((7, 5), (90, 210), (3, 40), (4, 5, 6, 7), (2, 33, 18), (70,), (1, 9), (9, 1), ())
 
-CASES = {
-    "defaults": {},
-    "decay": {"lr": 0.02, "weight_decay": 0.3},
-    "betas": {"lr": 0.02, "betas": (0.6, 0.95, 0.7)},
-    "eps": {"lr": 0.02, "eps": (0.3, 0.2)},
-    "clipped": {"lr": 0.02, "clip_threshold": 0.4, "maximize": True},
-}
 NAMES = ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_res_row", "exp_avg_res_col", "exp_avg")
-WAYS = {
-    "float32": {"master_weights": True},
-    "split": {"master_weights": "split"},
-    "kahan": {"rounding": "kahan"},
-    "stochastic": {"rounding": "stochastic", "seed": 3},
-}
 
 
 def case(function):
@@ -50,15 +38,6 @@ def steps_of(weights, steps=3, grads=None, begin=0, **options):
     return stepped(optim.CAME(weights, **options), weights, steps, grads, begin)
 
 
-def stepped(optimizer, weights, steps, grads=None, begin=0):
-    for step in range(begin, begin + steps):
-        found = grads or make_gradients([w.shape for w in weights], weights[0].dtype, step)
-        for weight, grad in zip(weights, found, strict=True):
-            weight.grad = grad
-        optimizer.step()
-    return optimizer
-
-
 def moments(state, shape):
     """A state of the reference by our names, with means for its sums."""
     found = {"exp_avg": state["average"]}
@@ -72,16 +51,6 @@ def moments(state, shape):
             name: mean.reshape(each) for name, mean, each in zip(names, means, shapes, strict=True)
         }
     return found
-
-
-def assert_same(found, expected):
-    """The same bits of weights and states."""
-    (weights, optimizer), (others, other) = found, expected
-    for weight, same in zip(weights, others, strict=True):
-        assert torch.equal(weight, same)
-        assert optimizer.state[weight].keys() == other.state[same].keys()
-        for name, value in optimizer.state[weight].items():
-            assert torch.equal(value, other.state[same][name]), name
 
 
 # The formula
@@ -144,17 +113,6 @@ def test_bfloat16_weights_can_take_small_steps(way, fused):
     assert torch.equal(stays, torch.ones_like(stays))
 
 
-def test_a_nan_damages_its_weight_only():
-    shapes = [(9, 17), (9, 17)]
-    weights, others = (make_weights(shapes, torch.float32) for _ in range(2))
-    grads = make_gradients(shapes, torch.float32, 0)
-    steps_of(others, 1, [grad.clone() for grad in grads])
-    grads[0][3, 4] = torch.nan
-    steps_of(weights, 1, grads)
-    assert weights[0].isnan().all()
-    assert torch.equal(weights[1], others[1])
-
-
 def test_a_gradient_of_zeros_moves_nothing(blocks):
     weights = make_weights(SHAPES, torch.float32)
     before = [weight.clone() for weight in weights]
@@ -195,16 +153,10 @@ def test_every_layout_is_stepped_in_its_place(layout, grad_layout, monkeypatch):
     (values,), (gradient,) = (
         make([layout.shape], torch.float32, 1) for make in (make_weights, make_gradients)
     )
-    strides = GRADIENT_LAYOUTS[grad_layout](layout)
-    kept = copy.deepcopy(layout)
-    object.__setattr__(kept, "strides", strides)
-    object.__setattr__(kept, "offset", 0)
-    for dim, stride in enumerate(strides):
-        if stride == 0 and gradient.shape[dim] > 1:
-            gradient = gradient.narrow(dim, 0, 1).expand(layout.shape)
-    placed, grad = layout.place(values), kept.place(gradient)
+    placed = layout.place(values)
+    grad = Placed(gradient, GRADIENT_LAYOUTS[grad_layout](layout))
     expected = values.clone()
-    steps_of([expected], 2, [gradient.contiguous()], lr=0.02, weight_decay=0.1)
+    steps_of([expected], 2, [grad.view.contiguous()], lr=0.02, weight_decay=0.1)
     steps_of([placed.view], 2, [grad.view], lr=0.02, weight_decay=0.1)
     torch.testing.assert_close(placed.view, expected, rtol=1e-5, atol=1e-6)
     placed.assert_outside_untouched("weight")
@@ -323,48 +275,7 @@ def test_the_authors_optimizer_is_converted_and_imported():
     assert loaded.param_groups[0]["clip_threshold"] == 0.7
 
 
-@case
-def test_resumes_with_the_same_bits(name, tmp_path):
-    whole, halves = (make_weights(SHAPES, torch.float32) for _ in range(2))
-    expected = steps_of(whole, 4, **CASES[name])
-    torch.save(steps_of(halves, 2, **CASES[name]).state_dict(), tmp_path / "saved.pt")
-    optimizer = optim.CAME(halves)
-    optimizer.load_state_dict(torch.load(tmp_path / "saved.pt", weights_only=True))
-    stepped(optimizer, halves, 2, begin=2)
-    assert_same((halves, optimizer), (whole, expected))
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        (lambda state: state.pop("exp_avg_res_row"), "has no exp_avg_res_row"),
-        (lambda state: state.update(exp_avg_sq_row=torch.ones(2)), "exp_avg_sq_row .* the shape"),
-        (lambda state: state.update(step="one"), "step"),
-    ],
-    ids=["missing", "shape", "count"],
-)
-def test_refuses_damaged_checkpoints(change, text):
-    weight = torch.randn(4, 6)
-    optimizer = steps_of([weight], 1)
-    dictionary = copy.deepcopy(optimizer.state_dict())
-    change(dictionary["state"][0])
-    before = copy.deepcopy(optimizer.state_dict()["state"][0])
-    with pytest.raises(ValueError, match=text):
-        optimizer.load_state_dict(dictionary)
-    assert all(torch.equal(optimizer.state[weight][k], v) for k, v in before.items())
-
-
-# Memory, options and errors
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_memory_is_told_before(dtype):
-    """`python -m fusedstep memory` asks the class on the meta device."""
-    weights = make_weights(SHAPES, dtype)
-    optimizer = steps_of(weights, 1)
-    made = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    choice = Choice("CAME", {}, "default")
-    assert state_bytes(tuple(map(torch.Size, SHAPES)), dtype, choice) == (made, 0)
+# Options and errors
 
 
 @pytest.mark.parametrize(
@@ -439,21 +350,6 @@ def test_refuses_shards_by_name_and_steps_copies(mesh):
     for weight, copied_weight in zip(whole, copies, strict=True):
         assert torch.equal(copied_weight.to_local(), weight)
     assert all(each._version > before for each, before in zip(copies, versions, strict=True))
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_nothing_has_changed_after_an_error(fused):
-    weights = make_weights([(4, 6), (5,)], torch.float32)
-    optimizer = steps_of(weights, 1, fused=fused)
-    before = copy.deepcopy((weights, optimizer.state_dict()))
-    weights[0].grad, weights[1].grad = torch.ones(4, 6), torch.ones(5).to_sparse()
-    with pytest.raises(RuntimeError, match="sparse"):
-        optimizer.step()
-    for weight, value in zip(weights, before[0], strict=True):
-        assert torch.equal(weight, value)
-    for key, state in optimizer.state_dict()["state"].items():
-        for name, value in state.items():
-            assert torch.equal(value, before[1]["state"][key][name])
 
 
 def test_groups_have_options_of_their_own():

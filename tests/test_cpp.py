@@ -111,7 +111,7 @@ SUBJECTS |= {
     for case in PLAIN
     for name, (options, change, later, dtype) in CHANGES.items()
 }
-#: Those of a storage or a change of it.
+#: Subjects of a storage or a change of it.
 STORED = {name: subject for name, subject in SUBJECTS.items() if subject.shapes is LARGE}
 
 

@@ -111,7 +111,7 @@ def test_ways_to_a_basis_train_alike(svd, fused):
 
 
 def bases_made(monkeypatch, optimizer, steps, gradients=set_gradients):
-    """How many bases each step makes."""
+    """The number of bases that each step makes."""
     made, counts = [], []
     original = _subspace.bases_of
 

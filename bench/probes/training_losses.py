@@ -103,7 +103,7 @@ def start(name: str, kinds: int, seed: int) -> tuple[SmallGPT, optim.AdamW]:
 
 @torch.no_grad()
 def differing(optimizer: optim.AdamW, other: optim.AdamW) -> int:
-    """How many weights have float32 values of other bits."""
+    """Counts weights that have float32 values of other bits."""
     values = []
     for each in (optimizer, other):
         (group,) = each.param_groups

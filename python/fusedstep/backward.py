@@ -24,7 +24,7 @@ def step_in_backward(
     accumulation_steps: int = 1,
     max_previous_norm: float | None = None,
 ) -> BackwardSteps:
-    r"""Lets an optimizer step weights as soon as the backward pass has their gradients.
+    """Lets an optimizer step weights as soon as the backward pass has their gradients.
 
     The weights of each group are divided into buckets, in their order. When all gradients of a
     bucket are there, it is stepped and they are freed. ``optimizer.step()`` is called as ever: it
@@ -34,12 +34,9 @@ def step_in_backward(
 
     With ``max_previous_norm`` gradients are clipped by the norm of the iteration before, since that
     of this one is not known before its last bucket: they are multiplied by
-
-    .. math::
-        \min\left(1, \frac{\text{max\_previous\_norm}}{\lVert g_{t-1} \rVert + 10^{-6}}\right)
-
-    where :math:`g_{t-1}` are all gradients between the last two calls of ``optimizer.step()``,
-    before they were clipped. In the first iteration the factor is 1.
+    ``min(1, max_previous_norm / (norm + 1e-6))``, with the norm of all gradients between the last
+    two calls of ``optimizer.step()``, before they were clipped. In the first iteration the factor
+    is 1.
 
     Args:
         optimizer: one of :mod:`fusedstep.optim`

@@ -65,7 +65,6 @@ def fields(doc: str) -> Iterator[str]:
 def markdown(text: str, addresses: dict[str, str]) -> str:
     """The markup of docstrings as Markdown."""
     text = text.replace("``", "\0")
-    text = re.sub(r":math:`([^`]+)`", r"$\1$", text)
     text = re.sub(r":\w+:`~?([^`]+)`", "\0\\1\0", text)
     text = re.sub(r"`([^`]+)`_", lambda match: f"[{match[1]}]({addresses[match[1]]})", text)
     return text.replace("\0", "`")

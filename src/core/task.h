@@ -38,8 +38,8 @@ struct TensorTask {
   bool is_coded(int operand) const { return operand >= kFirstState && coded[operand - kFirstState].map; }
   bool has_codes = false;
 
-  // How the weight keeps its value, if there is no float32 copy. The last operand is then what it keeps
-  // beside the weight; it has no memory where the weight is rounded at random.
+  // The way that the weight keeps its value, if there is no float32 copy. The last operand is then what it
+  // keeps beside the weight; it has no memory where the weight is rounded at random.
   WeightCode weight_code = WeightCode::kPlain;
   uint64_t draws = 0;  // the key of the step's random numbers
 

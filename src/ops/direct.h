@@ -47,7 +47,7 @@ class Rebinding {
     return change != Bound::Change::kOther;
   }
   void prefetch(size_t i) const { bound_->prefetch(i); }
-  // When all have been compared: takes note of where they are. False, with nothing noted, if bind_plan() has
+  // Takes note of where all are, once they have been compared. False, with nothing noted, if bind_plan() has
   // to. `look_at_states` unless they cannot have moved.
   FUSEDSTEP_API bool finish(bool look_at_states = true);
 

@@ -112,7 +112,7 @@ def spread_of_sums(weight: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
 
 
 def spread_of_sums_along(weight: Tensor, dim: int) -> tuple[Any, tuple[Any, ...]] | None:
-    """How sums along a dimension of a weight are spread; None where each process has all terms."""
+    """Tells how sums along a dimension of a weight are spread; None where each has all terms."""
     if not is_dtensor(weight):
         return None
     from torch.distributed.tensor import Partial, Replicate

@@ -280,7 +280,7 @@ def step_parts(parts: Sequence[Part | NativeParts], spread: SpreadWeights) -> No
 
 
 def _rows(weight: Tensor) -> tuple[Any, int] | None:
-    """How sums along the rows of a weight are spread, and how many a process has."""
+    """Tells how sums along the rows of a weight are spread, and how many a process has."""
     if weight.dim() < 2 or not (spread := spread_of_sums_along(weight, -1)):
         return None
     return spread, local(weight).shape[:-1].numel()

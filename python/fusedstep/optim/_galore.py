@@ -1,4 +1,4 @@
-"""What the classes of GaLore share: bases of gradients, and when they are made anew."""
+"""Parts that the classes of GaLore share: bases of gradients, and when they are made anew."""
 
 from __future__ import annotations
 

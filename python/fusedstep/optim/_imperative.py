@@ -35,7 +35,7 @@ class ImperativeTwin:
 
     #: Weights that have been stepped in the step under way, natively or not.
     _stepped: list[Tensor]
-    #: What its parts are taken with.
+    #: The memory that its parts are taken with.
     _reserve: Reserve = NO_RESERVE
 
     def _reserved(self, work: list[Work]) -> Reserve:

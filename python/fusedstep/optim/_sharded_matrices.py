@@ -26,7 +26,7 @@ from fusedstep.optim._dtensor import is_dtensor, local, spread_of
 
 
 class Cut(NamedTuple):
-    """How the shards of a tensor lie: along one dimension of it, over one dimension of a mesh."""
+    """The shards of a tensor lie along one dimension of it, over one dimension of a mesh."""
 
     mesh: Any
     axis: int

@@ -96,7 +96,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.itemsize == 2 else dtype
 
 
-#: What an owner makes of a whole gradient: tensors by name. It gets the place of its weight.
+#: Makes tensors by name of a whole gradient, at its owner. It gets the place of its weight.
 Make = Callable[[int, Tensor], dict[str, Tensor]]
 
 

@@ -25,20 +25,7 @@ class Adadelta(FusedOptimizer):
         a = rho * a + (1 - rho) * d**2
         w = w - lr * d
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            v_t      &= \rho v_{t-1} + (1 - \rho) g_t^2                                       \\
-            \Delta_t &= \frac{\sqrt{a_{t-1} + \epsilon}}{\sqrt{v_t + \epsilon}} g_t           \\
-            a_t      &= \rho a_{t-1} + (1 - \rho) \Delta_t^2                                  \\
-            \theta_t &= \theta_{t-1} - \gamma \Delta_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``rho`` :math:`\rho`,
-    ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm 1 of `ADADELTA:
-    An Adaptive Learning Rate Method`_, with a learning rate.
+    This is algorithm 1 of `ADADELTA: An Adaptive Learning Rate Method`_, with a learning rate.
 
     Args:
         lr (float, Tensor, optional): factor of the update (default: 1.0)

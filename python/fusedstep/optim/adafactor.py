@@ -76,22 +76,6 @@ class Adafactor(FusedOptimizer):
     eps1 to the squares; the mean of the rows is at least eps1, the root of ``row * col /
     mean(row)`` at least eps1 too, and the weight is multiplied by ``1 - lr * weight_decay``.
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            R_t      &= \hat\beta_t R_{t-1} + (1 - \hat\beta_t) (G_t^2 + \epsilon_1) 1_m / m,
-                        \quad \hat\beta_t = 1 - t^{\tau}                                        \\
-            C_t      &= \hat\beta_t C_{t-1} + (1 - \hat\beta_t) 1_n^\top (G_t^2 + \epsilon_1) / n \\
-            U_t      &= G_t / \sqrt{R_t C_t / (1_n^\top R_t / n)}                               \\
-            \alpha_t &= \max(\epsilon_2, \operatorname{RMS}(\theta_{t-1}))
-                        \min(\gamma, 1 / \sqrt{t})                                              \\
-            \theta_t &= \theta_{t-1} - \alpha_t U_t / \max(1, \operatorname{RMS}(U_t) / d)
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``beta2_decay``
-    :math:`\tau` and ``eps`` :math:`\epsilon`.
-
     Weights are float32, float64, bfloat16 or float16, of any shape and strides, as may be their
     gradients; of a gradient only the shape, dtype and device must be the weight's. On the CPU and
     on CUDA one native operation steps all weights of a group, with the same bits. The states

@@ -15,7 +15,7 @@ __all__ = ["Adagrad"]
 
 
 class Adagrad(FusedOptimizer):
-    r"""Implements the Adagrad algorithm, in signature and states :class:`torch.optim.Adagrad`.
+    """Implements the Adagrad algorithm, in signature and states :class:`torch.optim.Adagrad`.
 
     For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
 
@@ -23,20 +23,8 @@ class Adagrad(FusedOptimizer):
         s = s + g**2                            # starts at initial_accumulator_value
         w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            s_t      &= s_{t-1} + g_t^2, \quad s_0 = \tau                                     \\
-            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \,
-                        \frac{g_t}{\sqrt{s_t} + \epsilon}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``lr_decay``
-    :math:`\eta`, ``weight_decay`` :math:`\lambda`, ``initial_accumulator_value`` :math:`\tau` and
-    ``eps`` :math:`\epsilon`. This is the diagonal form in section 1.1 of `Adaptive Subgradient
-    Methods for Online Learning and Stochastic Optimization`_.
+    This is the diagonal form in section 1.1 of `Adaptive Subgradient Methods for Online Learning
+    and Stochastic Optimization`_.
 
     Of a weight with a sparse gradient only the rows that it has are read and written; what it has
     for the same row is added first, in its order. ``weight_decay`` must then be 0.

@@ -24,21 +24,8 @@ class Adam(FusedOptimizer):
         v = beta2 * v + (1 - beta2) * g**2
         w = w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \,
-                        \frac{m_t}{\sqrt{v_t} / \sqrt{1 - \beta_2^t} + \epsilon}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``amsgrad``,
-    :math:`\max(v_1, \dots, v_t)` takes the place of :math:`v_t` in the last line. This is algorithm
-    1 of `Adam: A Method for Stochastic Optimization`_.
+    With ``amsgrad`` the largest ``v`` so far takes its place in the last line. This is algorithm 1
+    of `Adam: A Method for Stochastic Optimization`_.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-3)

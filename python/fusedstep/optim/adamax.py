@@ -24,19 +24,7 @@ class Adamax(FusedOptimizer):
         u = max(beta2 * u, abs(g) + eps)
         w = w - lr / (1 - beta1**t) * m / u
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            u_t      &= \max(\beta_2 u_{t-1}, |g_t| + \epsilon)                               \\
-            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \, \frac{m_t}{u_t}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
-    2 of `Adam: A Method for Stochastic Optimization`_, but for ``eps``.
+    This is algorithm 2 of `Adam: A Method for Stochastic Optimization`_, but for ``eps``.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 2e-3)

@@ -13,7 +13,7 @@ __all__ = ["AdamW"]
 
 
 class AdamW(Adam):
-    r"""Implements the AdamW algorithm, in signature and states :class:`torch.optim.AdamW`.
+    """Implements the AdamW algorithm, in signature and states :class:`torch.optim.AdamW`.
 
     For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
 
@@ -22,20 +22,8 @@ class AdamW(Adam):
         w = (1 - lr * weight_decay) * w
         w = w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            \theta_t &= (1 - \gamma \lambda) \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \,
-                        \frac{m_t}{\sqrt{v_t} / \sqrt{1 - \beta_2^t} + \epsilon}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``amsgrad``,
-    :math:`\max(v_1, \dots, v_t)` takes the place of :math:`v_t` in the last line. This is algorithm
-    2 of `Decoupled Weight Decay Regularization`_.
+    With ``amsgrad`` the largest ``v`` so far takes its place in the last line. This is algorithm 2
+    of `Decoupled Weight Decay Regularization`_.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-3)

@@ -34,24 +34,9 @@ class Adan(FusedOptimizer):
         u = (m / (1 - beta1**t) + beta2 * v / (1 - beta2**t)) / (sqrt(n / (1 - beta3**t)) + eps)
         w = (w - lr * u) / (1 + lr * weight_decay)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            d_t      &= g_t - g_{t-1} \quad (0 \text{ at the first step})                     \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) d_t                                   \\
-            n_t      &= \beta_3 n_{t-1} + (1 - \beta_3) (g_t + \beta_2 d_t)^2                 \\
-            u_t      &= \frac{m_t / (1 - \beta_1^t) + \beta_2 \, v_t / (1 - \beta_2^t)}
-                             {\sqrt{n_t} / \sqrt{1 - \beta_3^t} + \epsilon}                   \\
-            \theta_t &= (\theta_{t-1} - \gamma u_t) \, / \, (1 + \gamma \lambda)
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`; with ``no_prox``
-    the last line is :math:`\theta_t = (1 - \gamma \lambda) \theta_{t-1} - \gamma u_t`. This is
+    With ``no_prox`` the last line is ``w = (1 - lr * weight_decay) * w - lr * u``. This is
     algorithm 1 of `Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models`_,
-    whose :math:`\beta` are :math:`1 - \beta` here, with the bias corrections of its authors' code.
+    whose betas are ``1 - beta`` here, with the bias corrections of its authors' code.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-3)
@@ -63,8 +48,8 @@ class Adan(FusedOptimizer):
         max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
             together, to this for the step; ``.grad`` is not changed by it. It is one number for
             all groups, and 0 clips nothing. ``step(max_norm=...)`` clips before it (default: 0)
-        no_prox (bool, optional): True multiplies the weight by :math:`1 - \gamma \lambda` before
-            the step, as :class:`AdamW` does, False divides it by :math:`1 + \gamma \lambda`
+        no_prox (bool, optional): True multiplies the weight by ``1 - lr * weight_decay`` before
+            the step, as :class:`AdamW` does, False divides it by ``1 + lr * weight_decay``
             after it (default: False)
         foreach (bool, optional): True updates the weights of a group together, False one at a
             time: in a session or launch each, or with ``fused=False`` in operations over lists

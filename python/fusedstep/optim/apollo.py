@@ -41,7 +41,7 @@ _NORM = "scaled_grad"
 
 
 class APOLLOAdamW(LowRankSteps, FusedOptimizer):
-    r"""Implements the APOLLOAdamW algorithm, in groups and formula apollo_torch's.
+    """Implements the APOLLOAdamW algorithm, in groups and formula apollo_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
     2, …; here of the type that projects from the right::
@@ -58,18 +58,8 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * sqrt(scale) * S
         w = w - lr * weight_decay * w
 
-    From the left, ``R = A.T @ G`` [r, N] and the factors ``s`` are those of columns. In the usual
-    notation
-
-    .. math::
-        \theta_t = (1 - \gamma \lambda) \left( \theta_{t-1} - \gamma
-                   \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \sqrt{\alpha} \; G_t \,
-                   \mathrm{diag}(s_t) \right), \qquad
-        s_{t,j} = \frac{\lVert u_{t,j} \rVert_2}{\lVert R_{t,j} \rVert_2}
-
-    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``weight_decay`` :math:`\lambda` and ``scale`` :math:`\alpha`. This is algorithm
-    1 of `APOLLO`_, as its authors' code has it; its APOLLO-Mini is ``rank=1``,
+    From the left, ``R = A.T @ G`` [r, N] and the factors ``s`` are those of columns. This is
+    algorithm 1 of `APOLLO`_, as its authors' code has it; its APOLLO-Mini is ``rank=1``,
     ``scale_type="tensor"`` and ``scale=128``. Groups without a rank are AdamW, as in
     :class:`GaLoreAdamW`.
 

@@ -15,7 +15,7 @@ __all__ = ["ASGD"]
 
 
 class ASGD(FusedOptimizer):
-    r"""Implements the ASGD algorithm, in signature and states :class:`torch.optim.ASGD`.
+    """Implements the ASGD algorithm, in signature and states :class:`torch.optim.ASGD`.
 
     For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
 
@@ -25,21 +25,8 @@ class ASGD(FusedOptimizer):
         eta = lr / (1 + lambd * lr * t)**alpha  # for the next step, as is mu
         mu = 1 / max(1, t - t0)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            \theta_t &= (1 - \lambda \eta_t) \theta_{t-1} - \eta_t (g_t + \omega \theta_{t-1})  \\
-            a_t      &= a_{t-1} + \mu_t (\theta_t - a_{t-1})                                    \\
-            \eta_t   &= \gamma / (1 + \lambda \gamma (t - 1))^\alpha, \quad
-                        \mu_t = 1 / \max(1, t - 1 - t_0)
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``lambd``
-    :math:`\lambda`, ``alpha`` :math:`\alpha`, ``t0`` :math:`t_0` and ``weight_decay``
-    :math:`\omega`. The mean of the weights since step ``t0`` is the state ``ax`` (a); nothing uses
-    it here. This is `Acceleration of Stochastic Approximation by Averaging`_ with Bottou's
-    learning rates.
+    The mean of the weights since step ``t0`` is the state ``ax``; nothing uses it here. This is
+    `Acceleration of Stochastic Approximation by Averaging`_ with Bottou's learning rates.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-2)

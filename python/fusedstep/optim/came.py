@@ -26,7 +26,7 @@ _RESIDUALS = ("exp_avg_res_row", "exp_avg_res_col")
 
 
 class CAME(FusedOptimizer):
-    r"""Implements the CAME algorithm: Adafactor's moments, and a first one that is trusted by rows.
+    """Implements the CAME algorithm: Adafactor's moments, and a first one that is trusted by rows.
 
     Signature and states are those of ``came_pytorch.CAME``. Where its updates have been far from
     their running average, it takes smaller steps. For a weight ``w`` of two dimensions with
@@ -44,23 +44,8 @@ class CAME(FusedOptimizer):
 
     Weights of less than two dimensions have the running average of ``g**2 + eps1`` in place of
     ``row * col / mean(row)``, and no residuals: ``lr * m`` is taken from them. Those of more are
-    stacks of matrices, of the last two. In the usual notation
-
-    .. math::
-        \begin{aligned}
-            R_t      &= \beta_2 R_{t-1} + (1 - \beta_2) (G_t^2 + \epsilon_1) 1_m / m           \\
-            C_t      &= \beta_2 C_{t-1} + (1 - \beta_2) 1_n^\top (G_t^2 + \epsilon_1) / n      \\
-            U_t      &= G_t / \sqrt{R_t C_t / (1_n^\top R_t / n)}                              \\
-            \hat U_t &= U_t / \max(1, \operatorname{RMS}(U_t) / d)                             \\
-            M_t      &= \beta_1 M_{t-1} + (1 - \beta_1) \hat U_t                               \\
-            S_t      &= \text{as } R_t C_t / (1_n^\top R_t / n) \text{, of }
-                        (\hat U_t - M_t)^2 + \epsilon_2 \text{ with } \beta_3                  \\
-            \theta_t &= (1 - \gamma \lambda) \theta_{t-1} - \gamma M_t / \sqrt{S_t}
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon`, ``clip_threshold`` :math:`d` and ``weight_decay``
-    :math:`\lambda`. This is algorithm 2 of `CAME`_, and what its authors' package does.
+    stacks of matrices, of the last two. This is algorithm 2 of `CAME`_, and what its authors'
+    package does.
 
     Weights are float32, float64, bfloat16 or float16, of any shape and strides and on any device,
     as may be their gradients. The states are ``exp_avg`` of the weight's shape and, of a matrix,

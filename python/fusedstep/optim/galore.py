@@ -19,7 +19,7 @@ __all__ = ["GaLoreAdamW"]
 
 
 class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
-    r"""Implements the GaLoreAdamW algorithm, in groups and formula galore_torch's.
+    """Implements the GaLoreAdamW algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
     2, …; here of the type that projects from the right, by a basis ``B`` [r, N]::
@@ -33,23 +33,10 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         w = w - lr * weight_decay * w
 
     From the left, ``R = A.T @ G`` [r, N] and the update is ``A @ u`` with the left singular vectors
-    ``A`` [M, r]; ``"full"`` does both, with ``R = A.T @ G @ B.T`` [r, r]. In the usual notation
-
-    .. math::
-        \begin{aligned}
-            R_t      &= P_t^\top G_t                                                          \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) R_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) R_t^2                                 \\
-            \theta_t &= (1 - \gamma \lambda) \left( \theta_{t-1} - \gamma
-                        \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \, \alpha \, P_t
-                        \frac{m_t}{\sqrt{v_t} + \epsilon} \right)
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), basis :math:`P_t`, ``lr`` :math:`\gamma`,
-    ``betas`` :math:`\beta`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and
-    ``scale`` :math:`\alpha`. This is algorithm 2 of `GaLore`_, as its authors' code has it. Groups
-    without a rank have the same formula with ``R = G`` and no scale: eps stands beside the root
-    of v before the bias is corrected, and the decay comes after the update.
+    ``A`` [M, r]; ``"full"`` does both, with ``R = A.T @ G @ B.T`` [r, r]. This is algorithm 2 of
+    `GaLore`_, as its authors' code has it. Groups without a rank have the same formula with ``R =
+    G`` and no scale: eps stands beside the root of v before the bias is corrected, and the decay
+    comes after the update.
 
     A weight of more than two dimensions is the matrix of its first one and all others together. The
     states ``exp_avg`` and ``exp_avg_sq`` have the shape of ``R``; ``projector_left`` [M, r] and

@@ -23,7 +23,7 @@ __all__ = ["GaLoreAdafactor"]
 
 
 class GaLoreAdafactor(GaLoreSteps, Adafactor):
-    r"""Implements the GaLoreAdafactor algorithm, in groups and formula galore_torch's.
+    """Implements the GaLoreAdafactor algorithm, in groups and formula galore_torch's.
 
     For a weight ``w`` [M, N] of a group with a ``rank`` r, with gradient ``G``, at step ``t`` = 1,
     2, …; here of the type that projects from the right, by a basis ``B`` [r, N]::
@@ -38,20 +38,10 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         w = w - min(lr, 1 / sqrt(t)) * s * (scale * u @ B + weight_decay * w)
 
     From the left, ``R = A.T @ G`` [r, N] and the update is ``A @ u`` with the left singular vectors
-    ``A`` [M, r]; ``"full"`` does both. In the usual notation
-
-    .. math::
-        \begin{aligned}
-            R_t      &= P_t^\top G_t                                                          \\
-            \theta_t &= (1 - \alpha_t \lambda) \, \theta_{t-1}
-                        - \alpha_t \sigma P_t \operatorname{Adafactor}(R_t)
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), basis :math:`P_t`, ``scale`` :math:`\sigma`,
-    ``weight_decay`` :math:`\lambda` and the step size :math:`\alpha_t`, ``min(…) * s`` above.
-    `GaLore`_ is the projection; Adafactor is ``transformers.Adafactor``, as in :class:`Adafactor`:
-    with a beta1 it is a running average of the step size times ``u`` that is projected back. Groups
-    without a rank are :class:`Adafactor` of that variant.
+    ``A`` [M, r]; ``"full"`` does both. `GaLore`_ is the projection; Adafactor is
+    ``transformers.Adafactor``, as in :class:`Adafactor`: with a beta1 it is a running average of
+    the step size times ``u`` that is projected back. Groups without a rank are :class:`Adafactor`
+    of that variant.
 
     Weights that are projected have at least two dimensions; one of more is the matrix of its first
     one and all others together. The states ``exp_avg_sq_row`` and ``exp_avg_sq_col`` are those of

@@ -59,23 +59,8 @@ class Lamb(FusedOptimizer):
         u = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay * w
         w = w - lr * norm(w) / norm(u) * u      # the ratio is 1 where either norm is 0
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            u_t      &= \frac{m_t / (1 - \beta_1^t)}
-                             {\sqrt{v_t / (1 - \beta_2^t)} + \epsilon} + \lambda \theta_{t-1} \\
-            r_t      &= \lVert \theta_{t-1} \rVert_2 \, / \, \lVert u_t \rVert_2
-                        \quad (1 \text{ where either norm is } 0)                             \\
-            \theta_t &= \theta_{t-1} - \gamma \, r_t \, u_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
-    2 of `Large Batch Optimization for Deep Learning: Training BERT in 76 minutes`_, with
-    :math:`\phi(z) = z`.
+    This is algorithm 2 of `Large Batch Optimization for Deep Learning: Training BERT in 76
+    minutes`_, with the norm of the weight as it is.
 
     Other libraries compute something else under the name of LAMB. ``variant`` names one of them and
     stands for a set of options: ``"paper"`` is the formula above, ``"apex"`` and ``"nvlamb"`` are
@@ -84,8 +69,8 @@ class Lamb(FusedOptimizer):
     the options, not the name.
 
     .. note::
-        The native step keeps :math:`u_t` in the gradient's memory, and so leaves it in ``.grad``.
-        ``keep_grad=True`` leaves ``.grad`` as it was, and computes :math:`u_t` twice. Gradients
+        The native step keeps ``u`` in the gradient's memory, and so leaves it in ``.grad``.
+        ``keep_grad=True`` leaves ``.grad`` as it was, and computes ``u`` twice. Gradients
         that cannot hold it (expanded, sharing memory, bfloat16 or float16) are always left alone.
 
     Args:
@@ -103,7 +88,7 @@ class Lamb(FusedOptimizer):
             multiplies the learning rate by what that would come to but for eps, False does
             neither (default: True; "lr" with deepspeed, False with cybertron)
         decoupled_decay (bool, optional): the decay multiplies the weight by
-            :math:`1 - \gamma \lambda` before its norm is taken, and is no part of the update
+            ``1 - lr * weight_decay`` before its norm is taken, and is no part of the update
             (default: False)
         always_adapt (bool, optional): False leaves the ratio at 1 in groups without weight decay
             (default: True; False with apex and timm)

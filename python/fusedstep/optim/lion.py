@@ -13,26 +13,16 @@ __all__ = ["Lion"]
 
 
 class Lion(FusedOptimizer):
-    r"""Implements the Lion algorithm.
+    """Implements the Lion algorithm.
 
     For a weight ``w`` with gradient ``g``::
 
         w = (1 - lr * weight_decay) * w - lr * sign(beta1 * m + (1 - beta1) * g)
         m = beta2 * m + (1 - beta2) * g
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            c_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            \theta_t &= \theta_{t-1} - \gamma (\operatorname{sign}(c_t) + \lambda \theta_{t-1}) \\
-            m_t      &= \beta_2 m_{t-1} + (1 - \beta_2) g_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta` and ``weight_decay`` :math:`\lambda`. This is algorithm 2 of `Symbolic Discovery
-    of Optimization Algorithms`_. Every element moves by ``lr``, so that learning rates are three to
-    ten times smaller, and weight decays as much larger, than with :class:`AdamW`.
+    This is algorithm 2 of `Symbolic Discovery of Optimization Algorithms`_. Every element moves by
+    ``lr``, so that learning rates are three to ten times smaller, and weight decays as much larger,
+    than with :class:`AdamW`.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-4)

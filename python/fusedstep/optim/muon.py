@@ -23,7 +23,7 @@ _OF_MUON = (
 
 
 class Muon(MuonSteps, Adam):
-    r"""Implements the Muon algorithm, in signature and states :class:`torch.optim.Muon`.
+    """Implements the Muon algorithm, in signature and states :class:`torch.optim.Muon`.
 
     For a matrix ``w`` with gradient ``g``::
 
@@ -34,25 +34,10 @@ class Muon(MuonSteps, Adam):
         w = (1 - lr * weight_decay) * w
         w = w - lr * sqrt(max(1, rows / columns)) * x
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            M_t      &= \mu M_{t-1} + (1 - \mu) G_t                                           \\
-            U_t      &= \mu M_t + (1 - \mu) G_t                                               \\
-            X_0      &= U_t / \max(\lVert U_t \rVert_F, \epsilon)                             \\
-            X_k      &= a X_{k-1} + b\, X_{k-1} X_{k-1}^\top X_{k-1}
-                        + c\, (X_{k-1} X_{k-1}^\top)^2 X_{k-1}                                \\
-            \theta_t &= (1 - \gamma \lambda) \theta_{t-1}
-                        - \gamma \sqrt{\max(1, A / B)} \, X_K
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``momentum``
-    :math:`\mu`, ``weight_decay`` :math:`\lambda`, ``eps`` :math:`\epsilon`, ``ns_steps`` :math:`K`,
-    ``ns_coefficients`` :math:`a, b, c`, and a matrix of :math:`A` rows and :math:`B` columns. The
-    iteration takes all singular values to the neighbourhood of 1. This is Keller Jordan's `Muon`_;
-    ``adjust_lr_fn="match_rms_adamw"`` has the factor :math:`0.2 \sqrt{\max(A, B)}` of equation 4 of
-    `Muon is Scalable for LLM Training`_ in place of the root.
+    ``a``, ``b`` and ``c`` are ``ns_coefficients``: the iteration takes all singular values to the
+    neighbourhood of 1. This is Keller Jordan's `Muon`_; ``adjust_lr_fn="match_rms_adamw"`` has the
+    factor ``0.2 * sqrt(max(rows, columns))`` of equation 4 of `Muon is Scalable for LLM Training`_
+    in place of the root.
 
     Groups with ``use_muon=False`` are stepped by :class:`AdamW`, natively, in the same step:
     embeddings, the last layer, biases and the weights of norms. They take ``betas``, and have the

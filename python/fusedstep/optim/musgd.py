@@ -44,7 +44,7 @@ _SGD_BUFFER = "momentum_buffer_SGD"
 
 
 class MuSGD(MuonSteps, SGD):
-    r"""Implements the MuSGD algorithm, in signature and states that of Ultralytics.
+    """Implements the MuSGD algorithm, in signature and states that of Ultralytics.
 
     For a matrix ``w`` with gradient ``g`` in a group with ``use_muon``::
 
@@ -57,25 +57,8 @@ class MuSGD(MuonSteps, SGD):
         e = d + momentum * b if nesterov else b
         w = w - lr * sgd * e
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            M_t      &= \mu M_{t-1} + (1 - \mu) G_t                                           \\
-            U_t      &= \mu M_t + (1 - \mu) G_t                                               \\
-            X_t      &= \mathrm{NewtonSchulz}(U_t / (\lVert U_t \rVert_F + 10^{-7}))          \\
-            \phi_t   &= \theta_{t-1} - \gamma \alpha \sqrt{\max(1, A / B)} \, X_t             \\
-            D_t      &= G_t + \lambda \phi_t                                                  \\
-            B_t      &= \mu B_{t-1} + D_t                                                     \\
-            \theta_t &= \phi_t - \gamma \beta (D_t + \mu B_t)
-        \end{aligned}
-
-    with gradient :math:`G_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``momentum``
-    :math:`\mu`, ``weight_decay`` :math:`\lambda`, ``muon`` :math:`\alpha`, ``sgd`` :math:`\beta`,
-    and a weight whose last two dimensions are :math:`A` and :math:`B`. Without ``nesterov``
-    :math:`M_t` takes the place of :math:`U_t`, and :math:`B_t` that of :math:`D_t + \mu B_t`. This
-    is the optimizer of `Ultralytics`_, with Keller Jordan's `Muon`_. All other groups are stepped
-    by :class:`SGD`, with ``lr`` itself.
+    This is the optimizer of `Ultralytics`_, with Keller Jordan's `Muon`_. All other groups are
+    stepped by :class:`SGD`, with ``lr`` itself.
 
     Weights of a group with ``use_muon`` have two dimensions or more. All but the first are
     flattened: a convolution is a matrix [out, rest], but has the factor of its last two dimensions,

@@ -15,7 +15,7 @@ __all__ = ["NAdam"]
 
 
 class NAdam(FusedOptimizer):
-    r"""Implements the NAdam algorithm, in signature and states :class:`torch.optim.NAdam`.
+    """Implements the NAdam algorithm, in signature and states :class:`torch.optim.NAdam`.
 
     For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
 
@@ -27,24 +27,7 @@ class NAdam(FusedOptimizer):
         u = mu_next * m / (1 - mu_product * mu_next) + (1 - mu) * g / (1 - mu_product)
         w = w - lr * u / (sqrt(v / (1 - beta2**t)) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            \mu_t    &= \beta_1 \left(1 - \tfrac{1}{2} \, 0.96^{t \psi}\right)                \\
-            u_t      &= \frac{\mu_{t+1} m_t}{1 - \prod_{i=1}^{t+1} \mu_i} +
-                        \frac{(1 - \mu_t) g_t}{1 - \prod_{i=1}^{t} \mu_i}                     \\
-            \theta_t &= \theta_{t-1} - \gamma \,
-                        \frac{u_t}{\sqrt{v_t / (1 - \beta_2^t)} + \epsilon}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and
-    ``momentum_decay`` :math:`\psi`. This is algorithm 2 of `Incorporating Nesterov Momentum into
-    Adam`_.
+    This is algorithm 2 of `Incorporating Nesterov Momentum into Adam`_.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 2e-3)

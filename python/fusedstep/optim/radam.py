@@ -15,7 +15,7 @@ __all__ = ["RAdam"]
 
 
 class RAdam(FusedOptimizer):
-    r"""Implements the RAdam algorithm, in signature and states :class:`torch.optim.RAdam`.
+    """Implements the RAdam algorithm, in signature and states :class:`torch.optim.RAdam`.
 
     For a weight ``w`` with gradient ``g``, at step ``t`` = 1, 2, …::
 
@@ -30,25 +30,7 @@ class RAdam(FusedOptimizer):
             u = 1
         w = w - lr / (1 - beta1**t) * m * u
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            \rho_t   &= \rho_\infty - \frac{2 t \beta_2^t}{1 - \beta_2^t}, \quad
-                        \rho_\infty = \frac{2}{1 - \beta_2} - 1                               \\
-            u_t      &= \sqrt{\frac{(\rho_t - 4)(\rho_t - 2) \rho_\infty}
-                                   {(\rho_\infty - 4)(\rho_\infty - 2) \rho_t}} \,
-                        \frac{\sqrt{1 - \beta_2^t}}{\sqrt{v_t} + \epsilon}
-                        \text{ if } \rho_t > 5, \text{ else } 1                               \\
-            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 - \beta_1^t} \, m_t u_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is algorithm
-    2 of `On the Variance of the Adaptive Learning Rate and Beyond`_.
+    This is algorithm 2 of `On the Variance of the Adaptive Learning Rate and Beyond`_.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-3)

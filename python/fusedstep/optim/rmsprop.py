@@ -16,7 +16,7 @@ __all__ = ["RMSprop"]
 
 
 class RMSprop(FusedOptimizer):
-    r"""Implements the RMSprop algorithm, in signature and states :class:`torch.optim.RMSprop`.
+    """Implements the RMSprop algorithm, in signature and states :class:`torch.optim.RMSprop`.
 
     For a weight ``w`` with gradient ``g``::
 
@@ -26,21 +26,8 @@ class RMSprop(FusedOptimizer):
         b = momentum * b + g / (sqrt(v - a**2) + eps)
         w = w - lr * b
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            v_t      &= \alpha v_{t-1} + (1 - \alpha) g_t^2                                   \\
-            a_t      &= \alpha a_{t-1} + (1 - \alpha) g_t                                     \\
-            b_t      &= \mu b_{t-1} + \frac{g_t}{\sqrt{v_t - a_t^2} + \epsilon}               \\
-            \theta_t &= \theta_{t-1} - \gamma b_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``alpha``
-    :math:`\alpha`, ``eps`` :math:`\epsilon`, ``weight_decay`` :math:`\lambda` and ``momentum``
-    :math:`\mu`; :math:`a_t` is 0 unless ``centered``. This is RMSprop of `lecture 6e`_, with the
-    centered form of `Generating Sequences With Recurrent Neural Networks`_.
+    This is RMSprop of `lecture 6e`_, with the centered form of `Generating Sequences With Recurrent
+    Neural Networks`_.
 
     Args:
         lr (float, Tensor, optional): learning rate (default: 1e-2)

@@ -17,7 +17,7 @@ __all__ = ["RowWiseAdagrad"]
 
 
 class RowWiseAdagrad(FusedOptimizer):
-    r"""Implements the RowWiseAdagrad algorithm: Adagrad with one second moment for each row.
+    """Implements the RowWiseAdagrad algorithm: Adagrad with one second moment for each row.
 
     It is what torchrec's class of the name does, and FBGEMM's EXACT_ROWWISE_ADAGRAD. For a row
     ``w`` of a weight with gradient ``g``, at step ``t`` = 1, 2, … of the weight::
@@ -27,18 +27,7 @@ class RowWiseAdagrad(FusedOptimizer):
         w = (1 - lr * weight_decay) * w         # if decoupled_weight_decay
         w = w - lr / (1 + (t - 1) * lr_decay) * g / (sqrt(s) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            s_t      &= s_{t-1} + \frac{1}{n} \sum_{j=1}^n g_{t,j}^2, \quad s_0 = \tau         \\
-            \theta_t &= \theta_{t-1} - \frac{\gamma}{1 + (t - 1) \eta} \,
-                        \frac{g_t}{\sqrt{s_t} + \epsilon}
-        \end{aligned}
-
-    for a row of :math:`n` elements with gradient :math:`g_t` (negated if maximizing), ``lr``
-    :math:`\gamma`, ``lr_decay`` :math:`\eta`, ``initial_accumulator_value`` :math:`\tau` and
-    ``eps`` :math:`\epsilon`. This is `Adagrad`_ with the mean over a row in place of each square.
+    This is `Adagrad`_ with the mean over a row in place of each square.
 
     A row is all that a weight has at one index of its first dimension. Of a weight with a sparse
     gradient only the rows that it has entries for are read and written, and decay; entries for the

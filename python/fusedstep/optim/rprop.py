@@ -25,24 +25,9 @@ class Rprop(FusedOptimizer):
         prev = g = 0 if s < 0 else g
         w = w - d * sign(g)     # d is lr at first
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            \Delta_t &= \begin{cases}
-                \min(\eta^+ \Delta_{t-1}, \Delta_{\max}) & \text{if } g_t g_{t-1} > 0         \\
-                \max(\eta^- \Delta_{t-1}, \Delta_{\min}) & \text{if } g_t g_{t-1} < 0
-                    \text{, where } g_t \leftarrow 0                                          \\
-                \Delta_{t-1}                             & \text{otherwise}
-            \end{cases}                                                                       \\
-            \theta_t &= \theta_{t-1} - \Delta_t \operatorname{sign}(g_t)
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``etas`` :math:`(\eta^-, \eta^+)` and
-    ``step_sizes`` :math:`(\Delta_{\min}, \Delta_{\max})`. The states are ``prev`` (g) and
-    ``step_size`` (Δ), which starts at ``lr``; later changes of ``lr`` have no effect. This is `A
-    Direct Adaptive Method for Faster Backpropagation Learning: The RPROP Algorithm`_, for gradients
-    of the whole training set.
+    The states are ``prev`` and ``step_size`` (d), which starts at ``lr``; later changes of ``lr``
+    have no effect. This is `A Direct Adaptive Method for Faster Backpropagation Learning: The RPROP
+    Algorithm`_, for gradients of the whole training set.
 
     Args:
         lr (float, Tensor, optional): the step size of each element at first (default: 1e-2)

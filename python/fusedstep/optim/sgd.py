@@ -14,7 +14,7 @@ __all__ = ["SGD"]
 
 
 class SGD(FusedOptimizer):
-    r"""Implements the SGD algorithm, in signature and states :class:`torch.optim.SGD`.
+    """Implements the SGD algorithm, in signature and states :class:`torch.optim.SGD`.
 
     For a weight ``w`` with gradient ``g``::
 
@@ -23,20 +23,8 @@ class SGD(FusedOptimizer):
         d = g + momentum * b if nesterov else b
         w = w - lr * d
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            g_t      &\leftarrow g_t + \lambda \theta_{t-1}                                   \\
-            b_t      &= \mu b_{t-1} + (1 - \tau) g_t, \quad b_1 = g_1                         \\
-            \theta_t &= \theta_{t-1} - \gamma b_t
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``momentum``
-    :math:`\mu`, ``dampening`` :math:`\tau` and ``weight_decay`` :math:`\lambda`; with ``nesterov``,
-    :math:`g_t + \mu b_t` takes the place of :math:`b_t` in the last line. Without momentum there is
-    no state, and :math:`b_t` is :math:`g_t`. The momentum is that of `On the importance of
-    initialization and momentum in deep learning`_.
+    Without momentum there is no state, and ``b`` is ``g``. The momentum is that of `On the
+    importance of initialization and momentum in deep learning`_.
 
     Of a weight with a sparse gradient only the rows that it has are read and written; what it has
     for the same row is added first, in its order. ``momentum`` and ``weight_decay`` must then be 0.

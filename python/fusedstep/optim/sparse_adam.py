@@ -20,7 +20,7 @@ __all__ = ["SparseAdam"]
 
 
 class SparseAdam(FusedOptimizer):
-    r"""Implements the SparseAdam algorithm.
+    """Implements the SparseAdam algorithm.
 
     Signature and states are those of :class:`torch.optim.SparseAdam`. Of a weight with a sparse
     gradient only the rows that it has entries for are read and written: their moments stand still
@@ -32,20 +32,7 @@ class SparseAdam(FusedOptimizer):
         w = (1 - lr * weight_decay) * w
         w = w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
 
-    In the usual notation
-
-    .. math::
-        \begin{aligned}
-            m_t      &= \beta_1 m_{t-1} + (1 - \beta_1) g_t                                   \\
-            v_t      &= \beta_2 v_{t-1} + (1 - \beta_2) g_t^2                                 \\
-            \theta_t &= (1 - \gamma \lambda) \theta_{t-1} - \gamma
-                        \frac{\sqrt{1 - \beta_2^t}}{1 - \beta_1^t} \,
-                        \frac{m_t}{\sqrt{v_t} + \epsilon}
-        \end{aligned}
-
-    with gradient :math:`g_t` (negated if maximizing), ``lr`` :math:`\gamma`, ``betas``
-    :math:`\beta`, ``eps`` :math:`\epsilon` and ``weight_decay`` :math:`\lambda`. This is `Adam`_ in
-    the order of its section 2, row by row.
+    This is `Adam`_ in the order of its section 2, row by row.
 
     Weights are dense, of the native dtypes and in any layout; all gradients must be sparse. Entries
     for the same row are added up by the step. On a GPU torch operations step weight by weight. The

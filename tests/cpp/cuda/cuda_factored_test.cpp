@@ -112,7 +112,7 @@ class Subject {
   std::vector<std::byte> row_moments_, column_moments_;
 };
 
-// What processes exchange of a tensor whose whole has more rows, columns and elements by these powers of two.
+// Sums that processes exchange of a tensor. The whole has more rows, columns and elements by these factors.
 struct Share {
   static constexpr int kRows = 4, kColumns = 2, kElements = 8;
 

@@ -25,7 +25,7 @@ uint16_t bits_of_bfloat16(float x) {
 }
 float value_of(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
 
-// How a number lies in memory, and what is left of it there.
+// Ways that a number lies in memory, and what is left of it there.
 struct AsFloat {
   using Stored = float;
   using Maths = float;
