@@ -87,8 +87,39 @@ def test_weights_that_have_no_kernel(case, name):
     case.build([torch.zeros(2), make()], fused=None)  # falls back
 
 
+def on_meta():
+    return [torch.nn.Parameter(torch.ones(3, 2, device="meta"))]
+
+
+WITHOUT_KERNELS = {
+    "complex": lambda: [torch.nn.Parameter(torch.linspace(-1, 1, 6) + 0.5j)],
+    "meta": on_meta,
+    "meta beside others": lambda: [*on_meta(), torch.nn.Parameter(torch.ones(4))],
+    "twice": lambda: [torch.nn.Parameter(torch.ones(4))] * 2,
+}
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_weights_on_the_meta_device_are_refused_at_a_step(case):
+def test_weights_without_kernels_step_in_torchs_operations_unasked(case, name):
+    """`fused` defaults to None in each class, Adan too, and is not given here."""
+
+    def stepped(**options):
+        params = WITHOUT_KERNELS[name]()
+        optimizer = case.optimizer(params, **case.options, **options)
+        for step in (1, 2, 3):
+            for param in params:
+                value = 2 - 3j if param.is_complex() else 2
+                param.grad = torch.full_like(param, value) * step
+            optimizer.step()
+        # Of what has no values its shape.
+        return {
+            name: torch.zeros_like(value, device="cpu") if value.is_meta else value
+            for name, value in contents(optimizer).items()
+        }
+
+    assert_same_contents(stepped(), stepped(fused=False))
     """Not before: models are built there, and then given memory by `to_empty`."""
     optimizer = case.build([torch.zeros(2), torch.zeros(3, device="meta")], fused=True)
     weight, empty = optimizer.param_groups[0]["params"]

@@ -274,9 +274,17 @@ def test_errors_name_the_parameter_of_a_gradient(case, fused):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """As Accelerate's and Lightning's: an optimizer by its type, which holds another."""
+    """As Accelerate's: an optimizer by its type, which holds another."""
 
     def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+
+class WrapperOfItsClass(optim.AdamW):
+    """As Lightning's: of the class that it wraps as well, so that verify() takes it."""
+
+    def __init__(self, optimizer):
+        vars(self).update(vars(optimizer))
         self.optimizer = optimizer
 
 
@@ -286,6 +294,14 @@ class Wrapper(torch.optim.Optimizer):
 def test_a_wrapped_optimizer(function):
     with pytest.raises(TypeError, match=r"Wrapper, .* in its attribute \.optimizer: give that"):
         function(Wrapper(optim.AdamW([torch.zeros(2)])))
+
+
+def test_a_wrapper_of_the_class_that_it_wraps():
+    wrapper = WrapperOfItsClass(optim.AdamW([torch.zeros(2)]))
+    with pytest.raises(TypeError, match=r"WrapperOfItsClass, .* in its attribute \.optimizer"):
+        fusedstep.convert(wrapper)
+    fusedstep.verify(wrapper)
+    fusedstep.import_state_dict(wrapper, optim.AdamW([torch.zeros(2)]).state_dict())
 
 
 def test_what_convert_says_of_a_foreign_optimizer():

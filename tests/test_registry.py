@@ -42,6 +42,7 @@ def test_every_class_is_exported():
 @pytest.mark.parametrize("name", TORCHS)
 def test_has_what_scripts_use_beside_optimizers(name):
     assert getattr(optim, name) is getattr(torch.optim, name)
+    assert name not in optim.__all__
 
 
 @pytest.mark.parametrize("name", WITH_ROWS)

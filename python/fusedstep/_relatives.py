@@ -41,7 +41,7 @@ def successor(optimizer: Optimizer) -> _Successor:
     parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
     why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
     raise TypeError(
-        f"optimizer is a {cls.__module__}.{cls.__qualname__}{why or inside(optimizer)}. Taken are "
+        f"optimizer is a {cls.__module__}.{cls.__qualname__}{inside(optimizer) or why}. Taken are "
         f"the classes of fusedstep.optim, {', '.join(known)}"
     )
 

@@ -351,7 +351,8 @@ def _norm(tensor: Tensor, room: Tensor, wide_room: Tensor) -> float:
         room = wide_room = None
     found = whole(torch.linalg.vector_norm(tensor, out=room))
     # Tools that estimate memory step tensors that have shapes and no numbers.
-    norm = 1.0 if isinstance(found, FakeTensor) else found.item()
+    is_empty = isinstance(found, FakeTensor) or found.is_meta
+    norm = 1.0 if is_empty else found.item()
     if not 1e-16 < norm < 1e18:  # beyond them squares may leave the range of float32
         wide = torch.linalg.vector_norm(tensor, dtype=torch.float64, out=wide_room)
         norm = whole(wide).item()
