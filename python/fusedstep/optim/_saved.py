@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 from collections.abc import Mapping
@@ -231,11 +232,11 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
         )
 
 
-def options_of(cls: type[Optimizer]) -> set[str]:
+@functools.cache
+def options_of(cls: type[Optimizer]) -> frozenset[str]:
     """The names of the options that groups of a class have."""
-    return (
-        inspect.signature(cls).parameters.keys() - {"params", "variant"} | cls._later_options.keys()
-    )
+    named = inspect.signature(cls).parameters.keys() - {"params", "variant"}
+    return frozenset(named | cls._later_options.keys())
 
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
