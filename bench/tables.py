@@ -1,6 +1,6 @@
 """Tables and plots of results as files: compact JSON with four significant digits, lean SVG.
 
-tables.py FILE.svg ...      makes SVGs lean that another program drew
+tables.py FILE ...      writes JSON and SVG of other programs so
 """
 
 from __future__ import annotations
@@ -110,4 +110,8 @@ def _unwrap(parent: ElementTree.Element) -> None:
 if __name__ == "__main__":
     for name in sys.argv[1:]:
         file = Path(name)
-        file.write_text(lean(file.read_text(encoding="utf-8")), encoding="utf-8")
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".svg":
+            file.write_text(lean(text), encoding="utf-8")
+        else:
+            write_table(file, json.loads(text))

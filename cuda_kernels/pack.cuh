@@ -23,8 +23,9 @@ __device__ __forceinline__ uint32_t magnitude(float x) {
 // True if 2^low <= |x| < 2^high.
 template <int kLow, int kHigh>
 __device__ __forceinline__ bool is_within(float x) {
-  constexpr uint32_t kBias = 127, kMantissa = 23;
-  return magnitude(x) - ((kLow + kBias) << kMantissa) < (static_cast<uint32_t>(kHigh - kLow) << kMantissa);
+  constexpr int kBias = 127, kMantissa = 23;
+  constexpr uint32_t kLeast = (kLow + kBias) << kMantissa, kRange = (kHigh - kLow) << kMantissa;
+  return magnitude(x) - kLeast < kRange;
 }
 
 // Within these no step of the divisions below leaves the normal numbers.

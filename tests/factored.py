@@ -44,14 +44,6 @@ CASES = [(optim.Adafactor, options) for options, _ in ADAFACTOR.values()] + [
 ]
 IDS = [f"adafactor-{name}" for name in ADAFACTOR] + [f"came-{name}" for name in CAME]
 
-#: How a weight of 16 bits keeps its value.
-WAYS: dict[str, dict[str, Any]] = {
-    "float32": {"master_weights": True},
-    "split": {"master_weights": "split"},
-    "kahan": {"rounding": "kahan"},
-    "stochastic": {"rounding": "stochastic", "seed": 3},
-}
-
 
 def stepped(
     optimizer: torch.optim.Optimizer,

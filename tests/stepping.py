@@ -24,6 +24,14 @@ ISAS = tuple(
     for isa in ("base", "avx2", "avx512")
 )
 
+WAYS = {
+    "float32": {"master_weights": True},
+    "split": {"master_weights": "split"},
+    "kahan": {"rounding": "kahan"},
+    "stochastic": {"rounding": "stochastic", "seed": 3},
+}
+"""Options by which a weight of 16 bits keeps its value."""
+
 SINGLE = torch.finfo(torch.float32).eps
 FEW = 1e-3
 """The share of the elements that a step may turn the other way where the update jumps."""

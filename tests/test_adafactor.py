@@ -8,11 +8,11 @@ import torch
 
 import fusedstep
 from factored import ADAFACTOR as CASES
-from factored import WAYS, stepped
+from factored import stepped
 from fusedstep import optim
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.adafactor import adafactor
-from stepping import ISAS, forced_isa, make_gradients, make_weights, threads
+from stepping import ISAS, WAYS, forced_isa, make_gradients, make_weights, threads
 
 #: Matrices of one block and of several, stacks of matrices, vectors and a number.
 SHAPES = ((7, 5), (300, 2100), (3, 40), (4, 5, 6, 7), (2, 33, 18), (700,), (1, 9), (9, 1), ())

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from factored import ADAFACTOR as CASES
-from factored import WAYS
 from fusedstep import optim
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
-from stepping import as_parameters, make_gradients, make_weights
+from stepping import WAYS, as_parameters, make_gradients, make_weights
 from test_cuda import assert_same, needs_cuda, on_cuda, set_gradients
 
 pytestmark = needs_cuda

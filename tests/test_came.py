@@ -8,13 +8,13 @@ import torch
 
 import fusedstep
 from factored import CAME as CASES
-from factored import WAYS, assert_same, stepped
+from factored import assert_same, stepped
 from fusedstep import optim
 from fusedstep.optim import _factored_blocks
 from fusedstep.optim._factored_blocks import blocks_of
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.came import came
-from stepping import make_gradients, make_weights
+from stepping import WAYS, make_gradients, make_weights
 
 #: Matrices, stacks of matrices, vectors and a number.
 SHAPES = ((7, 5), (90, 210), (3, 40), (4, 5, 6, 7), (2, 33, 18), (70,), (1, 9), (9, 1), ())

@@ -14,6 +14,7 @@ from fusedstep.memory.plan import Choice, state_bytes
 from fusedstep.optim import _newton_schulz
 from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
 from reference.muon import QUINTIC, iterated, muon
+from stepping import WAYS
 
 SHAPES = ((24, 8), (8, 24), (8, 8), (24, 8), (5, 40))
 
@@ -638,20 +639,11 @@ def test_clipping_scaling_and_closures():
 
 
 @pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"master_weights": True},
-        {"master_weights": "split"},
-        {"rounding": "kahan"},
-        {"rounding": "stochastic", "seed": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_values_of_bfloat16_weights_are_kept(options, fused):
     """Moves of less than half a unit in the last place add up, as those of float32 weights do."""
     shapes = [(12, 8), (8, 12)]
-    options |= {"lr": 2e-3, "weight_decay": 0.0, "ns_dtype": torch.float32, "fused": fused}
+    options = options | {"lr": 2e-3, "weight_decay": 0.0, "ns_dtype": torch.float32, "fused": fused}
     start = [p.detach() + p.detach().sign() for p in parameters(shapes, torch.bfloat16)]
     moved = {}
     for name, dtype in (("kept", torch.bfloat16), ("exact", torch.float32)):

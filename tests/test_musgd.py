@@ -10,7 +10,7 @@ import fusedstep
 from fusedstep import optim
 from fusedstep.memory.plan import Choice, state_bytes
 from reference.musgd import musgd
-from stepping import assert_same_bits
+from stepping import WAYS, assert_same_bits
 from test_muon import assert_moved_alike, largest_allocation, parameters, step
 
 #: Matrices, and filters: [out, in, height, width].
@@ -215,16 +215,7 @@ def test_what_is_not_a_number_stays_in_its_matrix():
 
 
 @pytest.mark.parametrize("fused", [None, False], ids=["together", "one by one"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"master_weights": True},
-        {"master_weights": "split"},
-        {"rounding": "kahan"},
-        {"rounding": "stochastic", "seed": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_values_of_bfloat16_weights_are_kept(options, fused):
     """Moves of less than half a unit in the last place add up. Both parts are rounded once."""
     shapes = [(12, 8), (8, 12), (5,)]

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "src/core/phases.h"
+#include "src/tensor_view.h"
 
 namespace fusedstep::test {
 namespace {
@@ -182,19 +183,7 @@ std::vector<RuleCase> all_rules() {
 
 }  // namespace
 
-std::string name(DType dtype) {
-  switch (dtype) {
-    case DType::kFloat:
-      return "float32";
-    case DType::kDouble:
-      return "float64";
-    case DType::kBFloat16:
-      return "bfloat16";
-    case DType::kHalf:
-      return "float16";
-  }
-  return "?";
-}
+std::string name(DType dtype) { return name_of(dtype); }
 
 DType Case::dtype_of_state(int k) const {
   if (k < rule.states || weight_code == WeightCode::kPlain) return state_dtype;

@@ -214,8 +214,9 @@ double decode(DType dtype, const unsigned char* from) {
       return static_cast<double>(read<_Float16>(from));
     case DType::kInt16:
       return read<int16_t>(from);
+    default:  // codes of states, which are no operands
+      return 0;
   }
-  return 0;
 }
 
 void encode(DType dtype, double x, unsigned char* to) {
@@ -230,6 +231,8 @@ void encode(DType dtype, double x, unsigned char* to) {
       return write(to, static_cast<_Float16>(x));
     case DType::kInt16:
       return write(to, static_cast<int16_t>(x));
+    default:
+      return;
   }
 }
 

@@ -142,7 +142,9 @@ class CodedTensor {
   void expect_same(const CodedTensor& other, bool with_grad) const {
     ASSERT_TRUE(plain_.fill_untouched());
     ASSERT_EQ(plain_.weight.first_difference(other.plain_.weight), -1);
-    if (with_grad) ASSERT_EQ(plain_.grad.first_difference(other.plain_.grad), -1);
+    if (with_grad) {
+      ASSERT_EQ(plain_.grad.first_difference(other.plain_.grad), -1);
+    }
     for (size_t k = 0; k < plain_.states.size(); ++k) {
       ASSERT_EQ(plain_.states[k].first_difference(other.plain_.states[k]), -1) << "plain state " << k;
     }
