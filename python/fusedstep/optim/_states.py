@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim import _codes, _dtensor
+from fusedstep.optim._checks import check_state_dtype
 from fusedstep.optim._codes import absmax_of, is_codes
 from fusedstep.optim._options import own_option
 from fusedstep.optim._pieces import in_pieces
@@ -170,7 +171,10 @@ class StateStore:
 
     @torch.no_grad()
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
-        """Gives a state to those weights that have none."""
+        """Gives a state to those weights that have none, and the codes that options ask for."""
+        check_state_dtype(own_option(group, "state_dtype"))
+        for p in weights:
+            self.convert(group, p)
         all_weights = weights
         weights = [p for p in weights if not self._has_all(group, p)]
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
