@@ -18,6 +18,9 @@ from fusedstep.optim._weights import BESIDE, LOW, MASTER, has_master, start_besi
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
+#: A state of a weight, what it is to have, and the names of what it has no more.
+_Change = tuple[dict[str, Any], dict[str, Tensor], list[str]]
+
 
 class StateStore:
     """The states of an optimizer's weights; it makes them.
@@ -173,8 +176,8 @@ class StateStore:
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
         """Gives a state to those weights that have none, and the codes that options ask for."""
         check_state_dtype(own_option(group, "state_dtype"))
-        for p in weights:
-            self.convert(group, p)
+        for change in [self._conversion(group, p) for p in weights]:
+            _replace(*change)
         all_weights = weights
         weights = [p for p in weights if not self._has_all(group, p)]
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
@@ -341,6 +344,9 @@ class StateStore:
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
+        _replace(*self._conversion(group, weight))
+
+    def _conversion(self, group: dict[str, Any], weight: Tensor) -> _Change:
         state, new = self.by_weight.get(weight, {}), {}
         gone = []
         for name, kind_now in self._kinds(group, weight).items():
@@ -357,9 +363,7 @@ class StateStore:
             else:
                 new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
                 gone.append(absmax_of(name))
-        state.update(new)
-        for name in gone:
-            del state[name]
+        return state, new, gone
 
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether options ask for float32 states, or a class always has them."""
@@ -451,6 +455,12 @@ class StateStore:
             yield p, name, _codes.spread_codes(p, tensor, kind)
         for (name, p), tensor in zip(product(names, weights), absmax, strict=True):
             yield p, absmax_of(name), _codes.spread_absmax(p, tensor, kind)
+
+
+def _replace(state: dict[str, Any], new: dict[str, Tensor], gone: list[str]) -> None:
+    state.update(new)
+    for name in gone:
+        del state[name]
 
 
 def _state_of(name: str) -> str:
