@@ -29,6 +29,7 @@ from low_rank import (
 from reference.codes import nearest, values
 from reference.galore import galore
 from reference.galore_adafactor import galore_adafactor
+from stepping import assert_same_contents, contents
 
 # ---- The formula ---------------------------------------------------------------------------------
 
@@ -271,6 +272,26 @@ def test_eps_of_the_8_bit_class_is_added_after_the_correction(fused):
     expected = by_reference(galore, groups(), range(6), more=after, **options)
     for found, weight in zip(run(optimizer, range(6)), expected, strict=True):
         torch.testing.assert_close(found.detach(), weight, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", "int4"), ("fp8", None)])
+def test_groups_that_ask_for_other_states_in_mid_run(before, after, fused):
+    """The next step converts moments, as loading a dictionary with this option does."""
+    found = []
+    for is_loaded in (True, False):
+        optimizer = optim.GaLoreAdamW(coded_groups(state_dtype=before), **OPTIONS, fused=fused)
+        run(optimizer, range(2))
+        changed = optimizer.state_dict() if is_loaded else optimizer
+        for group in changed["param_groups"] if is_loaded else changed.param_groups:
+            group["state_dtype"] = after
+        if is_loaded:
+            optimizer.load_state_dict(changed)
+        run(optimizer, range(2, 4))
+        found.append(contents(optimizer))
+    assert_same_contents(*found)
+    kind = optimizer.state[weights_of(optimizer)[0]]["exp_avg"].dtype
+    assert kind is (torch.float32 if after is None else torch.uint8)
 
 
 def test_positional_arguments_of_the_8_bit_class():

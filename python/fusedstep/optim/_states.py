@@ -347,15 +347,20 @@ class StateStore:
         _replace(*self._conversion(group, weight))
 
     def _conversion(self, group: dict[str, Any], weight: Tensor) -> _Change:
-        state, new = self.by_weight.get(weight, {}), {}
-        gone = []
+        state, new, gone = self.by_weight.get(weight, {}), {}, []
+        may_differ = isinstance(own_option(group, "state_dtype"), str)
+        if not (may_differ or any(map(is_codes, state.values()))):
+            return state, new, gone
         for name, kind_now in self._kinds(group, weight).items():
             like = self._like(group, weight, name)
             kind = self._asked_kind(group, weight, name)
             if name not in state or kind_now == kind:
                 continue
-            codes = is_codes(state[name])
-            numbers = self._decode(name, like, state) if codes else state[name]
+            value, codes = state[name], is_codes(state[name])
+            fits = _codes.are_codes_of(value, state.get(absmax_of(name)), like)
+            if not (fits if codes else value.shape == like.shape):
+                continue  # an error will say so
+            numbers = self._decode(name, like, state) if codes else value
             if kind is not None:
                 found, absmax = self._encode(name, kind, {name: numbers})
                 new[name] = _codes.spread_codes(like, found, kind)
