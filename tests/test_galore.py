@@ -12,6 +12,7 @@ from fusedstep.optim._projection import LEFT, RIGHT
 from fusedstep.optim._scratch import Scratch
 from low_rank import (
     OPTIONS,
+    SHAPES,
     allocated,
     as_params,
     assert_same,

@@ -19,6 +19,7 @@ from low_rank import (
 )
 from reference.codes import nearest, values
 from reference.galore import galore
+from stepping import assert_same_contents, contents
 
 # ---- States in codes -----------------------------------------------------------------------------
 
@@ -104,6 +105,26 @@ def test_codes_that_do_not_fit_are_refused(fused):
     dictionary["state"][0]["exp_avg_absmax"] = torch.zeros(3)
     with pytest.raises(ValueError, match="absmax of exp_avg of parameter 0 of group 0 has 3 numb"):
         optimizer.load_state_dict(dictionary)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("before", "after"), [(None, "int8"), ("int8", "int4"), ("fp8", None)])
+def test_groups_that_ask_for_other_states_in_mid_run(before, after, fused):
+    """The next step converts moments, as loading a dictionary with this option does."""
+    found = []
+    for is_loaded in (True, False):
+        optimizer = optim.GaLoreAdamW(coded_groups(state_dtype=before), **OPTIONS, fused=fused)
+        run(optimizer, range(2))
+        changed = optimizer.state_dict() if is_loaded else optimizer
+        for group in changed["param_groups"] if is_loaded else changed.param_groups:
+            group["state_dtype"] = after
+        if is_loaded:
+            optimizer.load_state_dict(changed)
+        run(optimizer, range(2, 4))
+        found.append(contents(optimizer))
+    assert_same_contents(*found)
+    kind = optimizer.state[weights_of(optimizer)[0]]["exp_avg"].dtype
+    assert kind is (torch.float32 if after is None else torch.uint8)
 
 
 # ---- GaLoreAdamW8bit -----------------------------------------------------------------------------

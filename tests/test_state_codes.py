@@ -466,6 +466,30 @@ def test_float32_states_become_codes_and_back(case, dtype, kind):
     train(optimizer, params, [5])
 
 
+CHANGES = ((None, "int8"), ("int8", None), ("int8", "int4"), ("fp8", torch.float32))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("before", "after"), CHANGES, ids=str)
+@pytest.mark.parametrize("case", [c for c in PLAIN if c.states], ids=str)
+def test_a_group_that_asks_for_other_states(case, before, after, fused):
+    """The next step converts them, as loading a dictionary with this option does."""
+    params, optimizer = start(case, before, fused=fused)
+    others, other = start(case, before, fused=fused)
+    dictionary = other.state_dict()
+    dictionary["param_groups"][0]["state_dtype"] = after
+    other.load_state_dict(dictionary)
+    optimizer.param_groups[0]["state_dtype"] = after
+    for each, weights in ((optimizer, params), (other, others)):
+        train(each, weights, [4, 5])
+    assert_same_contents(contents(optimizer), contents(other))
+    now = contents(optimizer)
+    optimizer.param_groups[0]["state_dtype"] = "int9"
+    with pytest.raises(ValueError, match="state_dtype must be None"):
+        train(optimizer, params, [6])
+    assert_same_contents(contents(optimizer), now)
+
+
 @CODED
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_a_plain_dictionary_becomes_codes(case, kind):

@@ -179,6 +179,7 @@ def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
     file.seek(0)
     imported = getattr(optim, base)(params, state_dtype=kind)
     fusedstep.import_state_dict(imported, torch.load(file, weights_only=True))
-    codes = other.state[params[0]]["exp_avg"].codes
-    assert_same_bits(imported.state[params[0]]["exp_avg"], codes, "exp_avg")
+    found = imported.state[params[0]]["exp_avg"]
+    codes = other.state[params[0]]["exp_avg"].codes.view(found.shape)  # those of 4 bits are flat
+    assert_same_bits(found, codes, "exp_avg")
     assert_steps_as(other, params, places=(0, 2))  # the other has no whole number of blocks

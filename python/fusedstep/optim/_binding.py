@@ -116,6 +116,7 @@ class BindsGroups:
             has_masters=has_beside,
             had_sparse=sparse,
             draws=draws,
+            state_dtype=own_option(group, "state_dtype"),
         )
 
     def _made_plan(
@@ -169,6 +170,7 @@ class BindsGroups:
                 plan
                 and plan.names == self._store.names_of(group, weights[0])
                 and plan.seed == _weights.seed_of(group, weights[0])
+                and plan.state_dtype == own_option(group, "state_dtype")
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
                 and plan.bind(weights, grads, sparse, self._state_was_accessed)

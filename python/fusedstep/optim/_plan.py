@@ -44,6 +44,7 @@ class Plan:
         "names",
         "seed",
         "spread_of_sums",
+        "state_dtype",
         "weights",
     )
 
@@ -57,9 +58,14 @@ class Plan:
         has_masters: bool,
         had_sparse: bool,
         draws: tuple[int, list[int]] | None = None,
+        state_dtype: torch.dtype | str | None = None,
     ) -> None:
-        """``draws``: the seed and the places by which weights are rounded at random."""
+        """``draws``: the seed and the places by which weights are rounded at random.
+
+        ``state_dtype``: the option of the group that the states are for.
+        """
         self.names = names
+        self.state_dtype = state_dtype
         self.seed = draws[0] if draws else None
         self.weights = list(weights)
         self.device = weights[0].device

@@ -31,6 +31,9 @@ _ALWAYS_SAVED = frozenset(
 )
 
 
+_IMPORT = ". fusedstep.import_state_dict loads dictionaries of other optimizers"
+
+
 def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> None:
     """Raises what keeps a dictionary from being loaded, but for what torch checks itself."""
     saved_groups, states = dictionary.get("param_groups", ()), dictionary.get("state", {})
@@ -79,7 +82,7 @@ def check_state(
     check_is_state(name, state)
     if not state:
         return
-    check_names(optimizer, name, state, options, weight)
+    check_names(optimizer, name, state, options, weight, advice=_IMPORT)
     for number in () if weight.is_meta else _numbers(optimizer, options):
         check_count_of_steps(name, state[number], number)
     shapes = optimizer._state_shapes(options, weight)
@@ -110,6 +113,7 @@ def check_names(
     state: Mapping[str, Any],
     options: dict[str, Any],
     weight: Tensor,
+    advice: str = "",
 ) -> None:
     """Raises if the state of a weight lacks what it has whatever other options are."""
     needed = _needed(optimizer, options, optimizer._state_shapes(options, weight))
@@ -117,8 +121,7 @@ def check_names(
         likely = [cls for cls in classes if _is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
-            f"{type(optimizer).__name__}{_looks_like(likely)}. "
-            "fusedstep.import_state_dict loads dictionaries of other optimizers"
+            f"{type(optimizer).__name__}{_looks_like(likely)}{advice}"
         )
 
 

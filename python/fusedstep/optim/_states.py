@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim import _codes, _dtensor
+from fusedstep.optim._checks import check_state_dtype
 from fusedstep.optim._codes import absmax_of, is_codes
 from fusedstep.optim._options import own_option
 from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._weights import BESIDE, LOW, MASTER, has_master, start_beside, value_of, way_of
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+#: A state of a weight, what it is to have, and the names of what it has no more.
+_Change = tuple[dict[str, Any], dict[str, Tensor], list[str]]
 
 
 class StateStore:
@@ -170,7 +174,10 @@ class StateStore:
 
     @torch.no_grad()
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
-        """Gives a state to those weights that have none."""
+        """Gives a state to those weights that have none, and the codes that options ask for."""
+        check_state_dtype(own_option(group, "state_dtype"))
+        for change in [self._conversion(group, p) for p in weights]:
+            _replace(*change)
         all_weights = weights
         weights = [p for p in weights if not self._has_all(group, p)]
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
@@ -337,15 +344,23 @@ class StateStore:
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
         """Makes a state's numbers codes, or codes numbers, as the options of its group ask."""
-        state, new = self.by_weight.get(weight, {}), {}
-        gone = []
+        _replace(*self._conversion(group, weight))
+
+    def _conversion(self, group: dict[str, Any], weight: Tensor) -> _Change:
+        state, new, gone = self.by_weight.get(weight, {}), {}, []
+        may_differ = isinstance(own_option(group, "state_dtype"), str)
+        if not (may_differ or any(map(is_codes, state.values()))):
+            return state, new, gone
         for name, kind_now in self._kinds(group, weight).items():
             like = self._like(group, weight, name)
             kind = self._asked_kind(group, weight, name)
             if name not in state or kind_now == kind:
                 continue
-            codes = is_codes(state[name])
-            numbers = self._decode(name, like, state) if codes else state[name]
+            value, codes = state[name], is_codes(state[name])
+            fits = _codes.are_codes_of(value, state.get(absmax_of(name)), like)
+            if not (fits if codes else value.shape == like.shape):
+                continue  # an error will say so
+            numbers = self._decode(name, like, state) if codes else value
             if kind is not None:
                 found, absmax = self._encode(name, kind, {name: numbers})
                 new[name] = _codes.spread_codes(like, found, kind)
@@ -353,9 +368,7 @@ class StateStore:
             else:
                 new[name] = numbers if self._is_wide_by(group, weight) else numbers.to(weight.dtype)
                 gone.append(absmax_of(name))
-        state.update(new)
-        for name in gone:
-            del state[name]
+        return state, new, gone
 
     def _is_wide_by(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether options ask for float32 states, or a class always has them."""
@@ -447,6 +460,12 @@ class StateStore:
             yield p, name, _codes.spread_codes(p, tensor, kind)
         for (name, p), tensor in zip(product(names, weights), absmax, strict=True):
             yield p, absmax_of(name), _codes.spread_absmax(p, tensor, kind)
+
+
+def _replace(state: dict[str, Any], new: dict[str, Tensor], gone: list[str]) -> None:
+    state.update(new)
+    for name in gone:
+        del state[name]
 
 
 def _state_of(name: str) -> str:
