@@ -62,6 +62,11 @@ COMPOSED = (
         "galore, split", optim.GaLoreAdamW, _LOW_RANK | {"master_weights": "split"}, **_BFLOAT16
     ),
     Composite("galore_adafactor", optim.GaLoreAdafactor, _LOW_RANK),
+    Composite(
+        "galore_adafactor, both sides",
+        optim.GaLoreAdafactor,
+        _LOW_RANK | {"proj_type": "full", "beta1": 0.9},
+    ),
     Composite("apollo", optim.APOLLOAdamW, _LOW_RANK),
     Composite("apollo, mini", optim.APOLLOAdamW, _LOW_RANK | {"scale_type": "tensor"}),
     Composite("apollo, kahan", optim.APOLLOAdamW, _LOW_RANK | {"rounding": "kahan"}, **_BFLOAT16),

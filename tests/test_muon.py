@@ -1,6 +1,7 @@
 """Muon: its maths against float64, torch's class, and what it refuses."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -141,6 +142,16 @@ def test_coefficients_of_each_step():
     assert coefficients_of([0.5, 2, 1], 2) == [(0.5, 2, 1)] * 2
     assert coefficients_of("quintic", 2) == [QUINTIC] * 2
     assert len(set(coefficients_of("polar_express", 5))) == 5
+
+
+def test_arguments_and_defaults_are_torchs_in_its_order():
+    theirs, ours = (
+        inspect.signature(cls).parameters.values() for cls in (torch.optim.Muon, optim.Muon)
+    )
+    own = [each for each in ours if each.kind is not inspect.Parameter.KEYWORD_ONLY]
+    assert [(each.name, each.default) for each in own] == [
+        (each.name, each.default) for each in theirs
+    ]
 
 
 # The step

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -19,6 +20,9 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """Returns this process's part of a tensor, when it has arrived."""
+    kind = type(tensor)
+    if kind is Parameter or kind is Tensor:  # the usual ones at once: a step asks for all, often
+        return tensor
     if is_dtensor(tensor):
         tensor = tensor._local_tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")
