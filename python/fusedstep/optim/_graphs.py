@@ -11,10 +11,6 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-#: The first graph of each device, which is kept: the memory pool of all captures there lives as
-#: long. cuBLAS's memory for their streams is in it, which graphs use even if torch frees it.
-_FIRST: dict[torch.device, torch.cuda.CUDAGraph] = {}
-
 
 class Graphs:
     """Graphs by what their work is and where its operands are."""
@@ -41,22 +37,20 @@ class Graphs:
 
     def _captured(self, device: torch.device, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Captures a work, which does not run it. What cannot be captured is returned itself."""
-        # Works run one after another, so one stream serves them: cuBLAS has memory for each stream.
+        # One stream for all, which run one after another: cuBLAS keeps memory for each stream that
+        # its calls are captured on.
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
-        graph, first = torch.cuda.CUDAGraph(), _FIRST.get(device)
-        pool = None if first is None else first.pool()
+        graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.stream(self._streams[device]):
-                # Other threads may call CUDA meanwhile.
-                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                graph.capture_begin(capture_error_mode="thread_local")  # others may do as they like
                 try:
                     result = work()
                 finally:
                     graph.capture_end()
         except RuntimeError:  # for want of memory, or under a tool that allows none
             return work
-        _FIRST.setdefault(device, graph)
 
         def launch() -> Tensor:
             graph.replay()
