@@ -10,16 +10,12 @@ from step to step. So after a run of two or three Q is multiplied by X, and A co
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from fusedstep.optim import _graphs
-from fusedstep.optim._graphs import Graphs
 
 Step = tuple[float, float, float]
 
@@ -97,7 +93,6 @@ class Scratch:
     def __init__(self) -> None:
         self._buffers: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
         self._views: dict[tuple[str, torch.dtype, torch.device], dict[tuple[int, ...], Tensor]] = {}
-        self.graphs = Graphs()
 
     def take(
         self, use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -108,8 +103,7 @@ class Scratch:
         if shape not in views:
             count = math.prod(shape)
             if key not in self._buffers or self._buffers[key].numel() < count:
-                if self._buffers.pop(key, None) is not None:  # before the larger one is there
-                    self.graphs.clear()
+                self._buffers.pop(key, None)  # before the larger one is there
                 views.clear()
                 self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
             views[shape] = self._buffers[key][:count].view(shape)
@@ -175,13 +169,7 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
     if takes_gram_form(x.shape, x.dtype, len(steps)):
         form, names = _gram_form, [*names, "product", "other product"]
     squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
-    products = functools.partial(form, x, spare, squares, steps)
-    # Those of other dtypes depend on more settings, which a graph would not follow.
-    if x.dtype is not torch.bfloat16 or not _graphs.are_taken(x.device):
-        return products()
-    settings = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    places = [each.data_ptr() for each in (x, spare, *squares)]
-    return scratch.graphs.run((x.shape, *steps, settings, *places), x.device, products)
+    return form(x, spare, squares, steps)
 
 
 #: NorMuon's eps: added to roots and norms that are divided by.
