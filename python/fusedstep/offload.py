@@ -99,6 +99,13 @@ def offload(
     return OffloadedOptimizer(optimizer, bucket_cap_mb, accumulation_steps, overlap, norm)
 
 
+def _threads_of_a_step() -> int:
+    """One less than torch's: the thread that feeds the device needs a core, and threads of a step
+    that must share one with it let all others of the step wait.
+    """
+    return max(torch.get_num_threads() - 1, 1)
+
+
 def _check_weights(optimizer: FusedOptimizer) -> None:
     devices = set()
     for index, group in enumerate(optimizer.param_groups):
@@ -206,7 +213,7 @@ class OffloadedOptimizer(Optimizer):
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
         self._last_arrived: Callable[[], None] = lambda: None
-        self._threads = torch.get_num_threads()
+        self._threads = _threads_of_a_step()
         super().__init__(groups, optimizer.defaults)
         if saved is not None:
             self.load_state_dict(saved)
@@ -331,7 +338,7 @@ class OffloadedOptimizer(Optimizer):
                 "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
                 "offload() overlap=False, or max_previous_norm"
             )
-        loss, self._threads = None, torch.get_num_threads()
+        loss, self._threads = None, _threads_of_a_step()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
