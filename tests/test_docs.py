@@ -202,6 +202,21 @@ def test_ratios_of_wrapped_and_read_steps_are_those_measured():
     assert max(*wrapped, *read) <= 1.3
 
 
+def test_times_of_the_tests_are_those_measured():
+    """Of CONTRIBUTING.md, on two cores."""
+    found = results("intel-emerald-rapids-2-cores/test_time.json")
+    page = (ROOT / "CONTRIBUTING.md").read_text().replace("\n", " ")
+    seconds = {part["part"]: part["seconds"] for part in found["parts"]}
+    for part, its in seconds.items():
+        assert f"| {part} | {its} | " in page
+    laws = next(part["tests"] for part in found["parts"] if part["part"] == "Python")
+    cores = 2000 / int(laws.split(" passed")[0])
+    others = found["seconds"] - seconds["Python"]
+    assert f"They are {found['seconds'] / 60:.1f} minutes" in page
+    assert f"they take {seconds['Python'] * cores:.0f} ms of a core each" in page
+    assert f"as they are, {others} s, 15 minutes leave {(900 - others) * cores:.0f} ms" in page
+
+
 def test_times_beside_another_commit_are_those_measured():
     """Tables of bench/README.md."""
     page = (ROOT / "bench" / "README.md").read_text()
