@@ -1,7 +1,8 @@
 """Has every allocation of a step fail in turn; a program for test_out_of_memory.py.
 
-It runs with a library preloaded by which allocations can be made to fail. Takes that library's path
-and the file for what it finds: a list for each optimizer and scenario.
+It runs with a library preloaded by which allocations can be made to fail. Takes that library's
+path, the number of a part of the subjects, and the file for what it finds: a list for each
+optimizer and scenario.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ MOST = 1000
 
 NEW, TENSORS, LIMIT = 0, 1, 2
 """The library's own allocations, those of torch's tensors, and a limit of what these hold."""
+
+PARTS = 4
+"""Processes, so that several CPUs share them. Each takes six seconds to begin."""
 
 LIMITS = 12
 """Limits that are tried, from none to all that a step needs."""
@@ -103,6 +107,11 @@ UNFUSED = (
 )
 
 
+@functools.cache
+def sparse_gradients(shapes: tuple, dtype: torch.dtype, step: int) -> list[torch.Tensor]:
+    return [grad.to_sparse(1).coalesce() for grad in make_gradients(shapes, dtype, step)]
+
+
 class Subject:
     """An optimizer before the step that is to fail."""
 
@@ -123,10 +132,12 @@ class Subject:
         self.set_grads(steps)
 
     def set_grads(self, step: int) -> None:
-        grads = make_gradients(self.shapes, self.dtype, step)
+        is_sparse = isinstance(self.case, Composite) and self.case.sparse
+        make = sparse_gradients if is_sparse else make_gradients
+        grads = make(self.shapes, self.dtype, step)
         for p, grad in zip(self.params, grads, strict=True):
-            if isinstance(self.case, Composite) and self.case.sparse:
-                p.grad = grad.to_sparse(1).coalesce()
+            if is_sparse:
+                p.grad = grad.clone()
             elif p.grad is None or p.grad.is_sparse:
                 p.grad = grad
             else:
@@ -274,6 +285,10 @@ def subjects() -> list[tuple[Case | Composite, str, Scenario]]:
     return rows + [(case, "beside others", beside) for case in COMPOSED if case.name in names]
 
 
+def part_of_subjects(part: int) -> list[tuple[Case | Composite, str, Scenario]]:
+    return subjects()[part::PARTS]
+
+
 def differing(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> list[str]:
     both = a.keys() & b.keys()
     return sorted(
@@ -351,7 +366,7 @@ def tried(
     return {"tried": MOST, "partial": partial, "faults": [*faults, "there is no end of it"]}
 
 
-def main(path: str, results: str) -> None:
+def main(path: str, part: str, results: str) -> None:
     library = ctypes.CDLL(path)
     library.limit_tensors.argtypes, library.most_held.restype = [ctypes.c_long], ctypes.c_long
     torch.set_num_threads(2)
@@ -361,7 +376,7 @@ def main(path: str, results: str) -> None:
         f"{case.name}: {name}": {
             str(kind): tried(library, case, scenario, kind) for kind in scenario.kinds
         }
-        for case, name, scenario in subjects()
+        for case, name, scenario in part_of_subjects(int(part))
     }
     Path(results).write_text(json.dumps(found))
 

@@ -1,10 +1,13 @@
 """The benchmark's comparison with another commit."""
 
+import json
 import subprocess
 
 import pytest
+import torch
 
 import compare
+from probes import against
 
 
 def rounds(*times):
@@ -120,3 +123,58 @@ def test_ref_is_built_as_the_working_tree_is(tmp_path, monkeypatch):
     cache.write_text("\n".join(lines))
     monkeypatch.setattr(compare, "ROOT", tmp_path)
     assert compare._kept_options() == ["-DCMAKE_CXX_COMPILER=/usr/bin/g++"]
+
+
+# A tree whose harness is another one
+
+
+def test_the_probe_compares_within_a_round():
+    """Rounds of a machine that gets twice as slow, and then slower by a tenth in one tree."""
+    found = against.compared(
+        [
+            ({"Adam/matrix": 1.0}, {"Adam/matrix": 0.5}),
+            ({"Adam/matrix": 2.0}, {"Adam/matrix": 1.0}),
+            ({"Adam/matrix": 2.0}, {"Adam/matrix": 1.1}),
+        ]
+    )
+    assert found == {
+        "Adam/matrix": {
+            "reference": 2.0,
+            "now": 1.0,
+            "ratio": 0.5,
+            "least": 0.5,
+            "most": pytest.approx(0.55),
+        }
+    }
+
+
+def test_the_table_of_the_probe():
+    def row(now, ratio):
+        return {"reference": 1.0, "now": now, "ratio": ratio, "least": ratio, "most": ratio}
+
+    rows = {"Adam/matrix": row(0.04463, 0.5), "Lamb/matrix": row(12.34, 1.104)}
+    assert against.table({"ms": rows}) == (
+        "| | Adam | Lamb |\n| --- | ---: | ---: |\n| [1024, 1024] | 0.0446 (0.50) | 12.3 (1.10) |\n"
+    )
+
+
+def test_the_probe_times_the_classes_of_the_tree_that_python_finds(capsys):
+    against.measure(["matrix"], 0)
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert list(line["times"]) == [f"{name}/matrix" for name in against.CLASSES]
+    assert all(ms > 0 for ms in line["times"].values())
+    assert line["threads"] == torch.get_num_threads()
+
+
+def test_the_probe_renews_gradients(monkeypatch):
+    monkeypatch.setattr(against, "RENEWED", 2)
+    param, gradient, seen = torch.nn.Parameter(torch.ones(())), torch.tensor(0.5), []
+
+    class Optimizer:
+        def step(self):
+            seen.append(param.grad.item())
+            param.grad.zero_()
+
+    assert against.milliseconds(Optimizer(), [param], [gradient], 0) > 0
+    assert len(seen) == against.WARM_UP + against.FEWEST
+    assert seen == [0.5, 0, 0, 0, 0.5, 0, 0.5, 0]

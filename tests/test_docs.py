@@ -8,6 +8,7 @@ import pytest
 
 from fusedstep import optim
 from pages import INTEGRATIONS, PAGES, ROOT, blocks
+from probes import against
 
 
 def named(pages):
@@ -185,6 +186,42 @@ def test_limit_of_the_step_in_training_is_that_measured():
         f"torch's is {aim:.3f} ms, {limit / aim:.3f} of it",
     ):
         assert told in page, told
+
+
+def test_ratios_of_wrapped_and_read_steps_are_those_measured():
+    """Figures of docs/integrations.md, and what they may be at most."""
+    machine = ROOT / "bench" / "results" / "amd-zen4-2-cores"
+    wrapped, read = (
+        [each["ratio"] for each in json.loads((machine / name).read_text())["us"].values()]
+        for name in ("through_accelerate.json", "read_states.json")
+    )
+    page = (ROOT / "docs" / "integrations.md").read_text()
+    told = f"{max(wrapped):.3g} times the direct step, with each of {len(wrapped)} classes"
+    assert told in page
+    assert f"{min(read):.2f} to {max(read):.2f} times, once nobody holds" in page
+    assert max(*wrapped, *read) <= 1.3
+
+
+def test_times_of_the_tests_are_those_measured():
+    """Of CONTRIBUTING.md, on two cores."""
+    found = results("intel-emerald-rapids-2-cores/test_time.json")
+    page = (ROOT / "CONTRIBUTING.md").read_text().replace("\n", " ")
+    seconds = {part["part"]: part["seconds"] for part in found["parts"]}
+    for part, its in seconds.items():
+        assert f"| {part} | {its} | " in page
+    laws = next(part["tests"] for part in found["parts"] if part["part"] == "Python")
+    cores = 2000 / int(laws.split(" passed")[0])
+    others = found["seconds"] - seconds["Python"]
+    assert f"They are {found['seconds'] / 60:.1f} minutes" in page
+    assert f"they take {seconds['Python'] * cores:.0f} ms of a core each" in page
+    assert f"as they are, {others} s, 15 minutes leave {(900 - others) * cores:.0f} ms" in page
+
+
+def test_times_beside_another_commit_are_those_measured():
+    """Tables of bench/README.md."""
+    page = (ROOT / "bench" / "README.md").read_text()
+    for file in (ROOT / "bench" / "results").glob("*/against.json"):
+        assert against.table(json.loads(file.read_text())) in page, file
 
 
 def test_times_of_small_calls_are_those_measured():

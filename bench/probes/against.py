@@ -1,0 +1,160 @@
+#!/usr/bin/env python3
+"""Time steps of this tree against those of another commit by the classes that both have.
+
+    against.py REFERENCE OUT.json       REFERENCE: a checkout of the other commit, built
+
+`./run.sh bench compare` gives the other commit's library to the harness of this tree, which an old
+one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. Each
+round has a process for each tree, in alternating order, with its own PYTHONPATH. A time is the
+median step of a process, a ratio that of one round, this tree's time over that of REFERENCE.
+
+Prints the table of bench/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from environment import ROOT, environments
+from processes import events_of
+from shapes import ALL
+from tables import rounded, write_table
+
+CLASSES = ("Adam", "AdamW", "Adan", "Adagrad", "Lamb")
+LISTS = ("matrix", "small", "resnet50", "gpt2")
+
+WARM_UP, FEWEST = 3, 5
+"""Steps before those that are timed, and how many these are at least."""
+
+RENEWED = 500
+"""Steps with the same gradients, at most: means of differences decay to denormal numbers."""
+
+Times = dict[str, float]
+"""Milliseconds of a step, by row."""
+
+
+def measure(lists: list[str], seconds: float) -> None:
+    """Prints the times of the tree that Python finds, one line of JSON a list."""
+    import torch
+
+    from fusedstep import optim
+
+    shapes = {each.name: each.shapes for each in ALL}
+    for name in lists:
+        params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes[name]]
+        gradients = [torch.randn_like(param) for param in params]
+        times = {}
+        for cls in CLASSES:
+            optimizer = getattr(optim, cls)(params, lr=1e-4, fused=True)
+            times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, seconds)
+        print(json.dumps({"times": times, "threads": torch.get_num_threads()}), flush=True)
+
+
+def milliseconds(optimizer, params, gradients, seconds: float) -> float:
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = gradient.clone()
+    for _ in range(WARM_UP):
+        optimizer.step()
+    found: list[float] = []
+    until = time.monotonic() + seconds
+    while len(found) < FEWEST or time.monotonic() < until:
+        if len(found) % RENEWED == RENEWED - 1:
+            for param, gradient in zip(params, gradients, strict=True):
+                param.grad.copy_(gradient)
+        began = time.perf_counter()
+        optimizer.step()
+        found.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(found)
+
+
+def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, int]:
+    """The times of one process over a tree, and its number of threads."""
+    envs, _ = environments(["glibc"], tree)
+    command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
+    found = list(events_of([*command, "--lists", *asked.lists], envs["glibc"]))
+    return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["threads"]
+
+
+def compared(rounds: list[tuple[Times, Times]]) -> dict[str, dict[str, float]]:
+    """By row: the medians of both trees, and of the ratios with the least and the largest."""
+    found = {}
+    for row in rounds[0][0]:
+        before, now = zip(*((ref[row], ours[row]) for ref, ours in rounds), strict=True)
+        ratios = sorted(new / old for old, new in zip(before, now, strict=True))
+        found[row] = {
+            "reference": statistics.median(before),
+            "now": statistics.median(now),
+            "ratio": statistics.median(ratios),
+            "least": ratios[0],
+            "most": ratios[-1],
+        }
+    return found
+
+
+def table(results: dict[str, Any]) -> str:
+    """Milliseconds of this tree, and in brackets its times over those of the reference."""
+    rows, titles = results["ms"], {each.name: each.title for each in ALL}
+    names = dict.fromkeys(row.partition("/")[0] for row in rows)
+    lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    for name in dict.fromkeys(row.partition("/")[2] for row in rows):
+        cells = [rows[f"{cls}/{name}"] for cls in names]
+        told = " | ".join(f"{each['now']:.3g} ({each['ratio']:.2f})" for each in cells)
+        lines.append(f"| {titles[name]} | {told} |")
+    return "\n".join(lines) + "\n"
+
+
+def commit_of(tree: Path) -> str:
+    command = ["git", "-c", f"safe.directory={tree}", "-C", str(tree), "rev-parse", "HEAD"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout[:7]
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("reference", metavar="REFERENCE", nargs="?", type=Path)
+    add("output", metavar="OUT.json", nargs="?", type=Path)
+    add("--rounds", type=int, default=2, metavar="N", help="default: 2")
+    add("--seconds", type=float, default=0.4, help="for each row of a process; default: 0.4")
+    add("--lists", nargs="+", choices=LISTS, default=LISTS, metavar="LIST",
+        help=f"of {', '.join(LISTS)}; default: all")  # fmt: skip
+    add("--threads", type=int, help="default: one for each core of a socket")
+    add("--measure", action="store_true", help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if not asked.measure and asked.output is None:
+        parser.error("REFERENCE and OUT.json are needed")
+    return asked
+
+
+def main() -> None:
+    asked = parse_arguments()
+    if asked.measure:
+        measure(asked.lists, asked.seconds)
+        return
+    if asked.threads:
+        os.environ["OMP_NUM_THREADS"] = str(asked.threads)
+    reference = asked.reference.resolve()
+    trees, rounds = {"reference": reference, "now": ROOT}, []
+    for number in range(asked.rounds):
+        order = sorted(trees, reverse=number % 2 == 0)
+        found = {name: times_of(trees[name], asked) for name in order}
+        (before, _), (now, threads) = found["reference"], found["now"]
+        rounds.append((before, now))
+    about = {"reference": commit_of(reference), "threads": threads, "rounds": asked.rounds}
+    results = rounded(about | {"ms": compared(rounds)})
+    write_table(asked.output, results)
+    print(table(results), end="")
+
+
+if __name__ == "__main__":
+    main()
