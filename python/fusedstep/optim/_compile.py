@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedstep import _ops
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._options import own_option
 from fusedstep.optim._registry import by_name
 from fusedstep.optim._support import why_not_readable
 from fusedstep.optim._weights import way_of
@@ -35,6 +36,7 @@ def trace_update(optimizer: Optimizer) -> bool:
     for index, group in enumerate(optimizer._groups):
         present = [i for i, p in enumerate(group["params"]) if p.grad is not None]
         weights = [group["params"][i] for i in present]
+        own_option(group, "state_dtype")  # another value makes another graph
         if not (optimizer._wants_native(group) and _make_ready(name, index, present, compiles)):
             return False
         if not (compiles or _can_be_listed([p.grad for p in weights])):
