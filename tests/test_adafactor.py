@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -252,6 +253,37 @@ def test_clipping_and_zeroing_are_those_of_torch():
         assert not any(weight.grad.any() for weight in weights)
     for mine, other in zip(weights, others, strict=True):
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"maximize": True}, {"beta1": 0.8}], ids=str)
+def test_clipped_gradients_are_multiplied_as_they_are_read(options):
+    """Those that torch operations take, beforehand: a gradient's memory may not hold its values."""
+    for is_negated in (False, True):
+        found, norm = [], None
+        for is_clipped in (True, False):
+            weights = make_weights(SHAPES, torch.float32)
+            grads = make_gradients(SHAPES, torch.float32, 0)
+            if is_negated:
+                grads[0] = torch.complex(grads[0], -grads[0]).conj().imag
+                assert grads[0].is_neg()
+            if not is_clipped:
+                grads = torch._foreach_mul(grads, 0.5 / (norm.item() + 1e-6))
+            for weight, grad in zip(weights, grads, strict=True):
+                weight.grad = grad
+            groups = [{"params": weights[:4]}, {"params": weights[4:], "weight_decay": 0.1}]
+            optimizer = optim.Adafactor(groups, **options)
+            with mock.patch("torch._foreach_mul", wraps=torch._foreach_mul) as copies:
+                if is_clipped:
+                    norm = optimizer.step(max_norm=0.5, zero_grad="none")
+                    assert copies.call_count == is_negated
+                else:
+                    optimizer.step()
+            found.append(weights)
+        for clipped, other in zip(*found, strict=True):
+            if is_negated:
+                torch.testing.assert_close(clipped, other)
+            else:
+                assert torch.equal(clipped, other)
 
 
 @case

@@ -64,6 +64,11 @@ def test_cleared_gradients():
     compare({}, zero_grad=True)
 
 
+@pytest.mark.parametrize("zero_grad", [False, True])
+def test_clipped_gradients(zero_grad):
+    compare({"beta1": 0.9}, max_norm=0.5, zero_grad=zero_grad)
+
+
 @pytest.mark.parametrize("gradient", GRADIENT_LAYOUTS)
 @pytest.mark.parametrize(
     "layout", [each for each in WEIGHT_LAYOUTS if 0 not in each.shape], ids=str

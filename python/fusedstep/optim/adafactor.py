@@ -248,6 +248,8 @@ class Adafactor(FusedOptimizer):
         super()._forget_plans()
         self._noted: list[_Noted] | None = None  # all of the last step
         self._noted_state: Snapshot | None = None
+        # Factors that native operations read gradients with, of groups by id() of their weights.
+        self._read_with: dict[int, float] = {}
 
     _noting: list[_Noted] | None = None  # those of the step under way, if it can be repeated
 
@@ -394,7 +396,7 @@ class Adafactor(FusedOptimizer):
                 call = self._call(group, weights, some, eps)
                 found = [local(grads[place]) for place in some]
                 put = functools.partial(self._put_part, group, call)
-                parts.append(NativeParts(call, found, numbers_at(group, step, eps), put))
+                parts.append(NativeParts(call, found, self._numbers_at(group, step, eps), put))
         return parts
 
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
@@ -411,13 +413,44 @@ class Adafactor(FusedOptimizer):
         widened = functools.partial(self._widened, group, weight, state)
         return Part(weight, widened, put, grad, moments, average, numbers)
 
+    def _fuses(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> tuple[bool, bool]:
+        """Returns whether native operations step weights of a group, and whether all of these."""
+        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
+        fuses = self._wants_native(group) and not is_seen
+        return fuses, fuses and _why_not_fused(weights, grads) is None
+
+    def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
+        """Multiplies gradients that torch operations take; native ones do so as they read."""
+        self._read_with = {}
+        if factors.on_host == 1:
+            return work
+        by_torch = {
+            id(item.group["params"])
+            for item in work
+            if not self._fuses(item.group, item.weights, item.grads)[1]
+        }
+        multiplied = []
+        for item in work:
+            key = id(item.group["params"])
+            if key in by_torch:
+                multiplied += super()._with_factor([item], factors)
+            else:
+                self._read_with[key] = factors.on_host
+                multiplied.append(item)
+        return multiplied
+
+    def _numbers_at(self, group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
+        numbers = numbers_at(group, step, eps)
+        numbers["grad_factor"] *= self._read_with.get(id(group["params"]), 1.0)
+        return numbers
+
     def _together(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> tuple[dict[tuple[float, float, torch.device], list[int]], list[int]]:
         """The places of weights that native operations step, by operation, and of the others."""
-        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
-        fuses = self._wants_native(group) and not is_seen
-        fuses_all = fuses and _why_not_fused(weights, grads) is None
+        fuses, fuses_all = self._fuses(group, weights, grads)
         together: dict[tuple[float, float, torch.device], list[int]] = {}
         alone = []
         for place, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
@@ -441,7 +474,8 @@ class Adafactor(FusedOptimizer):
             self._noting = None
         noted = _Noted(weights, _choices(group), [])
         for (count, eps, _), places in together.items():
-            found, numbers = [local(grads[i]) for i in places], numbers_at(group, count, eps)
+            found = [local(grads[i]) for i in places]
+            numbers = self._numbers_at(group, count, eps)
 
             def take(
                 places: list[int] = places,
