@@ -86,6 +86,8 @@ def remarks(results: Results) -> Iterator[str]:
         *sorted({row["dtype"] for row in results["rows"] if "dtype" in row}),
     )
     yield f"{', '.join(sizes)}."
+    if (backend := settings["compile_backend"]) != "inductor":
+        yield f"torch.compile by {backend}, which makes no kernels."
     if "device" in results:
         yield "Peak: of torch's allocator, handed out and reserved."
     else:

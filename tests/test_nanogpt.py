@@ -525,6 +525,9 @@ def test_a_matrix_has_all_eight_runs(here, data, capsys):
     assert "| efficient_attn | flash_attention | yes | " in page
     assert "`./run.sh nanogpt --preset cpu --optimizer fusedstep:AdamW`" in page
     assert "(nanogpt-iterations.svg)" in page
+    assert "- torch.compile by eager, which makes no kernels." in page
+    results["settings"]["compile_backend"] = "inductor"
+    assert not [line for line in nanogpt_report.remarks(results) if "torch.compile" in line]
     out = capsys.readouterr()
     assert "efficient_attn" in out.out
     assert re.search(r"efficient_attn/compiled: 100%.* 16/16 .*loss=\d", out.err)
@@ -568,6 +571,14 @@ def test_losses_for_the_plot_end_with_the_last_one():
         assert found[-1] == [count, count]
         assert all(n == loss for n, loss in found)
         assert len(found) == math.ceil(count / math.ceil(count / 50))
+
+
+def test_the_preset_of_a_cpu_compiles_without_a_compiler_unless_it_is_asked_for():
+    """Inductor's takes minutes."""
+    for words, backend in (([], "aot_eager"), (["--compile_backend=inductor"], "inductor")):
+        arguments = nanonano_matrix.parse(["--preset", "cpu", *words])
+        runs = nanonano_matrix.settings_of(arguments)
+        assert [run.compile_backend for run in runs] == [backend] * 8
 
 
 @pytest.mark.parametrize(

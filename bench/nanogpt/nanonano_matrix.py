@@ -42,6 +42,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "device": "cpu", "n_layer": 2, "n_head": 8, "n_embd": 256, "block_size": 256,
         "batch_size": 2, "gradient_accumulation_steps": 2, "max_iters": 20, "warmup_iters": 5,
         "log_interval": 1,
+        # inductor's C++ takes a minute of a core for each run, whatever the model's size.
+        "compile_backend": "aot_eager",
     },
 }  # fmt: skip
 
