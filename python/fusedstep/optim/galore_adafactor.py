@@ -146,6 +146,12 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     ) -> bool:
         return False  # no plan steps the moments of rows and columns
 
+    def _fuses(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> tuple[bool, bool]:
+        fuses = super()._fuses(group, weights, grads)
+        return (False, False) if self._is_projected(group) else fuses
+
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> None:
