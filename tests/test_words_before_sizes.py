@@ -1,4 +1,4 @@
-"""Law: the library reads in front of a tensor's sizes only what belongs to the tensor."""
+"""Law: the library reads around a tensor's sizes only what belongs to the tensor."""
 
 import ctypes
 
@@ -33,3 +33,18 @@ def test_the_address_of_the_storage_is_among_them(words):
     tensor = torch.ones(3)
     among = (ctypes.c_uint64 * words).from_address(tensor._cdata)
     assert tensor.untyped_storage()._cdata in among[1:]
+
+
+class NegativeBit(ctypes.Structure):
+    _fields_ = (("word", ctypes.c_ssize_t), ("mask", ctypes.c_uint64))
+
+
+def test_the_negative_bit_is_found(words):
+    library = ctypes.CDLL(str(library_path()))
+    bit = NegativeBit.in_dll(library, "_ZN9fusedstep3ops12negative_bitE")
+    assert bit.mask.bit_count() == 1
+    for tensor in (torch.ones(3), torch.ones(2, 3, dtype=torch.bfloat16)):
+        negated = torch._neg_view(tensor)
+        for each in (tensor, negated, torch._neg_view(negated)):
+            start = each._cdata + (words + bit.word) * WORD
+            assert (ctypes.c_uint64.from_address(start).value & bit.mask != 0) == each.is_neg()

@@ -89,22 +89,25 @@ bool holds_its_values(PyObject* object, const TensorView& tensor) {
   return Object(PyObject_CallMethodObjArgs(object, names.is_neg, nullptr)).get() == Py_False;
 }
 
-// Returns a view of a tensor; nothing if it is not dense, or if its dtype or device has no kernels. The
-// operator then raises the error.
-std::optional<TensorView> view(PyObject* object) {
+// Makes a view of a tensor; false if it is not dense, or if its dtype or device has no kernels. The operator
+// then raises the error. Writes the fields one by one: a view that is made elsewhere and copied is read in
+// vectors before its fields are in the cache, for which the processor waits.
+bool view(PyObject* object, TensorView& found) {
   DLTensor tensor{};  // NOLINT(bugprone-invalid-enum-default-initialization): torch fills it in
   if (exchange_api->dltensor_from_py_object_no_sync(object, &tensor) != 0) {
     PyErr_Clear();
-    return {};
+    return false;
   }
   const std::optional<DType> dtype = dtype_of(tensor.dtype);
   const std::optional<int> device = device_of(tensor.device);
-  if (!dtype || !device) return {};
+  if (!dtype || !device) return false;
   const auto dims = static_cast<size_t>(tensor.ndim);
-  char* data = static_cast<char*>(tensor.data) + tensor.byte_offset;
-  const TensorView found{data, *dtype, {tensor.shape, dims}, {tensor.strides, dims}, *device};
-  if (!holds_its_values(object, found)) return {};
-  return found;
+  found.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  found.dtype = *dtype;
+  found.sizes = {tensor.shape, dims};
+  found.strides = {tensor.strides, dims};
+  found.device = *device;
+  return holds_its_values(object, found);
 }
 
 // Prefetch distance, in tensors.
@@ -149,12 +152,9 @@ class Pair {
     grad_ = grad_shard_.get();
   }
 
-  // Views of both; nothing if the operator, or who calls it, has to look at them.
-  std::optional<std::pair<TensorView, TensorView>> views() const {
-    if (weight_ == nullptr || grad_ == nullptr) return {};
-    const std::optional<TensorView> weight = view(weight_), grad = weight ? view(grad_) : std::nullopt;
-    if (!grad) return {};
-    return std::pair{*weight, *grad};
+  // Makes views of both; false if the operator, or who calls it, has to look at them.
+  bool views(TensorView& weight, TensorView& grad) const {
+    return weight_ != nullptr && grad_ != nullptr && view(weight_, weight) && view(grad_, grad);
   }
   // The object by which one gets to the gradient's memory.
   PyObject* grad() const { return grad_; }
@@ -175,8 +175,8 @@ class Pair {
 // Compares a weight and its gradient with what is bound; false if the operator has to look at them.
 bool compare(Rebinding& bound, size_t i, PyObject* weight, PyObject* grad) {
   const Pair pair(weight, grad);
-  const auto views = pair.views();
-  return views && bound.compare(i, views->first, views->second, pair.grad());
+  TensorView of_weight{}, of_grad{};
+  return pair.views(of_weight, of_grad) && bound.compare(i, of_weight, of_grad, pair.grad());
 }
 
 // Binds weights and gradients that are not like the last ones; false if the operator has to.
@@ -189,10 +189,8 @@ bool bind_anew(int64_t plan, PyObject* weights, PyObject* grads) {
   of_grads.reserve(count);
   pairs.reserve(count);
   for (Py_ssize_t i = 0; i < count; ++i) {
-    const auto views = pairs.emplace_back(PyList_GetItem(weights, i), PyList_GetItem(grads, i)).views();
-    if (!views) return false;
-    of_weights.push_back(views->first);
-    of_grads.push_back(views->second);
+    const Pair& pair = pairs.emplace_back(PyList_GetItem(weights, i), PyList_GetItem(grads, i));
+    if (!pair.views(of_weights.emplace_back(), of_grads.emplace_back())) return false;
   }
   return fusedstep::ops::bind_plan(plan, of_weights, of_grads);
 }

@@ -22,6 +22,10 @@ double rounding(DType dtype) {
       return 0x1p-8;
     case DType::kHalf:
       return 0x1p-11;
+    case DType::kInt16:
+    case DType::kUInt8:
+    case DType::kFloat8:
+      break;  // a weight has none of these
   }
   return 0;
 }
