@@ -6,7 +6,8 @@
 `./run.sh bench compare` gives the other commit's library to the harness of this tree, which an old
 one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. Each
 round has a process for each tree, in alternating order, with its own PYTHONPATH. A time is the
-median step of a process, a ratio that of one round, this tree's time over that of REFERENCE.
+lower quartile of a process, since what disturbs a step only makes it longer; a ratio is that of one
+round, this tree's time over that of REFERENCE.
 
 Prints the table of bench/README.md.
 """
@@ -73,7 +74,7 @@ def milliseconds(optimizer, params, gradients, seconds: float) -> float:
         began = time.perf_counter()
         optimizer.step()
         found.append((time.perf_counter() - began) * 1e3)
-    return statistics.median(found)
+    return statistics.quantiles(found, n=4)[0]
 
 
 def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, int]:
