@@ -203,7 +203,7 @@ def test_ratios_of_wrapped_and_read_steps_are_those_measured():
 
 
 def test_times_of_the_tests_are_those_measured():
-    """Of CONTRIBUTING.md, on two cores."""
+    """CONTRIBUTING.md tells those of two cores."""
     found = results("intel-emerald-rapids-2-cores/test_time.json")
     page = (ROOT / "CONTRIBUTING.md").read_text().replace("\n", " ")
     seconds = {part["part"]: part["seconds"] for part in found["parts"]}

@@ -113,7 +113,7 @@ def test_weights_without_kernels_step_in_torchs_operations_unasked(case, name):
                 value = 2 - 3j if param.is_complex() else 2
                 param.grad = torch.full_like(param, value) * step
             optimizer.step()
-        # Of what has no values its shape.
+        # A meta tensor has no values: its shape is compared.
         return {
             name: torch.zeros_like(value, device="cpu") if value.is_meta else value
             for name, value in contents(optimizer).items()

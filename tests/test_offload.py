@@ -125,30 +125,29 @@ def test_clipping_by_the_norm_of_the_iteration_before(device):
     assert_same(found, [p.detach() for p in model.parameters()])
 
 
+def noted_at_steps(optimizer, look):
+    """A list that each step of a bucket adds what ``look()`` returns there to."""
+    found, step = [], optimizer._inner._update_bucket
+    optimizer._inner._update_bucket = lambda *args: found.append(look()) or step(*args)
+    return found
+
+
 def test_steps_are_taken_by_another_thread_during_the_backward_pass():
     model = Net()
     optimizer = fusedstep.offload(optim.AdamW(model.parameters()), bucket_cap_mb=0)
-    threads = []
-    step = optimizer._inner._update_bucket
-    optimizer._inner._update_bucket = lambda *args: (
-        threads.append(threading.current_thread()) or step(*args)
-    )
+    found = noted_at_steps(optimizer, threading.current_thread)
     gradients(model, batches(1)[0])
     assert all(p.grad is None for p in model.parameters())
     optimizer._finish()
-    assert len(threads) == 8
-    assert threading.current_thread() not in threads
+    assert len(found) == 8
+    assert threading.current_thread() not in found
 
 
 def test_steps_take_a_thread_less_than_torch():
     """The one that feeds the device. From the step on that follows a change of torch's number."""
     model = Net()
     optimizer = fusedstep.offload(optim.AdamW(model.parameters()), bucket_cap_mb=0)
-    found = []
-    step = optimizer._inner._update_bucket
-    optimizer._inner._update_bucket = lambda *args: (
-        found.append(torch.get_num_threads()) or step(*args)
-    )
+    found = noted_at_steps(optimizer, torch.get_num_threads)
     for count in (3, 4, 1):
         with threads(count):
             optimizer.step()

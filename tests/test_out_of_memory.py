@@ -20,7 +20,7 @@ SUBJECTS = {
 
 @pytest.fixture(scope="module")
 def results_of(tmp_path_factory, repository, subprocess_environment):
-    """What failing_memory.py finds for a part of the subjects, by optimizer and scenario."""
+    """Asks failing_memory.py about a part of the subjects, by optimizer and scenario."""
     library = repository / "build" / "release" / "tests" / "cpp" / "libfusedstep_preloaded.so"
     assert library.is_file(), "cmake --build --preset release --target fusedstep_preloaded"
 

@@ -36,11 +36,11 @@ SLOW = 100.0  # milliseconds: of what takes longer two steps are enough
 
 class Way(NamedTuple):
     dtype: torch.dtype
-    """Of weights and gradients."""
+    """The dtype of weights and gradients."""
     size: int
     """The bytes that a step moves for each element."""
     title: str
-    """What the page calls it."""
+    """The name on the page."""
     options: dict[str, Any]
     module: str = "fusedstep.optim"
     cls: str = "AdamW"

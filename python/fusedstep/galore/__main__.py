@@ -168,7 +168,7 @@ def _benchmark(given: argparse.Namespace) -> dict[str, Any]:
 def _tables(
     given: argparse.Namespace, shapes: list[tuple[int, int]], ranks: list[int]
 ) -> dict[str, Any]:
-    """What a benchmark fills: tables without times, or those of the file that it resumes.
+    """Makes what a benchmark fills: tables without times, or those of the file that it resumes.
 
     Raises:
         SystemExit: if that file is of another benchmark.

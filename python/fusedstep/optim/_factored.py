@@ -50,7 +50,7 @@ class Call:
 
     @functools.cached_property
     def counts_of_sums(self) -> tuple[list[int], list[int]]:
-        """How many sums each weight has along rows; along columns, and of the moments of rows."""
+        """The numbers of a weight's sums: along rows; along columns, and of the moments of rows."""
         values, rows, columns, _ = self.operands
         matrices = [v.shape[:-2].numel() if v.dim() > 1 else 0 for v in values]
         behind = [state.numel() + count for state, count in zip(columns, matrices, strict=True)]
