@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import nanogpt_report
 import nanonano_loop
@@ -389,6 +390,24 @@ def test_iterations_are_deterministic_as_the_settings_say(tiny, monkeypatch, wan
     train(dataclasses.replace(tiny, max_iters=2, deterministic=wanted))
     assert modes == [wanted] * 2
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_attention_by_math_keeps_the_dtype_of_its_inputs(tiny, monkeypatch):
+    """No product of the attention is float32 under autocast, as none is with the other kernels."""
+    dtypes, allowed = [], torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed
+    before = allowed()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.bmm.default:
+                dtypes.extend(arg.dtype for arg in args)
+            return function(*args, **kwargs or {})
+
+    with Products():
+        train(dataclasses.replace(tiny, attn_type="math", dtype="bfloat16", max_iters=1))
+    assert dtypes
+    assert set(dtypes) == {torch.bfloat16}
+    assert allowed() == before
 
 
 @pytest.mark.parametrize("interval", [0, 2])

@@ -114,16 +114,23 @@ def optimizer_of(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
 
 
 @contextlib.contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Has torch take deterministic kernels alone, and puts its mode back."""
+def kernels(deterministic: bool) -> Iterator[None]:
+    """Has torch take deterministic kernels alone if that is wanted, and puts its modes back.
+
+    The backend `math` computes in the dtype of its inputs, as all other ways do: torch has had it
+    compute 16 bits in float32 since 2.5, unless it is told.
+    """
     before = torch.are_deterministic_algorithms_enabled()
-    if wanted:  # cuBLAS reads this at its first product, and torch insists on it
+    narrow = torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed()
+    if deterministic:  # cuBLAS reads this at its first product, and torch insists on it
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(wanted)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp(narrow)
 
 
 @dataclasses.dataclass
@@ -179,7 +186,7 @@ class Run:
         self.meter.wait()
         self.meter.reset_peak()
         while self.iteration < settings.max_iters:
-            with deterministic(settings.deterministic):
+            with kernels(settings.deterministic):
                 self.losses.append(self._iterate(model))
             self.iteration += 1
             done = self.iteration == settings.max_iters
