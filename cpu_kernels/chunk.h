@@ -55,13 +55,14 @@ struct TreatedKernel {
   }
 
   // Over rows of `count` elements that lie side by side in every operand.
-  void run(RowAddresses where, int64_t rows, int64_t count) const {
+  void run(const RowAddresses& where, int64_t rows, int64_t count) const {
     if (treats()) {  // row by row, so that each meets its gradient in the cache
+      RowAddresses row = where;
       for (; rows > 1; --rows) {
-        run_treated(where, count);
-        where.go_to_next();
+        run_treated(row, count);
+        row.go_to_next();
       }
-      return run_treated(where, count);
+      return run_treated(row, count);
     }
     Span span = span_of(where, rows, count);
     span.grad_factor = treatment.factor;

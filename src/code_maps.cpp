@@ -47,6 +47,9 @@ class Segments {
 
 // A map of `decades` up to one, of which the lowest has 2^exponent levels, and each other twice as many as
 // the one below: the middles of equal parts. Besides there are zero and one. Returns the levels.
+//
+// The sum that finds a level is rounded to nearest, and would reach the level half a unit in its last place
+// early. `start` is less by as much, which leaves borders within 2 ulp of a share from those of bitsandbytes.
 std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) {
   Segments segments(map);
   std::vector<double> levels = {0};
@@ -56,7 +59,8 @@ std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) 
     const double first = scale * 0.1 + step / 2;
     const auto before = static_cast<double>(levels.size());
     const auto last = static_cast<int32_t>(levels.size()) + parts - 1;
-    segments.add((levels.back() + first) / 2, 1 / step, before + 0.5 - first / step, last);
+    const double early = std::ldexp(0.5, exponent - kMantissa);
+    segments.add((levels.back() + first) / 2, 1 / step, before + 0.5 - first / step - early, last);
     // The numbers from 2^exponent on count these levels.
     const int at = (kBias + exponent) % CodeMap::kSegments;
     map.value_slope[at] = static_cast<float>(scale * 0.9);

@@ -36,6 +36,34 @@ NOT_NEGATIVE = {
 }  # fmt: skip
 
 
+def bitsandbytes_map(signed: bool) -> Tensor:
+    """The values of the int8 map as bitsandbytes computes them, each step in float32."""
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2 ** (i + (not signed)) + 1, dtype=torch.float32)
+        middles = 10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)
+        values += middles.tolist() + ((-middles).tolist() if signed else [])
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def bitsandbytes_codes(shares: Tensor, signed: bool) -> Tensor:
+    """The codes of float32 shares in bitsandbytes' optimizers on a GPU.
+
+    A bisection ends at an even code. A share beyond the middle, in float32, between it and its
+    neighbour gets the neighbour's code. A code of another sign than the share moves by one.
+    """
+    of_code = bitsandbytes_map(signed)
+    at = torch.full(shares.shape, 127)
+    for step in (64, 32, 16, 8, 4, 2, 1):
+        at += torch.where(shares > of_code[at], step, -step)
+    above = shares > of_code[at]
+    neighbour = (at + torch.where(above, 1, -1)).clamp(min=0)
+    middle = (of_code[at] + of_code[neighbour]) * 0.5
+    code = torch.where(torch.where(above, shares > middle, shares < middle), neighbour, at)
+    wrong = (of_code[code].signbit() != shares.signbit()) & signed
+    return code + wrong * torch.where(shares > 0, 1, -1)
+
+
 def values(codes: Tensor, absmax: Tensor, kind: str, signed: bool, shape) -> Tensor:
     """The numbers that codes stand for, in float64."""
     of_code, block = MAPS[kind, signed]
