@@ -34,10 +34,10 @@ from small_gpt import SmallGPT
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import rounded, write_table
 
-VOCABULARY, LENGTH, BATCH = 50304, 256, 4
+LENGTH, BATCH = 256, 4
 SIZES = {
-    "354M": {"layers": 24, "width": 1024, "heads": 16},
-    "tiny": {"layers": 2, "width": 64, "heads": 2},
+    "354M": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50304},
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
 }
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -62,7 +62,7 @@ class Subject:
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         torch.manual_seed(0)
-        model = SmallGPT(**SIZES[size], vocabulary=VOCABULARY, length=LENGTH)
+        model = SmallGPT(**SIZES[size], length=LENGTH)
         cls = optim.AdamW if name == OURS else DeepSpeedCPUAdam
         config = {
             "train_micro_batch_size_per_gpu": BATCH,
@@ -144,10 +144,10 @@ def process(rank: int, folder: str, names: Sequence[str], asked: argparse.Namesp
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, meeting, rank=rank, world_size=asked.processes)
     subjects = [Subject(name, asked.size) for name in names]
-    last = None
+    last, shape = None, (BATCH, LENGTH + 1)
     for number in range(FIRST_ROUNDS + asked.rounds):
         generator = torch.Generator().manual_seed(number * asked.processes + rank)
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        tokens = torch.randint(SIZES[asked.size]["vocabulary"], shape, generator=generator)
         if number == FIRST_ROUNDS:
             for subject in subjects:
                 subject.times.clear()
