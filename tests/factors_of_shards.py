@@ -13,8 +13,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from codes_of_shards import WAYS, Training, assert_all_have, assert_same_state, like, spread
 from fusedstep import optim
+from fusedstep.optim._clip import _norm
 from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._factored import Part
+from fusedstep.optim._spread import norm2
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 from two_processes import folder_of_both
 
@@ -299,6 +301,25 @@ def clipping_takes_the_norm_of_all_parts(here):
                 assert_close(shard, param, 16, name)
 
 
+def clipping_sums_parts_natively(here):
+    """To the last digits of float64. torch's norm is taken of what no kernel is to read."""
+    for name, fused in itertools.product(("rows", "copies"), (None, False)):
+        cut = Cut(here, name)
+        params, shards = subjects(here, cut)
+        set_gradients(here, params, shards, cut, 0)
+        grads = [param.grad.double().flatten().tolist() for param in params]
+        exact = math.sqrt(math.fsum(value**2 for value in itertools.chain(*grads)))
+        optimizer = optim.Adafactor(shards, fused=fused)
+        with (
+            mock.patch("fusedstep.optim._clip.norm2", wraps=norm2) as of_parts,
+            mock.patch("fusedstep.optim._clip._norm", wraps=_norm) as of_wholes,
+        ):
+            found = optimizer.step(max_norm=0.5).item()
+        assert found == pytest.approx(exact, rel=1e-13), name
+        is_native = fused is None and here.device.type == "cpu"
+        assert (of_parts.called or of_wholes.called) != is_native, (name, fused)
+
+
 def whole(tensor):
     return tensor.full_tensor() if is_dtensor(tensor) else tensor
 
@@ -339,5 +360,6 @@ WORKS = (
     nothing_has_changed_where_one_process_lacks_a_gradient,
     other_gradients_are_refused_by_name,
     clipping_takes_the_norm_of_all_parts,
+    clipping_sums_parts_natively,
     states_are_saved_and_resharded,
 )

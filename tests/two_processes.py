@@ -426,7 +426,8 @@ def steps_with_norms_do_not_depend_on_who_has_which_part(here):
     mesh = init_device_mesh(here.device.type, (PROCESSES,))
     weights = make_weights([(40, 50)], torch.float32)
     builds = [functools.partial(optim.Lamb, variant=variant) for variant in lamb.VARIANTS]
-    for build in (*builds, optim.Adafactor):
+    clips = optim.Adafactor, {"max_norm": 0.5}
+    for build, arguments in (*((each, {}) for each in (*builds, optim.Adafactor)), clips):
         found = []
         for order in (0, 1), (1, 0):
 
@@ -439,7 +440,7 @@ def steps_with_norms_do_not_depend_on_who_has_which_part(here):
             for step in range(3):
                 (grad,) = make_gradients([(40, 50)], torch.float32, step)
                 weight.grad = part_of(grad)
-                optimizer.step()
+                optimizer.step(**arguments)
             parts = weight.detach().full_tensor().chunk(PROCESSES)
             found.append([parts[place] for place in order])
         for forth, back in zip(*found, strict=True):

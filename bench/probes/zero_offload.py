@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Time steps of DeepSpeed's ZeRO-3 with the optimizer on the CPU: its DeepSpeedCPUAdam, and ours.
+"""Time iterations of DeepSpeed's ZeRO-3 with the optimizer on the CPU: DeepSpeedCPUAdam, and ours.
 
     PYTHONPATH=bench:python python bench/probes/zero_offload.py [--processes N] [--json FILE.json]
 
-Both train a GPT of 354 million bfloat16 weights with float32 masters and moments in turns, on the
-same batches. The losses of both are compared. Prints medians of `engine.step()` and of a whole
-iteration in milliseconds. Needs deepspeed, and a compiler for its operator.
+Two engines train a GPT of 354 million bfloat16 weights with float32 masters and moments in turns,
+on the same batches; their losses are compared. New processes do so for each order in which the two
+are made, and for two engines of DeepSpeedCPUAdam: these differ by the order alone. Prints medians
+of each part of an iteration in milliseconds. Half of the iterations of an engine come after one of
+its own, half after one of the other's. Needs deepspeed, and a compiler for its operator.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,60 +32,108 @@ from fusedstep import optim
 from small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from tables import rounded, write_table
 
-VOCABULARY, LENGTH, BATCH = 50304, 256, 4
+LENGTH, BATCH = 256, 4
 SIZES = {
-    "354M": {"layers": 24, "width": 1024, "heads": 16},
-    "tiny": {"layers": 2, "width": 64, "heads": 2},
+    "354M": {"layers": 24, "width": 1024, "heads": 16, "vocabulary": 50304},
+    "tiny": {"layers": 2, "width": 64, "heads": 2, "vocabulary": 512},
 }
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
+THEIRS, OURS = "DeepSpeedCPUAdam", "fusedstep"
 
-def engine_of(name: str, size: str) -> Any:
-    import deepspeed
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
+#: Optimizers of the engines that are made in a process, in their order.
+MADE = {
+    "theirs-first": (THEIRS, OURS),
+    "ours-first": (OURS, THEIRS),
+    "theirs-twice": (THEIRS, THEIRS),
+}
 
-    torch.manual_seed(0)
-    model = SmallGPT(**SIZES[size], vocabulary=VOCABULARY, length=LENGTH)
-    cls = optim.AdamW if name == "fusedstep" else DeepSpeedCPUAdam
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "bf16": {"enabled": True},
-        "zero_optimization": {
-            "stage": 3,
-            "offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
-        },
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    optimizer = cls(model.parameters(), **OPTIONS)
-    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+#: Rounds before those that count: operators are compiled and states made in them.
+FIRST_ROUNDS = 2
 
 
-def synchronize() -> None:
+class Subject:
+    """An engine, and the parts that its last iterations took, in milliseconds."""
+
+    def __init__(self, name: str, size: str) -> None:
+        import deepspeed
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        torch.manual_seed(0)
+        model = SmallGPT(**SIZES[size], length=LENGTH)
+        cls = optim.AdamW if name == OURS else DeepSpeedCPUAdam
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "bf16": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "pin_memory": torch.cuda.is_available()},
+            },
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = cls(model.parameters(), **OPTIONS)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        self.engine = engine
+        self.times: dict[str, list[float]] = {}
+        self._in_optimizer = 0.0
+        # The only method of ZeRO that calls the optimizer, on the CPU and to its end.
+        self._call_optimizer, engine.optimizer._optimizer_step = (
+            engine.optimizer._optimizer_step,
+            self._timed_step,
+        )
+
+    def _timed_step(self, sub_group: int) -> None:
+        began = time.perf_counter()
+        self._call_optimizer(sub_group)
+        self._in_optimizer += time.perf_counter() - began
+
+    def train(self, tokens: torch.Tensor, other_before: bool) -> float:
+        """Takes an iteration; returns its loss.
+
+        The host's times of forward and backward are without the GPU's work that is left; that of
+        `passes` is with it, and with the other process's.
+        """
+        self._in_optimizer = 0.0
+        moments = [synchronized()]
+        scores = self.engine(tokens[:, :-1])
+        loss = F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        moments.append(time.perf_counter())
+        self.engine.backward(loss)
+        moments.append(time.perf_counter())
+        moments.append(synchronized())
+        self.engine.step()
+        moments.append(synchronized())
+        began, forward, backward, passes, ended = moments
+        for part, seconds in {
+            "forward, host": forward - began,
+            "backward, host": backward - forward,
+            "passes": passes - began,
+            "optimizer": self._in_optimizer,
+            "rest of step": ended - passes - self._in_optimizer,
+            "iteration": ended - began,
+            f"iteration after {'the other' if other_before else 'its own'}": ended - began,
+        }.items():
+            self.times.setdefault(part, []).append(seconds * 1e3)
+        return loss.item()
+
+    def medians(self) -> dict[str, float]:
+        return {part: statistics.median(each) for part, each in self.times.items()}
+
+
+def synchronized() -> float:
+    """The time at which all processes, and their GPUs, have come here."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def trained(engine: Any, tokens: torch.Tensor) -> tuple[float, float, float]:
-    """The loss of an iteration, and the milliseconds of its step and of all of it."""
-    synchronize()
     dist.barrier()
-    began = time.perf_counter()
-    scores = engine(tokens[:, :-1])
-    loss = F.cross_entropy(scores.flatten(0, 1).float(), tokens[:, 1:].flatten())
-    engine.backward(loss)
-    synchronize()
-    dist.barrier()
-    step = time.perf_counter()
-    engine.step()
-    synchronize()
-    ended = time.perf_counter()
-    return loss.item(), (ended - step) * 1e3, (ended - began) * 1e3
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
-def process(rank: int, folder: str, asked: argparse.Namespace) -> None:
+def process(rank: int, folder: str, names: Sequence[str], asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     has_gpu = torch.cuda.is_available()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked.processes)}
@@ -92,35 +143,31 @@ def process(rank: int, folder: str, asked: argparse.Namespace) -> None:
     meeting = f"file://{folder}/meeting"
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, meeting, rank=rank, world_size=asked.processes)
-    names = sorted(("DeepSpeedCPUAdam", "fusedstep"), reverse=asked.ours_first)
-    engines = {name: engine_of(name, asked.size) for name in names}
-    times: dict[str, list[tuple[float, float, float]]] = {name: [] for name in engines}
-    for number in range(asked.rounds + 2):
+    subjects = [Subject(name, asked.size) for name in names]
+    last, shape = None, (BATCH, LENGTH + 1)
+    for number in range(FIRST_ROUNDS + asked.rounds):
         generator = torch.Generator().manual_seed(number * asked.processes + rank)
-        tokens = torch.randint(VOCABULARY, (BATCH, LENGTH + 1), generator=generator)
+        tokens = torch.randint(SIZES[asked.size]["vocabulary"], shape, generator=generator)
+        if number == FIRST_ROUNDS:
+            for subject in subjects:
+                subject.times.clear()
         # An engine runs after the other one in one round, and after itself in the next.
-        for name in sorted(engines, reverse=number % 2 == 1):
-            times[name].append(trained(engines[name], tokens.to(engines[name].device)))
-    for one, other in zip(*times.values(), strict=True):
-        assert abs(one[0] - other[0]) < 0.02 * one[0], (one, other)
+        losses = []
+        for subject in subjects if number % 2 == 0 else subjects[::-1]:
+            tokens = tokens.to(subject.engine.device)
+            losses.append(subject.train(tokens, last is not subject))
+            last = subject
+        assert abs(losses[0] - losses[1]) < 0.02 * losses[0], losses
     if rank == 0:
-        results = {
+        engines = [
+            {"optimizer": name, "ms": subject.medians()}
+            for name, subject in zip(names, subjects, strict=True)
+        ]
+        about = {
             "device": torch.cuda.get_device_name() if has_gpu else "CPU",
-            "processes": asked.processes,
-            "threads of each process": asked.threads,
-            "made first": names[0],
-            "torch": torch.__version__,
-            "ms": {
-                name: {
-                    "step": statistics.median(each[1] for each in found[2:]),
-                    "iteration": statistics.median(each[2] for each in found[2:]),
-                }
-                for name, found in times.items()
-            },
+            "deepspeed": sys.modules["deepspeed"].__version__,
         }
-        print(json.dumps(results, indent=1), flush=True)
-        if asked.json:
-            write_table(asked.json, results)
+        Path(folder, "found.json").write_text(json.dumps([about, engines]), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 
@@ -129,13 +176,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=12, help="of each process")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--ours-first", action="store_true", help="of the engines that are made")
+    parser.add_argument("--rounds", type=int, default=12, help="an even number (default: 12)")
+    parser.add_argument(
+        "--made", nargs="+", choices=MADE, default=list(MADE), help="(default: all)"
+    )
     parser.add_argument("--size", choices=SIZES, default="354M")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(process, (folder, asked), nprocs=asked.processes)
+    if asked.rounds % 2:
+        parser.error("an engine runs after itself in one round of two: --rounds must be even")
+    results: dict[str, Any] = {
+        "processes": asked.processes,
+        "threads of each process": asked.threads,
+        "torch": torch.__version__,
+        "engines in the order they are made": {},
+    }
+    for made in asked.made:
+        with tempfile.TemporaryDirectory() as folder:
+            mp.spawn(process, (folder, MADE[made], asked), nprocs=asked.processes)
+            found = Path(folder, "found.json").read_text(encoding="utf-8")
+        about, engines = json.loads(found)
+        results |= about
+        results["engines in the order they are made"][made] = engines
+        print(made, json.dumps(rounded(engines), indent=1), flush=True)
+        if asked.json:
+            write_table(asked.json, results)
 
 
 if __name__ == "__main__":

@@ -3,11 +3,13 @@
 #include <span>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "fusedstep/isa.h"
 #include "src/core/reduction.h"
 #include "src/ops/direct.h"
 #include "src/ops/native_plan.h"
+#include "src/overlap.h"
 #include "src/session.h"
 
 namespace fusedstep::ops {
@@ -69,6 +71,23 @@ double plans_grad_norm(const std::vector<int64_t>& handles) {
   return std::sqrt(sum);
 }
 
+// The square of the norm of gradients on the CPU that no plan is for, summed as those of a plan are.
+double grads_norm2(const Tensors& grads) {
+  const std::vector<TensorView> found = views(grads, "gradient");
+  Plan plan(found.size(), 0);
+  for (size_t i = 0; i < found.size(); ++i) {
+    // No weight is read: it only has the gradient's layout, if a weight may have it.
+    TensorView weight = found[i];
+    std::vector<int64_t> strides;
+    if (overlaps_itself(weight.sizes, weight.strides)) {
+      strides = strides_in_order(weight.sizes);
+      weight.strides = strides;
+    }
+    plan.bind(i, {weight, found[i], {}});
+  }
+  return grad_norm2(plan, num_threads());
+}
+
 // Adds the square of the norm of a plan's gradients to a float64 number on its device.
 void plan_add_grad_norm2(int64_t plan, const Tensor& sum) {
   const std::shared_ptr<NativePlan> native = find_plan(plan);
@@ -104,6 +123,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_add_grad_norm2(int plan, Tensor(a!) sum) -> ()");
   m.def("plans_aliasing_grads(int[] plans) -> int[]");
   m.def("plans_grad_norm(int[] plans) -> float");
+  m.def("grads_norm2(Tensor[] grads) -> float");
   m.def("plan_delete(int plan) -> ()");
   m.def("plan_check_idle(int plan) -> ()");
   m.def("plan_isa(int plan) -> str");
@@ -116,6 +136,7 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {
   m.impl("plan_new", TORCH_BOX(&plan_new));
   m.impl("plan_bind", TORCH_BOX(&plan_bind));
+  m.impl("grads_norm2", TORCH_BOX(&grads_norm2));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {

@@ -5,12 +5,15 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedstep import _ops
 from fusedstep.optim._dtensor import local
 from fusedstep.optim._factors import PLAIN, Factors
+from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Work
 from fusedstep.optim._spread import SpreadWeights, norm2, place_of
 
@@ -117,7 +120,9 @@ def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
     """The squares of the 2-norms of gradients that are spread over processes, place by place."""
     found = []
     for place in spread.rows:
-        weights, handles, shards = [], [], []
+        weights, handles = [], []
+        plain: list[Tensor] = []
+        others: list[Tensor] = []
         for item in work:
             if item.plan:
                 if (item.plan.device, item.plan.spread_of_sums) == place:
@@ -127,16 +132,32 @@ def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
             for weight, grad in item.pairs():
                 if place_of(weight) == place:
                     weights.append(weight)
-                    shards.append(local(grad))
-        add = functools.partial(_add_norms2, handles, shards)
+                    shard = local(grad)
+                    (plain if _is_plain(shard, item.group) else others).append(shard)
+        add = functools.partial(_add_norms2, handles, plain, others)
         found.append(spread.sum(place, add, weights))
     return found
 
 
-def _add_norms2(handles: list[int], shards: list[Tensor], to: Tensor) -> None:
-    """Adds the squares of the 2-norms of plans' gradients, and of shards."""
-    for shard in shards:
+def _is_plain(grad: Tensor, group: dict[str, Any]) -> bool:
+    """Returns whether the library reads a gradient that has no plan, as it does a plan's."""
+    return (
+        type(grad) is Tensor
+        and grad.is_cpu
+        and grad.dtype in _ops.DTYPES
+        and grad.layout is torch.strided
+        and own_option(group, "fused") is not False
+        and not group.get("differentiable")
+        and not _ops.missing
+    )
+
+
+def _add_norms2(handles: list[int], plain: list[Tensor], others: list[Tensor], to: Tensor) -> None:
+    """Adds the squares of the norms of plans' gradients, and of shards, plain ones and others."""
+    for shard in others:
         to += norm2(shard)
+    if plain:
+        to += torch.ops.fusedstep.grads_norm2(plain)
     if handles and to.is_cpu:
         to += torch.ops.fusedstep.plans_grad_norm(handles) ** 2
     else:
@@ -146,14 +167,15 @@ def _add_norms2(handles: list[int], shards: list[Tensor], to: Tensor) -> None:
 
 def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     """The 2-norm of all gradients of a step."""
-    on_cpu, on_device, others = [], [], []
+    on_cpu, on_device = [], []
+    plain: list[Tensor] = []
+    others: list[Tensor] = []
     for item in work:
         if not item.plan:
-            others += [
-                local(grad.coalesce().values() if grad.is_sparse else grad)
-                for weight, grad in item.pairs()
-                if place_of(weight) is None
-            ]
+            for weight, grad in item.pairs():
+                if place_of(weight) is None:
+                    values = local(grad.coalesce().values() if grad.is_sparse else grad)
+                    (plain if _is_plain(values, item.group) else others).append(values)
         elif not item.plan.is_spread:
             (on_device if item.plan.is_on_device else on_cpu).append(item)
     norms = []
@@ -162,6 +184,8 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     if on_device:
         found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
         norms.append(found.sqrt().item())
+    if plain:
+        norms.append(math.sqrt(torch.ops.fusedstep.grads_norm2(plain)))
     if others:
         norms.append(_norm(others))
     norms += [found.sqrt().item() for found in _spread_norms2(work, spread)]
