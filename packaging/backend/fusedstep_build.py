@@ -104,6 +104,8 @@ def _copy(source, output, terminal):
                     doing = f"{found[1]} of {found[2]} compiled"
                 elif found := re.match("-- CUDA kernels are compiled for ([^,]+),", line):
                     gpus = found[1].split(";")
+                elif line.startswith("-- Install configuration"):
+                    doing = "all compiled"
                 elif line.startswith("-- Build files have been written"):
                     doing, cores = "compiling", len(os.sched_getaffinity(0))
                     minutes = max(1, round((_CPU + _GPU * len(gpus)) / 60 / cores))

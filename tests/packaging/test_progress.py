@@ -71,7 +71,7 @@ def on_a_terminal(*command):
 
 @pytest.mark.parametrize(
     ("last", "status", "end"),
-    [("touch two", 0, "2 of 2 compiled.*done"), ("cat nothing", 1, "1 of 2 compiled.*error")],
+    [("touch two", 0, "all compiled.*done"), ("cat nothing", 1, "1 of 2 compiled.*error")],
     ids=["built", "failed"],
 )
 def test_a_terminal_sees_progress(tmp_path, last, status, end):
