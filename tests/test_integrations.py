@@ -31,7 +31,8 @@ def test_no_framework_is_imported_before_it_is_registered(repository):
 
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_one_that_is_missing_is_named(name, monkeypatch):
-    monkeypatch.setitem(sys.modules, name, None)
+    for loaded in [name, *(each for each in sys.modules if each.startswith(f"{name}."))]:
+        monkeypatch.setitem(sys.modules, loaded, None)
     module = importlib.import_module(f"fusedstep.integrations.{name}")
     module.unregister()
     with pytest.raises(ModuleNotFoundError, match=name):

@@ -95,10 +95,16 @@ def test_without_a_terminal_the_output_is_scikit_build_cores(tmp_path, last):
 
 
 def test_a_terminal_that_shows_the_output_sees_no_progress(tmp_path):
-    """With -v, and where pip's own output goes elsewhere, as in ./run.sh wheel."""
+    """With -v, and where pip's own output goes elsewhere, as in ./run.sh wheel.
+
+    So it is for pip in the background.
+    """
     folder = project(tmp_path / "tiny")
     _, shown = on_a_terminal(*wheel(folder, "-v"))
     assert "[2/2]" in shown
+    assert "fusedstep: " not in shown
+    _, shown = on_a_terminal("sh", "-c", 'set -m; "$@" & wait', "sh", *wheel(folder))
+    assert "Successfully built" in shown
     assert "fusedstep: " not in shown
     redirected = 'exec "$@" >/dev/null'
     assert on_a_terminal("sh", "-c", redirected, "sh", *wheel(folder)) == (0, "")
