@@ -2,14 +2,16 @@
 
 import copy
 import importlib
+import os
 
 import pytest
 import torch
 
 import fusedstep
 import recipes
+import two_processes
 from cases import PLAIN
-from fusedstep import _ops, optim
+from fusedstep import _ops, integrations, optim
 from pages import run_section
 from small import (
     assert_native,
@@ -206,3 +208,82 @@ def test_the_page(accelerate):
 
 def test_the_recipe(accelerate, capsys):
     recipes.assert_trains(capsys, "hf_accelerate")
+
+
+def under_deepspeed(here, build, **config):
+    """The engine that Accelerate makes of a configuration, and its losses."""
+    import accelerate
+    from accelerate.utils import DeepSpeedPlugin
+
+    two = str(two_processes.PROCESSES)
+    os.environ |= {"RANK": str(here.rank), "LOCAL_RANK": str(here.rank), "WORLD_SIZE": two}
+    os.environ |= {"LOCAL_WORLD_SIZE": two, "ACCELERATE_USE_DEEPSPEED": "true"}
+    forget(accelerate)
+    plugin = DeepSpeedPlugin(hf_ds_config={"train_micro_batch_size_per_gpu": 8} | config)
+    accelerator = accelerate.Accelerator(deepspeed_plugin=plugin)
+    model = network()
+    engine, optimizer = accelerator.prepare(model, build(model.parameters()))
+    losses = []
+    for batch in batches(3):
+        loss = loss_of(engine, batch)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return engine, losses
+
+
+def a_configuration_of_deepspeed_selects_ours(here):
+    from accelerate.utils import DummyOptim
+
+    numbers = {"lr": 0.02, "weight_decay": 0.03}
+    others = {"betas": (0.8, 0.95), "eps": 1e-6}
+    zero = {"zero_optimization": {"stage": 1}}
+    for _ in range(2):
+        integrations.accelerate.register()
+    for cls in (optim.AdamW, optim.AdamW8bit):
+        params = dict.fromkeys(numbers, "auto") | others | {"betas": [0.8, 0.95]}
+        config = zero | {"optimizer": {"type": cls.__name__, "params": params}}
+        engine, losses = under_deepspeed(here, lambda p: DummyOptim(p, **numbers), **config)
+        assert type(engine.basic_optimizer) is cls
+        group = engine.basic_optimizer.param_groups[0]
+        assert {name: group[name] for name in numbers | others} == numbers | others
+        options = numbers | others
+        _, expected = under_deepspeed(here, lambda p, cls=cls, o=options: cls(p, **o), **zero)
+        assert losses == expected
+    for _ in range(2):
+        integrations.accelerate.unregister()
+    config["optimizer"]["type"] = "AdamW8bit"
+    with pytest.raises(AssertionError, match="AdamW8bit is not a supported"):
+        under_deepspeed(here, lambda p: DummyOptim(p, **numbers), **config)
+
+
+def ours_stays_where_deepspeed_offloads(here):
+    """And where DeepSpeed refuses it, that is an error, and no other optimizer."""
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    zero = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    flag = "zero_force_ds_cpu_optimizer"
+    integrations.accelerate.register()
+    engine, _ = under_deepspeed(here, optim.Lamb, **zero, **{flag: False})
+    assert type(engine.basic_optimizer) is optim.Lamb
+    with pytest.raises(ZeRORuntimeException, match=flag):
+        under_deepspeed(here, optim.AdamW, **zero)
+    integrations.accelerate.unregister()
+
+
+WORKS = (a_configuration_of_deepspeed_selects_ours, ours_stays_where_deepspeed_offloads)
+
+
+@pytest.fixture(scope="module")
+def failures():
+    need("deepspeed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # Accelerate takes a GPU where there is one
+        return two_processes.failures_by_name("gloo", WORKS)
+
+
+@pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
+def test_under_deepspeed(failures, name):
+    if name in failures:
+        pytest.fail(failures[name], pytrace=False)

@@ -168,9 +168,13 @@ def both_flags_are_needed(here):
 def registered_classes_are_taken_by_zero(here):
     """Elementwise classes are taken. LAMB is still refused, and all are once they are removed."""
     import deepspeed
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+    from deepspeed.runtime.zero.utils import (
+        ZERO_SUPPORTED_OPTIMIZERS,
+        is_zero_supported_optimizer,
+    )
 
     set_environment(here)
+    is_zero_supported_optimizer(None)  # DeepSpeed adds its Muon when it is asked first
     before = list(ZERO_SUPPORTED_OPTIMIZERS)
     config = configuration(1)
     del config["zero_allow_untested_optimizer"]
@@ -198,6 +202,55 @@ def registered_classes_are_taken_by_zero(here):
         start("AdamW")
 
 
+def the_configuration_selects_registered_classes(here):
+    """As they are when they are given, and DeepSpeed's again once they are removed."""
+    import deepspeed
+
+    set_environment(here)
+    offload = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+
+    def start(name, zero, **params):
+        config = configuration(**zero) | {"optimizer": {"type": name, "params": params}}
+        for flag in ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"):
+            del config[flag]
+        model = network()
+        engine, *_ = deepspeed.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )
+        return engine
+
+    numbers = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.03}
+    integrations.deepspeed.register()
+    for name, cls, more, zero in (
+        ("AdamW", optim.AdamW, {"torch_adam": True}, {"stage": 0}),
+        ("adamw", optim.AdamW, {"adam_w_mode": True}, offload),
+        ("Adam", optim.Adam, {"adam_w_mode": False}, {"stage": 1}),
+        ("AdamW8bit", optim.AdamW8bit, {}, offload),
+    ):
+        engine = start(name, zero, **numbers, **more)
+        assert type(engine.basic_optimizer) is cls
+        group = engine.basic_optimizer.param_groups[0]
+        assert {option: group[option] for option in numbers} == numbers
+        assert group["decoupled_weight_decay"] == (cls is not optim.Adam)
+        losses = train(engine, here.rank, torch.float32)
+        assert_native(engine.basic_optimizer)
+        model = network()
+        optimizer = cls(model.parameters(), **numbers)
+        engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=configuration(**zero)
+        )
+        assert losses == train(engine, here.rank, torch.float32)
+    assert start("adam", {"stage": 1}).basic_optimizer.param_groups[0]["decoupled_weight_decay"]
+    assert type(start("SGD", {"stage": 1}, lr=0.1).basic_optimizer) is optim.SGD
+    assert type(start("ASGD", {"stage": 0}).basic_optimizer) is optim.ASGD
+    with pytest.raises(ValueError, match="gradient_clipping"):
+        start("AdamW", {"stage": 0}, max_grad_norm=1.0)
+    integrations.deepspeed.unregister()
+    assert type(start("SGD", {"stage": 0}, lr=0.1).basic_optimizer) is torch.optim.SGD
+    with pytest.raises(AssertionError, match="AdamW8bit is not a supported"):
+        start("AdamW8bit", {"stage": 0})
+
+
 def the_page_is_right(here):
     set_environment(here)
     inputs, labels = batches(1, SIZE * PROCESSES)[0]
@@ -214,6 +267,7 @@ WORKS = (
     no_call_makes_a_plan_after_the_first_step,
     both_flags_are_needed,
     registered_classes_are_taken_by_zero,
+    the_configuration_selects_registered_classes,
     the_page_is_right,
 )
 

@@ -1,6 +1,8 @@
 """Lightning: Trainer, manual optimization and Fabric."""
 
 import importlib
+import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch
 import fusedstep
 import recipes
 from cases import PLAIN, WITH_NAMESAKE
-from fusedstep import optim
+from fusedstep import integrations, optim
 from pages import run_section
 from small import (
     assert_native,
@@ -213,6 +215,90 @@ def test_fabric_refuses_to_clip_with_fused_as_for_torchs_class(lightning):
     for cls in (optim.AdamW, torch.optim.AdamW):
         with pytest.raises(NotImplementedError, match="handling the unscaling"):
             train_in_fabric(lightning, (cls, {"fused": True}))
+
+
+@pytest.fixture
+def registered():
+    for _ in range(2):
+        integrations.lightning.register()
+    yield
+    for _ in range(2):
+        integrations.lightning.unregister()
+
+
+def command_line(lightning, folder, *words):
+    """A LightningCLI, made but not run."""
+    pytest.importorskip("jsonargparse")
+    cli = importlib.import_module("lightning.pytorch.cli")
+
+    class Module(Recorder, lightning.LightningModule):
+        def __init__(self):
+            super().__init__(None)
+
+    options = {"max_steps": 6, "accelerator": "cpu", "devices": 1, "logger": False}
+    quiet = ("enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options |= dict.fromkeys(quiet, False) | {"default_root_dir": folder}
+    with mock.patch.object(sys, "argv", ["train.py", *words]):
+        return cli.LightningCLI(
+            Module, save_config_callback=None, trainer_defaults=options, run=False
+        )
+
+
+def words_for(name, options):
+    return [
+        f"--optimizer={name}",
+        *(f"--optimizer.{option}={value}" for option, value in options.items()),
+    ]
+
+
+NUMBERS = {"lr": 0.02, "betas": [0.8, 0.95], "eps": 1e-6, "weight_decay": 0.03}
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("AdamW", optim.AdamW),
+        ("Lamb", optim.Lamb),
+        ("AdamW8bit", optim.AdamW8bit),
+        ("fusedstep.optim.AdamW", optim.AdamW),
+        ("torch.optim.AdamW", torch.optim.AdamW),
+    ],
+)
+def test_names_of_the_command_line(lightning, registered, tmp_path, name, cls):
+    cli = command_line(lightning, tmp_path, *words_for(name, NUMBERS))
+    optimizer = cli.model.configure_optimizers()
+    assert type(optimizer) is cls
+    group = optimizer.param_groups[0]
+    assert {option: group[option] for option in NUMBERS} == NUMBERS | {"betas": (0.8, 0.95)}
+
+
+def test_a_command_line_with_a_schedule_trains_as_with_torchs_class(
+    lightning, registered, tmp_path
+):
+    schedule = ["--lr_scheduler=StepLR", "--lr_scheduler.step_size=1"]
+    losses = []
+    for name in ("AdamW", "torch.optim.AdamW"):
+        cli = command_line(lightning, tmp_path, *words_for(name, NUMBERS), *schedule)
+        cli.trainer.fit(cli.model, data())
+        losses.append(cli.model.losses)
+    assert_same_losses(*losses)
+
+
+def test_other_names_of_the_command_line_are_as_before(lightning, registered, tmp_path):
+    """One that torch alone has, and the classes of a command line that offers some."""
+    cli = command_line(lightning, tmp_path, *words_for("LBFGS", {"lr": 0.5}))
+    assert type(cli.model.configure_optimizers()) is torch.optim.LBFGS
+    parser = importlib.import_module("lightning.pytorch.cli").LightningArgumentParser()
+    parser.add_optimizer_args((torch.optim.Adam, torch.optim.SGD), "optimizer")
+    assert parser.parse_args(["--optimizer=SGD"]).optimizer.class_path == "torch.optim.SGD"
+
+
+def test_without_registering_a_name_of_both_is_refused(lightning, registered, tmp_path, capsys):
+    """As the page says."""
+    integrations.lightning.unregister()
+    with pytest.raises(SystemExit):
+        command_line(lightning, tmp_path, *words_for("AdamW", {"lr": 0.1}))
+    assert "avoid ambiguity: torch.optim.AdamW, fusedstep.optim.AdamW" in capsys.readouterr().err
 
 
 def test_the_page(lightning):

@@ -4,9 +4,25 @@
 >>> integrations.timm.register()
 
 A framework is imported by ``register()``, not before. A second call changes nothing, and
-``unregister()`` undoes it. Lightning and Accelerate take any optimizer: they need no module.
+``unregister()`` undoes it.
 """
 
-from fusedstep.integrations import deepspeed, megatron, timm, torchtitan, transformers
+from fusedstep.integrations import (
+    accelerate,
+    deepspeed,
+    lightning,
+    megatron,
+    timm,
+    torchtitan,
+    transformers,
+)
 
-__all__ = ["deepspeed", "megatron", "timm", "torchtitan", "transformers"]
+__all__ = [
+    "accelerate",
+    "deepspeed",
+    "lightning",
+    "megatron",
+    "timm",
+    "torchtitan",
+    "transformers",
+]
