@@ -109,25 +109,25 @@ class Step {
   void run() { run_stages(threads_, stages_, *this); }
 
   void operator()(size_t stage, Pieces& pieces) const {
-    const std::span<const Work> works = works_of(part_);
-    const Wave& wave = waves_[stage / works.size()];
+    const std::span<const StageKind> kinds = stages_of(part_);
+    const Wave& wave = waves_[stage / kinds.size()];
     KnownLengths lengths;
     for (int64_t begin, end; pieces.next(begin, end);) {
       for (int64_t i = begin; i < end; ++i) {
-        switch (works[stage % works.size()]) {
-          case Work::kSums:
+        switch (kinds[stage % kinds.size()]) {
+          case StageKind::kSums:
             run_blocks<kSums>(wave.first_blocks + i, lengths);
             break;
-          case Work::kMatrices:
+          case StageKind::kMatrices:
             run_matrices(matrix_items_[wave.first_matrices + i]);
             break;
-          case Work::kNorms:
+          case StageKind::kNorms:
             run_blocks<kNorms>(wave.first_blocks + i, lengths);
             break;
-          case Work::kNormSums:
+          case StageKind::kNormSums:
             add_norms(matrix_items_[wave.first_matrices + i]);
             break;
-          case Work::kApply:
+          case StageKind::kApply:
             run_blocks<kApply>(wave.first_blocks + i, lengths);
         }
       }
@@ -153,12 +153,14 @@ class Step {
   }
 
   // The stages that a wave goes through.
-  enum class Work : uint8_t { kSums, kMatrices, kNorms, kNormSums, kApply };
-  static std::span<const Work> works_of(FactoredPart part) {
-    static constexpr Work kWhole[] = {Work::kSums, Work::kMatrices, Work::kNorms, Work::kApply},
-                          kOfSums[] = {Work::kSums, Work::kMatrices}, kOfRows[] = {Work::kMatrices},
-                          kOfNorms[] = {Work::kMatrices, Work::kNorms, Work::kNormSums},
-                          kOfApply[] = {Work::kMatrices, Work::kApply};
+  enum class StageKind : uint8_t { kSums, kMatrices, kNorms, kNormSums, kApply };
+  static std::span<const StageKind> stages_of(FactoredPart part) {
+    static constexpr StageKind kWhole[] = {StageKind::kSums, StageKind::kMatrices, StageKind::kNorms,
+                                           StageKind::kApply},
+                               kOfSums[] = {StageKind::kSums, StageKind::kMatrices},
+                               kOfRows[] = {StageKind::kMatrices},
+                               kOfNorms[] = {StageKind::kMatrices, StageKind::kNorms, StageKind::kNormSums},
+                               kOfApply[] = {StageKind::kMatrices, StageKind::kApply};
     switch (part) {
       case FactoredPart::kSums:
         return kOfSums;
@@ -200,11 +202,11 @@ class Step {
       elements += all;
     }
     for (const Wave& wave : waves_) {
-      for (const Work work : works_of(part_)) {
-        const bool is_of_matrices = work == Work::kMatrices || work == Work::kNormSums;
+      for (const StageKind kind : stages_of(part_)) {
+        const bool is_of_matrices = kind == StageKind::kMatrices || kind == StageKind::kNormSums;
         // The first one waits too: memory of the wave before is reused.
         stages_.push_back({is_of_matrices ? wave.cost_of_matrices : wave.cost_of_blocks, !stages_.empty(),
-                           work == Work::kNorms});
+                           kind == StageKind::kNorms});
       }
     }
   }

@@ -43,6 +43,8 @@ COMPOSITES = {
     optim.RowWiseAdagrad: "rowwise_adagrad",
     optim.SparseAdam: "sparse_adam",
 }
+#: Those of them that update the rows that a sparse gradient has.
+COMPOSITES_OF_ROWS = (optim.RowWiseAdagrad, optim.SparseAdam)
 
 
 def first_of_each(kind: Callable[[Case], Any], cases: Iterable[Case]) -> tuple[Case, ...]:

@@ -158,8 +158,16 @@ def test_the_table_of_the_probe():
     )
 
 
-def test_the_probe_times_the_classes_of_the_tree_that_python_finds(capsys):
-    against.measure(["matrix"], 0)
+@pytest.mark.parametrize("fused", [True, False])
+def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkeypatch, capsys):
+    def milliseconds(optimizer, params, gradients, seconds):
+        optimizers.append(optimizer)
+        return measured(optimizer, params, gradients, seconds)
+
+    measured, optimizers = against.milliseconds, []
+    monkeypatch.setattr(against, "milliseconds", milliseconds)
+    against.measure(["matrix"], 0, fused)
+    assert all(each.param_groups[0]["fused"] is fused for each in optimizers)
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())
     assert list(line["times"]) == [f"{name}/matrix" for name in against.CLASSES]
     assert all(ms > 0 for ms in line["times"].values())

@@ -120,6 +120,10 @@ def test_weights_without_kernels_step_in_torchs_operations_unasked(case, name):
         }
 
     assert_same_contents(stepped(), stepped(fused=False))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_weights_on_the_meta_device_are_refused_at_a_step(case):
     """Not before: models are built there, and then given memory by `to_empty`."""
     optimizer = case.build([torch.zeros(2), torch.zeros(3, device="meta")], fused=True)
     weight, empty = optimizer.param_groups[0]["params"]

@@ -7,8 +7,7 @@ import sys
 import pytest
 import torch
 
-from cases import KINDS, PLAIN
-from fusedstep import optim
+from cases import COMPOSITES_OF_ROWS, KINDS, PLAIN
 from layouts import Layout
 from stepping import make_gradients, make_weights
 
@@ -59,7 +58,9 @@ def test_a_step_allocates_nothing_of_weight_size(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "cls", [optim.Adagrad, optim.RowWiseAdagrad, optim.SparseAdam], ids=lambda cls: cls.__name__
+    "cls",
+    [*(case.optimizer for case in PLAIN if case.sparse), *COMPOSITES_OF_ROWS],
+    ids=lambda cls: cls.__name__,
 )
 def test_a_sparse_step_in_torch_operations_allocates_for_its_rows(cls, tmp_path):
     """It keeps what it may have to undo, of rows that have entries alone."""
@@ -104,7 +105,7 @@ def test_the_count_sees_what_the_imperative_twin_allocates(case, tmp_path):
 PEAK_PROGRAM = """
 import gc, json, resource
 import torch
-from cases import PLAIN
+from cases import COMPOSITES_OF_ROWS, PLAIN
 
 SHAPE = (1000, 1500)
 

@@ -324,6 +324,7 @@ def move_moments(name, value):
         [1, 2, 5],
         whole=WITH_STATES[:1],
     ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_one_moved_state_of_many_is_found(case, change, index, threads, told, monkeypatch):
     before = torch.get_num_threads()

@@ -113,6 +113,24 @@ def test_a_run_leaves_git_status_clean(checkout, programs):
     assert run(*git, "status", "--porcelain").stdout == "?? stray\n"
 
 
+@pytest.mark.parametrize("leaves", ["", "build/a.log", "new"])
+def test_ci_fails_where_the_tests_leave_a_file(leaves, tmp_path):
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(REPOSITORY / ".ci/run", tmp_path / ".ci")
+    shutil.copy(REPOSITORY / ".gitignore", tmp_path)
+    (tmp_path / "build").mkdir()
+    (tmp_path / "old").touch()
+    (tmp_path / "run.sh").write_text(f'#!/bin/sh\n[ "$1" != test ] || touch run.sh {leaves}\n')
+    (tmp_path / "run.sh").chmod(0o755)
+    assert run(tmp_path / ".ci/run").returncode == 0  # not of git
+    (tmp_path / "new").unlink(missing_ok=True)
+
+    assert run("git", "init", "-q", tmp_path).returncode == 0
+    done = run(tmp_path / ".ci/run")
+    told = ".ci/run: the tests left files that git sees: ?? new\n"
+    assert (done.returncode, done.stderr) == ((1, told) if leaves == "new" else (0, ""))
+
+
 STEP = 'source "$1/scripts/common.sh" && shift && step x "compiling" "$@"'
 
 

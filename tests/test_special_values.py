@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from cases import CASES, DTYPES, KINDS, LOW_PRECISION, PLAIN, WITH_NAMESAKE, dealt
+from cases import CASES, DTYPES, KINDS, LOW_PRECISION, PLAIN, WITH_NAMESAKE, dealt, parameters_of
 from fusedstep import optim
 from stepping import (
     CHUNK,
@@ -202,6 +202,30 @@ def denormal_trajectory(case, dtype, flush, count):
             optimizer.step()
             torch.set_flush_denormal(False)
     return contents(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("case", "option"),
+    [
+        (case, option)
+        for case in PLAIN
+        for option in ("lr", "eps", "weight_decay")
+        if case.namesake and {"fused", option} <= parameters_of(case.namesake).keys()
+    ],
+    ids=str,
+)
+def test_options_beyond_float32_do_what_they_do_in_torchs_fused_step(case, option):
+    """They are in torch's ranges: its for-loop raises midway, and its fused step does not."""
+
+    def stepped(cls):
+        param = torch.nn.Parameter(torch.tensor([1.0, 2.0, 0.0]))
+        param.grad = torch.tensor([0.5, 0.0, 0.0])
+        cls([param], fused=True, **(case.options | {option: 1e300})).step()
+        return param.detach()
+
+    weight, expected = stepped(case.optimizer), stepped(case.namesake)
+    assert_same_kind(weight, expected, "weight")
+    assert expected.isfinite().all() == (option == "eps")
 
 
 @pytest.mark.parametrize(("case", "dtype"), dealt(KINDS, DTYPES, len(DTYPES)), ids=str)

@@ -7,7 +7,8 @@
 one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. Each
 round has a process for each tree, in alternating order, with its own PYTHONPATH. A time is the
 lower quartile of a process, since what disturbs a step only makes it longer; a ratio is that of one
-round, this tree's time over that of REFERENCE.
+round, this tree's time over that of REFERENCE. With `--unfused` the steps are those of
+`fused=False`, in torch operations.
 
 Prints the table of bench/README.md.
 """
@@ -43,7 +44,7 @@ Times = dict[str, float]
 """Milliseconds of a step, by row."""
 
 
-def measure(lists: list[str], seconds: float) -> None:
+def measure(lists: list[str], seconds: float, fused: bool) -> None:
     """Prints the times of the tree that Python finds, one line of JSON a list."""
     import torch
 
@@ -55,7 +56,7 @@ def measure(lists: list[str], seconds: float) -> None:
         gradients = [torch.randn_like(param) for param in params]
         times = {}
         for cls in CLASSES:
-            optimizer = getattr(optim, cls)(params, lr=1e-4, fused=True)
+            optimizer = getattr(optim, cls)(params, lr=1e-4, fused=fused)
             times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, seconds)
         print(json.dumps({"times": times, "threads": torch.get_num_threads()}), flush=True)
 
@@ -81,6 +82,7 @@ def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, int]:
     """The times of one process over a tree, and its number of threads."""
     envs, _ = environments(["glibc"], tree)
     command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
+    command += ["--unfused"] * asked.unfused
     found = list(events_of([*command, "--lists", *asked.lists], envs["glibc"]))
     return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["threads"]
 
@@ -130,6 +132,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--lists", nargs="+", choices=LISTS, default=LISTS, metavar="LIST",
         help=f"of {', '.join(LISTS)}; default: all")  # fmt: skip
     add("--threads", type=int, help="default: one for each core of a socket")
+    add("--unfused", action="store_true", help="steps of fused=False")
     add("--measure", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if not asked.measure and asked.output is None:
@@ -140,7 +143,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     asked = parse_arguments()
     if asked.measure:
-        measure(asked.lists, asked.seconds)
+        measure(asked.lists, asked.seconds, fused=not asked.unfused)
         return
     if asked.threads:
         os.environ["OMP_NUM_THREADS"] = str(asked.threads)
@@ -152,6 +155,8 @@ def main() -> None:
         (before, _), (now, threads) = found["reference"], found["now"]
         rounds.append((before, now))
     about = {"reference": commit_of(reference), "threads": threads, "rounds": asked.rounds}
+    if asked.unfused:
+        about["fused"] = False
     results = rounded(about | {"ms": compared(rounds)})
     write_table(asked.output, results)
     print(table(results), end="")

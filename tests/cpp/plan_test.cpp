@@ -287,12 +287,12 @@ TEST_P(TwoPhaseTest, SharedGradientsAreReadByBoth) {
 
 // ---- Weights that share memory --------------------------------------------------------------------------
 
-struct Place {
+struct Elements {
   int64_t offset, size, stride;
 };
 
 // Returns the error for floats at these places of one buffer as the weights of one list.
-std::string refused(const std::vector<Place>& places) {
+std::string refused(const std::vector<Elements>& places) {
   std::vector<float> memory(1000), grad(100), state(100);
   const int64_t one = 1;
   Plan plan(places.size(), 1);
@@ -325,7 +325,7 @@ TEST(WeightsApartTest, SharedElementsAreRefusedByName) {
 }
 
 // Returns the error for gradients at these places, of weights at [0, 100), [100, 200) and [200, 300).
-std::string refused_grads(const std::vector<Place>& grads) {
+std::string refused_grads(const std::vector<Elements>& grads) {
   std::vector<float> memory(1000), state(100);
   const int64_t size = 10, stride = 10;
   Plan plan(grads.size(), 1);
