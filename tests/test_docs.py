@@ -61,6 +61,24 @@ def test_the_start_installs_what_a_build_imports():
     assert "--no-build-isolation" in install
 
 
+def test_pages_of_optimizers_have_bars_of_their_steps(monkeypatch):
+    """On the site: for every optimizer that one of the results has."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "site")
+    import figures
+
+    rows = [row for files in figures.FILES for file in files for row in results(file)["rows"]]
+    measured = {row["optimizer"] for row in rows if row["title"] in figures.OF and "results" in row}
+    sections = {
+        page.stem: figures.section(page.stem, "") for page in ROOT.glob("docs/optimizers/*.md")
+    }
+    assert {name for name, text in sections.items() if '"bar ours"' in text} == measured
+    torchs = {"sgd", "lion", "rmsprop", "radam", "nadam", "adamax", "adadelta", "asgd", "rprop"}
+    assert measured >= torchs | {"sparse_adam", "rowwise_adagrad"}
+    for file in ("intel-emerald-rapids-16-cores/steps.json", "nvidia-h100/steps.json"):
+        for name in torchs:
+            assert f"<b>{gpt2(file, name):#.3g}</b>" in sections[name], (file, name)
+
+
 def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert "  - Optimizers: []" in menus  # where scripts/site/hooks.py puts that folder's pages
