@@ -251,3 +251,85 @@ def test_times_of_small_calls_are_those_measured():
         assert f"| {way} | **{ours}** | {torchs} |" in page
     each = [times for way, times in found.items() if way.startswith("an optimizer for each")]
     assert all(times["fusedstep"] <= times["torch"] + 5 for times in each)
+
+
+def tables(page):
+    """Yields the results that the paragraphs of a section link to before a table, and its rows."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    files = []
+    for part in re.split(r"\n\n+", text):
+        if part.startswith("|"):
+            rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in part.splitlines()]
+            yield files, rows[0], rows[2:]
+        linked = re.findall(r"\]\(([^)\s]*/results/[^)\s]+)\)", part)
+        if linked or part.startswith("#"):
+            files = [file for path in linked for file in files_of(page.parent / path)]
+
+
+def files_of(result):
+    """Returns a file of results, or those that a machine's page has been written from."""
+    return [result] if result.suffix == ".json" else sorted(result.parent.glob("*.json"))
+
+
+def numbers(value, name=""):
+    """Yields all numbers of a result; bytes also in MiB and GiB."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from numbers(each, key)
+            yield from numbers(key)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each, name)
+    elif isinstance(value, str):
+        yield from map(float, re.findall(r"\d+(?:\.\d+)?", value))
+    elif isinstance(value, (int, float)):
+        yield value
+        if re.search("bytes|peak", name):
+            yield from (value / 2**20, value / 2**30)
+
+
+#: Columns that are worked out of several numbers, by the page. Other tests compute them.
+DERIVED = {
+    ("galore.md", "energy kept, of the exact one's"),
+    ("galore.md", "bytes of state for a weight"),
+    ("small_states.md", "share"),
+    ("small_states.md", "bytes an element"),
+    ("small_states.md", "against float32"),
+    ("small_states.md", "worst seed"),
+}
+WITH_RESULTS = [page for page in PAGES if any(files for files, _, _ in tables(page))]
+
+
+@pytest.mark.parametrize("page", named(WITH_RESULTS))
+def test_figures_of_tables_are_in_the_results_beside_them(page):
+    """Rounded as they are shown: 46,300 to hundreds, 0.91 to hundredths."""
+    for files, heading, rows in tables(page):
+        found = [each for file in files for each in numbers(json.loads(file.read_text()))]
+        for name, *cells in rows if files else ():
+            for column, cell in zip(heading[1:], cells, strict=True):
+                if (page.name, column) in DERIVED:
+                    continue
+                for told in re.findall(r"(?<!e)-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", cell):
+                    number = told.replace(",", "")
+                    digits = re.sub(r"e.*", "", number).partition(".")[2]
+                    unit = 10.0 ** -len(digits)
+                    if abs(float(number)) >= 1000:
+                        unit = 10.0 ** (len(number) - len(number.rstrip("0")))
+                    near = 0.5 * unit * (1 + 1e-9) if "e" not in number else 0
+                    assert any(abs(each - float(number)) <= near for each in found), (
+                        f"{page.name}, {name}: {told} is in none of {[file.name for file in files]}"
+                    )
+
+
+def test_figures_that_are_worked_out_of_galores_results():
+    page = (ROOT / "docs" / "optimizers" / "galore.md").read_text()
+    kept = results("nvidia-h100/galore.json")["cuda"]["refreshes"]
+    for way in ("randomized", "power"):
+        share = kept[way]["energy"] / kept["exact"]["energy"]
+        assert re.search(rf'^\| `svd="{way}"` \| [\d.]+ \| {share:.4f} \|$', page, re.MULTILINE)
+    runs = results("amd-zen4-2-cores/galore_training.json")["runs"]
+    table = page.partition("| bytes of state for a weight |")[2]
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)[: len(runs)]
+    assert rows == [
+        (f"{run['losses'][-1]:.3f}", f"{run['state_bytes'] / run['weights']:.2f}") for run in runs
+    ]
