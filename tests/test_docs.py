@@ -1,10 +1,14 @@
 """The pages: their Python runs, their links lead somewhere, pictures have committed results."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from fusedstep import optim
 from pages import INTEGRATIONS, PAGES, ROOT, blocks
@@ -333,3 +337,84 @@ def test_figures_that_are_worked_out_of_galores_results():
     assert rows == [
         (f"{run['losses'][-1]:.3f}", f"{run['state_bytes'] / run['weights']:.2f}") for run in runs
     ]
+
+
+#: Pages with Python that is a part of something, and what runs that.
+PARTS = {
+    "HACKING.md": "test_parts_of_lion_stand_in_its_files",
+    "integrations.md": "test_a_checkpoint_gets_its_name_when_it_is_whole",
+    "memory.md": "test_a_step_that_was_stopped_goes_on_as_the_page_says",
+    "musgd.md": "test_ultralytics.py",
+}
+
+
+def parts(page, language):
+    """The code of fences that may be indented, as in a list."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_every_part_is_run_by_a_test():
+    assert {page.name for page in PAGES if parts(page, "py")} == set(PARTS)
+    for test in PARTS.values():
+        assert test in globals() or (ROOT / "tests" / "frameworks" / test).exists()
+    in_cpp = {
+        page.name for page in PAGES if parts(page, "cpp") and ROOT / "docs" not in page.parents
+    }
+    assert in_cpp == {"HACKING.md", "README.md"}  # the second, and docs: tests/packaging
+
+
+def test_parts_of_lion_stand_in_its_files():
+    """HACKING.md shows how an optimizer is added by code of one that is compiled and run."""
+    files = {
+        "cpp": ["include/fusedstep/rules/lion.h"],
+        "py": [f"{folder}/lion.py" for folder in (
+            "python/fusedstep/optim", "tests/reference", "tests/optimizers")],
+    }  # fmt: skip
+    for language, sources in files.items():
+        texts = [" ".join((ROOT / source).read_text().split()) for source in sources]
+        shown = parts("HACKING.md", language)
+        assert len(shown) >= 2
+        for part in shown:
+            assert any(" ".join(part.split()) in text for text in texts), part
+
+
+def test_a_step_that_was_stopped_goes_on_as_the_page_says(monkeypatch):
+    """The first step takes one of two weights, and says so."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = optim.SGD(weights, lr=0.25)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    step, calls = optimizer.step, []
+
+    def stopped():
+        calls.append(None)
+        if len(calls) == 1:
+            weights[1].grad, kept = None, weights[1].grad
+            step()
+            weights[1].grad = kept
+            error = MemoryError()
+            error.stepped = weights[:1]
+            raise error
+        step()
+
+    monkeypatch.setattr(optimizer, "step", stopped)
+    (part,) = parts("docs/memory.md", "py")
+    exec(part, {"optimizer": optimizer, "free_some_memory": lambda: None})
+    assert len(calls) == 2
+    assert all(torch.equal(weight.detach(), torch.full((2,), 0.75)) for weight in weights)
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path):
+    (part,) = parts("docs/integrations.md", "py")
+    names = {"os": os, "dist": dist, "dcp": dcp, "folder": tmp_path, "step": 12}
+    states = {"weight": torch.arange(3.0)}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        exec(part, names | {"states": states})
+        loaded = {"weight": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "step-00000012")
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(loaded["weight"], states["weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
