@@ -175,11 +175,18 @@ install_ultralytics() {
     "$python" -m pip install --no-deps --target "$root/build/ultralytics" "${packages[@]}"
 }
 
+# In a folder of its own, without what its training scripts need: the optimizers import torch and numpy.
+install_megatron() {
+  step megatron "installing Megatron-Core for its tests" \
+    "$python" -m pip install --no-deps --target "$root/build/megatron" megatron-core
+}
+
 # Installs what tests/frameworks trains inside of. The tests of one that cannot be had are skipped.
 install_frameworks() {
   (need_python_packages frameworks) || say "some frameworks are missing: their tests are skipped"
   [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
   [[ -d $root/build/ultralytics ]] || once ultralytics install_ultralytics || say "no Ultralytics: its tests are skipped"
+  [[ -d $root/build/megatron ]] || once megatron install_megatron || say "no Megatron-Core: one of its tests is skipped"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.

@@ -1,10 +1,14 @@
 """The pages: their Python runs, their links lead somewhere, pictures have committed results."""
 
 import json
+import os
 import re
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from fusedstep import optim
 from pages import INTEGRATIONS, PAGES, ROOT, blocks
@@ -59,6 +63,24 @@ def test_the_start_installs_what_a_build_imports():
         "ninja",
     }
     assert "--no-build-isolation" in install
+
+
+def test_pages_of_optimizers_have_bars_of_their_steps(monkeypatch):
+    """On the site: for every optimizer that one of the results has."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "site")
+    import figures
+
+    rows = [row for files in figures.FILES for file in files for row in results(file)["rows"]]
+    measured = {row["optimizer"] for row in rows if row["title"] in figures.OF and "results" in row}
+    sections = {
+        page.stem: figures.section(page.stem, "") for page in ROOT.glob("docs/optimizers/*.md")
+    }
+    assert {name for name, text in sections.items() if '"bar ours"' in text} == measured
+    torchs = {"sgd", "lion", "rmsprop", "radam", "nadam", "adamax", "adadelta", "asgd", "rprop"}
+    assert measured >= torchs | {"sparse_adam", "rowwise_adagrad"}
+    for file in ("intel-emerald-rapids-16-cores/steps.json", "nvidia-h100/steps.json"):
+        for name in torchs:
+            assert f"<b>{gpt2(file, name):#.3g}</b>" in sections[name], (file, name)
 
 
 def test_every_page_is_in_a_menu_of_the_site():
@@ -233,3 +255,166 @@ def test_times_of_small_calls_are_those_measured():
         assert f"| {way} | **{ours}** | {torchs} |" in page
     each = [times for way, times in found.items() if way.startswith("an optimizer for each")]
     assert all(times["fusedstep"] <= times["torch"] + 5 for times in each)
+
+
+def tables(page):
+    """Yields the results that the paragraphs of a section link to before a table, and its rows."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    files = []
+    for part in re.split(r"\n\n+", text):
+        if part.startswith("|"):
+            rows = [[cell.strip() for cell in line[1:-1].split("|")] for line in part.splitlines()]
+            yield files, rows[0], rows[2:]
+        linked = re.findall(r"\]\(([^)\s]*/results/[^)\s]+)\)", part)
+        if linked or part.startswith("#"):
+            files = [file for path in linked for file in files_of(page.parent / path)]
+
+
+def files_of(result):
+    """Returns a file of results, or those that a machine's page has been written from."""
+    return [result] if result.suffix == ".json" else sorted(result.parent.glob("*.json"))
+
+
+def numbers(value, name=""):
+    """Yields all numbers of a result; bytes also in MiB and GiB."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            yield from numbers(each, key)
+            yield from numbers(key)
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each, name)
+    elif isinstance(value, str):
+        yield from map(float, re.findall(r"\d+(?:\.\d+)?", value))
+    elif isinstance(value, (int, float)):
+        yield value
+        if re.search("bytes|peak", name):
+            yield from (value / 2**20, value / 2**30)
+
+
+#: Columns that are worked out of several numbers, by the page. Other tests compute them.
+DERIVED = {
+    ("galore.md", "energy kept, of the exact one's"),
+    ("galore.md", "bytes of state for a weight"),
+    ("small_states.md", "share"),
+    ("small_states.md", "bytes an element"),
+    ("small_states.md", "against float32"),
+    ("small_states.md", "worst seed"),
+}
+WITH_RESULTS = [page for page in PAGES if any(files for files, _, _ in tables(page))]
+
+
+@pytest.mark.parametrize("page", named(WITH_RESULTS))
+def test_figures_of_tables_are_in_the_results_beside_them(page):
+    """Rounded as they are shown: 46,300 to hundreds, 0.91 to hundredths."""
+    for files, heading, rows in tables(page):
+        found = [each for file in files for each in numbers(json.loads(file.read_text()))]
+        for name, *cells in rows if files else ():
+            for column, cell in zip(heading[1:], cells, strict=True):
+                if (page.name, column) in DERIVED:
+                    continue
+                for told in re.findall(r"(?<!e)-?\d[\d,]*(?:\.\d+)?(?:e-?\d+)?", cell):
+                    number = told.replace(",", "")
+                    digits = re.sub(r"e.*", "", number).partition(".")[2]
+                    unit = 10.0 ** -len(digits)
+                    if abs(float(number)) >= 1000:
+                        unit = 10.0 ** (len(number) - len(number.rstrip("0")))
+                    near = 0.5 * unit * (1 + 1e-9) if "e" not in number else 0
+                    assert any(abs(each - float(number)) <= near for each in found), (
+                        f"{page.name}, {name}: {told} is in none of {[file.name for file in files]}"
+                    )
+
+
+def test_figures_that_are_worked_out_of_galores_results():
+    page = (ROOT / "docs" / "optimizers" / "galore.md").read_text()
+    kept = results("nvidia-h100/galore.json")["cuda"]["refreshes"]
+    for way in ("randomized", "power"):
+        share = kept[way]["energy"] / kept["exact"]["energy"]
+        assert re.search(rf'^\| `svd="{way}"` \| [\d.]+ \| {share:.4f} \|$', page, re.MULTILINE)
+    runs = results("amd-zen4-2-cores/galore_training.json")["runs"]
+    table = page.partition("| bytes of state for a weight |")[2]
+    rows = re.findall(r"^\| .* \| ([\d.]+) \| ([\d.]+) \|$", table, re.MULTILINE)[: len(runs)]
+    assert rows == [
+        (f"{run['losses'][-1]:.3f}", f"{run['state_bytes'] / run['weights']:.2f}") for run in runs
+    ]
+
+
+#: Pages with Python that is a part of something, and what runs that.
+PARTS = {
+    "HACKING.md": "test_parts_of_lion_stand_in_its_files",
+    "integrations.md": "test_a_checkpoint_gets_its_name_when_it_is_whole",
+    "memory.md": "test_a_step_that_was_stopped_goes_on_as_the_page_says",
+    "musgd.md": "test_ultralytics.py",
+}
+
+
+def parts(page, language):
+    """The code of fences that may be indented, as in a list."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^ *```{language}\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_every_part_is_run_by_a_test():
+    assert {page.name for page in PAGES if parts(page, "py")} == set(PARTS)
+    for test in PARTS.values():
+        assert test in globals() or (ROOT / "tests" / "frameworks" / test).exists()
+    in_cpp = {
+        page.name for page in PAGES if parts(page, "cpp") and ROOT / "docs" not in page.parents
+    }
+    assert in_cpp == {"HACKING.md", "README.md"}  # the second, and docs: tests/packaging
+
+
+def test_parts_of_lion_stand_in_its_files():
+    """HACKING.md shows how an optimizer is added by code of one that is compiled and run."""
+    files = {
+        "cpp": ["include/fusedstep/rules/lion.h"],
+        "py": [f"{folder}/lion.py" for folder in (
+            "python/fusedstep/optim", "tests/reference", "tests/optimizers")],
+    }  # fmt: skip
+    for language, sources in files.items():
+        texts = [" ".join((ROOT / source).read_text().split()) for source in sources]
+        shown = parts("HACKING.md", language)
+        assert len(shown) >= 2
+        for part in shown:
+            assert any(" ".join(part.split()) in text for text in texts), part
+
+
+def test_a_step_that_was_stopped_goes_on_as_the_page_says(monkeypatch):
+    """The first step takes one of two weights, and says so."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = optim.SGD(weights, lr=0.25)
+    for weight in weights:
+        weight.grad = torch.ones(2)
+    step, calls = optimizer.step, []
+
+    def stopped():
+        calls.append(None)
+        if len(calls) == 1:
+            weights[1].grad, kept = None, weights[1].grad
+            step()
+            weights[1].grad = kept
+            error = MemoryError()
+            error.stepped = weights[:1]
+            raise error
+        step()
+
+    monkeypatch.setattr(optimizer, "step", stopped)
+    (part,) = parts("docs/memory.md", "py")
+    exec(part, {"optimizer": optimizer, "free_some_memory": lambda: None})
+    assert len(calls) == 2
+    assert all(torch.equal(weight.detach(), torch.full((2,), 0.75)) for weight in weights)
+
+
+def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path):
+    (part,) = parts("docs/integrations.md", "py")
+    names = {"os": os, "dist": dist, "dcp": dcp, "folder": tmp_path, "step": 12}
+    states = {"weight": torch.arange(3.0)}
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        exec(part, names | {"states": states})
+        loaded = {"weight": torch.zeros(3)}
+        dcp.load(loaded, checkpoint_id=tmp_path / "step-00000012")
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(loaded["weight"], states["weight"])
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]

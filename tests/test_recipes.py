@@ -14,6 +14,8 @@ import torch
 import recipes
 from pages import ROOT
 
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
 PLAIN = ("mixed_precision", "bf16_split", "checkpointing", "int8_states", "accumulation")
 PAGE = ROOT / "docs" / "recipes.md"
 
@@ -97,9 +99,55 @@ def test_offload_says_that_it_needs_a_gpu(capsys):
     assert capsys.readouterr().out.startswith("skipped: ")
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_offload(capsys):
-    recipes.assert_trains(capsys, "offload", device="cuda", steps=20)
+#: Recipes of no framework: options, and steps after which the loss has fallen.
+ON_A_GPU = {
+    **dict.fromkeys(PLAIN, ((), 12)),
+    **dict.fromkeys(("muon", "adafactor", "offload", "galore_in_backward"), ((), 20)),
+    "lamb_warmup": (("--batch", "16"), 20),
+    "recommender": (("--batch", "256"), 60),
+}
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_recipe_on_a_gpu(capsys, name):
+    options, steps = ON_A_GPU[name]
+    recipes.assert_trains(capsys, name, *options, steps=steps, device="cuda")
+
+
+@needs_gpu
+def test_mixed_precision_scales_on_a_gpu(capsys, monkeypatch):
+    """Gradients of float16: the scaler hands its scale to the step, which takes no bad one."""
+    scalers = []
+
+    class Scaler(torch.amp.GradScaler):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            scalers.append(self)
+
+    monkeypatch.setattr(torch.amp, "GradScaler", Scaler)
+    recipes.assert_trains(capsys, "mixed_precision", steps=12, device="cuda")
+    (scaler,) = scalers
+    assert scaler.is_enabled()
+    assert scaler.get_scale() > 1
+
+
+@needs_gpu
+def test_a_run_on_a_gpu_goes_on(tmp_path):
+    options = ("--batch", "2", "--every", "2", "--folder", str(tmp_path))
+    for steps in ("2", "4"):
+        run = recipes.run("resume", "--steps", steps, *options, device="cuda")
+        assert len(run.losses) == 2
+
+
+@needs_gpu
+def test_ladder_on_a_gpu():
+    """The memory of the device is less where a batch is taken in parts."""
+    small = ("--width", "64", "--layers", "2", "--length", "32", "--steps", "2")
+    memory = {
+        rung: found[1] for rung, found in recipes.run("ladder", *small, device="cuda").items()
+    }
+    assert memory["baseline"] > memory["accumulation"]
 
 
 def test_galore_in_backward(capsys):

@@ -9,12 +9,22 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 
-#: Files in which an optimizer is looked for: for each kind of machine the first is drawn.
+#: Files in which an optimizer is looked for: of each line the first that has it is drawn.
 FILES = (
-    ("intel-emerald-rapids-16-cores/peers.json", "amd-zen5-2-cores/peers.json"),
-    ("nvidia-h200/peers.json", "nvidia-h200/steps.json"),
+    (
+        "intel-emerald-rapids-16-cores/peers.json",
+        "intel-emerald-rapids-16-cores/steps.json",
+        "amd-zen5-2-cores/peers.json",
+    ),
+    ("nvidia-h200/peers.json", "nvidia-h200/steps.json", "nvidia-h100/steps.json"),
+    ("intel-emerald-rapids-16-cores/embedding.json",),
 )
-MODELS = ("GPT-2 124 M", "GPT-2 124 M, all bf16")
+#: Rows that are drawn, by their titles, and of what they have the steps.
+OF = {
+    "GPT-2 124 M": "GPT-2 124 M",
+    "GPT-2 124 M, all bf16": "GPT-2 124 M, all bf16",
+    "each row once": "a table of 1,000,000 × 128, of which a batch has 4,096 rows",
+}
 #: Not whole steps from Python, or replayed.
 NO_STEPS = ("kernels", "graph", "torch_graph")
 
@@ -29,8 +39,8 @@ def first_of(files: tuple[str, ...], optimizer: str, repository: str) -> str:
     for file in files:
         results = json.loads((RESULTS / file).read_text(encoding="utf-8"))
         for row in results["rows"]:
-            if row["optimizer"] == optimizer and row["title"] in MODELS and "results" in row:
-                what = f"Milliseconds a step of {row['title']}, {machine(results)}"
+            if row["optimizer"] == optimizer and row["title"] in OF and "results" in row:
+                what = f"Milliseconds a step of {OF[row['title']]}, {machine(results)}"
                 link = f"[results]({repository}/blob/main/bench/results/{file})"
                 return f"{what} ({link}):\n\n{bars(results, row)}"
     return ""

@@ -5,6 +5,7 @@ looked at by steps, of one process on the CPU. Its distributed optimizer takes C
 """
 
 import importlib.util
+import os
 import subprocess
 import sys
 import types
@@ -13,8 +14,12 @@ import pytest
 import torch
 
 from fusedstep import integrations, optim
-from pages import run_section
+from pages import ROOT, run_section
 from stepping import as_parameters, make_gradients, make_weights
+
+FOLDER = ROOT / "build" / "megatron"
+"""Folder in which `./run.sh test` puts Megatron-Core."""
+sys.path.append(str(FOLDER))
 
 SHAPES = ((33, 31), (40,))
 
@@ -212,7 +217,11 @@ def test_megatron_core_trains_to_the_same_weights():
     if found is None or importlib.util.find_spec("megatron.core") is None:
         pytest.skip("megatron-core is not installed")
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", "-c", CODE],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert run.stdout.splitlines()[-1:] == ["trained"], run.stderr
 

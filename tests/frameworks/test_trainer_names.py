@@ -77,6 +77,24 @@ def test_losses_are_those_of_the_class_that_is_replaced(transformers, tmp_path, 
     assert_same_losses(losses_of(it), losses_of(theirs), 2e-5)
 
 
+def test_adafactor_has_the_options_of_transformers(transformers, tmp_path):
+    """No step size of its own, nor one in proportion to the weights: lr is Trainer's."""
+    args = arguments(transformers, tmp_path, optim="adafactor")
+    it = trainer(transformers, args)
+    it.train()
+    optimizer = inner(it)
+    assert type(optimizer) is optim.Adafactor
+    options = ("initial_lr", "scale_parameter", "relative_step")
+    told = [tuple(group[option] for option in options) for group in optimizer.param_groups]
+    assert told == [(LR, False, False)] * 2
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    integrations.transformers.unregister()
+    theirs = trainer(transformers, args)
+    theirs.train()
+    assert type(inner(theirs)) is transformers.Adafactor
+    assert_same_losses(losses_of(it), losses_of(theirs), 2e-5)
+
+
 @pytest.mark.parametrize("name", ["adamw_bnb_8bit", "lion_8bit"])
 def test_embeddings_keep_wide_states_as_with_bitsandbytes(transformers, tmp_path, name):
     """The embeddings of tokens, which are the head's too, and of positions."""

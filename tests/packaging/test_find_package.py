@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from pages import blocks
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 RELEASE = ROOT / "build" / "release"
@@ -17,16 +19,36 @@ def run(*command: object) -> None:
 
 
 def write_programs(folder):
-    """The consumer, and the examples of the README, the headers and the page of small states."""
+    """The consumer, the examples of the README and the headers, and those of all other pages."""
     shutil.copytree(HERE / "consumer", folder)
-    for page, name in (("README.md", "readme"), ("docs/small_states.md", "small_states")):
-        (sample,) = re.findall(r"```cpp\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-        (folder / f"{name}.cpp").write_text(sample)
+    (sample,) = blocks(ROOT / "README.md", "cpp")
+    (folder / "readme.cpp").write_text(sample)
+    (folder / "pages.cpp").write_text(one_program(sorted(ROOT.glob("docs/**/*.md"))))
     header = (ROOT / "include/fusedstep/optim/fused.h").read_text()
     lines = header.split("#pragma once")[0].splitlines()
     in_header = [line.removeprefix("//   ") for line in lines if line.startswith("//   ")]
     (folder / "header.cpp").write_text("\n".join(in_header) + "\n")
     return sorted(folder.glob("*.cpp"))
+
+
+def one_program(pages):
+    """Returns a program that runs the examples of pages: torch's headers take seconds to read."""
+    includes, functions = set(), []
+    for page in pages:
+        for sample in blocks(page, "cpp"):
+            own = set(re.findall(r"^#include <(.+)>$", sample, re.MULTILINE))
+            headers = re.findall(r"fusedstep::optim::(\w+) ", sample)
+            assert own >= {f"fusedstep/optim/{name.lower()}.h" for name in headers}, page
+            includes |= own
+            body = re.sub("^#include .*\n", "", sample, flags=re.MULTILINE)
+            name = f"example_{len(functions)}"
+            body, mains = re.subn(r"^int main\(\)", f"void {name}()", body, flags=re.MULTILINE)
+            assert mains == 1, page
+            functions.append((name, body))
+    lines = [f"#include <{name}>" for name in sorted(includes)]
+    lines += [body for _, body in functions]
+    lines += ["int main() {", *(f"  {name}();" for name, _ in functions), "}", ""]
+    return "\n".join(lines)
 
 
 def test_programs_that_find_the_package_take_steps(tmp_path):
