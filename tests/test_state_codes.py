@@ -339,6 +339,34 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
         assert torch.equal(found[~damaged], expected[~damaged])
 
 
+@CODED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if not c.elementwise], ids=str)
+def test_a_number_that_is_none_damages_one_weight_where_there_are_norms(case, bad, kind):
+    """Its states in one block, all of the weight through its norm, and no other weight."""
+    shapes = ((2 * CHUNK,), (2 * CHUNK,))
+    params, optimizer = start(case, kind, steps=2, shapes=shapes)
+    others, other = start(case, kind, steps=2, shapes=shapes)
+    at, block = CHUNK + 300, MAPS[kind, True][1]
+    damaged = torch.arange(2 * CHUNK) // block == at // block
+    for each, its in ((others, other), (params, optimizer)):
+        for param, gradient in zip(each, make_gradients(shapes, torch.float32, 3), strict=True):
+            param.grad = gradient
+        if its is optimizer:
+            each[0].grad[at] = bad
+        its.step()
+    for name in case.states:
+        found, expected = (
+            decoded(of, each[0], name, kind) for of, each in ((optimizer, params), (other, others))
+        )
+        assert not found[damaged].isfinite().any()
+        assert torch.equal(found[~damaged], expected[~damaged])
+    assert params[0].isnan().all()
+    assert_same_bits(params[1], others[1], "weight")
+    for name, value in other.state[others[1]].items():
+        assert_same_bits(optimizer.state[params[1]][name], value, name)
+
+
 def test_a_sparse_gradient_is_refused():
     table = torch.nn.Parameter(torch.ones(600, 8))
     optimizer = optim.Adagrad([table], state_dtype="int8", fused=True)
