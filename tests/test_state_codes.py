@@ -179,9 +179,14 @@ def test_a_step_is_that_of_float32_states(case, dtype, kind):
             assert_same_bits(optimizer.state[param][f"{name}_absmax"], absmax, f"{name}_absmax")
 
 
-@CODED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "kind"),
+    [
+        *itertools.product(WITH_STATES, (torch.float32, torch.bfloat16), KINDS_OF_CODES),
+        *((case, torch.float16, kind) for case, kind in dealt(WITH_STATES, KINDS_OF_CODES, 3)),
+    ],
+    ids=str,
+)
 def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
     shapes = (*SHAPES, (TEAM + CHUNK + 3,))
 
@@ -202,7 +207,8 @@ def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
         (case, kind, dtype, *layouts)
         for rows, kind, dtype in (
             ([case for case in PLAIN if case.states], "int8", torch.float32),
-            (PLAIN[:1], "int4", torch.bfloat16),
+            (PLAIN[:2], "int4", torch.bfloat16),
+            (PLAIN[:2], "fp8", torch.float16),
         )
         for case, layouts in dealt(rows, itertools.product(WEIGHT_LAYOUTS, GRADIENT_LAYOUTS), 8)
     ],
