@@ -181,12 +181,19 @@ install_megatron() {
     "$python" -m pip install --no-deps --target "$root/build/megatron" megatron-core
 }
 
-# Installs what tests/frameworks trains inside of. The tests of one that cannot be had are skipped.
+# In a folder of its own too, which only their own tests have on the path: other frameworks behave otherwise beside them.
+install_low_bit() {
+  step low-bit "installing bitsandbytes and torchao for their tests" \
+    "$python" -m pip install --no-deps --target "$root/build/low-bit" bitsandbytes torchao
+}
+
+# Installs what tests train inside of, or compare with. The tests of one that cannot be had are skipped.
 install_frameworks() {
   (need_python_packages frameworks) || say "some frameworks are missing: their tests are skipped"
   [[ -d $root/build/torchtitan ]] || once torchtitan install_torchtitan || say "no torchtitan: its tests are skipped"
   [[ -d $root/build/ultralytics ]] || once ultralytics install_ultralytics || say "no Ultralytics: its tests are skipped"
   [[ -d $root/build/megatron ]] || once megatron install_megatron || say "no Megatron-Core: one of its tests is skipped"
+  [[ -d $root/build/low-bit ]] || once low-bit install_low_bit || say "no bitsandbytes, no torchao: their tests are skipped"
 }
 
 # Debian's and Ubuntu's older releases come with an older CMake.

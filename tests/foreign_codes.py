@@ -1,12 +1,15 @@
 """Helpers of the laws on states of other libraries in codes: numbers, weights, and comparisons."""
 
 import copy
+import importlib
+import sys
 
 import pytest
 import torch
 
 import fusedstep
 from fusedstep.optim._codes import storage_index
+from pages import ROOT
 from stepping import (
     as_parameters,
     assert_same_contents,
@@ -15,6 +18,22 @@ from stepping import (
     make_weights,
     train,
 )
+
+FOLDER = ROOT / "build" / "low-bit"
+"""Folder in which `./run.sh test` puts bitsandbytes and torchao."""
+
+
+def need_library(monkeypatch, name):
+    """Imports a module of another library, and skips the test where there is no such library.
+
+    The folder is on the path during the import alone: transformers, peft and others do other things
+    where they find these libraries.
+    """
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+        pytest.importorskip(name.partition(".")[0])
+        return importlib.import_module(name)
+
 
 #: Whole blocks of any kind; an end within a block; too few elements for codes.
 SHAPES = ((64, 80), (5003,), (7,))

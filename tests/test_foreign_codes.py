@@ -16,6 +16,7 @@ from foreign_codes import (
     assert_is_refused,
     assert_steps_as,
     encoded_by_us,
+    need_library,
     numbers_of,
     trained,
     weights,
@@ -460,13 +461,11 @@ def test_our_codes_are_converted_and_imported(name):
 
 @pytest.mark.parametrize("suffix", ["8bit", "32bit"])
 @EACH
-def test_goes_on_from_bitsandbytes(name, suffix):
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+def test_goes_on_from_bitsandbytes(monkeypatch, name, suffix):
+    library = need_library(monkeypatch, "bitsandbytes.optim")
     options = {"momentum": 0.9} if name == "SGD" else {}
     params = weights()
-    other = trained(
-        getattr(bitsandbytes.optim, f"{name}{suffix}"), params, weight_decay=0.1, **options
-    )
+    other = trained(getattr(library, f"{name}{suffix}"), params, weight_decay=0.1, **options)
     cls, states, _, _ = CLASSES[name]
     file = io.BytesIO()
     torch.save(other.state_dict(), file)

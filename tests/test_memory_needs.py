@@ -35,13 +35,13 @@ SHAPES = tuple(map(torch.Size, ((), (0, 3), (33, 31), (CHUNK + 5,), (3, 70, 64))
 
 def accepted(case, dtype, masters="none"):
     """The row with each dtype of states that its class accepts, as the tool finds them."""
-    options = ",".join(
-        f"{name}={value!r}"
-        for name, value in (case.options | case.modes).items()
-        if value != float("inf")
-    )
-    text = f"{case.optimizer.__name__}:{options}"
-    return list(choices([text], [], Run(weights=dtype, masters=masters)))
+    options = {k: v for k, v in (case.options | case.modes).items() if v != float("inf")}
+    return accepted_by(case.optimizer, options, dtype, masters)
+
+
+def accepted_by(cls, options, dtype, masters):
+    options = ",".join(f"{name}={value!r}" for name, value in options.items())
+    return list(choices([f"{cls.__name__}:{options}"], [], Run(weights=dtype, masters=masters)))
 
 
 def bytes_after_a_step(case, dtype, **options):
@@ -51,6 +51,10 @@ def bytes_after_a_step(case, dtype, **options):
         param.grad = gradient
     optimizer.step()
     assert optimizer._plans, "stepped in torch operations"
+    return bytes_of_states(optimizer)
+
+
+def bytes_of_states(optimizer):
     found = [value for state in optimizer.state.values() for value in state.values()]
     assert all(isinstance(value, torch.Tensor) for value in found)
     return sum(value.nbytes for value in found)
@@ -93,6 +97,69 @@ def test_what_rounding_keeps_counts_as_masters(case, rounding, bytes_each):
     states, masters = state_bytes(SHAPES, torch.bfloat16, choice)
     assert masters == bytes_each * sum(shape.numel() for shape in SHAPES)
     assert states + masters == bytes_after_a_step(case, torch.bfloat16, rounding=rounding)
+
+
+#: Options of optimizers of matrices or of rows, which have no rows in the table.
+WITHOUT_ROWS = (
+    (optim.APOLLOAdamW, {}),
+    (optim.APOLLOAdamW, {"rank": 20}),
+    (optim.APOLLOAdamW, {"rank": 1, "scale_type": "tensor"}),
+    (optim.Adafactor, {}),
+    (optim.Adafactor, {"beta1": 0.9}),
+    (optim.CAME, {}),
+    (optim.GaLoreAdafactor, {"rank": 20}),
+    (optim.GaLoreAdafactor, {"rank": 20, "beta1": 0.9, "proj_type": "full"}),
+    *((optim.GaLoreAdamW, {"rank": 20, "proj_type": p}) for p in ("std", "right", "full")),
+    (optim.MuSGD, {}),
+    (optim.MuSGD, {"momentum": 0.9}),
+    (optim.Muon, {}),
+    (optim.Muon, {"normuon": True}),
+    (optim.RowWiseAdagrad, {}),
+    (optim.SparseAdam, {}),
+)
+
+# A filter among them, and more or fewer rows than columns.
+OF_MATRICES = tuple(map(torch.Size, ((250, 70), (40,), (70, 97), (64, 3, 50), (5000,), (23, 21))))
+
+
+def bytes_after_steps_of(cls, options, dtype):
+    params = as_parameters(make_weights(OF_MATRICES, dtype))
+    optimizer = cls(cls._grouped(params), **options)
+    for step in (1, 2):
+        grads = make_gradients(OF_MATRICES, dtype, step)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.to_sparse(1) if cls is optim.SparseAdam else grad
+        optimizer.step()
+    return bytes_of_states(optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize(
+    ("dtype", "masters"),
+    [(torch.float32, "none"), *((torch.bfloat16, masters) for masters in MASTERS)],
+    ids=str,
+)
+@pytest.mark.parametrize(("cls", "options"), WITHOUT_ROWS, ids=str)
+def test_states_of_matrices_and_rows_are_told_before(cls, options, dtype, masters):
+    try:
+        kinds = accepted_by(cls, options, dtype, masters)
+    except ValueError:
+        assert masters != "none"
+        with pytest.raises((TypeError, ValueError), match="master_weights"):
+            cls([torch.ones(2)], master_weights=MASTERS[masters])
+        return
+    if issubclass(cls, (optim.GaLoreAdamW, optim.APOLLOAdamW, optim.Muon, optim.MuSGD)):
+        assert [choice.states for choice in kinds][-3:] == ["int8", "int4", "fp8"]
+    for choice in kinds:
+        more = {"state_dtype": STATE_DTYPES[choice.states], "master_weights": MASTERS[masters]}
+        more = {name: value for name, value in more.items() if value}
+        told = state_bytes(OF_MATRICES, dtype, choice, masters)
+        assert sum(told) == bytes_after_steps_of(cls, options | more, dtype), choice
+        assert (told[1] > 0) == (masters != "none")
+
+
+def test_every_optimizer_without_rows_is_told():
+    assert {cls for cls, _ in WITHOUT_ROWS} == COMPOSITES.keys()
 
 
 @pytest.mark.parametrize(
@@ -172,10 +239,7 @@ def test_states_of_t5_3b(optimizer, states, gigabytes):
     """The known figures of Hugging Face, to a tenth; Adafactor's is with a first moment."""
     options = {"beta1": 0.9} if optimizer == "Adafactor" else {}
     choice = Choice(optimizer, options, states)
-    try:
-        found = need(load("3B"), Run(), choice, None).states
-    except (AttributeError, TypeError, ValueError):
-        pytest.skip(f"there is no {optimizer} with states in {states}")
+    found = need(load("3B"), Run(), choice, None).states
     assert found == pytest.approx(gigabytes * 1e9, rel=0.1)
 
 

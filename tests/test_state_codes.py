@@ -179,9 +179,14 @@ def test_a_step_is_that_of_float32_states(case, dtype, kind):
             assert_same_bits(optimizer.state[param][f"{name}_absmax"], absmax, f"{name}_absmax")
 
 
-@CODED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "kind"),
+    [
+        *itertools.product(WITH_STATES, (torch.float32, torch.bfloat16), KINDS_OF_CODES),
+        *((case, torch.float16, kind) for case, kind in dealt(WITH_STATES, KINDS_OF_CODES, 3)),
+    ],
+    ids=str,
+)
 def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
     shapes = (*SHAPES, (TEAM + CHUNK + 3,))
 
@@ -202,7 +207,8 @@ def test_same_bits_for_every_isa_and_thread_count(case, dtype, kind):
         (case, kind, dtype, *layouts)
         for rows, kind, dtype in (
             ([case for case in PLAIN if case.states], "int8", torch.float32),
-            (PLAIN[:1], "int4", torch.bfloat16),
+            (PLAIN[:2], "int4", torch.bfloat16),
+            (PLAIN[:2], "fp8", torch.float16),
         )
         for case, layouts in dealt(rows, itertools.product(WEIGHT_LAYOUTS, GRADIENT_LAYOUTS), 8)
     ],
@@ -337,6 +343,34 @@ def test_a_number_that_is_none_damages_its_block_only(case, bad, kind):
             decoded(other, others[0], name, kind),
         )
         assert torch.equal(found[~damaged], expected[~damaged])
+
+
+@CODED
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if not c.elementwise], ids=str)
+def test_a_number_that_is_none_damages_one_weight_where_there_are_norms(case, bad, kind):
+    """Its states in one block, all of the weight through its norm, and no other weight."""
+    shapes = ((2 * CHUNK,), (2 * CHUNK,))
+    params, optimizer = start(case, kind, steps=2, shapes=shapes)
+    others, other = start(case, kind, steps=2, shapes=shapes)
+    at, block = CHUNK + 300, MAPS[kind, True][1]
+    damaged = torch.arange(2 * CHUNK) // block == at // block
+    for each, its in ((others, other), (params, optimizer)):
+        for param, gradient in zip(each, make_gradients(shapes, torch.float32, 3), strict=True):
+            param.grad = gradient
+        if its is optimizer:
+            each[0].grad[at] = bad
+        its.step()
+    for name in case.states:
+        found, expected = (
+            decoded(of, each[0], name, kind) for of, each in ((optimizer, params), (other, others))
+        )
+        assert not found[damaged].isfinite().any()
+        assert torch.equal(found[~damaged], expected[~damaged])
+    assert params[0].isnan().all()
+    assert_same_bits(params[1], others[1], "weight")
+    for name, value in other.state[others[1]].items():
+        assert_same_bits(optimizer.state[params[1]][name], value, name)
 
 
 def test_a_sparse_gradient_is_refused():

@@ -1,6 +1,5 @@
 """Law: training goes on from the 8- and 4-bit states of torchao."""
 
-import importlib
 import io
 
 import pytest
@@ -10,17 +9,20 @@ import fusedstep
 from foreign import InCodes, torchao_state
 from foreign_codes import (
     OF_0,
+    SHAPES,
     assert_goes_on,
     assert_is_refused,
     assert_steps_as,
     encoded_by_us,
+    need_library,
     numbers_of,
     trained,
     weights,
 )
 from fusedstep import optim
 from reference.codes import MAPS
-from stepping import assert_same_bits, assert_same_contents, contents
+from stepping import assert_same_bits, assert_same_contents, contents, make_gradients
+from test_cuda import needs_cuda
 
 KINDS = {"int8": 256, "int4": 128, "fp8": 256}
 
@@ -170,9 +172,8 @@ def test_converts_optimizers_of_torchao(base, suffix, kind, rounded):
 @pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
 @pytest.mark.parametrize("base", ["Adam", "AdamW"])
 def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
-    pytest.importorskip("torchao")
+    library, params = need_library(monkeypatch, "torchao.optim"), weights()
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    library, params = importlib.import_module("torchao.optim"), weights()
     other = trained(getattr(library, f"{base}{suffix}"), params, weight_decay=0.1)
     file = io.BytesIO()
     torch.save(other.state_dict(), file)
@@ -183,3 +184,25 @@ def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
     codes = other.state[params[0]]["exp_avg"].codes.view(found.shape)  # those of 4 bits are flat
     assert_same_bits(found, codes, "exp_avg")
     assert_steps_as(other, params, places=(0, 2))  # the other has no whole number of blocks
+
+
+@needs_cuda
+def test_ours_is_taken_by_the_offloading_of_torchao(monkeypatch):
+    """It makes an optimizer for each large weight, and one on the GPU for the others."""
+    library = need_library(monkeypatch, "torchao.optim")
+    params, others = ([p.detach().cuda().requires_grad_() for p in weights()] for _ in range(2))
+    offloaded = library.CPUOffloadOptimizer(params, optim.AdamW, lr=0.01, weight_decay=0.1)
+    expected = optim.AdamW(others, lr=0.01, weight_decay=0.1)
+    for step in range(1, 4):
+        gradients = [g.cuda() for g in make_gradients(SHAPES, torch.float32, step)]
+        for each in (params, others):
+            losses = [(p * g).sum() for p, g in zip(each, gradients, strict=True)]
+            torch.stack(losses).sum().backward()
+        for optimizer in (offloaded, expected):
+            optimizer.step()
+            optimizer.zero_grad()
+    made = [*offloaded.optim_dict.values(), offloaded.d_opt]
+    assert len(made) == len(params)
+    assert all(type(each) is optim.AdamW and each._plans for each in made)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param, other)

@@ -113,7 +113,8 @@ def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choi
     Raises:
         ValueError: if a class does not accept what was asked for.
     """
-    shapes = (torch.Size([8192]),)  # enough for any state_dtype
+    # Enough for any state_dtype, and a matrix for those that keep states of matrices alone.
+    shapes = (torch.Size([8192]), torch.Size([8192, 8192]))
     for text in optimizers or optim.__all__:
         name, options = parse(text)
         is_given = name not in optim.__all__ or "state_dtype" in options
