@@ -105,7 +105,9 @@ def elsewhere(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def registered() -> None:
     for register in (
+        integrations.accelerate.register,
         integrations.deepspeed.register,
+        integrations.lightning.register,
         integrations.megatron.register,
         integrations.timm.register,
         integrations.torchtitan.register,
