@@ -148,13 +148,14 @@ def main() -> None:
     if asked.threads:
         os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     reference = asked.reference.resolve()
+    commit = commit_of(reference)
     trees, rounds = {"reference": reference, "now": ROOT}, []
     for number in range(asked.rounds):
         order = sorted(trees, reverse=number % 2 == 0)
         found = {name: times_of(trees[name], asked) for name in order}
         (before, _), (now, threads) = found["reference"], found["now"]
         rounds.append((before, now))
-    about = {"reference": commit_of(reference), "threads": threads, "rounds": asked.rounds}
+    about = {"reference": commit, "threads": threads, "rounds": asked.rounds}
     if asked.unfused:
         about["fused"] = False
     results = rounded(about | {"ms": compared(rounds)})
