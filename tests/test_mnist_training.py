@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import recipes
 from fusedstep import optim
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples" / "mnist"))
@@ -110,6 +111,7 @@ def test_the_cpp_program_gives_the_same_figures(small_set, repository, capsys):
     mnist.main(options(small_set, "python.json"))
 
     assert cpp.stdout == capsys.readouterr().out
+    assert re.fullmatch(recipes.CLOSING_LINE, cpp.stderr.splitlines()[-1])
     reports = [json.loads((small_set / name).read_text()) for name in ("cpp.json", "python.json")]
     epochs = [report.pop("epochs") for report in reports]
     for cpp_epoch, python_epoch in zip(*epochs, strict=True):

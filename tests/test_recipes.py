@@ -7,10 +7,12 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import fusedstep
 import recipes
 from pages import ROOT
 
@@ -206,10 +208,11 @@ def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):
 
 
 def test_as_it_is_typed(tmp_path):
+    package = str(Path(fusedstep.__file__).parents[1])
     run = subprocess.run(
         [sys.executable, str(recipes.FOLDER / "bf16_split.py"), "--steps", "2"],
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "python"), "FUSEDSTEP_DATA": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": package, "FUSEDSTEP_DATA": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,

@@ -141,6 +141,7 @@ void run(const mnist::Options& options) {
     report.epochs.push_back({loss, correct, seconds.count(), losses});
     report.write();
   }
+  std::cerr << report.closing_line() << '\n';  // standard output has one line an epoch, as torch's example
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 #include "report.h"
 
+#include <sys/resource.h>
+
 #include <charconv>
+#include <cstdio>
 #include <fstream>
 #include <stdexcept>
 
@@ -36,6 +39,20 @@ void Report::write() const {
   }
   out << "]}\n" << std::flush;
   if (!out) throw std::runtime_error(options.json + ": cannot be written");
+}
+
+std::string Report::closing_line() const {
+  double seconds = 0;
+  for (const EpochFigures& epoch : epochs) seconds += epoch.seconds;
+  const double samples = static_cast<double>(train_images) * static_cast<double>(epochs.size());
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  char text[160];
+  std::snprintf(text, sizeof text,
+                "%.2f s, %.0f samples/s, %.0f MiB resident, torch included; loss %.3f to %.3f", seconds,
+                samples / seconds, static_cast<double>(usage.ru_maxrss) / 1024,
+                epochs.front().training_losses.front(), epochs.back().training_losses.back());
+  return text;
 }
 
 }  // namespace mnist

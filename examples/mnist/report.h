@@ -28,6 +28,10 @@ struct Report {
   /// Writes the figures to options.json, unless that is empty. Throws std::runtime_error if that cannot be
   /// done.
   void write() const;
+
+  /// Time and speed of the training, the most memory that the process has had, and the first and last loss,
+  /// as the recipes in Python print them.
+  std::string closing_line() const;
 };
 
 }  // namespace mnist

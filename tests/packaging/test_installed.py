@@ -35,12 +35,15 @@ assert pathlib.Path(fusedstep.__file__).is_relative_to(sys.prefix), fusedstep.__
 sys.exit(pytest.main(sys.argv[1:]))
 """
 
-#: A part of the laws, and recipes of examples/ that train in a second each.
-PART = (
+LAWS = (
     "test_reference.py::test_fused_matches_the_reference",
     "test_reference.py::test_fused_matches_torch",
     "test_isa.py::test_the_forced_isa_ran",
     "test_layouts.py::test_trust_ratio_within_one_ulp",
+)
+#: All recipes and examples of pages that need no framework; of them, what trains in a second each.
+EXAMPLES = ("test_recipes.py", "test_docs.py::test_examples_run")
+PART = (
     "test_recipes.py::test_recipe[bf16_split]",
     "test_recipes.py::test_recipe[int8_states]",
     "test_recipes.py::test_lamb_with_warmup",
@@ -82,9 +85,11 @@ def test_a_step_and_the_doctor(installed, wheels, tmp_path):
         assert re.search(r"^CUDA .*(library present|native kernels loaded)$", doctor, re.MULTILINE)
 
 
-def test_a_part_of_the_laws_and_examples(installed, tmp_path):
-    part = PART + (ON_A_GPU if torch.cuda.is_available() else ())
-    options = ("-q", "--plain", "-p", "no:cacheprovider", "-p", "no:logging", "-o", "pythonpath=")
+def test_a_part_of_the_laws_and_the_examples(installed, request, tmp_path):
+    newest = request.node.callspec.params["installed"] == "newest torch"
+    part = LAWS + (PART if newest else EXAMPLES) + (ON_A_GPU if torch.cuda.is_available() else ())
+    options = ("-q", "--plain", "-p", "no:cacheprovider", "-p", "no:logging")
+    paths = ("-o", "pythonpath=bench", "--rootdir", ROOT)
     tests = [ROOT / "tests" / name for name in part]
-    done = run(installed, "-c", TESTS, *options, "--rootdir", ROOT, *tests, cwd=tmp_path)
+    done = run(installed, "-c", TESTS, *options, *paths, *tests, cwd=tmp_path)
     assert re.search(r"^\d+ passed", done.splitlines()[-1]), done
