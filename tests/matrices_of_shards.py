@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fusedstep import optim
-from fusedstep.optim import _matrix_batches, _newton_schulz
+from fusedstep.optim import _matrix_batches, _newton_schulz, _sharded_matrices
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
 from two_processes import PROCESSES, folder_of_both
@@ -189,6 +189,47 @@ def each_matrix_is_computed_once(here):
     dist.all_gather_object(counts, len(computed))
     assert sum(counts) == len(shapes) + 3
     assert abs(counts[0] - counts[1]) <= 1
+
+
+def transfers_are_beside_products_of_another_batch(here):
+    """The next gather has begun, and the scatter before is not waited for, as products begin."""
+    exchange, order = _sharded_matrices.Exchange, []
+    gather, compute, unpack = exchange._gather, exchange._compute, exchange._unpack
+
+    class Transfer:
+        def __init__(self, number, work):
+            self._number, self._work = number, work
+
+        def wait(self):
+            order.append(("gathered", self._number))
+            return self._work.wait()
+
+    def gathers(self, batch, number, pack):
+        order.append(("gather", number))
+        work, gathered = gather(self, batch, number, pack)
+        return Transfer(number, work), gathered
+
+    def computes(self, batch, number, *args):
+        order.append(("products", number))
+        return compute(self, batch, number, *args)
+
+    def unpacks(self, *args):
+        order.append(("scattered", sum(what == "scattered" for what, _ in order)))
+        unpack(self, *args)
+
+    found = Subjects(here, [([(24, 8)] * 8, Shard(0), {})])
+    found.take_gradients(0)
+    with (
+        mock.patch.multiple(exchange, _gather=gathers, _compute=computes, _unpack=unpacks),
+        batches_of_elements(200),
+    ):
+        found.sharded.step()
+    last = max(number for _, number in order)
+    assert last >= 2
+    for number in range(last):
+        assert order.index(("gather", number + 1)) < order.index(("gathered", number))
+        assert order.index(("gathered", number)) < order.index(("products", number))
+        assert order.index(("products", number + 1)) < order.index(("scattered", number))
 
 
 def memory_of_transfers_is_kept(here):
@@ -424,6 +465,7 @@ WORKS = (
     products_of_few_bits_are_within_their_errors,
     a_mesh_with_copies_takes_shards,
     each_matrix_is_computed_once,
+    transfers_are_beside_products_of_another_batch,
     memory_of_transfers_is_kept,
     musgd_is_stepped_as_the_whole,
     values_of_musgd_of_few_bytes_are_kept,

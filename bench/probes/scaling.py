@@ -240,18 +240,18 @@ def steps(known: Measured, net: Network) -> str:
         [f"{model.name}, {way}"]
         + [
             number(1e3 * step_of(model, ranks, way, known, net, clips=True))
-            for ranks in (2, 8, 64, 256, 1024)
+            for ranks in (1, 2, 8, 64, 256, 1024)
         ]
         for model in MODELS
         for way in known.host
     ]
-    return table(["ms a clipped step", "2", "8", "64", "256", "1,024"], rows)
+    return table(["ms a clipped step", "1", "2", "8", "64", "256", "1,024"], rows)
 
 
 def iterations(known: Measured, net: Network, tokens: int) -> str:
     rows = []
     for model in MODELS:
-        for ranks in (8, 64, 1024):
+        for ranks in (1, 8, 64, 1024):
             ours, torchs = (
                 iteration(model, ranks, way, tokens, known, net)
                 for way in ("AdamW", "torch's AdamW")
