@@ -1,10 +1,11 @@
-// Law: a step whose memory runs out throws and has changed nothing; taken again, it is right.
+// Law: a step or a load whose memory runs out throws and has changed nothing; taken again, it is right.
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <torch/torch.h>
 
 #include <functional>
 #include <memory>
+#include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -68,11 +69,13 @@ class OutOfMemoryTest : public testing::Test {
   void TearDown() override { torch::set_num_threads(threads_); }
 
   using Make = std::function<Subject<Row>()>;
+  using Act = std::function<void(Subject<Row>&)>;
+  static void step(Subject<Row>& subject) { subject.optimizer->step(); }
 
-  static void expect_all_or_nothing(Allocations of, const Make& make) {
+  static void expect_all_or_nothing(Allocations of, const Make& make, const Act& act = step) {
     Subject<Row> subject = make();
     const Tensors before = subject.contents();
-    subject.optimizer->step();
+    act(subject);
     const Tensors after = subject.contents();
     constexpr int kMost = 1000;
     int n = 1;
@@ -82,7 +85,7 @@ class OutOfMemoryTest : public testing::Test {
       std::string error;
       test::fail_allocation(of, n);
       try {
-        tried.optimizer->step();
+        act(tried);
       } catch (const std::exception& thrown) {
         test::allocations_left();
         has_thrown = true;
@@ -93,7 +96,7 @@ class OutOfMemoryTest : public testing::Test {
       if (has_thrown) {
         EXPECT_TRUE(error.find("memory") != error.npos || error.find("bad_alloc") != error.npos);
         expect_equal(tried.contents(), before);
-        tried.optimizer->step();
+        act(tried);
       }
       expect_equal(tried.contents(), after);
       if (testing::Test::HasFailure()) return;
@@ -136,6 +139,18 @@ TYPED_TEST(OutOfMemoryTest, InAStepOfOtherWeightsThanTheLast) {
     subject.weights[1].mutable_grad() = torch::ones_like(subject.weights[1]);
     return subject;
   });
+}
+
+TYPED_TEST(OutOfMemoryTest, InALoad) {
+  std::stringstream file;
+  torch::save(*Subject<TypeParam>(3, true, TypeParam::options()).optimizer, file);
+  torch::serialize::InputArchive archive;
+  archive.load_from(file);
+  const auto load = [&](Subject<TypeParam>& subject) { subject.optimizer->load(archive); };
+  for (const int steps : {0, 2}) {
+    const auto make = [&] { return Subject<TypeParam>(steps, true, TypeParam::options()); };
+    this->expect_all_or_nothing(Allocations::kNew, make, load);
+  }
 }
 
 TYPED_TEST(OutOfMemoryTest, WhereStatesAreInCodesBesideTheValue) {

@@ -131,7 +131,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     for (const auto& group : param_groups_) {
       options_before.push_back(static_cast<const Options&>(group.options()));
     }
-    auto states_before = std::exchange(state_, {});
+    // No moves: this map's allocate, and are noexcept.
+    decltype(state_) states_before;
+    state_.swap(states_before);
     try {
       torch::optim::serialize<State, Options>(archive, *this);
       for (size_t i = 0; i < param_groups_.size(); ++i) fit_loaded(i);
@@ -139,7 +141,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
         if (state_.find(key) == state_.end()) state_.emplace(key, state->clone());
       }
     } catch (...) {
-      std::swap(state_, states_before);
+      state_.swap(states_before);
       for (size_t i = 0; i < param_groups_.size(); ++i) {
         static_cast<Options&>(param_groups_[i].options()) = std::move(options_before[i]);
       }
