@@ -157,7 +157,7 @@ def main() -> None:
         rounds.append((before, now))
     about = {"reference": commit, "threads": threads, "rounds": asked.rounds}
     if asked.unfused:
-        about["fused"] = False
+        about |= {"fused": False, "by": "bench/probes/against --unfused"}
     results = rounded(about | {"ms": compared(rounds)})
     write_table(asked.output, results)
     print(table(results), end="")
