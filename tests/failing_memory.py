@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable
@@ -97,12 +98,22 @@ COMPOSED = (
     Composite("sparse_adam", optim.SparseAdam, {}, sparse=True),
 )
 
+
+def _tiny_lamb(groups: list[dict[str, Any]], **options: Any) -> optim.Lamb:
+    """Norms whose squares are below float32's numbers."""
+    with torch.no_grad():
+        for weight in itertools.chain.from_iterable(group["params"] for group in groups):
+            weight.mul_(1e-30)
+    return optim.Lamb(groups, lr=1e-30, fused=False, **options)
+
+
 UNFUSED = (
     *(
         Composite(f"{case.name}, unfused", functools.partial(case.build, fused=False), {})
         for case in first_of_each(lambda case: case.optimizer, PLAIN)
     ),
     Composite("adam, unfused int8", functools.partial(optim.Adam, fused=False), _CODES),
+    Composite("lamb of tiny weights", _tiny_lamb, {}),
     Composite("adan, one by one", functools.partial(optim.Adan, fused=False, foreach=False), {}),
 )
 

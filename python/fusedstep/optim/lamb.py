@@ -116,6 +116,7 @@ class Lamb(FusedOptimizer):
     _states = ("exp_avg", "exp_avg_sq")
     _elementwise = False
     _in_phases = True
+    _allocates_first = True
     _later_options = (
         FusedOptimizer._later_options
         | {"capturable": False, "keep_grad": False}
@@ -238,12 +239,12 @@ class Lamb(FusedOptimizer):
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        rooms = [weight.new_empty((), dtype=dtype) for dtype in (None, torch.float64)]
+        room = weight.new_empty(())
         update, lr, spare = self._direction(group, weight, grad, state)
         norms = 1.0, 1.0
         if _adapts(group):
             dense = spare.copy_(weight) if _lies_apart(weight) else weight
-            norms = _norm(dense, *rooms), _norm(update, *rooms)
+            norms = _norm(dense, room, spare), _norm(update, room, spare)
         _apply(group, weight, update, lr, *norms)
 
     def _direction(
@@ -345,18 +346,26 @@ def _lies_apart(tensor: Tensor) -> bool:
     return extent > tensor.numel() > 0 and not is_dtensor(tensor)
 
 
-def _norm(tensor: Tensor, room: Tensor, wide_room: Tensor) -> float:
-    """The norm of a tensor whose elements do not lie apart, with memory for it."""
-    if is_dtensor(tensor):
-        room = wide_room = None
-    found = whole(torch.linalg.vector_norm(tensor, out=room))
+def _norm(tensor: Tensor, room: Tensor, spare: Tensor) -> float:
+    """The norm of a tensor whose elements do not lie apart.
+
+    Of a tensor that is not spread it allocates nothing: `room` is memory for a number, `spare` for
+    as many as the tensor has.
+    """
+    is_spread = is_dtensor(tensor)
+    found = whole(torch.linalg.vector_norm(tensor, out=None if is_spread else room))
     # Tools that estimate memory step tensors that have shapes and no numbers.
     is_empty = isinstance(found, FakeTensor) or found.is_meta
     norm = 1.0 if is_empty else found.item()
-    if not 1e-16 < norm < 1e18:  # beyond them squares may leave the range of float32
-        wide = torch.linalg.vector_norm(tensor, dtype=torch.float64, out=wide_room)
-        norm = whole(wide).item()
-    return norm
+    if 1e-16 < norm < 1e18 or not tensor.numel():
+        return norm
+    # Squares may have left the range of float32.
+    if is_spread:
+        return whole(torch.linalg.vector_norm(tensor, dtype=torch.float64)).item()
+    largest = torch.linalg.vector_norm(tensor, math.inf, out=room).item()
+    if largest == 0 or not math.isfinite(largest):
+        return largest
+    return largest * torch.linalg.vector_norm(torch.div(tensor, room, out=spare), out=room).item()
 
 
 def _apply(
