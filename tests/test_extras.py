@@ -24,17 +24,19 @@ def modules(folder):
 
 
 @pytest.mark.parametrize(
-    ("extras", "folders"), [(["test", "frameworks"], FOLDERS), (["bench", "frameworks"], ["bench"])]
+    ("extras", "folders"),
+    [(["test", "frameworks", "peers"], FOLDERS), (["bench", "frameworks", "peers"], ["bench"])],
 )
 def test_extras_list_what_is_imported(extras, folders, repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text())["project"]
     requirements = project["dependencies"] + [
         requirement for extra in extras for requirement in project["optional-dependencies"][extra]
     ]
-    listed = {re.split(r"[><=]", requirement)[0] for requirement in requirements}
-    own = [path for name in FOLDERS for path in (repository / name).rglob("*.py")]
+    listed = {re.split(r"[><=]", each)[0].replace("-", "_") for each in requirements}
+    own = [path for name in (*FOLDERS, "scripts") for path in (repository / name).rglob("*.py")]
     ours = {path.stem for path in own} | {"fusedstep", "fuzz", "optimizers", "probes", "reference"}
     distributions = importlib.metadata.packages_distributions()
     for folder in folders:
         for module in set(modules(repository / folder)) - ours - sys.stdlib_module_names:
-            assert listed & set(distributions.get(module, [module])), f"{folder} imports {module}"
+            names = {name.replace("-", "_") for name in distributions.get(module, [module])}
+            assert listed & names, f"{folder} imports {module}"

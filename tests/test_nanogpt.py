@@ -293,19 +293,30 @@ def test_a_loss_that_is_not_finite_is_no_result(tiny):
         train(dataclasses.replace(tiny, learning_rate=1e30, decay_lr=False, max_iters=3))
 
 
-def test_the_peak_is_that_of_the_process():
+PEAKS = """
+import json, re, torch
+from pathlib import Path
+from nanonano_meter import CpuMeter
+
+def resident():
+    return 1024 * int(re.search(r"VmRSS:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+meter, some = CpuMeter(), 1 << 26
+before = meter.memory()["peak"]
+filled = torch.ones((before - resident() + some) // 4)
+full = meter.memory()["peak"]
+del filled
+print(json.dumps([before + some // 2, full, resident(), meter.memory()["peak"]]))
+"""
+
+
+def test_the_peak_is_that_of_the_process(repository):
     """It rises with memory that is used, and stays when that is freed."""
-    meter, some = nanonano_meter.CpuMeter(), 1 << 26
-    before, resident = meter.memory()["peak"], 1024 * status("VmRSS")
-    filled = torch.ones((before - resident + some) // 4)
-    assert meter.memory()["peak"] > before + some // 2
-    del filled
-    assert 1024 * status("VmRSS") < before + some // 2 < meter.memory()["peak"]
-
-
-def status(name):
-    text = Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{name}:\s*(\d+) kB", text, re.MULTILINE)[1])
+    done = in_python(repository, "-c", PEAKS)
+    assert done.returncode == 0, done.stderr
+    between, full, resident, peak = json.loads(done.stdout)
+    assert full > between
+    assert resident < between < peak
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from fusedstep import optim
 from small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import rounded, write_table
+from tables import write_table
 
 LENGTH, BATCH = 256, 4
 SIZES = {
@@ -167,7 +167,7 @@ def process(rank: int, folder: str, names: Sequence[str], asked: argparse.Namesp
             "device": torch.cuda.get_device_name() if has_gpu else "CPU",
             "deepspeed": sys.modules["deepspeed"].__version__,
         }
-        Path(folder, "found.json").write_text(json.dumps([about, engines]), encoding="utf-8")
+        write_table(Path(folder, "found.json"), {"about": about, "engines": engines})
     dist.barrier()
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 
@@ -195,10 +195,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(process, (folder, MADE[made], asked), nprocs=asked.processes)
             found = Path(folder, "found.json").read_text(encoding="utf-8")
-        about, engines = json.loads(found)
-        results |= about
+        results |= json.loads(found)["about"]
+        engines = json.loads(found)["engines"]
         results["engines in the order they are made"][made] = engines
-        print(made, json.dumps(rounded(engines), indent=1), flush=True)
+        print(made, json.dumps(engines, indent=1), flush=True)
         if asked.json:
             write_table(asked.json, results)
 
