@@ -84,7 +84,7 @@ def folder(tmp_path_factory):
         for process in processes:
             process.start()
     for process in processes:
-        process.join(60)
+        process.join(240)
         process.kill()  # if it waits for the other
     assert [process.exitcode for process in processes] == 2 * [-signal.SIGKILL]
     return found
