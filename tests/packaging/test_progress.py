@@ -1,7 +1,9 @@
 """Law: a build tells a terminal how far it has come, and nothing else of it changes."""
 
+import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -83,6 +85,13 @@ def test_a_terminal_sees_progress(tmp_path, last, status, end):
     assert re.search(r"\r\033\[K  fusedstep: 1 of 2 compiled, 0 min \d\d s\r", shown), shown
     assert re.search(rf"\r\033\[K  fusedstep: {end}", shown), shown
     assert ("nothing" in shown) == (status == 1)  # the error's text is still pip's to show
+
+
+def test_what_is_promised_was_measured():
+    file = ROOT / "bench" / "results" / "nvidia-h100" / "build_time.json"
+    of_cpu, of_all = (row["cpu_seconds"] for row in json.loads(file.read_text())["rows"])
+    backend = runpy.run_path(str(BACKEND))
+    assert (backend["_CPU"], backend["_CPU"] + backend["_GPU"]) == (of_cpu, of_all)
 
 
 @pytest.mark.parametrize("last", ["touch two", "cat nothing"], ids=["built", "failed"])
