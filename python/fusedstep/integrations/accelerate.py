@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from fusedstep import optim
 from fusedstep.integrations import deepspeed
+from fusedstep.integrations._replaced import Replaced
 
-_theirs: Callable[[Any], Any] | None = None
+_replaced = Replaced()
 _registered_deepspeed = False
 
 
@@ -24,8 +24,8 @@ def register() -> None:
     ``prepare()`` is given, of a ``Lamb`` too, and keeps its learning rate and weight decay alone.
     After this ours are passed on. DeepSpeed takes them with ``zero_force_ds_cpu_optimizer: false``.
     """
-    global _theirs, _registered_deepspeed
-    if _theirs is not None:
+    global _registered_deepspeed
+    if _replaced:
         return
     from accelerate import accelerator
 
@@ -37,18 +37,11 @@ def register() -> None:
     def mapped(optimizer: Any) -> Any:
         return optimizer if isinstance(optimizer, optim.FusedOptimizer) else theirs(optimizer)
 
-    accelerator.map_pytorch_optim_to_deepspeed = mapped
-    _theirs = theirs
+    _replaced.put(accelerator, "map_pytorch_optim_to_deepspeed", mapped)
 
 
 def unregister() -> None:
     """Undoes what :func:`register` did."""
-    global _theirs
-    if _theirs is None:
-        return
-    from accelerate import accelerator
-
-    accelerator.map_pytorch_optim_to_deepspeed = _theirs
-    _theirs = None
-    if _registered_deepspeed:
+    if _replaced and _registered_deepspeed:
         deepspeed.unregister()
+    _replaced.put_back()

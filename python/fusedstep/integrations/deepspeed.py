@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fusedstep import optim
+from fusedstep.integrations._replaced import Replaced
 from fusedstep.optim._create import find
 
 _added: list[type[optim.FusedOptimizer]] = []
 
-#: The former methods of DeepSpeed's engine, by name.
-_replaced: dict[str, Callable[..., Any]] = {}
+_replaced = Replaced()
 
 #: Options of DeepSpeed's own Adam that choose between its kernels.
 _KERNELS = ("torch_adam", "fp32_optimizer_states")
@@ -45,23 +45,20 @@ def register() -> None:
         ("_is_supported_optimizer", _is_supported),
         ("_configure_basic_optimizer", _configure),
     ):
-        _replaced[method] = getattr(DeepSpeedEngine, method)
-        setattr(DeepSpeedEngine, method, functools.partialmethod(ours, _replaced[method]))
+        theirs = getattr(DeepSpeedEngine, method)
+        _replaced.put(DeepSpeedEngine, method, functools.partialmethod(ours, theirs))
 
 
 def unregister() -> None:
     """Removes the classes from the list, and makes names select DeepSpeed's again."""
     if not _added:
         return
-    from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     for cls in _added:
         ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     _added.clear()
-    for method, theirs in _replaced.items():
-        setattr(DeepSpeedEngine, method, theirs)
-    _replaced.clear()
+    _replaced.put_back()
 
 
 def is_registered() -> bool:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
 
 from fusedstep import optim
+from fusedstep.integrations._replaced import Replaced
 
-_theirs: Callable[..., None] | None = None
+_replaced = Replaced()
 
 
 def register() -> None:
@@ -25,8 +25,7 @@ def register() -> None:
 
     It counts for a ``LightningCLI`` that is made after the call.
     """
-    global _theirs
-    if _theirs is not None:
+    if _replaced:
         return
     from lightning.pytorch.cli import LightningArgumentParser
 
@@ -40,16 +39,9 @@ def register() -> None:
             optimizer_class = (optim.FusedOptimizer, *optimizer_class)
         theirs(self, optimizer_class, *args, **options)
 
-    LightningArgumentParser.add_optimizer_args = add_optimizer_args
-    _theirs = theirs
+    _replaced.put(LightningArgumentParser, "add_optimizer_args", add_optimizer_args)
 
 
 def unregister() -> None:
     """Makes names select classes as Lightning does by itself."""
-    global _theirs
-    if _theirs is None:
-        return
-    from lightning.pytorch.cli import LightningArgumentParser
-
-    LightningArgumentParser.add_optimizer_args = _theirs
-    _theirs = None
+    _replaced.put_back()

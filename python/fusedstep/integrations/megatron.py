@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from fusedstep import optim
+from fusedstep.integrations._replaced import Replaced
 
-#: The former attributes of Megatron-Core's modules, by module and name.
-_replaced: dict[tuple[Any, str], Any] = {}
+_replaced = Replaced()
 
 
 class _Adam(optim.Adam, is_alias=True):
@@ -70,12 +70,9 @@ def register() -> None:
         (core, "USING_PYTORCH_OPTIMIZER", False),  # else torch's classes are taken by name
         (distrib_optimizer, "Adam", (distrib_optimizer.Adam, optim.Adam)),  # those that it takes
     ):
-        _replaced[module, name] = getattr(module, name)
-        setattr(module, name, value)
+        _replaced.put(module, name, value)
 
 
 def unregister() -> None:
     """Puts the classes back that were there before."""
-    for (module, name), value in _replaced.items():
-        setattr(module, name, value)
-    _replaced.clear()
+    _replaced.put_back()

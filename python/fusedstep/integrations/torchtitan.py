@@ -7,8 +7,9 @@ from collections.abc import Callable
 from torch.optim import Optimizer
 
 from fusedstep import optim
+from fusedstep.integrations._replaced import Replaced
 
-_theirs: Callable[[str], Callable[..., Optimizer]] | None = None
+_replaced = Replaced()
 
 
 def register() -> None:
@@ -20,8 +21,7 @@ def register() -> None:
     Raises:
         RuntimeError: torchtitan is older than 0.3, which chooses optimizers in another way.
     """
-    global _theirs
-    if _theirs is not None:
+    if _replaced:
         return
     from torchtitan.components.optimizer import OptimizersContainer
 
@@ -35,16 +35,9 @@ def register() -> None:
             return cls
         return theirs(name)
 
-    OptimizersContainer._resolve_optimizer_factory = staticmethod(resolve)
-    _theirs = theirs
+    _replaced.put(OptimizersContainer, "_resolve_optimizer_factory", staticmethod(resolve))
 
 
 def unregister() -> None:
     """Makes the names select torchtitan's classes again."""
-    global _theirs
-    if _theirs is None:
-        return
-    from torchtitan.components.optimizer import OptimizersContainer
-
-    OptimizersContainer._resolve_optimizer_factory = staticmethod(_theirs)
-    _theirs = None
+    _replaced.put_back()

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fusedstep import optim
+from fusedstep.integrations._replaced import Replaced
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -60,7 +61,7 @@ _LOW_RANK: dict[str, dict[str, Any]] = {
     },
 }
 
-_theirs: Callable[..., tuple[Any, dict[str, Any]]] | None = None
+_replaced = Replaced()
 
 
 def register() -> None:
@@ -78,26 +79,18 @@ def register() -> None:
     ``Trainer.get_optimizer_cls_and_kwargs``, which this replaces. A subclass of ``Trainer`` that
     overrides the method decides by itself.
     """
-    global _theirs
-    if _theirs is not None:
+    if _replaced:
         return
     from transformers import Trainer
 
-    _theirs = Trainer.get_optimizer_cls_and_kwargs
-    Trainer.get_optimizer_cls_and_kwargs = staticmethod(
-        functools.wraps(_theirs)(functools.partial(_choose, _theirs))
-    )
+    theirs = Trainer.get_optimizer_cls_and_kwargs
+    ours = functools.wraps(theirs)(functools.partial(_choose, theirs))
+    _replaced.put(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours))
 
 
 def unregister() -> None:
     """Makes the names select transformers' classes again."""
-    global _theirs
-    if _theirs is None:
-        return
-    from transformers import Trainer
-
-    Trainer.get_optimizer_cls_and_kwargs = staticmethod(_theirs)
-    _theirs = None
+    _replaced.put_back()
 
 
 def _choose(
