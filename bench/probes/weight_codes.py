@@ -1,14 +1,14 @@
 """Times AdamW steps of GPT-2 (124 M), with states in codes and 16-bit weights that train.
 
-    python bench/probes/weight_codes.py OUT.json [cpu | cuda] [NAME]
+    python bench/probes/weight_codes.py OUT.json [cpu | cuda] [NAME [PEER...]]
 
 Writes medians in milliseconds, of ways in turn: of steps, other libraries' where these are
 installed, of copies of as many bytes, and of steps of 2,000 small weights. On a GPU ten follow one
 another between two events, as a step follows a backward pass: the host is ahead unless it binds.
 Prints the table of docs/small_states.md.
 
-With NAME it adds a run to OUT.json, of float32 weights beside other libraries, under that name: two
-libraries that are imported by one name cannot be in one process.
+With NAME it adds a run to OUT.json, of float32 weights beside other libraries or only some of their
+steps, under that name: two libraries that are imported by one name cannot be in one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,11 +104,13 @@ def step(device: str, way: Way, sizes: list[tuple[int, ...]]) -> Callable[[], ob
     return cls(weights(device, way.dtype, sizes), **way.options).step
 
 
-def peers(device: str, sizes: list[tuple[int, ...]]) -> dict[str, Callable[[], object]]:
+def peers(
+    device: str, sizes: list[tuple[int, ...]], names: Iterable[str] = PEERS
+) -> dict[str, Callable[[], object]]:
     found = {}
-    for name, way in PEERS.items():
+    for name in names:
         try:
-            run = step(device, way, sizes)
+            run = step(device, PEERS[name], sizes)
             run()
         except Exception as error:
             print(f"{name} is left out: {error!r}")
@@ -177,11 +179,12 @@ def shown(milliseconds: float) -> str:
     return str(Decimal(str(milliseconds)).quantize(Decimal(last), ROUND_HALF_UP))
 
 
-def main(out: str, device: str = "cuda", name: str = "") -> None:
+def main(out: str, device: str = "cuda", name: str = "", *names: str) -> None:
     file = Path(out)
     if name:
         steps = {way: step(device, WAYS[way], shapes()) for way in ("float32", "float32, int8")}
-        run = {name: {"ms": medians(device, steps | peers(device, shapes()))}}
+        beside = peers(device, shapes(), names or PEERS)
+        run = {name: {"ms": medians(device, steps | beside)}}
         write_table(file, json.loads(file.read_text()) | run)
         return
     elements = sum(torch.Size(shape).numel() for shape in shapes())
