@@ -18,7 +18,7 @@ def probe(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "device"), [("nvidia-h100", "cuda"), ("intel-emerald-rapids-16-cores", "cpu")]
+    ("machine", "device"), [("nvidia-h200", "cuda"), ("intel-emerald-rapids-16-cores", "cpu")]
 )
 def test_the_page_has_the_table_of_the_probe(probe, machine, device):
     results = ROOT / "bench" / "results" / machine / "weight_codes.json"
