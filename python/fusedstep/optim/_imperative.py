@@ -187,7 +187,7 @@ class ImperativeTwin:
         if weight.is_complex():  # and has no master copy
             group = group | {"master_weights": False, "rounding": None}
             state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
-            weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
+            weight, grad = torch.view_as_real(weight), torch.view_as_real(grad.resolve_conj())
 
         wide = self._widened(group, weight, state)
         grad = grad.to(wide.dtype)
