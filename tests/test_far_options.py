@@ -75,12 +75,14 @@ def assert_changes_nothing(
     for number in FAR:
         params, optimizer = trained(build, dtype, steps, makes_whole, shapes)
         group, before = optimizer.param_groups[1], seen(params)
+        names = list(group), list(optimizer.defaults)
         usual, group[name] = group[name], with_number(group[name], place, number)
         if (error := error_of(optimizer.step)) is None:
             continue
         refused.append(number)
         assert name in error or name.startswith("initial_")
         assert_same_contents(seen(params), before, f"{number}, {error}:")
+        assert (list(group), list(optimizer.defaults)) == names
         group[name] = usual
         optimizer.step()
         assert_same_contents(contents(optimizer), contents(expected), f"{number}, {error}:")
@@ -150,3 +152,11 @@ def test_heads_of_muon():
     shapes = ((5, 6), (6, 4), (6, 4))
     refused = assert_changes_nothing(build, torch.float32, 3, ("lr", None), shapes=shapes)
     assert 1e300 in refused
+
+
+def test_what_a_class_checks_is_its_own_error():
+    _, optimizer = trained(optim.Adafactor, torch.float32, 2, torch.Tensor.clone, SHAPES)
+    optimizer.param_groups[1]["lr"] = -1.0
+    error = error_of(optimizer.step)
+    assert error.startswith("Invalid options of group 1, ")
+    assert error.count("Invalid options") == 1

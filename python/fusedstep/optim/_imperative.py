@@ -62,7 +62,7 @@ class ImperativeTwin:
         other = type(self).__new__(type(self))
         other.__setstate__(
             {
-                "defaults": self.defaults,
+                "defaults": dict(self.defaults),  # to which torch adds
                 "state": defaultdict(dict, state),
                 "param_groups": [group | {"params": stand_ins}],
                 "_rehearses": False,
@@ -73,6 +73,8 @@ class ImperativeTwin:
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
+            if str(error).startswith("Invalid options of"):
+                return  # the step says so itself, with the number of the group
             text = f"Invalid options of a group, {numeric(group)}: {error}"
             raise type(error)(text) from error
 
