@@ -32,6 +32,9 @@ _NO_OPTIONS = frozenset({"params", "param_names", "seed"})
 
 _NO_NUMBERS = (bool, str, type(None), torch.dtype)
 
+#: Whole numbers of something, which no operation on a tensor takes.
+_COUNTS = frozenset({"ns_steps", "rank", "split_heads", "update_proj_gap"})
+
 #: Options that are no factors, and may be infinite.
 _LIMITS = frozenset({"max_grad_norm", "max_ratio", "max_weight_norm"})
 
@@ -46,6 +49,8 @@ def is_usual(group: dict[str, Any], half: bool) -> bool:
     for name, value in group.items():
         kind = type(value)
         if (kind is float and 0 <= value <= most) or kind in _NO_NUMBERS or name in _LIMITS:
+            continue
+        if kind is int and name in _COUNTS:
             continue
         if name == "betas" and kind is tuple:
             if not all(_is_usual_beta(each, half) for each in value):
