@@ -113,6 +113,15 @@ def test_codes_are_those_of_bitsandbytes_on_cuda(signed):
 
 
 @SIGNED
+@pytest.mark.parametrize("codes_of", [encoded, stepped])
+def test_minus_zero_is_zero(codes_of, signed):
+    """bitsandbytes looks at the sign alone, and gives it the smallest negative number."""
+    shares = torch.cat([torch.tensor([-0.0, 0.0]), elsewhere(signed)[:5000]])
+    assert codes_of(shares, signed)[:2].tolist() == [127 * signed] * 2
+    assert bitsandbytes_codes(shares, signed)[:2].tolist() == [126 * signed, 127 * signed]
+
+
+@SIGNED
 def test_the_bound_is_tight(signed):
     """Some share as far from a border as the bound says has another code."""
     shares, away = near_borders(signed)

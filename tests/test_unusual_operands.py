@@ -1,6 +1,7 @@
 """Tensors whose memory is not what they are, or that somebody else changes; modes that look on."""
 
 import contextlib
+import math
 import subprocess
 import sys
 
@@ -82,6 +83,42 @@ class TestGradientsThatHoldOtherValues:
         with pytest.raises(RuntimeError, match="all the gradients to be Tensors whose memory"):
             optimizer.step()
         assert (param == 1).all()
+
+
+def complex_subjects(case):
+    """Two weights of complex numbers, whose gradients are conjugated, and their optimizer."""
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn(SIZE, dtype=torch.complex64, generator=generator) for _ in range(4)]
+    params = as_parameters(values[:2])
+    for param, value in zip(params, values[2:], strict=True):
+        param.grad = value.conj()
+    return params, case.build(params, fused=None)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.5}, {"max_norm": 1e9}], ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_conjugated_gradient_is_taken_by_its_values(case, options):
+    (params, optimizer), (others, expected) = complex_subjects(case), complex_subjects(case)
+    for other in others:
+        other.grad = other.grad.resolve_conj()
+    norm = math.hypot(*torch.cat([p.grad.abs() for p in others]).double().tolist())
+    found = optimizer.step(**options)
+    expected.step(**options)
+    assert_same_contents(contents(optimizer), contents(expected))
+    for param, other in zip(params, others, strict=True):
+        assert torch.equal(param.grad, other.grad)
+    if options:
+        assert found.item() == pytest.approx(norm, rel=1e-6)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_conjugated_weight_is_an_error(case):
+    params, optimizer = complex_subjects(case)
+    params[1].data = params[1].detach().conj()
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match="parameter 1 of group 0: the weight is a conjugated"):
+        optimizer.step()
+    assert torch.equal(params[0], before)
 
 
 @contextlib.contextmanager

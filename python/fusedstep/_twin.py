@@ -34,7 +34,7 @@ def imperative_twin(
     twin = type(optimizer).__new__(type(optimizer))
     twin.__setstate__(
         {
-            "defaults": optimizer.defaults,
+            "defaults": dict(optimizer.defaults),  # to which torch adds
             "state": defaultdict(dict, state or {}),
             "param_groups": param_groups,
         }

@@ -36,9 +36,10 @@ struct Subject {
     set_grads(weights, steps);
   }
 
-  // Weights, gradients, and states that have been stepped: others are as if made anew.
+  // Learning rates, weights, gradients, and states that have been stepped: others are as if made anew.
   Tensors contents() const {
     Tensors found;
+    for (auto& group : optimizer->param_groups()) found.push_back(torch::tensor(group.options().get_lr()));
     for (const Tensor& weight : weights) {
       found.push_back(weight.detach().clone());
       found.push_back(weight.grad().is_sparse() ? weight.grad().to_dense() : weight.grad().clone());
@@ -141,15 +142,25 @@ TYPED_TEST(OutOfMemoryTest, InAStepOfOtherWeightsThanTheLast) {
   });
 }
 
+// Of an archive with other learning rates, for states kept as in the archive, and in the other way.
 TYPED_TEST(OutOfMemoryTest, InALoad) {
-  std::stringstream file;
-  torch::save(*Subject<TypeParam>(3, true, TypeParam::options()).optimizer, file);
-  torch::serialize::InputArchive archive;
-  archive.load_from(file);
-  const auto load = [&](Subject<TypeParam>& subject) { subject.optimizer->load(archive); };
-  for (const int steps : {0, 2}) {
-    const auto make = [&] { return Subject<TypeParam>(steps, true, TypeParam::options()); };
-    this->expect_all_or_nothing(Allocations::kNew, make, load);
+  const auto make = [](int steps, double lr, const std::string& state_dtype) {
+    const Tensors weights = {torch::ones({64, 64}).requires_grad_(), torch::ones({7}).requires_grad_(),
+                             torch::ones({4096}).requires_grad_()};
+    return Subject<TypeParam>(steps, true, TypeParam::options().lr(lr).state_dtype(state_dtype), weights);
+  };
+  for (const std::string saved : {"", "int8"}) {
+    std::stringstream file;
+    torch::save(*make(3, 0.5, saved).optimizer, file);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    const auto load = [&](Subject<TypeParam>& subject) { subject.optimizer->load(archive); };
+    for (const int steps : {0, 2}) {
+      for (const std::string asked : {"", "int8"}) {
+        this->expect_all_or_nothing(
+            Allocations::kNew, [&] { return make(steps, 0.25, asked); }, load);
+      }
+    }
   }
 }
 

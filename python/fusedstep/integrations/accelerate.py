@@ -29,15 +29,22 @@ def register() -> None:
         return
     from accelerate import accelerator
 
-    _registered_deepspeed = not deepspeed.is_registered()
+    was_registered = deepspeed.is_registered()
     deepspeed.register()
-    theirs = accelerator.map_pytorch_optim_to_deepspeed
+    try:
+        theirs = accelerator.map_pytorch_optim_to_deepspeed
+    except AttributeError:
+        if not was_registered:
+            deepspeed.unregister()
+        raise
+    _registered_deepspeed = not was_registered
 
     @functools.wraps(theirs)
     def mapped(optimizer: Any) -> Any:
-        return optimizer if isinstance(optimizer, optim.FusedOptimizer) else theirs(optimizer)
+        is_ours = _replaced and isinstance(optimizer, optim.FusedOptimizer)
+        return optimizer if is_ours else theirs(optimizer)
 
-    _replaced.put(accelerator, "map_pytorch_optim_to_deepspeed", mapped)
+    _replaced.put((accelerator, "map_pytorch_optim_to_deepspeed", mapped))
 
 
 def unregister() -> None:

@@ -10,6 +10,8 @@ from fusedstep import optim
 from fusedstep.integrations._replaced import Replaced
 from fusedstep.optim._create import find
 
+#: Classes that names of a configuration select, and those of them that ZeRO did not take before.
+_selected: list[type[optim.FusedOptimizer]] = []
 _added: list[type[optim.FusedOptimizer]] = []
 
 _replaced = Replaced()
@@ -30,44 +32,52 @@ def register() -> None:
     LAMB's trust ratio, or any other norm of a whole weight, is another one: such classes still need
     it, and ``deepspeed.initialize`` takes them as ``optimizer``.
     """
-    if _added:
+    if _replaced:
         return
     from deepspeed.runtime.engine import DeepSpeedEngine
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
+    methods = {
+        "_is_supported_optimizer": _is_supported,
+        "_configure_basic_optimizer": _configure,
+    }
+    _replaced.put(
+        *(
+            (DeepSpeedEngine, name, functools.partialmethod(ours, getattr(DeepSpeedEngine, name)))
+            for name, ours in methods.items()
+        )
+    )
     for name in optim.names():
         cls = find(name)
         composite = cls._composite or cls._is_composite is not optim.FusedOptimizer._is_composite
-        if cls._elementwise and not composite and cls not in ZERO_SUPPORTED_OPTIMIZERS:
-            ZERO_SUPPORTED_OPTIMIZERS.append(cls)
-            _added.append(cls)
-    for method, ours in (
-        ("_is_supported_optimizer", _is_supported),
-        ("_configure_basic_optimizer", _configure),
-    ):
-        theirs = getattr(DeepSpeedEngine, method)
-        _replaced.put(DeepSpeedEngine, method, functools.partialmethod(ours, theirs))
+        if cls._elementwise and not composite:
+            _selected.append(cls)
+            if cls not in ZERO_SUPPORTED_OPTIMIZERS:
+                ZERO_SUPPORTED_OPTIMIZERS.append(cls)
+                _added.append(cls)
 
 
 def unregister() -> None:
     """Removes the classes from the list, and makes names select DeepSpeed's again."""
-    if not _added:
+    if not _replaced:
         return
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
     for cls in _added:
-        ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
+        if cls in ZERO_SUPPORTED_OPTIMIZERS:
+            ZERO_SUPPORTED_OPTIMIZERS.remove(cls)
     _added.clear()
+    _selected.clear()
     _replaced.put_back()
 
 
 def is_registered() -> bool:
-    return bool(_added)
+    return bool(_replaced)
 
 
 def _named(name: str) -> type[optim.FusedOptimizer] | None:
     """Returns the class that a configuration's name selects, if it is one of this package."""
-    return next((cls for cls in _added if cls.__name__.lower() == name.lower()), None)
+    return next((cls for cls in _selected if cls.__name__.lower() == name.lower()), None)
 
 
 def _is_supported(engine: Any, theirs: Callable[..., bool], name: str) -> bool:

@@ -35,11 +35,11 @@ def register() -> None:
     def add_optimizer_args(
         self: Any, optimizer_class: Any = (Optimizer,), *args: Any, **options: Any
     ) -> None:
-        if isinstance(optimizer_class, tuple) and Optimizer in optimizer_class:
+        if _replaced and isinstance(optimizer_class, tuple) and Optimizer in optimizer_class:
             optimizer_class = (optim.FusedOptimizer, *optimizer_class)
         theirs(self, optimizer_class, *args, **options)
 
-    _replaced.put(LightningArgumentParser, "add_optimizer_args", add_optimizer_args)
+    _replaced.put((LightningArgumentParser, "add_optimizer_args", add_optimizer_args))
 
 
 def unregister() -> None:

@@ -62,15 +62,14 @@ def register() -> None:
     from megatron.core import optimizer as core
     from megatron.core.optimizer import distrib_optimizer
 
-    for module, name, value in (
+    _replaced.put(
         (core, "Adam", _Adam),
         (core, "SGD", optim.SGD),
         (core, "CPUAdam", _Adam),
         (core, "CPUSGD", optim.SGD),
         (core, "USING_PYTORCH_OPTIMIZER", False),  # else torch's classes are taken by name
         (distrib_optimizer, "Adam", (distrib_optimizer.Adam, optim.Adam)),  # those that it takes
-    ):
-        _replaced.put(module, name, value)
+    )
 
 
 def unregister() -> None:

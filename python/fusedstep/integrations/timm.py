@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 #: Options that timm's optimizer of the same name has under other names.
 _OPTIONS: dict[str, dict[str, Any]] = {"lamb": {"variant": "timm"}}
 
-#: The former owner of a name, by the name.
-_replaced: dict[str, OptimInfo | None] = {}
+#: What a name stands for, and what it stood for before, by the name.
+_replaced: dict[str, tuple[OptimInfo, OptimInfo | None]] = {}
 
 
 def register() -> None:
@@ -57,18 +57,21 @@ def register() -> None:
         )
         # register() would warn that apex's are overwritten.
         default_registry._optimizers[fused] = info
-        _replaced[fused] = replaced
+        _replaced[fused] = info, replaced
 
 
 def unregister() -> None:
-    """Removes the names, and registers apex's again."""
+    """Removes the names, and registers apex's again; what others have registered since stays."""
     if not _replaced:
         return
     from timm.optim._optim_factory import default_registry
 
-    for name, info in _replaced.items():
-        if info is None:
-            del default_registry._optimizers[name]
+    known = default_registry._optimizers
+    for name, (ours, former) in _replaced.items():
+        if known.get(name) is not ours:
+            continue
+        if former is None:
+            del known[name]
         else:
-            default_registry._optimizers[name] = info
+            known[name] = former
     _replaced.clear()

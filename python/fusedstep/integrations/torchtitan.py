@@ -30,12 +30,12 @@ def register() -> None:
         raise RuntimeError("this torchtitan has no table of optimizers: 0.3 or later is needed")
 
     def resolve(name: str) -> Callable[..., Optimizer]:
-        cls = getattr(optim, name, None)
+        cls = getattr(optim, name, None) if _replaced else None
         if isinstance(cls, type) and issubclass(cls, optim.FusedOptimizer):
             return cls
         return theirs(name)
 
-    _replaced.put(OptimizersContainer, "_resolve_optimizer_factory", staticmethod(resolve))
+    _replaced.put((OptimizersContainer, "_resolve_optimizer_factory", staticmethod(resolve)))
 
 
 def unregister() -> None:

@@ -85,7 +85,7 @@ def register() -> None:
 
     theirs = Trainer.get_optimizer_cls_and_kwargs
     ours = functools.wraps(theirs)(functools.partial(_choose, theirs))
-    _replaced.put(Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours))
+    _replaced.put((Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours)))
 
 
 def unregister() -> None:
@@ -102,7 +102,7 @@ def _choose(
     name = str(getattr(args.optim, "value", args.optim))
     plain = name.removesuffix(_LAYERWISE)
     cls: _Class | None = getattr(optim, _NAMES.get(plain, ""), None)
-    if cls is None:
+    if cls is None or not _replaced:
         return theirs(args, model)
     given = _parsed(args.optim_args)
     low_rank = _LOW_RANK.get(plain.partition("_")[0], {})

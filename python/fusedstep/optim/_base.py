@@ -553,7 +553,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             options = self._options(group, None if lr is None else 0.0)
             list(map(float, options))
             return options
-        except (RuntimeError, TypeError, ValueError) as error:
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
             raise type(error)(f"Invalid options of a group, {numeric(group)}: {error}") from error
 
     @functools.cached_property

@@ -97,6 +97,8 @@ class BindsGroups:
         if sparse and (error := self._sparse_error(group)):
             raise RuntimeError(error)
         native, store = self._is_native(group, weights, grads), self._store
+        if not native and not self._is_composite(group):
+            self._rehearse(group, weights, grads)  # before a state begins at such an option
         store.create(group, weights, native)
         states = store.operands(group, weights)
         if not native:
@@ -218,6 +220,7 @@ class BindsGroups:
         """
         check_operands(weights, grads)
         if self._is_composite(group):
+            self._rehearse(group, weights, grads)
             if is_dtensor(weights[0]):
                 local_pairs(weights, grads)  # raises for gradients that are spread otherwise
             states = [self._state.get(p, {}) for p in weights]

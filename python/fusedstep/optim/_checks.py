@@ -291,6 +291,10 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
             raise RuntimeError(f"{what} is {dtypes[0]} but the weight is {dtypes[1]}")
         if grad.device != weight.device:
             raise RuntimeError(f"{what} is on {grad.device} but the weight is on {weight.device}")
+        if weight.is_conj():
+            raise RuntimeError(
+                f"tensor {index} of the list: the weight is a conjugated view; clone() it first"
+            )
         plain = type(weight) in (Tensor, Parameter) and weight.layout is torch.strided
         if plain and torch._debug_has_internal_overlap(weight) == 1:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from fusedstep.optim._dtensor import local
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Work
-from fusedstep.optim._spread import SpreadWeights, norm2, place_of
+from fusedstep.optim._spread import SpreadWeights, in_real_numbers, norm2, place_of
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
 EPSILON = 1e-6
@@ -194,7 +194,7 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
 
 def _norm(tensors: list[Tensor]) -> float:
     """The 2-norm of tensors, in float64: that of two float16 numbers may be beyond their range."""
-    real = [torch.view_as_real(each) if each.is_complex() else each for each in tensors]
+    real = list(map(in_real_numbers, tensors))
     found = torch._foreach_norm(real, 2, dtype=torch.float64)
     together = torch.stack([each.to(found[0].device) for each in found])
     return torch.linalg.vector_norm(together).item()

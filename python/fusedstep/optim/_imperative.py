@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedstep.optim._checks import check_capturable
+from fusedstep.optim._checks import check_capturable, numeric
 from fusedstep.optim._codes import is_codes
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
-from fusedstep.optim._undo import NO_RESERVE, Reserve, undone_on_error
+from fusedstep.optim._rehearsal import is_usual, made_stand_ins
+from fusedstep.optim._undo import NO_RESERVE, Reserve, is_out_of_memory, undone_on_error
 from fusedstep.optim._weights import (
     MASTER,
     key_of_draws,
@@ -33,10 +35,48 @@ MOST_COPIES = 12
 class ImperativeTwin:
     """Steps weights in torch operations where no native kernel does."""
 
+    #: False for an optimizer that tries a step of another one.
+    _rehearses = True
     #: Weights that have been stepped in the step under way, natively or not.
     _stepped: list[Tensor]
     #: The memory that its parts are taken with.
     _reserve: Reserve = NO_RESERVE
+
+    def _rehearse(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> None:
+        """Raises what a step in torch operations would stop at half way: an option of the group.
+
+        Nothing is made or changed by this.
+        """
+        half = any(p.dtype is torch.float16 for p in weights)
+        if is_usual(group, half) or not self._rehearses or torch._C._len_torch_dispatch_stack():
+            return
+        if group.get("differentiable") or group.get("capturable"):
+            return
+        pairs = [pair for pair in zip(weights, grads, strict=True) if not pair[0].is_meta]
+        kept = {weight: self._store.plain_parts(group, weight) for weight, _ in pairs}
+        # The sides of matrices have to be divided by the heads, and are no less than a rank.
+        sides = [group.get(name) for name in ("split_heads", "rank")]
+        side = max([1, *(each for each in sides if isinstance(each, int))])
+        stand_ins, state = made_stand_ins(pairs, side, kept)
+        # Made as unpickling makes one: constructors of subclasses may take anything.
+        other = type(self).__new__(type(self))
+        other.__setstate__(
+            {
+                "defaults": dict(self.defaults),  # to which torch adds
+                "state": defaultdict(dict, state),
+                "param_groups": [group | {"params": stand_ins}],
+                "_rehearses": False,
+            }
+        )
+        try:
+            other._update_all(None, False)
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            if str(error).startswith("Invalid options of"):
+                return  # the step says so itself, with the number of the group
+            text = f"Invalid options of a group, {numeric(group)}: {error}"
+            raise type(error)(text) from error
 
     def _reserved(self, work: list[Work]) -> Reserve:
         """The memory kept for parts of a step; it is made before anything is changed."""
@@ -149,7 +189,7 @@ class ImperativeTwin:
         if weight.is_complex():  # and has no master copy
             group = group | {"master_weights": False, "rounding": None}
             state = {k: torch.view_as_real(v) if v.is_complex() else v for k, v in state.items()}
-            weight, grad = torch.view_as_real(weight), torch.view_as_real(grad)
+            weight, grad = torch.view_as_real(weight), torch.view_as_real(grad.resolve_conj())
 
         wide = self._widened(group, weight, state)
         grad = grad.to(wide.dtype)

@@ -201,5 +201,9 @@ def place_of(weight: Tensor) -> Place | None:
 
 def norm2(shard: Tensor) -> Tensor:
     """The square of the 2-norm of what one process has."""
-    real = torch.view_as_real(shard) if shard.is_complex() else shard
-    return torch.linalg.vector_norm(real, dtype=torch.float64).square()
+    return torch.linalg.vector_norm(in_real_numbers(shard), dtype=torch.float64).square()
+
+
+def in_real_numbers(tensor: Tensor) -> Tensor:
+    """A tensor with the real and the imaginary parts as numbers, if it has complex ones."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor

@@ -162,6 +162,17 @@ class StateStore:
         state = self.by_weight[weight] if self.names_of(group, weight) else {}
         return state | {"step": self._count_of(group, weight)}
 
+    def plain_parts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        """The numbers of a weight so far, and states of its shape that are not in codes."""
+        state = self.by_weight.get(weight, {})
+        found = {name: state[name] for name in self.numbers if name in state}
+        if weight in self._counts and self._counts[weight].item():
+            found.setdefault("step", self._counts[weight])
+        for name in self.names_of(group, weight):
+            if name in state and state[name].shape == weight.shape and not is_codes(state[name]):
+                found[name] = state[name]
+        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
     def _keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
         return self._counts_steps(group) or way_of(group, weight) == "stochastic"
