@@ -7,7 +7,6 @@ torch's class gives the values anew.
 
 import functools
 
-import pytest
 import torch
 
 from cases import PLAIN, WITH_NAMESAKE
