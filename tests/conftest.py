@@ -9,10 +9,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 import fusedstep
 from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import _ops
+
+SHOWN = 0.005
+"""Seconds from which pytest's `--durations` shows a fixture."""
 
 
 def pytest_addoption(parser):
@@ -20,7 +24,10 @@ def pytest_addoption(parser):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Keeps all tests that take no row."""
+    """With `--plain` keeps all tests that take no row.
+
+    Of a function's tests that are skipped for one reason, as without a GPU, keeps the first.
+    """
 
     def is_plain(item):
         row = item.callspec.params.get("case") if hasattr(item, "callspec") else None
@@ -28,6 +35,12 @@ def pytest_collection_modifyitems(config, items):
 
     if config.getoption("plain"):
         items[:] = filter(is_plain, items)
+    kept = {}
+    for item in items:
+        reasons = [m.kwargs["reason"] for m in item.iter_markers("skipif") if m.args[0]]
+        name = item.nodeid.partition("[")[0] if reasons else item.nodeid
+        kept.setdefault((name, *reasons), item)
+    items[:] = kept.values()
 
 
 def pytest_collection_finish():
@@ -41,14 +54,25 @@ def pytest_unconfigure():
     gc.unfreeze()
 
 
-@pytest.fixture(autouse=True)
-def _process_settings_restored():
-    """No test leaves its thread count, instruction set or denormal mode to the next."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    """Runs a test, which leaves its thread count, instruction set and denormal mode to no other.
+
+    A report to another process takes as long as a short test. Left out are those of fixtures that
+    pass in less time than `--durations` shows, and the keywords of what passes: nobody reads them.
+    """
     count = torch.get_num_threads()
-    yield
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    for report in runtestprotocol(item, log=False, nextitem=nextitem):
+        if report.passed:
+            report.keywords = {}
+        if not report.passed or report.when == "call" or report.duration >= SHOWN:
+            item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     torch.set_num_threads(count)
     torch.set_flush_denormal(False)
     _ops.force_isa(None)
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -96,7 +96,8 @@ def assert_close(found, whole, units, what):
 def parts_are_stepped_as_the_whole(here):
     for (number, name), fused in itertools.product(enumerate(CUTS), (True, False)):
         cut = Cut(here, name)
-        for place, (dtype, kept) in enumerate(KEPT if fused else KEPT[::2]):
+        # Torch's operations take the sums of parts in one way, however a value is kept.
+        for place, (dtype, kept) in enumerate(KEPT if fused else KEPT[number % 3 :: 3]):
             turn = (number + place) % len(OPTIONS)
             # Rows and columns have all options, other cuts one with each way to keep a value.
             has_all = fused and place < 2 and number < 2
@@ -104,7 +105,7 @@ def parts_are_stepped_as_the_whole(here):
                 params, shards = subjects(here, cut, dtype)
                 ours = optim.Adafactor(params, lr=0.05, fused=True, **options, **kept)
                 theirs = optim.Adafactor(shards, lr=0.05, fused=fused, **options, **kept)
-                for step in range(3):
+                for step in range(2):
                     set_gradients(here, params, shards, cut, step)
                     versions = [shard._version for shard in shards]
                     ours.step()

@@ -7,7 +7,6 @@ torch's class gives the values anew.
 
 import functools
 
-import pytest
 import torch
 
 from cases import PLAIN, WITH_NAMESAKE
@@ -64,20 +63,21 @@ def samples(*builds):
     return torch.stack(found, dim=1)
 
 
-@pytest.mark.parametrize("cls", dict.fromkeys(case.optimizer for case in WITH_NAMESAKE))
-def test_a_thousand_steps(cls):
+def test_a_thousand_steps():
     """torch's own tolerance for its stored values is 1e-3."""
     builds = {}
-    for case in (case for case in WITH_NAMESAKE if case.optimizer is cls):
+    for case in WITH_NAMESAKE:
         options = {"lr": 1.0} | case.long_run
         builds[case.name, "torch"] = functools.partial(case.build_namesake, **options)
         for fused in (True, False) if case in PLAIN else (True,):
             builds[case.name, fused] = functools.partial(case.build, fused=fused, **options)
     found = dict(zip(builds, samples(*builds.values()), strict=True))
-    for (name, fused), each in found.items():
-        torch.testing.assert_close(
-            each, found[name, "torch"], rtol=1e-12, atol=0, msg=f"{name}, fused={fused}"
-        )
+    others = {
+        f"{name}, fused={fused}"
+        for (name, fused), each in found.items()
+        if not torch.allclose(each, found[name, "torch"], rtol=1e-12, atol=0)
+    }
+    assert not others
 
 
 def test_equal_optimizers_have_the_same_bits():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fusedstep
-from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt
+from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt, thinned
 from fusedstep import optim
 from fusedstep.optim import _registry, low_bit
 from fusedstep.optim._codes import storage_index
@@ -453,10 +453,11 @@ def test_a_name_is_the_class_with_its_option(name):
 # Dictionaries
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@CODED
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "dtype", "kind", "fused"),
+    thinned(WITH_STATES, [torch.float32, torch.bfloat16], KINDS_OF_CODES, [True, False]),
+    ids=str,
+)
 def test_saved_and_loaded_in_mid_run(case, dtype, kind, fused):
     _, whole = start(case, kind, dtype, steps=6, fused=fused)
     params, optimizer = start(case, kind, dtype, steps=3, fused=fused)
