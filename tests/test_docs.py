@@ -278,6 +278,21 @@ def test_shares_of_the_step_in_training_are_those_measured():
         assert told in page, told
 
 
+def test_time_of_the_small_preset_is_that_measured():
+    """Two idle cores take less than two minutes: all of the CPU time is less than that."""
+    found = results("amd-zen3-2-cores/nanogpt_preset.json")
+    assert len(found["rows"]) == 2 * len(ATTENTION)
+    seconds = found["seconds"]
+    used = seconds["user"] + seconds["system"]
+    assert used < 120
+    (others,) = re.findall(r"took (\d+ %) of the CPUs", found["notes"][0])
+    page = page_of_the_gpt()
+    assert (
+        f"took {used:.0f} s of CPU time on two cores of a Zen 3, {used / 2:.0f} s of each;" in page
+    )
+    assert f"{seconds['wall']:.0f} s passed, since other programs took {others}" in page
+
+
 def test_a_refresh_beside_an_iteration_is_that_measured():
     """docs/optimizers/galore.md tells its part of an iteration on an H100."""
     rows = {row["name"]: row for row in results("nvidia-h100/gpt_iteration.json")["rows"]}
