@@ -65,7 +65,7 @@ class Measured(NamedTuple):
 def measured() -> Measured:
     ms = json.loads((RESULTS / "fsdp2.json").read_text())["on_gpus"]["ms"]
     states = json.loads((RESULTS / "small_states.json").read_text())
-    training = json.loads((RESULTS / "nanogpt.json").read_text())
+    training = json.loads((RESULTS / "gpt_iteration.json").read_text())
     gpt = MODELS[0]
     moved = states["cuda torch.float32 None"] / 1e3 / states["elements"]
     ways = {
