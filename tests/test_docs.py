@@ -318,6 +318,63 @@ def test_ratios_of_wrapped_and_read_steps_are_those_measured():
     assert max(*wrapped, *read) <= 1.3
 
 
+def test_ratios_of_offloaded_shards_are_those_measured():
+    """Figures of docs/integrations.md, and what they may be."""
+    page = (ROOT / "docs" / "integrations.md").read_text().replace("\n", " ")
+    ms = results("nvidia-h200/fsdp2.json")["offloaded"]["ms"]
+    adamw, adafactor = ms["AdamW"], ms["Adafactor"]
+    bare, clipped = (
+        adamw[f"torch fused{way}"] / adamw[f"fusedstep{way}"] for way in ("", ", clipped")
+    )
+    lamb = ms["Lamb"]["fusedstep"] / adamw["fusedstep"]
+    clipping = adafactor["fusedstep, clipped"] - adafactor["fusedstep"]
+    for told in (
+        f"AdamW is {bare:.2f} times as fast as torch's, and {clipped:.2f} times where both clip",
+        f"{40 / 28:.2f} times as many, and takes {lamb:.2f} times as long",
+        f"clipping adds {clipping:.0f} ms to its step",
+    ):
+        assert told in page, told
+    assert bare >= 1.35
+    assert clipped >= 2.5
+    assert lamb <= 1.6
+
+
+def test_ratios_of_offloaded_zero_are_those_measured():
+    """Figures of docs/integrations.md: of both orders of the engines, and of two equal ones."""
+    page = (ROOT / "docs" / "integrations.md").read_text().replace("\n", " ")
+    made = results("nvidia-h200/zero_offload.json")["engines in the order they are made"]
+    (their, our), (ours, theirs), (one, another) = (
+        [engine["ms"] for engine in made[order]]
+        for order in ("theirs-first", "ours-first", "theirs-twice")
+    )
+    pairs, equal = ((our, their), (ours, theirs)), (one, another)
+
+    def more(part, pair):
+        """Per cents that the first one took beyond the second."""
+        return 100 * (pair[0][part] / pair[1][part] - 1)
+
+    optimizer = " and ".join(f"{a['optimizer'] / b['optimizer']:.2f}" for a, b in pairs)
+    share = [100 * a["optimizer"] / a["iteration"] for a, _ in pairs]
+    rest = " and ".join(f"{a['rest of step'] - b['rest of step']:.0f}" for a, b in pairs)
+    equals = another["rest of step"] - one["rest of step"]
+    own, other = "iteration after its own", "iteration after the other"
+    after = [late for a, b in pairs for late in (a[own] - a[other], b[other] - b[own])]
+    second = (another[own] - another[other], one[other] - one[own])
+    for told in (
+        f"takes {optimizer} of DeepSpeedCPUAdam's time",
+        f"it took {more('iteration', pairs[0]):.1f} % more",
+        f"{-more('iteration', pairs[1]):.1f} % less in the other order",
+        f"where two equal engines differ by {more('iteration', equal):.1f} %",
+        f"took {more(own, pairs[0]):.1f} and {more(own, pairs[1]):.1f} % more",
+        f"where the equal engines differ by {more(own, equal):.1f} %",
+        f"is {min(share):.0f} to {max(share):.0f} % of an iteration",
+        f"longer by {rest} ms (of equal engines {equals:.0f})",
+        f"takes {min(after):.0f} to {max(after):.0f} ms longer after",
+        f"equal engines {second[0]:.0f} and {second[1]:.0f} ms longer than after the other",
+    ):
+        assert told in page, told
+
+
 def test_times_of_the_tests_are_those_measured():
     """CONTRIBUTING.md tells those of two cores."""
     found = results("intel-emerald-rapids-2-cores/test_time.json")
