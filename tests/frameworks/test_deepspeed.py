@@ -29,10 +29,10 @@ SIZE = 4
 """Samples a process takes at a time."""
 
 
-def expected_losses(case, dtype):
+def expected_losses(case, dtype, made=network):
     """Losses of one process that has the samples of both."""
     cls, options = reference(case)
-    model, losses = network(), []
+    model, losses = made(), []
     optimizer = cls(model.parameters(), **options)
     for inputs, labels in batches(4, SIZE * PROCESSES):
         rounded = [p.detach().to(dtype) for p in model.parameters()]
@@ -79,12 +79,12 @@ def set_environment(here):
     os.environ.update({name: str(value) for name, value in ranks.items()})
 
 
-def trained_by_deepspeed(case, here, stage, dtype=torch.float32, **zero):
+def trained_by_deepspeed(case, here, stage, dtype=torch.float32, made=network, **zero):
     import deepspeed
 
     set_environment(here)
     cls, options = ours(case)
-    model = network()
+    model = made()
     optimizer = cls(model.parameters(), **options)
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration(stage, dtype, **zero)
@@ -116,6 +116,29 @@ def states_are_offloaded(here):
             expected = expected_losses(case, torch.float32)
             for stage in (2, 3):
                 assert_same_losses(trained_by_deepspeed(case, here, stage, **offload), expected)
+
+
+def network_of_slices():
+    """The weights of its layers are slices of wider matrices.
+
+    Transposed ones stop ``deepspeed.initialize``, which sends a weight as bytes.
+    """
+    model = network()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            wide = torch.nn.functional.pad(module.weight.detach(), (1, 2))
+            module.weight = torch.nn.Parameter(wide[:, 1:-2])
+    assert not all(p.is_contiguous() for p in model.parameters())
+    return model
+
+
+def slices_are_stepped(here):
+    case = next(case for case in PLAIN if case.optimizer is optim.AdamW)
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    expected = expected_losses(case, torch.float32, network_of_slices)
+    for stage, zero in ((0, {}), (1, {}), (2, offload), (3, offload)):
+        losses = trained_by_deepspeed(case, here, stage, made=network_of_slices, **zero)
+        assert_same_losses(losses, expected)
 
 
 def no_call_makes_a_plan_after_the_first_step(here):
@@ -265,6 +288,7 @@ WORKS = (
     every_stage_trains_as_one_process,
     bfloat16_weights_train_as_ones_of_float32_rounded,
     states_are_offloaded,
+    slices_are_stepped,
     no_call_makes_a_plan_after_the_first_step,
     both_flags_are_needed,
     registered_classes_are_taken_by_zero,
