@@ -11,6 +11,7 @@ import torch
 
 from cases import KINDS, PLAIN
 from fusedstep import optim
+from fusedstep.optim._rehearsal import is_usual
 from stepping import as_parameters, assert_same_contents, contents, make_gradients, make_weights
 from test_composites import ROWS, as_sparse
 
@@ -160,3 +161,16 @@ def test_what_a_class_checks_is_its_own_error():
     error = error_of(optimizer.step)
     assert error.startswith("Invalid options of group 1, ")
     assert error.count("Invalid options") == 1
+
+
+@pytest.mark.filterwarnings("error")
+def test_options_are_looked_at_in_silence():
+    """Torch warns of a number that is taken out of a graph, as a rule once in a process."""
+    _, optimizer = trained(optim.Adam, torch.float32, 0, torch.Tensor.clone, SHAPES)
+    lr = torch.tensor(0.1, requires_grad=True)
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        assert is_usual(optimizer.param_groups[0] | {"lr": lr}, half=False)
+    finally:
+        torch.set_warn_always(always)

@@ -47,10 +47,10 @@ class ImperativeTwin:
 
         Nothing is made or changed by this.
         """
+        if group.get("differentiable") or group.get("capturable"):
+            return
         half = any(p.dtype is torch.float16 for p in weights)
         if is_usual(group, half) or not self._rehearses or torch._C._len_torch_dispatch_stack():
-            return
-        if group.get("differentiable") or group.get("capturable"):
             return
         pairs = [pair for pair in zip(weights, grads, strict=True) if not pair[0].is_meta]
         kept = {weight: self._store.plain_parts(group, weight) for weight, _ in pairs}

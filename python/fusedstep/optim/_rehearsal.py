@@ -75,7 +75,8 @@ def _as_number(value: Any) -> float:
     if not is_number(value) or (isinstance(value, Tensor) and not _is_here(value)):
         return 0
     try:
-        return float(value)
+        # Torch warns where a number of a graph is taken out of it.
+        return float(value.detach() if isinstance(value, Tensor) else value)
     except OverflowError:  # an int
         return math.inf
     except (RuntimeError, TypeError, ValueError):
