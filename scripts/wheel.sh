@@ -25,7 +25,7 @@ make_wheel() {
   set -- "$@" "CMAKE_SHARED_LINKER_FLAGS=$older -Wl,-z,defs" "CMAKE_MODULE_LINKER_FLAGS=$older"
   rm -f "$raw/${name//-/_}"-[0-9]*.whl
   step "wheel-$name" "building $name" "$python" -m pip wheel -v --no-build-isolation --no-deps --no-index \
-    "${@/#/-Ccmake.define.}" -w "$raw" "$source" || return
+    "${@/#/--config-settings=cmake.define.}" -w "$raw" "$source" || return
   rm -f "$wheels/${name//-/_}"-[0-9]*.whl
   step "repair-$name" "naming the systems that it is for" \
     env "PYTHON=$python" "$root/scripts/repair_wheel.sh" "$raw/${name//-/_}"-[0-9]*.whl "$policy" "$wheels" || return
