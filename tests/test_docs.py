@@ -219,7 +219,7 @@ def test_limit_of_the_step_in_training_is_that_measured():
 
 
 def less(ours, torchs):
-    """How many percent ours is below torch's."""
+    """Returns by how many per cent ours is below torch's."""
     return f"{100 * (1 - ours / torchs):.0f}"
 
 

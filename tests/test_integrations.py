@@ -44,7 +44,7 @@ def test_one_that_is_missing_is_named(name, monkeypatch):
     module.unregister()
 
 
-# What is replaced, and put back
+# Attributes that are replaced, and put back
 
 
 class Base:

@@ -142,7 +142,7 @@ TYPED_TEST(OutOfMemoryTest, InAStepOfOtherWeightsThanTheLast) {
   });
 }
 
-// Of an archive with other learning rates, for states kept as in the archive, and in the other way.
+// Loads an archive with other learning rates, for states kept as in the archive, and in the other way.
 TYPED_TEST(OutOfMemoryTest, InALoad) {
   const auto make = [](int steps, double lr, const std::string& state_dtype) {
     const Tensors weights = {torch::ones({64, 64}).requires_grad_(), torch::ones({7}).requires_grad_(),
