@@ -89,7 +89,7 @@ def test_a_part_of_the_laws_and_the_examples(installed, request, tmp_path):
     newest = request.node.callspec.params["installed"] == "newest torch"
     part = LAWS + (PART if newest else EXAMPLES) + (ON_A_GPU if torch.cuda.is_available() else ())
     options = ("-q", "--plain", "-p", "no:cacheprovider", "-p", "no:logging")
-    paths = ("-o", "pythonpath=bench", "--rootdir", ROOT)
+    paths = ("-o", "pythonpath=bench bench/nanogpt", "--rootdir", ROOT)
     tests = [ROOT / "tests" / name for name in part]
     done = run(installed, "-c", TESTS, *options, *paths, *tests, cwd=tmp_path)
     assert re.search(r"^\d+ passed", done.splitlines()[-1]), done
