@@ -166,12 +166,20 @@ def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkey
 
     measured, optimizers = against.milliseconds, []
     monkeypatch.setattr(against, "milliseconds", milliseconds)
-    against.measure(["matrix"], 0, fused)
+    asked = against.parse_arguments(
+        ["--measure", "--lists", "matrix", "transposed", "--seconds=0", "--dtype=bfloat16"]
+        + ["--unfused"] * (not fused)
+    )
+    against.measure(asked)
     assert all(each.param_groups[0]["fused"] is fused for each in optimizers)
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert list(line["times"]) == [f"{name}/matrix" for name in against.CLASSES]
-    assert all(ms > 0 for ms in line["times"].values())
-    assert line["threads"] == torch.get_num_threads()
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for name, line in zip(("matrix", "transposed"), lines, strict=True):
+        assert list(line["times"]) == [f"{cls}/{name}" for cls in against.CLASSES]
+        assert all(ms > 0 for ms in line["times"].values())
+        assert line["about"] == {"threads": torch.get_num_threads()}
+    layouts = [each.param_groups[0]["params"][0].is_contiguous() for each in optimizers]
+    assert layouts == [True] * 5 + [False] * 5
+    assert {each.param_groups[0]["params"][0].dtype for each in optimizers} == {torch.bfloat16}
 
 
 def test_the_probe_renews_gradients(monkeypatch):

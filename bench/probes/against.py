@@ -6,9 +6,9 @@
 `./run.sh bench compare` gives the other commit's library to the harness of this tree, which an old
 one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. Each
 round has a process for each tree, in alternating order, with its own PYTHONPATH. A time is the
-lower quartile of a process, since what disturbs a step only makes it longer; a ratio is that of one
-round, this tree's time over that of REFERENCE. With `--unfused` the steps are those of
-`fused=False`, in torch operations.
+lower quartile of a process, since what disturbs a step only makes it longer; on a GPU that of the
+step and of waiting for it. A ratio is that of one round, this tree's time over that of REFERENCE.
+With `--unfused` the steps are those of `fused=False`, in torch operations.
 
 Prints the table of bench/README.md.
 """
@@ -32,7 +32,8 @@ from shapes import ALL
 from tables import rounded, write_table
 
 CLASSES = ("Adam", "AdamW", "Adan", "Adagrad", "Lamb")
-LISTS = ("matrix", "small", "resnet50", "gpt2")
+LISTS = ("matrix", "transposed", "small", "resnet50", "gpt2")
+DTYPES = ("float32", "bfloat16", "float16")
 
 WARM_UP, FEWEST = 3, 5
 """Steps before those that are timed, and how many these are at least."""
@@ -44,28 +45,43 @@ Times = dict[str, float]
 """Milliseconds of a step, by row."""
 
 
-def measure(lists: list[str], seconds: float, fused: bool) -> None:
+def measure(asked: argparse.Namespace) -> None:
     """Prints the times of the tree that Python finds, one line of JSON a list."""
     import torch
 
     from fusedstep import optim
 
-    shapes = {each.name: each.shapes for each in ALL}
-    for name in lists:
-        params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes[name]]
-        gradients = [torch.randn_like(param) for param in params]
+    lists = {each.name: each for each in ALL}
+    about = {"threads": torch.get_num_threads()}
+    if asked.device == "cuda":
+        about = {"gpu": torch.cuda.get_device_name()}
+    kind = {"device": asked.device, "dtype": getattr(torch, asked.dtype)}
+    for name in asked.lists:
+        if lists[name].layout == "transposed":
+            weights = [torch.randn(shape[::-1], **kind).t() for shape in lists[name].shapes]
+        else:
+            weights = [torch.randn(shape, **kind) for shape in lists[name].shapes]
+        params = [torch.nn.Parameter(weight) for weight in weights]
+        gradients = [torch.randn(param.shape, **kind) for param in params]
         times = {}
         for cls in CLASSES:
-            optimizer = getattr(optim, cls)(params, lr=1e-4, fused=fused)
-            times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, seconds)
-        print(json.dumps({"times": times, "threads": torch.get_num_threads()}), flush=True)
+            optimizer = getattr(optim, cls)(params, lr=1e-4, fused=not asked.unfused)
+            times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, asked.seconds)
+        print(json.dumps({"times": times, "about": about}), flush=True)
 
 
 def milliseconds(optimizer, params, gradients, seconds: float) -> float:
+    import torch
+
+    def step() -> None:
+        optimizer.step()
+        if params[0].is_cuda:
+            torch.cuda.synchronize()
+
     for param, gradient in zip(params, gradients, strict=True):
         param.grad = gradient.clone()
     for _ in range(WARM_UP):
-        optimizer.step()
+        step()
     found: list[float] = []
     until = time.monotonic() + seconds
     while len(found) < FEWEST or time.monotonic() < until:
@@ -73,18 +89,18 @@ def milliseconds(optimizer, params, gradients, seconds: float) -> float:
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad.copy_(gradient)
         began = time.perf_counter()
-        optimizer.step()
+        step()
         found.append((time.perf_counter() - began) * 1e3)
     return statistics.quantiles(found, n=4)[0]
 
 
-def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, int]:
-    """The times of one process over a tree, and its number of threads."""
+def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """The times of one process over a tree, and on what it stepped."""
     envs, _ = environments(["glibc"], tree)
     command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
-    command += ["--unfused"] * asked.unfused
+    command += ["--device", asked.device, "--dtype", asked.dtype, *["--unfused"] * asked.unfused]
     found = list(events_of([*command, "--lists", *asked.lists], envs["glibc"]))
-    return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["threads"]
+    return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["about"]
 
 
 def compared(rounds: list[tuple[Times, Times]]) -> dict[str, dict[str, float]]:
@@ -120,7 +136,7 @@ def commit_of(tree: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout[:7]
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -131,10 +147,12 @@ def parse_arguments() -> argparse.Namespace:
     add("--seconds", type=float, default=0.4, help="for each row of a process; default: 0.4")
     add("--lists", nargs="+", choices=LISTS, default=LISTS, metavar="LIST",
         help=f"of {', '.join(LISTS)}; default: all")  # fmt: skip
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    add("--dtype", choices=DTYPES, default="float32", help="of weights and gradients")
     add("--threads", type=int, help="default: one for each core of a socket")
     add("--unfused", action="store_true", help="steps of fused=False")
     add("--measure", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
+    asked = parser.parse_args(words)
     if not asked.measure and asked.output is None:
         parser.error("REFERENCE and OUT.json are needed")
     return asked
@@ -143,7 +161,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     asked = parse_arguments()
     if asked.measure:
-        measure(asked.lists, asked.seconds, fused=not asked.unfused)
+        measure(asked)
         return
     if asked.threads:
         os.environ["OMP_NUM_THREADS"] = str(asked.threads)
@@ -153,9 +171,9 @@ def main() -> None:
     for number in range(asked.rounds):
         order = sorted(trees, reverse=number % 2 == 0)
         found = {name: times_of(trees[name], asked) for name in order}
-        (before, _), (now, threads) = found["reference"], found["now"]
+        (before, _), (now, machine) = found["reference"], found["now"]
         rounds.append((before, now))
-    about = {"reference": commit, "threads": threads, "rounds": asked.rounds}
+    about = {"reference": commit, **machine, "dtype": asked.dtype, "rounds": asked.rounds}
     if asked.unfused:
         about |= {"fused": False, "by": "bench/probes/against --unfused"}
     results = rounded(about | {"ms": compared(rounds)})

@@ -1,11 +1,10 @@
 """Trains a GPT of 1.3 billion weights on one GPU, with its AdamW on the CPU.
 
-    PYTHONPATH=bench:python python bench/probes/offload.py --json OUT.json
+    PYTHONPATH=bench:python:build/low-bit python bench/probes/offload.py --json OUT.json
 
-Kinds: `none`, forward and backward pass without an optimizer; `fusedstep.offload`, with steps
-during the backward pass and, as `after`, behind it; `torch`, torch's fused AdamW with a step for
-each weight behind the backward pass and copies on streams of their own, as torchao's
-CPUOffloadOptimizer takes them. Each runs in a process of its own.
+Kinds: `none`, forward and backward pass without an optimizer; `ours`, fusedstep.offload, with steps
+during the backward pass and, as `after`, behind it; `torchao`, its CPUOffloadOptimizer with torch's
+fused AdamW. Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -48,41 +47,13 @@ OURS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     ),
 }
 
-ALL = ("none", "torch", "ours", "after")
+ALL = ("none", "torchao", "ours", "after")
 
 
-class TorchOffload:
-    """torch's fused AdamW on the CPU, one for each weight; gradients are copied as they arrive."""
+def of_torchao(weights: list[Tensor]) -> torch.optim.Optimizer:
+    from torchao.optim import CPUOffloadOptimizer
 
-    def __init__(self, weights: list[Tensor]) -> None:
-        self.out, self.back = torch.cuda.Stream(), torch.cuda.Stream()
-        self.hosts: dict[Tensor, tuple[Tensor, Tensor, torch.optim.AdamW]] = {}
-        self.events: dict[Tensor, torch.cuda.Event] = {}
-        for p in weights:
-            host = torch.empty_like(p.detach(), device="cpu", pin_memory=True).copy_(p.detach())
-            host.grad = torch.empty_like(host, pin_memory=True)
-            self.hosts[p] = host, host.grad, torch.optim.AdamW([host], fused=True)
-            p.register_post_accumulate_grad_hook(self.arrived)
-
-    @torch.no_grad()
-    def arrived(self, p: Tensor) -> None:
-        self.out.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.out):
-            self.hosts[p][1].copy_(p.grad, non_blocking=True)
-        p.grad.record_stream(self.out)
-        self.events[p] = self.out.record_event()
-        p.grad = None
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for p, event in self.events.items():
-            host, _, optimizer = self.hosts[p]
-            event.synchronize()
-            optimizer.step()
-            with torch.cuda.stream(self.back):
-                p.copy_(host, non_blocking=True)
-        self.events = {}
-        torch.cuda.current_stream().wait_stream(self.back)
+    return CPUOffloadOptimizer(weights, torch.optim.AdamW, offload_gradients=True, fused=True)
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
@@ -98,8 +69,8 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     weights, optimizer = list(model.parameters()), None
-    if asked.kind == "torch":
-        optimizer = TorchOffload(weights)
+    if asked.kind == "torchao":
+        optimizer = of_torchao(weights)
     elif asked.kind != "none":
         optimizer = fusedstep.offload(
             optim.AdamW(weights, **options),
@@ -157,7 +128,7 @@ def main() -> None:
         print(json.dumps(measure(asked)))
         return
     wanted = [(kind, "float32") for kind in ALL] + [("none", "bf16, float32 masters")]
-    wanted += [("torch", "bf16, float32 masters")]
+    wanted += [("torchao", "bf16, float32 masters")]
     wanted += [("ours", name) for name in OURS if name != "float32"]
     wanted += [("after", "bf16, float32 masters")]
     rows = []
@@ -175,7 +146,7 @@ def main() -> None:
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         row = rows[-1]
         print(
-            f"{kind:6} {weights:22} {row['ms']:9.1f} ms, {row['ms_of_passes']:9.1f} of them until "
+            f"{kind:7} {weights:22} {row['ms']:9.1f} ms, {row['ms_of_passes']:9.1f} of them until "
             f"the passes are done, {row['tokens_per_second']:9,.0f} tokens/s "
             f"{row['peak_bytes'] / 2**30:6.2f} GiB",
             flush=True,
