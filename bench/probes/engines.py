@@ -56,6 +56,18 @@ def scheduled(make: Callable) -> Iterator[None]:
         yield
 
 
+def groups_copied(make: Callable) -> Iterator[None]:
+    optimizers = [make([weight]) for weight in new_weights()]
+    for optimizer in optimizers:
+        optimizer.register_step_post_hook(hook)
+    while True:
+        for optimizer in optimizers:
+            optimizer.param_groups = [group.copy() for group in optimizer.param_groups]
+        for optimizer in optimizers:
+            optimizer.step()
+        yield
+
+
 def groups_exchanged(make: Callable) -> Iterator[None]:
     optimizer = make([{"params": [weight]} for weight in new_weights()])
     groups = optimizer.param_groups
@@ -88,6 +100,7 @@ WAYS = {
     "an optimizer for each, a hook": lambda make: one_each(
         make, lambda optimizer, number: optimizer.register_step_post_hook(hook)
     ),
+    "an optimizer for each, a hook, groups copied (Megatron)": groups_copied,
     "groups exchanged (ZeRO 1, 2)": groups_exchanged,
     "weights exchanged (ZeRO 3)": weights_exchanged,
 }
