@@ -173,11 +173,11 @@ def main() -> None:
         found = {name: times_of(trees[name], asked) for name in order}
         (before, _), (now, machine) = found["reference"], found["now"]
         rounds.append((before, now))
-    about = {"reference": commit, **machine, "dtype": asked.dtype, "rounds": asked.rounds}
-    if asked.unfused:
-        about |= {"fused": False, "by": "bench/probes/against --unfused"}
-    results = rounded(about | {"ms": compared(rounds)})
-    write_table(asked.output, results)
+        about = {"reference": commit, **machine, "dtype": asked.dtype, "rounds": len(rounds)}
+        if asked.unfused:
+            about |= {"fused": False, "by": "bench/probes/against --unfused"}
+        results = rounded(about | {"ms": compared(rounds)})
+        write_table(asked.output, results)
     print(table(results), end="")
 
 

@@ -3,11 +3,10 @@
 
     PYTHONPATH=bench:python python bench/probes/zero_offload.py [--processes N] [--json FILE.json]
 
-Two engines train a GPT of 354 million bfloat16 weights with float32 masters and moments in turns,
-on the same batches; their losses are compared. New processes do so for each order in which the two
-are made, and for two engines of DeepSpeedCPUAdam: these differ by the order alone. Prints medians
-of each part of an iteration in milliseconds. Half of the iterations of an engine come after one of
-its own, half after one of the other's. Needs deepspeed, and a compiler for its operator.
+An engine trains a GPT of 354 million bfloat16 weights with float32 masters and moments, alone in
+its processes, as engines do. Runs with either optimizer take turns, each first in every second
+pair, on the same batches; their losses are compared. Prints medians of each part of an iteration in
+milliseconds. Needs deepspeed, and a compiler for its operator.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +40,6 @@ SIZES = {
 OPTIONS = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
 THEIRS, OURS = "DeepSpeedCPUAdam", "fusedstep"
-
-#: Optimizers of the engines that are made in a process, in their order.
-MADE = {
-    "theirs-first": (THEIRS, OURS),
-    "ours-first": (OURS, THEIRS),
-    "theirs-twice": (THEIRS, THEIRS),
-}
 
 #: Rounds before those that count: operators are compiled and states made in them.
 FIRST_ROUNDS = 2
@@ -90,7 +81,7 @@ class Subject:
         self._call_optimizer(sub_group)
         self._in_optimizer += time.perf_counter() - began
 
-    def train(self, tokens: torch.Tensor, other_before: bool) -> float:
+    def train(self, tokens: torch.Tensor) -> float:
         """Takes an iteration; returns its loss.
 
         The host's times of forward and backward are without the GPU's work that is left; that of
@@ -114,7 +105,6 @@ class Subject:
             "optimizer": self._in_optimizer,
             "rest of step": ended - passes - self._in_optimizer,
             "iteration": ended - began,
-            f"iteration after {'the other' if other_before else 'its own'}": ended - began,
         }.items():
             self.times.setdefault(part, []).append(seconds * 1e3)
         return loss.item()
@@ -133,7 +123,7 @@ def synchronized() -> float:
     return time.perf_counter()
 
 
-def process(rank: int, folder: str, names: Sequence[str], asked: argparse.Namespace) -> None:
+def process(rank: int, folder: str, name: str, asked: argparse.Namespace) -> None:
     torch.set_num_threads(asked.threads)
     has_gpu = torch.cuda.is_available()
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked.processes)}
@@ -143,31 +133,21 @@ def process(rank: int, folder: str, names: Sequence[str], asked: argparse.Namesp
     meeting = f"file://{folder}/meeting"
     backend = "cpu:gloo,cuda:nccl" if has_gpu else "gloo"
     dist.init_process_group(backend, meeting, rank=rank, world_size=asked.processes)
-    subjects = [Subject(name, asked.size) for name in names]
-    last, shape = None, (BATCH, LENGTH + 1)
+    subject = Subject(name, asked.size)
+    losses, shape = [], (BATCH, LENGTH + 1)
     for number in range(FIRST_ROUNDS + asked.rounds):
         generator = torch.Generator().manual_seed(number * asked.processes + rank)
         tokens = torch.randint(SIZES[asked.size]["vocabulary"], shape, generator=generator)
         if number == FIRST_ROUNDS:
-            for subject in subjects:
-                subject.times.clear()
-        # An engine runs after the other one in one round, and after itself in the next.
-        losses = []
-        for subject in subjects if number % 2 == 0 else subjects[::-1]:
-            tokens = tokens.to(subject.engine.device)
-            losses.append(subject.train(tokens, last is not subject))
-            last = subject
-        assert abs(losses[0] - losses[1]) < 0.02 * losses[0], losses
+            subject.times.clear()
+        losses.append(subject.train(tokens.to(subject.engine.device)))
     if rank == 0:
-        engines = [
-            {"optimizer": name, "ms": subject.medians()}
-            for name, subject in zip(names, subjects, strict=True)
-        ]
         about = {
             "device": torch.cuda.get_device_name() if has_gpu else "CPU",
             "deepspeed": sys.modules["deepspeed"].__version__,
         }
-        write_table(Path(folder, "found.json"), {"about": about, "engines": engines})
+        found = {"about": about, "ms": subject.medians(), "losses": losses}
+        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 
@@ -176,31 +156,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--threads", type=int, default=12, help="of each process")
-    parser.add_argument("--rounds", type=int, default=12, help="an even number (default: 12)")
-    parser.add_argument(
-        "--made", nargs="+", choices=MADE, default=list(MADE), help="(default: all)"
-    )
+    parser.add_argument("--rounds", type=int, default=12, help="of a run (default: 12)")
+    parser.add_argument("--pairs", type=int, default=4, help="of runs (default: 4)")
     parser.add_argument("--size", choices=SIZES, default="354M")
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    if asked.rounds % 2:
-        parser.error("an engine runs after itself in one round of two: --rounds must be even")
     results: dict[str, Any] = {
         "processes": asked.processes,
         "threads of each process": asked.threads,
         "torch": torch.__version__,
-        "engines in the order they are made": {},
+        "ms by run": [],
     }
-    for made in asked.made:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(process, (folder, MADE[made], asked), nprocs=asked.processes)
-            found = Path(folder, "found.json").read_text(encoding="utf-8")
-        results |= json.loads(found)["about"]
-        engines = json.loads(found)["engines"]
-        results["engines in the order they are made"][made] = engines
-        print(made, json.dumps(engines, indent=1), flush=True)
-        if asked.json:
-            write_table(asked.json, results)
+    expected = None
+    for number in range(asked.pairs):
+        for name in (THEIRS, OURS) if number % 2 == 0 else (OURS, THEIRS):
+            with tempfile.TemporaryDirectory() as folder:
+                mp.spawn(process, (folder, name, asked), nprocs=asked.processes)
+                found = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+            expected = expected or found["losses"]
+            torch.testing.assert_close(found["losses"], expected, rtol=0.02, atol=0)
+            results |= found["about"]
+            results["ms by run"].append({"engine": name, **found["ms"]})
+            print(name, {part: round(ms, 1) for part, ms in found["ms"].items()}, flush=True)
+            if asked.json:
+                write_table(asked.json, results)
+    for part in results["ms by run"][0]:
+        if part != "engine":
+            runs = [(each["engine"], each[part]) for each in results["ms by run"]]
+            theirs, ours = (
+                statistics.median(ms for name, ms in runs if name == wanted)
+                for wanted in (THEIRS, OURS)
+            )
+            print(f"{part:16} {theirs:8.1f} {ours:8.1f} {ours / theirs:6.3f}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
+
+from torch import Tensor
 
 from fusedstep import optim
 from fusedstep.integrations._replaced import Replaced
@@ -16,8 +19,6 @@ class _Adam(optim.Adam, is_alias=True):
     Dictionaries have a step count in each group, where Megatron's checkpoints keep it.
     """
 
-    _counts_in_groups = True
-
     def __init__(self, params: Any, *, adam_w_mode: bool = True, **options: Any) -> None:
         dtypes = {name: options.pop(name, None) for name in ("exp_avg_dtype", "exp_avg_sq_dtype")}
         if any(dtype is not None for dtype in dtypes.values()):
@@ -29,13 +30,21 @@ class _Adam(optim.Adam, is_alias=True):
             raise ValueError("fusedstep's Adam does not support bias_correction=False")
         super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for group in state["param_groups"]:
-            count = group.pop("step", None)
-            for p in group["params"] if count is not None else ():
-                if state["state"].get(p):
-                    state["state"][p].setdefault("step", float(count))
-        super().__setstate__(state)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as ever, and counts that are in groups alone.
+
+        Megatron gives the states of a new optimizer with groups of its checkpoint: then the count
+        of a group is that of its states. Before the first step there is none: it is 0.
+        """
+        states, groups = dict(state_dict["state"]), []
+        for group in state_dict["param_groups"]:
+            own = {key: states[key] for key in group["params"] if states.get(key)}
+            counts = [state["step"] for state in own.values() if "step" in state]
+            count = group.get("step", max(counts, default=0))
+            if len(counts) < len(own) or (counts and max(counts) != count):
+                states |= {key: state | {"step": count} for key, state in own.items()}
+            groups.append({name: value for name, value in group.items() if name != "step"})
+        super().load_state_dict(state_dict | {"state": states, "param_groups": groups})
 
     def state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
@@ -45,6 +54,41 @@ class _Adam(optim.Adam, is_alias=True):
             if counts:
                 group["step"] = max(counts)
         return saved
+
+
+def _sets_tensors(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Returns a method of DistributedOptimizer that leaves the count of a state as it was loaded.
+
+    Megatron's sets all that a state holds: with Transformer Engine's class no count, which is in the
+    groups, and here what it held before.
+    """
+
+    def set_tensors(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        if isinstance(self.optimizer, _Adam):
+            group, place = self.model_param_group_index_map[model_param]
+            state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+            tensors = tensors | {"step": state["step"]}
+        theirs(self, model_param, tensors)
+
+    return set_tensors
+
+
+def _saves_counts(theirs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Returns a method of DistributedOptimizer that saves the count of steps of offloaded states.
+
+    Megatron's looks for it in the states of optimizers that are torch's.
+    """
+
+    def state_dict(self: Any) -> dict[str, Any]:
+        saved = theirs(self)
+        for state in self.optimizer.state.values():
+            if "step" in state:
+                for group in saved["optimizer"]["param_groups"]:
+                    group.setdefault("step", int(state["step"]))
+                break
+        return saved
+
+    return state_dict
 
 
 def register() -> None:
@@ -62,6 +106,8 @@ def register() -> None:
     from megatron.core import optimizer as core
     from megatron.core.optimizer import distrib_optimizer
 
+    distributed = distrib_optimizer.DistributedOptimizer
+    setting = "_set_main_param_and_optimizer_states"
     _replaced.put(
         (core, "Adam", _Adam),
         (core, "SGD", optim.SGD),
@@ -69,6 +115,8 @@ def register() -> None:
         (core, "CPUSGD", optim.SGD),
         (core, "USING_PYTORCH_OPTIMIZER", False),  # else torch's classes are taken by name
         (distrib_optimizer, "Adam", (distrib_optimizer.Adam, optim.Adam)),  # those that it takes
+        (distributed, "state_dict", _saves_counts(distributed.state_dict)),
+        (distributed, setting, _sets_tensors(getattr(distributed, setting))),
     )
 
 
