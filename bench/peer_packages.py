@@ -72,7 +72,8 @@ def install_all(
     requirements: list[str], options: list[str], folder: Path = FOLDER, device: str = "cpu"
 ) -> None:
     """Installs each library with all that it needs, and compiles its kernels for a device."""
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    found = [(each.metadata["Name"], each.version) for each in importlib.metadata.distributions()]
+    installed = dict(reversed(found))  # of two with one name the first is imported
     pip = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     for requirement in requirements:
         home = folder / re.split("[<>=]", requirement)[0]

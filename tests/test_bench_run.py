@@ -425,9 +425,16 @@ def make_wheel(folder, name, source, requires=()):
         wheel.writestr(f"{info}/RECORD", "")
 
 
-def test_packages_are_installed_one_by_one(tmp_path, capsys):
-    """One that is missing, or that wants another torch, is left out; the next is installed."""
+def test_packages_are_installed_one_by_one(tmp_path, capsys, monkeypatch):
+    """One that is missing, or that wants another torch, is left out; the next is installed.
+
+    The torch that counts is the one that is imported, not another behind it.
+    """
     pytest.importorskip("pip")
+    behind = tmp_path / "behind" / "torch-1.0.dist-info"
+    behind.mkdir(parents=True)
+    (behind / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(behind.parent)])
     wheels, folder = tmp_path / "wheels", tmp_path / "peers"
     wheels.mkdir()
     make_wheel(wheels, "fusedstep_greedy", "", requires=["torch==1.0"])

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import tempfile
 
+import megatron.core.optimizer
 import megatron.core.utils
 import torch
 import torch.distributed as dist
@@ -45,7 +46,7 @@ class OnCpu(TorchFunctionMode):
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        if function in (torch.Tensor.pin_memory, torch.Tensor.cuda):
+        if function in (torch.Tensor.pin_memory, torch.Tensor.cuda) or args[1:2] == ("cuda",):
             return args[0]
         if function == torch.Tensor.is_cuda.__get__:
             return not hasattr(args[0], "is_of_host")
@@ -80,6 +81,10 @@ def without_a_gpu():
     torch.cuda.Stream = torch.cuda.current_stream = Stream
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
     return OnCpu()
+
+
+class CPUAdam(torch.optim.AdamW):
+    """Megatron saves the classes by their names, and keeps states of this one on the CPU."""
 
 
 class Net(MegatronModule):
@@ -160,8 +165,12 @@ def same(found, expected, **tolerance):
 
 
 def has_transformer_engine():
-    """Has Megatron take states as Transformer Engine's class has them: counts are in groups."""
+    """Has Megatron take states as Transformer Engine's class has them: counts are in groups.
+
+    Optimizers on the CPU have a class of their own then.
+    """
     megatron.core.utils.get_te_version = lambda: Version("2.1.0")
+    megatron.core.optimizer.CPUAdam = CPUAdam
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 

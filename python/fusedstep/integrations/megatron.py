@@ -56,11 +56,15 @@ class _Adam(optim.Adam, is_alias=True):
         return saved
 
 
+class _CPUAdam(_Adam, is_alias=True):
+    """The same on the CPU: Megatron-Core keeps states there of every optimizer of this class."""
+
+
 def _sets_tensors(theirs: Callable[..., None]) -> Callable[..., None]:
     """Returns a method of DistributedOptimizer that leaves the count of a state as it was loaded.
 
-    Megatron's sets all that a state holds: with Transformer Engine's class no count, which is in the
-    groups, and here what it held before.
+    Megatron's sets all that a state holds: with Transformer Engine's class that is no count, which
+    is in the groups, and here what it held before.
     """
 
     def set_tensors(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
@@ -98,8 +102,8 @@ def register() -> None:
     ``optimizer="adam"`` is an :class:`~fusedstep.optim.Adam`, with ``decoupled_weight_decay`` as
     Megatron's configuration has it, and ``"sgd"`` a :class:`~fusedstep.optim.SGD`; so are the
     optimizers on the CPU of ``optimizer_cpu_offload``. Learning rates, betas, eps, weight decay and
-    momentum are Megatron's. Its ``use_precision_aware_optimizer`` is an error: states of 16 and 8
-    bits are those of Transformer Engine's class.
+    momentum are Megatron's. Its ``use_precision_aware_optimizer`` is an error unless states are
+    offloaded: those of 16 and 8 bits are of Transformer Engine's class.
     """
     if _replaced:
         return
@@ -111,7 +115,7 @@ def register() -> None:
     _replaced.put(
         (core, "Adam", _Adam),
         (core, "SGD", optim.SGD),
-        (core, "CPUAdam", _Adam),
+        (core, "CPUAdam", _CPUAdam),
         (core, "CPUSGD", optim.SGD),
         (core, "USING_PYTORCH_OPTIMIZER", False),  # else torch's classes are taken by name
         (distrib_optimizer, "Adam", (distrib_optimizer.Adam, optim.Adam)),  # those that it takes
