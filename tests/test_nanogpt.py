@@ -563,6 +563,18 @@ def test_a_matrix_has_all_eight_runs(here, data, capsys):
     assert re.search(r"efficient_attn/compiled: 100%.* 16/16 .*loss=\d", out.err)
 
 
+def test_the_preset_of_a_cpu_trains_as_it_is(here, data, capsys):
+    """One of its eight runs, at its own sizes."""
+    words = ["flash_attn/compiled", "--preset=cpu", "--data", data, "--output", str(here)]
+    nanonano_matrix.main(words)
+    (row,) = json.loads((here / "nanogpt.json").read_text())["rows"]
+    losses = [loss for _, loss in row["losses"]]
+    assert len(losses) == nanonano_matrix.PRESETS["cpu"]["max_iters"]
+    assert losses[0] == pytest.approx(math.log(len(set("to be or not to be\n"))), abs=0.3)
+    assert row["loss"] < losses[0] - 0.5
+    capsys.readouterr()
+
+
 def test_what_fails_is_told_and_the_others_are_compared(here, data, capsys):
     words = ["naive$", *smallest(data), "--output", str(here), "--preset=cpu"]
     words += [f"--optimizer={name}" for name in ("torch:AdamW", "torch:SGD", "fusedstep:AdamW")]

@@ -152,6 +152,18 @@ def process(rank: int, folder: str, name: str, asked: argparse.Namespace) -> Non
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 
 
+def medians(runs: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Medians of the runs with each optimizer."""
+    return {
+        name: {
+            part: statistics.median(run[part] for run in runs if run["engine"] == name)
+            for part in runs[0]
+            if part != "engine"
+        }
+        for name in dict.fromkeys(run["engine"] for run in runs)
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--processes", type=int, default=1)
@@ -177,17 +189,13 @@ def main() -> None:
             torch.testing.assert_close(found["losses"], expected, rtol=0.02, atol=0)
             results |= found["about"]
             results["ms by run"].append({"engine": name, **found["ms"]})
+            results["ms"] = medians(results["ms by run"])
             print(name, {part: round(ms, 1) for part, ms in found["ms"].items()}, flush=True)
             if asked.json:
                 write_table(asked.json, results)
-    for part in results["ms by run"][0]:
-        if part != "engine":
-            runs = [(each["engine"], each[part]) for each in results["ms by run"]]
-            theirs, ours = (
-                statistics.median(ms for name, ms in runs if name == wanted)
-                for wanted in (THEIRS, OURS)
-            )
-            print(f"{part:16} {theirs:8.1f} {ours:8.1f} {ours / theirs:6.3f}")
+    for part, theirs in results["ms"][THEIRS].items():
+        ours = results["ms"][OURS][part]
+        print(f"{part:16} {theirs:8.1f} {ours:8.1f} {ours / theirs:6.3f}")
 
 
 if __name__ == "__main__":
