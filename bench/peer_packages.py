@@ -73,7 +73,7 @@ def install_all(
 ) -> None:
     """Installs each library with all that it needs, and compiles its kernels for a device."""
     found = [(each.metadata["Name"], each.version) for each in importlib.metadata.distributions()]
-    installed = dict(reversed(found))  # of two with one name the first is imported
+    installed = dict(reversed(found))  # keeps the first of two with one name, which is imported
     pip = [sys.executable, "-m", "pip", "install", "--no-input", "--disable-pip-version-check"]
     for requirement in requirements:
         home = folder / re.split("[<>=]", requirement)[0]

@@ -170,6 +170,7 @@ def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkey
         ["--measure", "--lists", "matrix", "transposed", "--seconds=0", "--dtype=bfloat16"]
         + ["--unfused"] * (not fused)
     )
+    assert against.flags_of(asked) == ["--dtype", "bfloat16"] + ["--unfused"] * (not fused)
     against.measure(asked)
     assert all(each.param_groups[0]["fused"] is fused for each in optimizers)
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

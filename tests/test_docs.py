@@ -355,12 +355,13 @@ def test_ratios_of_offloaded_zero_are_those_measured():
         )
     }
     pairs = [f"{a['iteration'] / b['iteration']:.2f}" for a, b in zip(ours, theirs, strict=True)]
+    saved = found["ms"][names[0]]["optimizer"] - found["ms"][names[1]]["optimizer"]
     least, most = (f(run["iteration"] for run in theirs) for f in (min, max))
     for told in (
-        f"The optimizer takes {ratios['optimizer']:.2f} of DeepSpeedCPUAdam's time",
-        f"an iteration {ratios['iteration']:.2f}",
-        f"of the pairs {', '.join(pairs[:-1])} and {pairs[-1]}",
-        f"DeepSpeedCPUAdam's runs alone went from {least:.0f} to {most:.0f} ms",
+        f"takes {ratios['optimizer']:.2f} of DeepSpeedCPUAdam's time, {saved:.0f} ms less",
+        f"An iteration takes {ratios['iteration']:.2f}, of the pairs {', '.join(pairs[:-1])} and",
+        f"and {pairs[-1]}: most of the difference is that of the passes",
+        f"DeepSpeedCPUAdam's iterations went from {least:.0f} to {most:.0f} ms",
     ):
         assert told in page, told
     assert ratios["iteration"] <= 1
@@ -384,7 +385,7 @@ def test_ratios_of_offload_are_those_measured():
         f"With float32 weights it is {ratios[0]:.2f} times as fast as torchao's",
         f"masters and float32 states {ratios[1]:.2f} times as fast as torchao's without",
         f"keeps the same values, {ratios[2]:.2f} times",
-        f"{left[0]:.0f} and {left[1]:.0f} ms of an iteration are left: "
+        f"An iteration takes {left[0]:.0f} and {left[1]:.0f} ms more than the passes alone: "
         f"{100 * left[0] / step:.0f} and {100 * left[1] / step:.0f} % of the step",
         f"of float32 weights {100 * single[0] / single[1]:.0f} %",
         f"a step and its copies take {step:.0f} ms",
@@ -420,9 +421,7 @@ def test_times_beside_another_commit_are_those_measured():
     for file in files:
         table = against.table(json.loads(file.read_text()))
         if file.stem == "against_unfused":
-            table = table.replace("|  |", "| `fused=False` |").replace(
-                "| |", "| `fused=False` |", 1
-            )
+            table = table.replace("| |", "| `fused=False` |", 1)
         assert table in page, file
 
 

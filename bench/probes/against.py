@@ -94,12 +94,18 @@ def milliseconds(optimizer, params, gradients, seconds: float) -> float:
     return statistics.quantiles(found, n=4)[0]
 
 
+def flags_of(asked: argparse.Namespace) -> list[str]:
+    """The flags for steps that are not of float32, on a CPU, and fused."""
+    flags = ["--device", "cuda"] if asked.device == "cuda" else []
+    flags += ["--dtype", asked.dtype] if asked.dtype != "float32" else []
+    return flags + ["--unfused"] * asked.unfused
+
+
 def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
     """The times of one process over a tree, and on what it stepped."""
     envs, _ = environments(["glibc"], tree)
     command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
-    command += ["--device", asked.device, "--dtype", asked.dtype, *["--unfused"] * asked.unfused]
-    found = list(events_of([*command, "--lists", *asked.lists], envs["glibc"]))
+    found = list(events_of([*command, *flags_of(asked), "--lists", *asked.lists], envs["glibc"]))
     return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["about"]
 
 
@@ -175,7 +181,9 @@ def main() -> None:
         rounds.append((before, now))
         about = {"reference": commit, **machine, "dtype": asked.dtype, "rounds": len(rounds)}
         if asked.unfused:
-            about |= {"fused": False, "by": "bench/probes/against --unfused"}
+            about["fused"] = False
+        if flags := flags_of(asked):
+            about["by"] = f"bench/probes/against {' '.join(flags)}"
         results = rounded(about | {"ms": compared(rounds)})
         write_table(asked.output, results)
     print(table(results), end="")

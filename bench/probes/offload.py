@@ -10,6 +10,7 @@ fused AdamW. Each runs in a process of its own.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import statistics
 import subprocess
@@ -154,6 +155,7 @@ def main() -> None:
         if asked.json:
             about = {"device": torch.cuda.get_device_name(), "batch": asked.batch}
             about |= {"length": LENGTH, "bucket_mb": asked.bucket}
+            about |= {"torchao": importlib.metadata.version("torchao")}
             write_table(asked.json, about | {"rows": rows})
 
 

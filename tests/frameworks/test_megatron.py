@@ -67,6 +67,7 @@ def stub(*, has_te):
 
     class DistributedOptimizer:
         state_dict = _set_main_param_and_optimizer_states = None
+        load_parameter_state_from_dp_reshardable = None
 
     distrib.DistributedOptimizer = DistributedOptimizer
     core.OptimizerConfig, core.get_megatron_optimizer = Config, selected

@@ -31,7 +31,7 @@ class _Adam(optim.Adam, is_alias=True):
         super().__init__(params, decoupled_weight_decay=adam_w_mode, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as ever, and counts that are in groups alone.
+        """Load a dictionary, and give states the counts that only their groups have.
 
         Megatron gives the states of a new optimizer with groups of its checkpoint: then the count
         of a group is that of its states. Before the first step there is none: it is 0.
@@ -60,21 +60,40 @@ class _CPUAdam(_Adam, is_alias=True):
     """The same on the CPU: Megatron-Core keeps states there of every optimizer of this class."""
 
 
-def _sets_tensors(theirs: Callable[..., None]) -> Callable[..., None]:
-    """Returns a method of DistributedOptimizer that leaves the count of a state as it was loaded.
+class _CPUSGD(optim.SGD, is_alias=True):
+    """SGD on the CPU, told apart from that on a GPU as :class:`_CPUAdam` is."""
 
-    Megatron's sets all that a state holds: with Transformer Engine's class that is no count, which
-    is in the groups, and here what it held before.
+
+def _sets_tensors(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Returns a method of DistributedOptimizer that leaves the counts of states as they are.
+
+    Megatron's copies every entry of a state, and has loaded counts before, from groups. Transformer
+    Engine's class has none in its states; those among the tensors are a new optimizer's.
     """
 
     def set_tensors(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
+        tensors = {name: tensor for name, tensor in tensors.items() if name != "step"}
         if isinstance(self.optimizer, _Adam):
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
-            tensors = tensors | {"step": state["step"]}
+            tensors |= {name: value for name, value in state.items() if name == "step"}
         theirs(self, model_param, tensors)
 
     return set_tensors
+
+
+def _loads_masters(theirs: Callable[..., None]) -> Callable[..., None]:
+    """Returns a method of DistributedOptimizer that gives what it loads to offloaded optimizers.
+
+    Megatron's own does so for its other formats.
+    """
+
+    def load(self: Any, state_dict: dict[str, Any]) -> None:
+        theirs(self, state_dict)
+        if hasattr(self.optimizer, "sub_optimizers"):
+            self.optimizer._sync_hdo_state_to_sub_optimizers()
+
+    return load
 
 
 def _saves_counts(theirs: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
@@ -85,11 +104,10 @@ def _saves_counts(theirs: Callable[..., dict[str, Any]]) -> Callable[..., dict[s
 
     def state_dict(self: Any) -> dict[str, Any]:
         saved = theirs(self)
-        for state in self.optimizer.state.values():
-            if "step" in state:
-                for group in saved["optimizer"]["param_groups"]:
-                    group.setdefault("step", int(state["step"]))
-                break
+        states = self.optimizer.state.values()
+        counts = [int(state["step"]) for state in states if "step" in state]
+        for group in saved["optimizer"]["param_groups"] if counts else ():
+            group.setdefault("step", max(counts))
         return saved
 
     return state_dict
@@ -112,15 +130,17 @@ def register() -> None:
 
     distributed = distrib_optimizer.DistributedOptimizer
     setting = "_set_main_param_and_optimizer_states"
+    loading = "load_parameter_state_from_dp_reshardable"
     _replaced.put(
         (core, "Adam", _Adam),
         (core, "SGD", optim.SGD),
         (core, "CPUAdam", _CPUAdam),
-        (core, "CPUSGD", optim.SGD),
+        (core, "CPUSGD", _CPUSGD),
         (core, "USING_PYTORCH_OPTIMIZER", False),  # else torch's classes are taken by name
         (distrib_optimizer, "Adam", (distrib_optimizer.Adam, optim.Adam)),  # those that it takes
         (distributed, "state_dict", _saves_counts(distributed.state_dict)),
         (distributed, setting, _sets_tensors(getattr(distributed, setting))),
+        (distributed, loading, _loads_masters(getattr(distributed, loading))),
     )
 
 
