@@ -147,7 +147,7 @@ def process(rank: int, folder: str, name: str, asked: argparse.Namespace) -> Non
             "deepspeed": sys.modules["deepspeed"].__version__,
         }
         found = {"about": about, "ms": subject.medians(), "losses": losses}
-        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
+        write_table(Path(folder, "found.json"), found)
     dist.barrier()
     os._exit(0)  # gloo's threads now and then outlive their group, and abort
 

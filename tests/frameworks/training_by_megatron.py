@@ -17,7 +17,6 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.module import Float16Module
-from packaging.version import Version
 from torch.overrides import TorchFunctionMode
 
 from fusedstep import integrations, optim
@@ -161,7 +160,7 @@ def same(found, expected, **tolerance):
 
 def has_transformer_engine():
     """Has Megatron take states as Transformer Engine's class has them: counts are in groups."""
-    megatron.core.utils.get_te_version = lambda: Version("2.1.0")
+    megatron.core.utils.get_te_version = lambda: megatron.core.utils.PkgVersion("2.1.0")
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
 
 
