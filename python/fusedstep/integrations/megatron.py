@@ -72,8 +72,10 @@ def _sets_tensors(theirs: Callable[..., None]) -> Callable[..., None]:
     """
 
     def set_tensors(self: Any, model_param: Tensor, tensors: dict[str, Tensor]) -> None:
-        tensors = {name: tensor for name, tensor in tensors.items() if name != "step"}
-        if isinstance(self.optimizer, _Adam):
+        is_ours = isinstance(self.optimizer, _Adam)
+        if is_ours or hasattr(self.optimizer, "sub_optimizers"):
+            tensors = {name: tensor for name, tensor in tensors.items() if name != "step"}
+        if is_ours:
             group, place = self.model_param_group_index_map[model_param]
             state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
             tensors |= {name: value for name, value in state.items() if name == "step"}
