@@ -218,10 +218,16 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
         using Group = typename Groups<Weight, State>::template InOrder<registers_at_once<Rule>(kReach)>;
         return accumulate_segments<Group, kReach>(a, in_groups, stores, norms);
       });
+  // Rows of a block are shorter than a segment. A third loop, for near prefetches alone, would gain nothing.
+  const bool is_ahead = a.reach() != Reach::kNone;
   while (i < count) {
     const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
     LaneSums<T> weight, update;
-    accumulate_lanes<Pack<T>, Reach::kNone>(a, i, tail, stores, weight, update);
+    if (is_ahead) {
+      accumulate_lanes<Pack<T>, Reach::kFar>(a, i, tail, stores, weight, update);
+    } else {
+      accumulate_lanes<Pack<T>, Reach::kNone>(a, i, tail, stores, weight, update);
+    }
     if (tail < end) {
       alignas(64) T last[2][kLanes];
       weight.save(last[0]);
