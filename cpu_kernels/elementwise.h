@@ -14,6 +14,10 @@ enum class Reach { kNone, kNear, kFar };
 template <Reach kReach>
 using ReachIs = std::integral_constant<Reach, kReach>;
 
+// Unrolls each loop over a rule's states. States that a loop indexes lie in memory instead of registers, and
+// GCC 12 keeps loops over three of them or more.
+constexpr int kUnrolledStates = 8;
+
 // Registers that are worked on together. With many, the divider has work while some wait for its results.
 // With few, prefetches do not come in bursts where a kernel waits for memory, and many operands fit in the
 // registers that there are.
@@ -94,16 +98,19 @@ struct Arrays {
   template <class V>
   FUSEDSTEP_FN States<V> load_states(int64_t i) const {
     States<V> s;
+#pragma GCC unroll kUnrolledStates
     for (int k = 0; k < kStates; ++k) s[k] = load<V>(state[k], i);
     return s;
   }
   template <class V>
   FUSEDSTEP_FN void store_states(const States<V>& s, int64_t i) const {
+#pragma GCC unroll kUnrolledStates
     for (int k = 0; k < kStates; ++k) store(state[k], i, s[k]);
   }
   FUSEDSTEP_FN void go_to_next_row(const Span& span) {
     advance(weight, span.row_bytes[kWeight]);
     advance(grad, span.row_bytes[kGrad]);
+#pragma GCC unroll kUnrolledStates
     for (int k = 0; k < kStates + kHasMaster; ++k) advance(state[k], span.row_bytes[kFirstState + k]);
   }
   FUSEDSTEP_FN Reach reach() const {
@@ -115,6 +122,7 @@ struct Arrays {
     if constexpr (kReach == Reach::kNone) return;
     prefetch_ahead<kReach>(weight, i, V::size(), ahead);
     prefetch_ahead<kReach>(grad, i, V::size(), ahead);
+#pragma GCC unroll kUnrolledStates
     for (int k = 0; k < kStates + kHasMaster; ++k) prefetch_ahead<kReach>(state[k], i, V::size(), ahead);
   }
 };
