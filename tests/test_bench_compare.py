@@ -1,6 +1,5 @@
 """The benchmark's comparison with another commit."""
 
-import json
 import subprocess
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 
 import compare
 from probes import against
+from processes import WorkerError
 
 
 def rounds(*times):
@@ -159,7 +159,7 @@ def test_the_table_of_the_probe():
 
 
 @pytest.mark.parametrize("fused", [True, False])
-def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkeypatch, capsys):
+def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkeypatch):
     def milliseconds(optimizer, params, gradients, seconds):
         optimizers.append(optimizer)
         return measured(optimizer, params, gradients, seconds)
@@ -171,16 +171,29 @@ def test_the_probe_times_the_classes_of_the_tree_that_python_finds(fused, monkey
         + ["--unfused"] * (not fused)
     )
     assert against.flags_of(asked) == ["--dtype", "bfloat16"] + ["--unfused"] * (not fused)
-    against.measure(asked)
-    assert all(each.param_groups[0]["fused"] is fused for each in optimizers)
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    for name, line in zip(("matrix", "transposed"), lines, strict=True):
-        assert list(line["times"]) == [f"{cls}/{name}" for cls in against.CLASSES]
-        assert all(ms > 0 for ms in line["times"].values())
-        assert line["about"] == {"threads": torch.get_num_threads()}
+    found = against.measure(asked)
+    rows = [f"{cls}/{name}" for name in ("matrix", "transposed") for cls in against.CLASSES]
+    assert list(found["times"]) == rows
+    assert all(ms > 0 for ms in found["times"].values())
+    assert found["about"] == {"threads": torch.get_num_threads()}
     layouts = [each.param_groups[0]["params"][0].is_contiguous() for each in optimizers]
     assert layouts == [True] * 5 + [False] * 5
     assert {each.param_groups[0]["params"][0].dtype for each in optimizers} == {torch.bfloat16}
+
+
+def test_processes_of_the_probe_step_for_each_round_that_is_asked():
+    asked = against.parse_arguments(["--measure", "--lists", "matrix", "--seconds=0"])
+    with against.started(against.ROOT, asked) as process:
+        rounds = [against.round_of(process) for _ in range(2)]
+    assert process.returncode == 0
+    assert rounds[0].keys() == rounds[1].keys() == {"times", "about"}
+    assert rounds[0]["times"] != rounds[1]["times"]
+
+
+def test_processes_of_the_probe_that_fail_are_told(tmp_path):
+    asked = against.parse_arguments(["--measure", "--lists", "matrix", "--seconds=0"])
+    with against.started(tmp_path, asked) as process, pytest.raises(WorkerError, match="status 1"):
+        against.round_of(process)
 
 
 def test_the_probe_renews_gradients(monkeypatch):

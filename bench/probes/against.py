@@ -4,10 +4,12 @@
     against.py REFERENCE OUT.json       REFERENCE: a checkout of the other commit, built
 
 `./run.sh bench compare` gives the other commit's library to the harness of this tree, which an old
-one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. Each
-round has a process for each tree, in alternating order, with its own PYTHONPATH. A time is the
-lower quartile of a process, since what disturbs a step only makes it longer; on a GPU that of the
-step and of waiting for it. A ratio is that of one round, this tree's time over that of REFERENCE.
+one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. A
+process for each tree, with its own PYTHONPATH, takes turns with the other's, in alternating order;
+each round has new tensors, at places of its own. A time is the lower quartile of a round, since
+what disturbs a step only makes it longer; on a GPU that of the step and of waiting for it. A ratio
+is that of one round, this tree's time over that of REFERENCE. Steps of less than a millisecond on
+many threads differ by factors between rounds: a hundred of them tell some percent.
 With `--unfused` the steps are those of `fused=False`, in torch operations.
 
 Prints the table of bench/README.md.
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -27,7 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import ROOT, environments
-from processes import events_of
+from processes import WorkerError
 from shapes import ALL
 from tables import rounded, write_table
 
@@ -45,17 +48,24 @@ Times = dict[str, float]
 """Milliseconds of a step, by row."""
 
 
-def measure(asked: argparse.Namespace) -> None:
-    """Prints the times of the tree that Python finds, one line of JSON a list."""
+def serve(asked: argparse.Namespace) -> None:
+    """Measures for each line that comes, and prints a line of JSON: imports take as long as ten."""
+    for _ in sys.stdin:
+        print(json.dumps(measure(asked)), flush=True)
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    """The times of the tree that Python finds, and on what it stepped."""
     import torch
 
     from fusedstep import optim
 
     lists = {each.name: each for each in ALL}
-    about = {"threads": torch.get_num_threads()}
-    if asked.device == "cuda":
-        about = {"gpu": torch.cuda.get_device_name()}
     kind = {"device": asked.device, "dtype": getattr(torch, asked.dtype)}
+    # What follows lies at other places, relative to pages and to sets of a cache, in each round.
+    between = [torch.empty(random.randrange(1 << 14)) for _ in range(64)]
+    del between[::2]
+    times: Times = {}
     for name in asked.lists:
         if lists[name].layout == "transposed":
             weights = [torch.randn(shape[::-1], **kind).t() for shape in lists[name].shapes]
@@ -63,11 +73,12 @@ def measure(asked: argparse.Namespace) -> None:
             weights = [torch.randn(shape, **kind) for shape in lists[name].shapes]
         params = [torch.nn.Parameter(weight) for weight in weights]
         gradients = [torch.randn(param.shape, **kind) for param in params]
-        times = {}
         for cls in CLASSES:
             optimizer = getattr(optim, cls)(params, lr=1e-4, fused=not asked.unfused)
             times[f"{cls}/{name}"] = milliseconds(optimizer, params, gradients, asked.seconds)
-        print(json.dumps({"times": times, "about": about}), flush=True)
+    if asked.device == "cuda":
+        return {"times": times, "about": {"gpu": torch.cuda.get_device_name()}}
+    return {"times": times, "about": {"threads": torch.get_num_threads()}}
 
 
 def milliseconds(optimizer, params, gradients, seconds: float) -> float:
@@ -101,12 +112,25 @@ def flags_of(asked: argparse.Namespace) -> list[str]:
     return flags + ["--unfused"] * asked.unfused
 
 
-def times_of(tree: Path, asked: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
-    """The times of one process over a tree, and on what it stepped."""
+def started(tree: Path, asked: argparse.Namespace) -> subprocess.Popen[str]:
+    """A process over a tree that measures when it is told to. Its threads sleep in between."""
     envs, _ = environments(["glibc"], tree)
     command = [sys.executable, __file__, "--measure", "--seconds", str(asked.seconds)]
-    found = list(events_of([*command, *flags_of(asked), "--lists", *asked.lists], envs["glibc"]))
-    return {row: ms for each in found for row, ms in each["times"].items()}, found[0]["about"]
+    command += [*flags_of(asked), "--lists", *asked.lists]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=envs["glibc"], stdin=pipe, stdout=pipe, text=True)
+
+
+def round_of(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """What the process measures."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    line = process.stdout.readline()
+    if not line:
+        raise WorkerError(f"ended with status {process.wait()}")
+    return json.loads(line)
 
 
 def compared(rounds: list[tuple[Times, Times]]) -> dict[str, dict[str, float]]:
@@ -167,25 +191,26 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 def main() -> None:
     asked = parse_arguments()
     if asked.measure:
-        measure(asked)
+        serve(asked)
         return
     if asked.threads:
         os.environ["OMP_NUM_THREADS"] = str(asked.threads)
     reference = asked.reference.resolve()
     commit = commit_of(reference)
-    trees, rounds = {"reference": reference, "now": ROOT}, []
-    for number in range(asked.rounds):
-        order = sorted(trees, reverse=number % 2 == 0)
-        found = {name: times_of(trees[name], asked) for name in order}
-        (before, _), (now, machine) = found["reference"], found["now"]
-        rounds.append((before, now))
-        about = {"reference": commit, **machine, "dtype": asked.dtype, "rounds": len(rounds)}
-        if asked.unfused:
-            about["fused"] = False
-        if flags := flags_of(asked):
-            about["by"] = f"bench/probes/against {' '.join(flags)}"
-        results = rounded(about | {"ms": compared(rounds)})
-        write_table(asked.output, results)
+    rounds: list[tuple[Times, Times]] = []
+    with started(reference, asked) as before, started(ROOT, asked) as now:
+        for number in range(asked.rounds):
+            order = [before, now] if number % 2 else [now, before]
+            found = {process.pid: round_of(process) for process in order}
+            rounds.append((found[before.pid]["times"], found[now.pid]["times"]))
+            about = {"reference": commit, **found[now.pid]["about"], "dtype": asked.dtype}
+            about["rounds"] = len(rounds)
+            if asked.unfused:
+                about["fused"] = False
+            if flags := flags_of(asked):
+                about["by"] = f"bench/probes/against {' '.join(flags)}"
+            results = rounded(about | {"ms": compared(rounds)})
+            write_table(asked.output, results)
     print(table(results), end="")
 
 
