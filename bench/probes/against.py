@@ -6,10 +6,11 @@
 `./run.sh bench compare` gives the other commit's library to the harness of this tree, which an old
 one does not fit. This probe asks for no more than `optim.Adam(params, lr=..., fused=True)`. A
 process for each tree, with its own PYTHONPATH, takes turns with the other's, in alternating order;
-each round has new tensors, at places of its own. A time is the lower quartile of a round, since
-what disturbs a step only makes it longer; on a GPU that of the step and of waiting for it. A ratio
-is that of one round, this tree's time over that of REFERENCE. Steps of less than a millisecond on
-many threads differ by factors between rounds: a hundred of them tell some percent.
+after some rounds two others begin. Each round has new tensors, at places of its own. A time is the
+lower quartile of a round, since what disturbs a step only makes it longer; on a GPU that of the
+step and of waiting for it. A ratio is that of one round, this tree's time over that of REFERENCE.
+Steps of less than a millisecond on many threads differ by factors between rounds, which forty of
+them leave at some percent: `against.py . OUT.json` compares this tree with itself.
 With `--unfused` the steps are those of `fused=False`, in torch operations.
 
 Prints the table of bench/README.md.
@@ -43,6 +44,9 @@ WARM_UP, FEWEST = 3, 5
 
 RENEWED = 500
 """Steps with the same gradients, at most: means of differences decay to denormal numbers."""
+
+ROUNDS_OF_A_PROCESS = 5
+"""Two processes of one tree differ by a tenth at 2,000 small tensors, for as long as they live."""
 
 Times = dict[str, float]
 """Milliseconds of a step, by row."""
@@ -198,19 +202,20 @@ def main() -> None:
     reference = asked.reference.resolve()
     commit = commit_of(reference)
     rounds: list[tuple[Times, Times]] = []
-    with started(reference, asked) as before, started(ROOT, asked) as now:
-        for number in range(asked.rounds):
-            order = [before, now] if number % 2 else [now, before]
-            found = {process.pid: round_of(process) for process in order}
-            rounds.append((found[before.pid]["times"], found[now.pid]["times"]))
-            about = {"reference": commit, **found[now.pid]["about"], "dtype": asked.dtype}
-            about["rounds"] = len(rounds)
-            if asked.unfused:
-                about["fused"] = False
-            if flags := flags_of(asked):
-                about["by"] = f"bench/probes/against {' '.join(flags)}"
-            results = rounded(about | {"ms": compared(rounds)})
-            write_table(asked.output, results)
+    for first in range(0, asked.rounds, ROUNDS_OF_A_PROCESS):
+        with started(reference, asked) as before, started(ROOT, asked) as now:
+            for number in range(first, min(first + ROUNDS_OF_A_PROCESS, asked.rounds)):
+                order = [before, now] if number % 2 else [now, before]
+                found = {process.pid: round_of(process) for process in order}
+                rounds.append((found[before.pid]["times"], found[now.pid]["times"]))
+                about = {"reference": commit, **found[now.pid]["about"], "dtype": asked.dtype}
+                about["rounds"] = len(rounds)
+                if asked.unfused:
+                    about["fused"] = False
+                if flags := flags_of(asked):
+                    about["by"] = f"bench/probes/against {' '.join(flags)}"
+                results = rounded(about | {"ms": compared(rounds)})
+                write_table(asked.output, results)
     print(table(results), end="")
 
 
