@@ -66,7 +66,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
     lists = {each.name: each for each in ALL}
     kind = {"device": asked.device, "dtype": getattr(torch, asked.dtype)}
-    # What follows lies at other places, relative to pages and to sets of a cache, in each round.
+    # Moves what follows to other places, relative to pages and to sets of a cache, in each round.
     between = [torch.empty(random.randrange(1 << 14)) for _ in range(64)]
     del between[::2]
     times: Times = {}
@@ -126,7 +126,7 @@ def started(tree: Path, asked: argparse.Namespace) -> subprocess.Popen[str]:
 
 
 def round_of(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What the process measures."""
+    """Has the process measure a round."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("\n")
