@@ -46,7 +46,7 @@ RENEWED = 500
 """Steps with the same gradients, at most: means of differences decay to denormal numbers."""
 
 ROUNDS_OF_A_PROCESS = 5
-"""Two processes of one tree differ by a tenth at 2,000 small tensors, for as long as they live."""
+"""Where a process has its memory is settled once, and its times depend on it."""
 
 Times = dict[str, float]
 """Milliseconds of a step, by row."""
