@@ -218,8 +218,8 @@ FUSEDSTEP_FN void accumulate_row(const Arrays<Rule, Weight, State>& a, int64_t c
         using Group = typename Groups<Weight, State>::template InOrder<registers_at_once<Rule>(kReach)>;
         return accumulate_segments<Group, kReach>(a, in_groups, stores, norms);
       });
-  // Rows of a block are shorter than a segment. Near prefetches alone take the loop of far ones, whose distance
-  // is then zero.
+  // Rows of a block are shorter than a segment. Near prefetches alone take the loop of far ones, whose
+  // distance is then zero.
   const bool is_ahead = a.reach() != Reach::kNone;
   while (i < count) {
     const int64_t begin = i, end = std::min(i + kSegmentElements, count), tail = end - end % kLanes;
