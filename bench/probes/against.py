@@ -212,8 +212,7 @@ def main() -> None:
                 about["rounds"] = len(rounds)
                 if asked.unfused:
                     about["fused"] = False
-                if flags := flags_of(asked):
-                    about["by"] = f"bench/probes/against {' '.join(flags)}"
+                about["by"] = " ".join(["bench/probes/against", *flags_of(asked)])
                 results = rounded(about | {"ms": compared(rounds)})
                 write_table(asked.output, results)
     print(table(results), end="")
