@@ -44,7 +44,9 @@ bool is_shape_of(const std::vector<int64_t>& shape, std::span<const TensorView* 
 }  // namespace
 
 Plan::Plan(size_t tensors, int slots, int device, bool masters)
-    : slots_(slots), device_(device), masters_(masters), entries_(tensors), formats_(tensors) {}
+    : slots_(slots), device_(device), masters_(masters), entries_(tensors), tasks_(tensors), facts_(tensors) {
+  for (size_t i = 0; i < tensors; ++i) tasks_[i].coded = entries_[i].coded.data();
+}
 
 void Plan::round_at_random(uint64_t seed, std::vector<int64_t> places) {
   if (places.size() != tensors() || masters_ || slots_ == kMaxStates) {
@@ -61,6 +63,8 @@ uint64_t Plan::draws(size_t i, double step) const {
 
 void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   Entry& entry = entries_[i];
+  TensorTask& task = tasks_[i];
+  Facts& facts = facts_[i];
   const TensorView* views[kMaxOperands] = {&operands.weight, &operands.grad};
   for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
   int count = kFirstState + slots_;
@@ -95,7 +99,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const Format format = changed ? checked_format(i, operands, slots_, masters_, weight_code) : formats_[i];
+  const Format format = changed ? checked_format(i, operands, slots_, masters_, weight_code) : facts.format;
   if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes, threads);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
@@ -111,40 +115,42 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
     std::vector<int64_t> shape = shape_of({views, views + count});
     entry.grad_overlaps = overlaps_itself(operands.grad.sizes, operands.grad.strides);
     entry.layout = std::move(layout);
-    formats_[i] = format;
+    facts.format = format;
     entry.shape = std::move(shape);
     entry.weight_bytes = span_bytes(operands.weight);
-    entry.grad_bytes = span_bytes(operands.grad);
-    entry.task.operands = count;
-    entry.task.layout = entry.layout->blocks();
-    entry.task.has_codes = has_codes;
-    entry.task.weight_code = weight_code;
-    for (int k = 0; k < count; ++k) entry.task.element_size[k] = element_size(views[k]->dtype);
-    if (is_random) entry.task.element_size[count - 1] = 0;
+    facts.grad_bytes = span_bytes(operands.grad);
+    task.operands = static_cast<uint8_t>(count);
+    task.layout = entry.layout->blocks();
+    task.has_codes = has_codes;
+    task.weight_code = weight_code;
+    for (int k = 0; k < count; ++k)
+      task.element_size[k] = static_cast<uint8_t>(element_size(views[k]->dtype));
+    if (is_random) task.element_size[count - 1] = 0;
     stale_ = weights_moved_ = true;
     ++operands_version_;
     ++grads_version_;
     stepped_with_.clear();
   }
-  if (entry.task.data[kWeight] != operands.weight.data) weights_moved_ = true;
-  if (entry.task.data[kWeight] != operands.weight.data || entry.task.data[kGrad] != operands.grad.data) {
+  if (task.data[kWeight] != operands.weight.data) weights_moved_ = true;
+  if (task.data[kWeight] != operands.weight.data || task.data[kGrad] != operands.grad.data) {
     stepped_with_.clear();
   }
   for (int k = 0; k < count; ++k) {
-    if (entry.task.data[k] == views[k]->data) continue;
-    entry.task.data[k] = views[k]->data;
+    if (task.data[k] == views[k]->data) continue;
+    task.data[k] = views[k]->data;
     ++(k == kGrad ? grads_version_ : operands_version_);
   }
   for (int k = 0; k < slots_; ++k) {
-    if (entry.task.coded[k] == coded[k]) continue;
-    entry.task.coded[k] = coded[k];
+    if (entry.coded[k] == coded[k]) continue;
+    entry.coded[k] = coded[k];
     ++operands_version_;
   }
   if (operands.rows) {
-    bind_rows(entry, operands, *operands.rows, threads);
+    bind_rows(i, operands, *operands.rows, threads);
   } else {
     entry.index.reset();
     entry.rows.reset();
+    facts.has_rows = false;
   }
 }
 
@@ -152,8 +158,8 @@ void Plan::use_signs(uint32_t not_negative) {
   if (not_negative_ == not_negative) return;
   not_negative_ = not_negative;
   for (Entry& entry : entries_) {
-    for (int k = 0; entry.task.has_codes && k < slots_; ++k) {
-      const CodeMap*& map = entry.task.coded[k].map;
+    for (int k = 0; k < slots_; ++k) {
+      const CodeMap*& map = entry.coded[k].map;
       if (map != nullptr) map = &code_map(map->storage, (not_negative >> k & 1) == 0);
     }
   }
@@ -161,25 +167,27 @@ void Plan::use_signs(uint32_t not_negative) {
 }
 
 void Plan::move_grad(size_t i, void* data) {
-  entries_[i].task.data[kGrad] = data;
+  tasks_[i].data[kGrad] = data;
   ++grads_version_;
   stepped_with_.clear();
 }
 
-void Plan::bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index, int threads) {
+void Plan::bind_rows(size_t i, const TensorOperands& operands, const RowIndex& index, int threads) {
+  Entry& entry = entries_[i];
   const int64_t units = entry.units();
   const bool was_stale = std::exchange(stale_, true);  // it stays so if there is no memory for the rows
   entry.index = index;
   ++grads_version_;
   if (device_ == kHost) {
     SparseRows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
+    facts_[i].has_rows = true;
     std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
     for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
     rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype),
                 threads);
   }
   stale_ = was_stale || entry.units() != units;
-  entry.grad_bytes = index.entries * span_bytes(operands.grad);
+  facts_[i].grad_bytes = index.entries * span_bytes(operands.grad);
   stepped_with_.clear();
 }
 
@@ -208,8 +216,8 @@ void Plan::refresh(int64_t wave_bytes) {
       single_cost_.push_back(single_cost_.back() + (is_single ? elements : 0));
     }
     int64_t tensor_bytes = 0;
-    for (int k = 0; k < entries_[i].task.operands; ++k) {
-      tensor_bytes += units * layout.elements_per_unit() * entries_[i].task.element_size[k];
+    for (int k = 0; k < tasks_[i].operands; ++k) {
+      tensor_bytes += units * layout.elements_per_unit() * tasks_[i].element_size[k];
     }
     all_bytes += tensor_bytes;
     if (is_single) continue;
@@ -225,7 +233,7 @@ void Plan::refresh(int64_t wave_bytes) {
   memory_.ratios.resize(entries_.size());
   memory_.step_balance.may_steal = memory_.norm_balance.may_steal = !stays_in_cache(all_bytes);
   const PrefetchDistance ahead = prefetch_distance(all_bytes, wave_bytes);
-  for (Entry& entry : entries_) entry.task.ahead = ahead;
+  for (TensorTask& task : tasks_) task.ahead = ahead;
   stale_ = false;
   ++operands_version_;
 }
@@ -241,15 +249,13 @@ void Plan::refuse_row(size_t i, int dim, int64_t at) const {
 }
 
 bool Plan::grad_can_store(size_t i) const {
-  const Entry& entry = entries_[i];
-  const bool precise = formats_[i] == Format::kFloat || formats_[i] == Format::kDouble;
-  return entry.grad_is_writable && precise;
+  return grad_is_writable(i) && (format(i) == Format::kFloat || format(i) == Format::kDouble);
 }
 
 void Plan::check_weights_apart() {
   if (weights_moved_) note_weights();
   for (size_t i = 0; i < entries_.size(); ++i) {
-    if (entries_[i].grad_bytes > 0 && !grad_is_apart(i, entries_[i].address(kGrad))) check_grad_apart(i);
+    if (facts_[i].grad_bytes > 0 && !grad_is_apart(i, address(i, kGrad))) check_grad_apart(i);
   }
 }
 
@@ -258,10 +264,10 @@ void Plan::note_weights() {
   for (size_t i = 0; i < entries_.size(); ++i) {
     if (entries_[i].weight_bytes > 0) order.push_back(static_cast<uint32_t>(i));
   }
-  std::ranges::sort(order, {}, [&](uint32_t i) { return entries_[i].address(kWeight); });
+  std::ranges::sort(order, {}, [&](uint32_t i) { return address(i, kWeight); });
   std::vector<Elements> weights;
   weights.reserve(order.size());
-  for (const uint32_t i : order) weights.push_back(entries_[i].elements(kWeight));
+  for (const uint32_t i : order) weights.push_back(elements(i, kWeight));
   if (const std::optional<size_t> sharing = find_sharing(weights)) {
     refuse(order[*sharing], "the weight shares memory with another weight of the list");
   }
@@ -284,14 +290,13 @@ bool Plan::has_the_same_walk(const Entry& entry) {
 // one.
 void Plan::check_grad_apart(size_t i) const {
   const Entry& entry = entries_[i];
-  const char* const grad = entry.address(kGrad);
-  for (size_t k = weight_extents_.before(grad + entry.grad_bytes); weight_extents_.reach(k, grad);) {
+  const char* const grad = address(i, kGrad);
+  for (size_t k = weight_extents_.before(grad + facts_[i].grad_bytes); weight_extents_.reach(k, grad);) {
     const size_t owner = by_weight_address_[--k];
-    const Entry& other = entries_[owner];
-    const char* const weight = other.address(kWeight);
-    if (weight + other.weight_bytes <= grad) continue;
+    const char* const weight = address(owner, kWeight);
+    if (weight + entries_[owner].weight_bytes <= grad) continue;
     if (owner == i && weight == grad && !entry.index && has_the_same_walk(entry)) continue;
-    if (!entry.index && !share_memory(other.elements(kWeight), entry.elements(kGrad))) continue;
+    if (!entry.index && !share_memory(elements(owner, kWeight), elements(i, kGrad))) continue;
     refuse(i, owner == i ? "the gradient is the memory of its own weight in another layout; clone() it first"
                          : "the gradient shares memory with the weight of tensor " + std::to_string(owner) +
                                " of the list; clone() it first");
@@ -305,11 +310,13 @@ void Plan::find_aliasing_grads(std::span<Plan* const> plans) {
   for (Plan* plan : plans) {
     plan->stepped_with_.clear();
     ++plan->grads_version_;
-    for (Entry& entry : plan->entries_) {
-      const char *weight = entry.address(kWeight), *grad = entry.address(kGrad);
-      bool& is_writable = entry.grad_is_writable = !entry.grad_overlaps && !entry.index;
+    for (size_t i = 0; i < plan->tensors(); ++i) {
+      const char *weight = plan->address(i, kWeight), *grad = plan->address(i, kGrad);
+      const Entry& entry = plan->entries_[i];
+      Facts& facts = plan->facts_[i];
+      facts.grad_is_writable = !entry.grad_overlaps && !entry.index;
       if (entry.weight_bytes > 0) extents.push_back({weight, weight + entry.weight_bytes, nullptr});
-      if (entry.grad_bytes > 0) extents.push_back({grad, grad + entry.grad_bytes, &is_writable});
+      if (facts.grad_bytes > 0) extents.push_back({grad, grad + facts.grad_bytes, &facts.grad_is_writable});
     }
   }
   find_aliasing(extents);

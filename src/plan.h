@@ -3,6 +3,7 @@
 // something moves, and reused otherwise.
 #pragma once
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -69,16 +70,16 @@ class Plan {
   // decide.
   bool grad_is_apart(size_t i, const void* data) const {
     const char* const begin = static_cast<const char*>(data);
-    return !weight_extents_.meet(begin, begin + entries_[i].grad_bytes);
+    return !weight_extents_.meet(begin, begin + facts_[i].grad_bytes);
   }
 
   // Brings chunks and waves up to date with what was bound. A wave has up to `wave_bytes` of operands, those
   // that the team's second-level caches hold: if they hold all operands, prefetches are near or none.
   FUSEDSTEP_API void refresh(int64_t wave_bytes);
 
-  Format format(size_t i) const { return formats_[i]; }
-  TensorTask& task(size_t i) { return entries_[i].task; }
-  const TensorTask& task(size_t i) const { return entries_[i].task; }
+  Format format(size_t i) const { return facts_[i].format; }
+  TensorTask& task(size_t i) { return tasks_[i]; }
+  const TensorTask& task(size_t i) const { return tasks_[i]; }
   bool empty(size_t i) const { return entries_[i].units() == 0; }
   // The rows of a sparse gradient on the host. Null for a dense gradient, and on a device.
   SparseRows* rows(size_t i) {
@@ -103,7 +104,7 @@ class Plan {
   [[noreturn]] FUSEDSTEP_API void refuse_row(size_t i, int dim, int64_t at) const;
   // Returns whether gradient i may be written: it is dense, no two of its elements share memory, and it meets
   // no other gradient and no weight of the step. find_aliasing_grads() decides that.
-  bool grad_is_writable(size_t i) const { return entries_[i].grad_is_writable; }
+  bool grad_is_writable(size_t i) const { return facts_[i].grad_is_writable; }
   // Returns whether it can hold the update between the phases of a step, in the precision of the maths.
   FUSEDSTEP_API bool grad_can_store(size_t i) const;
   // Looks for gradients that alias another operand of a step over all these plans. Cheap if nothing has moved
@@ -119,13 +120,14 @@ class Plan {
   // Calls run(task, begin, end) for a chunk: once, or for each row that it has a part of.
   template <class Run>
   void run_parts(const Chunk& chunk, Run run) const {
+    const TensorTask& task = tasks_[chunk.tensor];
+    if (!facts_[chunk.tensor].has_rows) return run(task, chunk.begin, chunk.end);
     const Entry& entry = entries_[chunk.tensor];
-    if (!entry.rows) return run(entry.task, chunk.begin, chunk.end);
     const int64_t per_row = entry.layout->units();
     for (int64_t begin = chunk.begin, end; begin < chunk.end; begin = end) {
       const int64_t row = begin / per_row, first = row * per_row;
       end = std::min(chunk.end, first + per_row);
-      run(entry.rows->task(entry.task, row), begin - first, end - first);
+      run(entry.rows->task(task, row), begin - first, end - first);
     }
   }
 
@@ -146,31 +148,40 @@ class Plan {
 
  private:
   struct Entry {
-    TensorTask task{};
+    std::array<CodedState, kMaxStates> coded{};
     std::unique_ptr<Layout> layout;  // of one row if the gradient is sparse
     std::optional<RowIndex> index;
     std::optional<SparseRows> rows;
-    std::vector<int64_t> shape;                // dtypes, sizes and strides that the layout was made from
-    int64_t grad_bytes = 0, weight_bytes = 0;  // from first to last byte
+    std::vector<int64_t> shape;  // dtypes, sizes and strides that the layout was made from
+    int64_t weight_bytes = 0;    // from first to last byte
     bool grad_overlaps = false;
-    bool grad_is_writable = false;
 
     int64_t units() const { return layout->units() * (rows ? rows->count() : index ? index->entries : 1); }
-    const char* address(Operand operand) const { return static_cast<const char*>(task.data[operand]); }
     // All operands have the weight's dimensions.
     Dims sizes(int operand) const { return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2, shape[1]); }
     Dims strides(int operand) const {
       return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2 + shape[1], shape[1]);
     }
-    // The elements of the weight, or of a dense gradient.
-    Elements elements(Operand operand) const {
-      const char* const begin = address(operand);
-      return {begin, begin + (operand == kGrad ? grad_bytes : weight_bytes), task.element_size[operand],
-              sizes(operand), strides(operand)};
-    }
+  };
+  // What every step reads of each tensor, beside its task.
+  struct Facts {
+    int64_t grad_bytes = 0;  // from first to last byte
+    Format format{};
+    bool has_rows = false;  // of a sparse gradient
+    bool grad_is_writable = false;
   };
 
-  void bind_rows(Entry& entry, const TensorOperands& operands, const RowIndex& index, int threads);
+  const char* address(size_t i, Operand operand) const {
+    return static_cast<const char*>(tasks_[i].data[operand]);
+  }
+  // The elements of a weight, or of a dense gradient.
+  Elements elements(size_t i, Operand operand) const {
+    const char* const begin = address(i, operand);
+    return {begin, begin + (operand == kGrad ? facts_[i].grad_bytes : entries_[i].weight_bytes),
+            tasks_[i].element_size[operand], sizes(i), strides(i, operand)};
+  }
+
+  void bind_rows(size_t i, const TensorOperands& operands, const RowIndex& index, int threads);
   void note_weights();
   static bool has_the_same_walk(const Entry& entry);
   void check_grad_apart(size_t i) const;
@@ -185,7 +196,8 @@ class Plan {
   uint64_t operands_version_ = 1, grads_version_ = 1;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
-  std::vector<Format> formats_;  // apart from the entries, since every step reads all of them
+  std::vector<TensorTask> tasks_;  // and facts: apart from the entries, since every step reads all of them
+  std::vector<Facts> facts_;
   std::vector<Chunk> chunks_;
   std::vector<int64_t> first_chunks_;
   std::vector<Wave> waves_;

@@ -25,28 +25,31 @@ struct CodedState {
   bool operator==(const CodedState&) const = default;
 };
 
-struct TensorTask {
+// Two cache lines: of many small tensors a step reads each one's task from memory.
+struct alignas(64) TensorTask {
   void* data[kMaxOperands];
-  CodedState coded[kMaxStates];  // the codes are in `data`; their order is that of rows and columns
-  int element_size[kMaxOperands];
-  int operands;
   const BlockLayout* layout;  // null: all operands share one dense order
+  const CodedState* coded;    // [kMaxStates]; the codes are in `data`, in the order of rows and columns
   const void* scalars;        // the rule's Scalars, in the precision of its maths
   double ratio;               // the trust ratio, in the second phase of a two-phase rule
   PrefetchDistance ahead;     // in operands that lie in one run
-
-  bool is_coded(int operand) const { return operand >= kFirstState && coded[operand - kFirstState].map; }
+  uint64_t draws = 0;         // the key of the step's random numbers
+  uint8_t element_size[kMaxOperands];
+  uint8_t operands;
   bool has_codes = false;
 
   // The way that the weight keeps its value, if there is no float32 copy. The last operand is then what it
   // keeps beside the weight; it has no memory where the weight is rounded at random.
   WeightCode weight_code = WeightCode::kPlain;
-  uint64_t draws = 0;  // the key of the step's random numbers
 
+  bool is_coded(int operand) const {
+    return has_codes && operand >= kFirstState && coded[operand - kFirstState].map;
+  }
   bool keeps_value(int operand) const {
     return weight_code != WeightCode::kPlain && (operand == kWeight || operand == operands - 1);
   }
   bool is_on_tiles() const { return has_codes || weight_code != WeightCode::kPlain; }
 };
+static_assert(sizeof(TensorTask) == 128);
 
 }  // namespace fusedstep
