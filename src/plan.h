@@ -163,7 +163,7 @@ class Plan {
       return Dims(shape).subspan(operand * (2 + 2 * shape[1]) + 2 + shape[1], shape[1]);
     }
   };
-  // What every step reads of each tensor, beside its task.
+  // Facts that every step reads of a tensor, beside its task.
   struct Facts {
     int64_t grad_bytes = 0;  // from first to last byte
     Format format{};
