@@ -123,8 +123,9 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
     task.layout = entry.layout->blocks();
     task.has_codes = has_codes;
     task.weight_code = weight_code;
-    for (int k = 0; k < count; ++k)
+    for (int k = 0; k < count; ++k) {
       task.element_size[k] = static_cast<uint8_t>(element_size(views[k]->dtype));
+    }
     if (is_random) task.element_size[count - 1] = 0;
     stale_ = weights_moved_ = true;
     ++operands_version_;
@@ -150,7 +151,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   } else {
     entry.index.reset();
     entry.rows.reset();
-    facts.has_rows = false;
+    facts.rows = nullptr;
   }
 }
 
@@ -180,7 +181,7 @@ void Plan::bind_rows(size_t i, const TensorOperands& operands, const RowIndex& i
   ++grads_version_;
   if (device_ == kHost) {
     SparseRows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
-    facts_[i].has_rows = true;
+    facts_[i].rows = &rows;
     std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
     for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
     rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype),

@@ -121,13 +121,13 @@ class Plan {
   template <class Run>
   void run_parts(const Chunk& chunk, Run run) const {
     const TensorTask& task = tasks_[chunk.tensor];
-    if (!facts_[chunk.tensor].has_rows) return run(task, chunk.begin, chunk.end);
-    const Entry& entry = entries_[chunk.tensor];
-    const int64_t per_row = entry.layout->units();
+    const SparseRows* const rows = facts_[chunk.tensor].rows;
+    if (rows == nullptr) return run(task, chunk.begin, chunk.end);
+    const int64_t per_row = units_of_row(chunk.tensor);
     for (int64_t begin = chunk.begin, end; begin < chunk.end; begin = end) {
       const int64_t row = begin / per_row, first = row * per_row;
       end = std::min(chunk.end, first + per_row);
-      run(entry.rows->task(task, row), begin - first, end - first);
+      run(rows->task(task, row), begin - first, end - first);
     }
   }
 
@@ -165,9 +165,9 @@ class Plan {
   };
   // Facts that every step reads of a tensor, beside its task.
   struct Facts {
-    int64_t grad_bytes = 0;  // from first to last byte
+    int64_t grad_bytes = 0;            // from first to last byte
+    const SparseRows* rows = nullptr;  // of a sparse gradient on the host
     Format format{};
-    bool has_rows = false;  // of a sparse gradient
     bool grad_is_writable = false;
   };
 
