@@ -196,7 +196,8 @@ class Plan {
   uint64_t operands_version_ = 1, grads_version_ = 1;
   int64_t wave_bytes_ = 0;
   std::vector<Entry> entries_;
-  std::vector<TensorTask> tasks_;  // and facts: apart from the entries, since every step reads all of them
+  // Apart from the entries, since every step reads all of them.
+  std::vector<TensorTask> tasks_;
   std::vector<Facts> facts_;
   std::vector<Chunk> chunks_;
   std::vector<int64_t> first_chunks_;
