@@ -329,17 +329,27 @@ void find_aliasing(Plan& plan, const StepOptions& options) {
   Plan::find_aliasing_grads(alone);
 }
 
-Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers) {
-  // A tensor's precision and the bits of its numbers, of which one may be NaN.
-  using Key = std::array<uint64_t, 1 + kMaxNumbers>;
+namespace {
+
+// Returns whether one block of scalars does for all tensors of the plan: they have the precision of the first,
+// and its numbers to the bit, of which one may be NaN. Nearly always they have.
+bool have_one_block(const Plan& plan, const BoundRule& rule, std::span<const double> numbers) {
   const size_t tensors = plan.tensors();
-  const auto key_of = [&](size_t i) {
-    Key key{plan.format(i) == Format::kDouble};
-    for (size_t k = 0; k <= rule.numbers.size(); ++k) {
-      key[1 + k] = std::bit_cast<uint64_t>(numbers[k * tensors + i]);
-    }
-    return key;
-  };
+  bool same = true;
+  for (size_t k = 0; k <= rule.numbers.size(); ++k) {
+    const auto of_tensors = numbers.subspan(k * tensors, tensors);
+    const auto first = std::bit_cast<uint64_t>(of_tensors[0]);
+    for (const double number : of_tensors) same &= std::bit_cast<uint64_t>(number) == first;
+  }
+  const bool is_double = plan.format(0) == Format::kDouble;
+  for (size_t i = 1; same && i < tensors; ++i) same = (plan.format(i) == Format::kDouble) == is_double;
+  return same;
+}
+
+}  // namespace
+
+Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<double> numbers) {
+  const size_t tensors = plan.tensors();
   Scalars scalars;
   std::vector<std::array<double, kMaxNumbers>> after;  // the numbers of each block
   const auto add = [&](size_t i) {
@@ -351,11 +361,18 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<doubl
   for (size_t i = 0; plan.rounds_at_random() && i < tensors; ++i) {
     scalars.draws.push_back(plan.draws(i, numbers[i]));
   }
-  size_t same = 1;
-  while (same < tensors && key_of(same) == key_of(0)) ++same;
-  if (same >= tensors) {  // nearly always: no list is made
-    if (tensors > 0) add(0);
+  if (tensors > 0 && have_one_block(plan, rule, numbers)) {
+    add(0);
   } else {
+    // A tensor's precision and the bits of its numbers.
+    using Key = std::array<uint64_t, 1 + kMaxNumbers>;
+    const auto key_of = [&](size_t i) {
+      Key key{plan.format(i) == Format::kDouble};
+      for (size_t k = 0; k <= rule.numbers.size(); ++k) {
+        key[1 + k] = std::bit_cast<uint64_t>(numbers[k * tensors + i]);
+      }
+      return key;
+    };
     std::map<Key, uint32_t> index;
     scalars.of_tensor.resize(tensors);
     for (size_t i = 0; i < tensors; ++i) {

@@ -563,6 +563,24 @@ def test_a_subclass_is_asked_at_each_step():
     assert optimizer.calls == 3
 
 
+@pytest.mark.parametrize("cls", [torch.Tensor, Parameter], ids=lambda cls: cls.__name__)
+def test_a_class_may_get_a_gradient_of_its_own(cls, told, monkeypatch):
+    (ours, params), (theirs, others) = build(PLAIN[0]), build(PLAIN[0])
+    for seed in (1, 2):
+        for optimizer, its in ((ours, params), (theirs, others)):
+            set_grads(its, seed)
+            optimizer.step()
+    assert told.answers[-2:] == [True, True]
+    of_torch = torch.Tensor.grad.__get__
+    for p in others:
+        p.grad = 1 - p.grad
+    theirs.step()
+    monkeypatch.setattr(cls, "grad", property(lambda p: 1 - of_torch(p)), raising=False)
+    ours.step()
+    monkeypatch.undo()
+    assert_same_contents(contents(ours), contents(theirs))
+
+
 def wrong_shape(optimizer, params):
     params[0].grad.data = torch.ones(31, 33)
 

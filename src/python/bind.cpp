@@ -78,6 +78,43 @@ bool is_plain(PyObject* object) {
   return type == tensor_type || type == parameter_type;
 }
 
+// torch's descriptor of `grad`, and the function by which it reads that of a tensor. Without one the attribute
+// is looked up.
+PyObject* grad_descriptor = nullptr;
+descrgetfunc get_grad = nullptr;
+
+// Notes both; false if an error is set.
+bool find_grad_descriptor() {
+  grad_descriptor = PyObject_GetAttr(reinterpret_cast<PyObject*>(tensor_type), names.grad);
+  if (grad_descriptor == nullptr) return false;
+  PyTypeObject* const type = Py_TYPE(grad_descriptor);
+  // Without a setter it would give way to an object's own attribute.
+  if (PyType_GetSlot(type, Py_tp_descr_set) == nullptr) return true;
+  get_grad = reinterpret_cast<descrgetfunc>(PyType_GetSlot(type, Py_tp_descr_get));
+  return true;
+}
+
+// Reads the gradients of parameters. To find the attribute in a class takes as long as to read it, and nearly
+// all parameters have one of two classes, which are asked once.
+class GradReader {
+ public:
+  GradReader() : is_torchs_(get_grad != nullptr && has_torchs(tensor_type) && has_torchs(parameter_type)) {}
+  // Returns null if an error is set.
+  Object operator()(PyObject* param) const {
+    if (!is_torchs_ || !is_plain(param)) return Object(PyObject_GetAttr(param, names.grad));
+    return Object(get_grad(grad_descriptor, param, reinterpret_cast<PyObject*>(Py_TYPE(param))));
+  }
+
+ private:
+  static bool has_torchs(PyTypeObject* type) {
+    const Object found(PyObject_GetAttr(reinterpret_cast<PyObject*>(type), names.grad));
+    if (!found) PyErr_Clear();
+    return found.get() == grad_descriptor;
+  }
+
+  bool is_torchs_;
+};
+
 // True if a tensor's values are what its memory holds. Makes the checks that _base.py and _grads.py make
 // before there is a plan: a wrapper's values lie elsewhere, and a tensor with the negative bit holds them
 // negated.
@@ -447,11 +484,12 @@ class PartOfStep {
     grads_.reserve(with_grads);
     if (with_grads > 0) bound_.emplace(plan());
     if (bound_ && static_cast<size_t>(with_grads) != bound_->tensors()) return false;
+    const GradReader grad_of;
     Py_ssize_t i = 0;
     for (Py_ssize_t p = 0; p < count; ++p) {
       PyObject* param = PyList_GetItem(params_, p);
       if (bound_) prefetch(*bound_, static_cast<size_t>(i), params_, p, count);
-      Object grad(PyObject_GetAttr(param, names.grad));
+      Object grad = grad_of(param);
       if (!grad) return false;
       const bool steps = i < with_grads && PyList_GetItem(weights, i) == param;
       if (steps != (grad.get() != Py_None)) return false;
@@ -688,7 +726,7 @@ PyMODINIT_FUNC PyInit__bind() {
            .dtensors = PyUnicode_InternFromString("torch.distributed.tensor")};
   tensor_type = type_named("torch", "Tensor");
   parameter_type = type_named("torch.nn", "Parameter");
-  if (tensor_type == nullptr || parameter_type == nullptr) return nullptr;
+  if (tensor_type == nullptr || parameter_type == nullptr || !find_grad_descriptor()) return nullptr;
   PyObject* const module = PyModule_Create(&definition);
   if (module != nullptr && add_names(module, "REPEAT_FIELDS", kRepeatNames) &&
       add_names(module, "PART_FIELDS", kPartNames)) {
