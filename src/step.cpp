@@ -331,8 +331,8 @@ void find_aliasing(Plan& plan, const StepOptions& options) {
 
 namespace {
 
-// Returns whether one block of scalars does for all tensors of the plan: they have the precision of the first,
-// and its numbers to the bit, of which one may be NaN. Nearly always they have.
+// Returns whether one block of scalars does for all tensors of the plan: they have the precision of the
+// first, and its numbers to the bit, of which one may be NaN. Nearly always they have.
 bool have_one_block(const Plan& plan, const BoundRule& rule, std::span<const double> numbers) {
   const size_t tensors = plan.tensors();
   bool same = true;

@@ -32,11 +32,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from environment import ROOT, environments
 from processes import WorkerError
-from shapes import ALL
+from shapes import ALL, HOST
 from tables import rounded, write_table
 
 CLASSES = ("Adam", "AdamW", "Adan", "Adagrad", "Lamb")
-LISTS = ("matrix", "transposed", "small", "resnet50", "gpt2")
+LISTS = ("matrix", "transposed", "small", "64x2000", "resnet50", "gpt2")
+TENSORS = {each.name: each for each in (*ALL, *HOST)}
 DTYPES = ("float32", "bfloat16", "float16")
 
 WARM_UP, FEWEST = 3, 5
@@ -64,17 +65,16 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
     from fusedstep import optim
 
-    lists = {each.name: each for each in ALL}
     kind = {"device": asked.device, "dtype": getattr(torch, asked.dtype)}
     # Moves what follows to other places, relative to pages and to sets of a cache, in each round.
     between = [torch.empty(random.randrange(1 << 14)) for _ in range(64)]
     del between[::2]
     times: Times = {}
     for name in asked.lists:
-        if lists[name].layout == "transposed":
-            weights = [torch.randn(shape[::-1], **kind).t() for shape in lists[name].shapes]
+        if TENSORS[name].layout == "transposed":
+            weights = [torch.randn(shape[::-1], **kind).t() for shape in TENSORS[name].shapes]
         else:
-            weights = [torch.randn(shape, **kind) for shape in lists[name].shapes]
+            weights = [torch.randn(shape, **kind) for shape in TENSORS[name].shapes]
         params = [torch.nn.Parameter(weight) for weight in weights]
         gradients = [torch.randn(param.shape, **kind) for param in params]
         for cls in CLASSES:
@@ -155,13 +155,13 @@ def compared(rounds: list[tuple[Times, Times]]) -> dict[str, dict[str, float]]:
 
 def table(results: dict[str, Any]) -> str:
     """Milliseconds of this tree, and in brackets its times over those of the reference."""
-    rows, titles = results["ms"], {each.name: each.title for each in ALL}
+    rows = results["ms"]
     names = dict.fromkeys(row.partition("/")[0] for row in rows)
     lines = [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     for name in dict.fromkeys(row.partition("/")[2] for row in rows):
         cells = [rows[f"{cls}/{name}"] for cls in names]
         told = " | ".join(f"{each['now']:.3g} ({each['ratio']:.2f})" for each in cells)
-        lines.append(f"| {titles[name]} | {told} |")
+        lines.append(f"| {TENSORS[name].title} | {told} |")
     return "\n".join(lines) + "\n"
 
 

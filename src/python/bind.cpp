@@ -78,8 +78,8 @@ bool is_plain(PyObject* object) {
   return type == tensor_type || type == parameter_type;
 }
 
-// torch's descriptor of `grad`, and the function by which it reads that of a tensor. Without one the attribute
-// is looked up.
+// torch's descriptor of `grad`, and the function by which it reads that of a tensor. Without one the
+// attribute is looked up.
 PyObject* grad_descriptor = nullptr;
 descrgetfunc get_grad = nullptr;
 
