@@ -19,6 +19,13 @@ def need(framework: str) -> None:
         pytest.skip(f"{framework} is not installed", allow_module_level=True)
 
 
+def deepspeed_by_gloo() -> None:
+    """Has DeepSpeed add up by gloo: what it has of its own for that takes a minute to compile."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def network() -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(torch.nn.Linear(6, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))

@@ -411,6 +411,16 @@ def test_times_of_the_tests_are_those_measured():
     assert f"They are {found['seconds'] / 60:.1f} minutes" in page
     assert f"they take {seconds['Python'] * cores:.0f} ms of a core each" in page
     assert f"as they are, {others} s, 15 minutes leave {(900 - others) * cores:.0f} ms" in page
+    found = results("amd-zen3-2-cores/test_time.json")
+    waited = {part["part"]: part["seconds"] for part in found["parts"]}
+    ran = {part["part"].split()[0]: part["ran"] for part in found["parts"] if "ran" in part}
+    for told in (
+        f"they were {found['seconds'] / 60:.1f} minutes",
+        f"Python {waited['Python']} s, frameworks {waited['frameworks']} s",
+        f"{ran['packaging']} s for packages",
+        f"{ran['torch']} s for the newest torch and {ran['fuzz']} s for 200 random cases",
+    ):
+        assert told in page, told
 
 
 def test_times_beside_another_commit_are_those_measured():

@@ -606,8 +606,11 @@ WORKS = (
 )
 
 
-def _process(rank: int, backend: str, folder: str, works: list[Work]) -> None:
+def _process(
+    rank: int, backend: str, folder: str, works: list[Work], prepare: Callable[[], None]
+) -> None:
     """Does one work after another, together with the other process."""
+    prepare()
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
     if device.type == "cuda":
@@ -634,17 +637,24 @@ def _process(rank: int, backend: str, folder: str, works: list[Work]) -> None:
     os._exit(0)
 
 
-def failures_by_name(backend: str, works: Iterable[Work] = WORKS) -> dict[str, str]:
+def nothing() -> None:
+    """Needs no preparation."""
+
+
+def failures_by_name(
+    backend: str, works: Iterable[Work] = WORKS, prepare: Callable[[], None] = nothing
+) -> dict[str, str]:
     """Runs the works one after another in two processes. Returns the failures, by the work's name.
 
-    Processes take seconds to start. After a failure there are new ones for what is left.
+    Processes take seconds to start. After a failure there are new ones for what is left. Each
+    begins with ``prepare()``.
     """
     left, found = list(works), {}
     while left:
         with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
             died = ""
             try:
-                mp.spawn(_process, (backend, folder, left), nprocs=PROCESSES)
+                mp.spawn(_process, (backend, folder, left, prepare), nprocs=PROCESSES)
             except mp.ProcessExitedException as error:
                 died = str(error)
             left = [work for work in left if not Path(folder, f"{work.__name__}.done").exists()]

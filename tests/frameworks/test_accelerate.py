@@ -17,6 +17,7 @@ from small import (
     assert_native,
     assert_same_losses,
     batches,
+    deepspeed_by_gloo,
     loss_of,
     need,
     network,
@@ -280,7 +281,7 @@ def failures():
     need("deepspeed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "")  # Accelerate takes a GPU where there is one
-        return two_processes.failures_by_name("gloo", WORKS)
+        return two_processes.failures_by_name("gloo", WORKS, deepspeed_by_gloo)
 
 
 @pytest.mark.parametrize("name", [work.__name__ for work in WORKS])

@@ -15,6 +15,7 @@ from small import (
     assert_native,
     assert_same_losses,
     batches,
+    deepspeed_by_gloo,
     loss_of,
     need,
     network,
@@ -299,7 +300,7 @@ WORKS = (
 
 @pytest.fixture(scope="module")
 def failures():
-    return two_processes.failures_by_name("gloo", WORKS)
+    return two_processes.failures_by_name("gloo", WORKS, deepspeed_by_gloo)
 
 
 @pytest.mark.parametrize("name", [work.__name__ for work in WORKS])
