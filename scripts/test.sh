@@ -121,7 +121,7 @@ test_everything() {
   { newest_torch_tests && echo passed; } </dev/null &>"$newer_log" &
   newer=$!
   # A minute of a core, and the same cases each time: `./run.sh fuzz` has others.
-  { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 200 && echo passed; } </dev/null &>"$fuzz_log" &
+  { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &
   fuzzing=$!
   part "C++ sanitized" after "$sanitizing" cpp_tests "${sanitized[@]}"
   part "packaging" await "$packaging" "$packaging_log"
