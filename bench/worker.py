@@ -363,6 +363,7 @@ class Bench:
 
 def main() -> None:
     emit = emitter()
+    gc.freeze()  # the libraries live to the end: the collector need not go over them at every row
     bench = Bench(Request(**json.loads(sys.argv[1])))
     chosen = bench.rows()
     planned = {str(row): row.described() | {"names": bench.names(row)} for row in chosen}
