@@ -19,7 +19,7 @@ import data
 import idx
 import mnist
 
-BATCH = 64
+BATCH = 32
 STEPS = 100
 
 

@@ -31,15 +31,19 @@ def test_every_recipe_is_on_the_page_and_run_by_a_test():
     assert missing == []
 
 
+@pytest.fixture(scope="module")
+def first_losses():
+    """Those of the recipe whose steps are plain AdamW's."""
+    run = recipes.run("checkpointing", "--steps", "3", "--batch", "4")
+    return torch.tensor([float(each) for each in run.losses])
+
+
 @pytest.mark.parametrize("name", PLAIN)
-def test_recipe(capsys, name):
+def test_recipe(capsys, first_losses, name):
     """All train one model on the same data: in float32 to the same losses, or nearly so."""
-    losses = recipes.assert_trains(capsys, name)
+    losses = recipes.assert_trains(capsys, name, "--batch", "4")
     expected = {"mixed_precision": 0.02, "bf16_split": 0.05, "int8_states": 0.02}
-    reference = torch.tensor(
-        [float(each) for each in recipes.run("checkpointing", "--steps", "3").losses]
-    )
-    torch.testing.assert_close(losses[:3], reference, rtol=0, atol=expected.get(name, 1e-4))
+    torch.testing.assert_close(losses[:3], first_losses, rtol=0, atol=expected.get(name, 1e-4))
 
 
 class Terminal(io.StringIO):
@@ -93,7 +97,7 @@ def test_lamb_with_warmup(capsys):
 
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_of_other_optimizers(capsys, name):
-    recipes.assert_trains(capsys, name, steps=20)
+    recipes.assert_trains(capsys, name, "--batch", "8", steps=20)
 
 
 def test_offload_says_that_it_needs_a_gpu(capsys):
@@ -210,7 +214,7 @@ def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):
 def test_as_it_is_typed(tmp_path):
     package = str(Path(fusedstep.__file__).parents[1])
     run = subprocess.run(
-        [sys.executable, str(recipes.FOLDER / "bf16_split.py"), "--steps", "2"],
+        [sys.executable, str(recipes.FOLDER / "bf16_split.py"), "--steps", "2", "--batch", "2"],
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": package, "FUSEDSTEP_DATA": str(tmp_path)},
         capture_output=True,

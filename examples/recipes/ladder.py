@@ -63,10 +63,8 @@ def peak(function: Callable[[], object], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated()
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(
-        activities=activities, profile_memory=True, acc_events=True
-    ) as profile:
+    # Not torch.profiler's, which makes objects of all events: seconds, for the trace has them.
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
         function()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "trace.json")
