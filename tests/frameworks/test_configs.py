@@ -14,13 +14,16 @@ import transformers  # noqa: E402
 
 SMALL = {"vocab_size": 500, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 CONFIGS = {
-    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config()),
-    "bert": ("BertForMaskedLM", transformers.BertConfig()),
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(n_layer=4)),
+    "bert": ("BertForMaskedLM", transformers.BertConfig(num_hidden_layers=4)),
     "llama": (
         "LlamaForCausalLM",
         transformers.LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=200),
     ),
-    "t5": ("T5ForConditionalGeneration", transformers.T5Config(decoder_start_token_id=0)),
+    "t5": (
+        "T5ForConditionalGeneration",
+        transformers.T5Config(num_layers=4, decoder_start_token_id=0),
+    ),
 }
 
 
