@@ -14,8 +14,8 @@ import transformers  # noqa: E402
 
 SMALL = {"vocab_size": 500, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 CONFIGS = {
-    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(n_layer=4)),
-    "bert": ("BertForMaskedLM", transformers.BertConfig(num_hidden_layers=4)),
+    "gpt2": ("GPT2LMHeadModel", transformers.GPT2Config(n_layer=4, vocab_size=500)),
+    "bert": ("BertForMaskedLM", transformers.BertConfig(num_hidden_layers=4, vocab_size=500)),
     "llama": (
         "LlamaForCausalLM",
         transformers.LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=200),
