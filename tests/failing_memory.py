@@ -150,7 +150,9 @@ class Subject:
         return p, grad, state, [(tensor, tensor.clone()) for tensor in tensors]
 
     def put_back(self) -> None:
-        """To where it began, in the same memory: as many steps of the same weights as before."""
+        """To where it began, in the same memory, after a step that neither clips nor clears."""
+        self.set_grads(0)
+        self.optimizer.step()
         for p, grad, state, tensors in self.kept:
             for tensor, value in tensors:
                 tensor.copy_(value)
@@ -250,7 +252,7 @@ class Scenario(NamedTuple):
     is_alone: bool = True
     """False where another thread takes the memory that a step gives back for its next part."""
     repeats: tuple[int, ...] = ()
-    """Kinds of which a step repeated needs as many: a subject is put back, not made anew."""
+    """Kinds of which every try needs as many: a subject is put back, not made anew."""
 
 
 SCENARIOS = {
@@ -274,7 +276,7 @@ SCENARIOS = {
         lambda case: Subject(case, 2, groups=2),
         lambda subject: subject.optimizer.step(max_norm=0.5, zero_grad=True),
         clips=True,
-        repeats=(TENSORS, LIMIT),  # not the plans: its own first step clips and those before do not
+        repeats=(TENSORS, LIMIT),  # not NEW: the first step that clips makes plans for it
     ),
     "sparse": Scenario(with_sparse_gradients),
     "loaded": Scenario(
