@@ -110,9 +110,8 @@ def steps(case: Case, factory: str, length: int, device: str) -> tuple[list[Any]
 
 def peak_of(function: Callable[[], object]) -> int:
     """The most bytes that torch's allocator on the CPU has handed out at a time in a call."""
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profile:
+    # Not torch.profiler's, which makes objects of all events: seconds, for the trace has them.
+    with torch.autograd.profiler.profile(profile_memory=True) as profile:
         function()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trace.json"
