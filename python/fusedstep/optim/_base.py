@@ -28,7 +28,7 @@ from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
 from fusedstep.optim._grads import by_place, cut_off, treat_grads
-from fusedstep.optim._hooks import is_compiling, with_hooks
+from fusedstep.optim._hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
@@ -264,7 +264,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         self._groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
+        outside_graphs(super().add_param_group)(param_group)
         group = self.param_groups[-1]
         # Weights on the meta device may be given memory before the first step, which looks again.
         weights = [p for p in group["params"] if not p.is_meta]
@@ -401,7 +401,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not (torch.compiler.is_compiling() and set_to_none):
-            super().zero_grad(set_to_none)
+            outside_graphs(super().zero_grad)(set_to_none)
             return
         for group in self._groups:
             for p in group["params"]:

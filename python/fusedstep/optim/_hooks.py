@@ -27,6 +27,18 @@ def is_compiling() -> bool:
     return torch.compiler.is_compiling() or frame_callback() is not None
 
 
+def outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a bound method of torch's without the wrapper that hides it from torch.compile.
+
+    The wrapper imports torch._dynamo, which takes seconds: needless where nothing is compiled.
+    """
+    function: Any = getattr(method, "__func__", None)
+    if is_compiling() or getattr(function, "__globals__", None) is not vars(torch._compile):
+        return method
+    owner: Any = getattr(method, "__self__", None)
+    return functools.partial(function.__wrapped__, owner)
+
+
 def _asks_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Tells ``step(None)`` and ``step(closure=None)``, which frameworks call, from other calls."""
     (closure, *others) = (*args, *kwargs.values())
