@@ -15,7 +15,7 @@ from fusedstep import optim
 from fusedstep.optim._codes import CODES
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
-from two_processes import PROCESSES, folder_of_both
+from two_processes import PROCESSES, folder_of_both, like, part_of, shards_of
 
 KINDS = ("int8", "int4", "fp8")
 
@@ -35,30 +35,10 @@ INSIDE = (190, 80)
 """One with a border inside of a block."""
 
 
-def mesh_of(here):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    return init_device_mesh(here.device.type, (PROCESSES,))
-
-
-def spread(tensor, mesh, placements):
-    """Shards of what each process has, without communication: gloo knows no float8."""
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(tensor.detach().clone(), mesh, placements, src_data_rank=None)
-
-
-def like(whole, other):
-    """A tensor spread as another one is, if that is."""
-    return spread(whole, other.device_mesh, other.placements) if is_dtensor(other) else whole
-
-
 def assert_same_state(found, whole, what):
     assert found.keys() == whole.keys(), what
     for name, value in whole.items():
-        expected = like(value, found[name])
-        assert found[name].shape == value.shape, f"{what}, {name}"
-        assert_same_bits(local(found[name]), local(expected), f"{what}, {name}")
+        assert_same_bits(local(found[name]), part_of(value, found[name]), f"{what}, {name}")
 
 
 class Weights(torch.nn.Module):
@@ -81,13 +61,13 @@ def take_gradients(weights, step):
 def codes_follow_from_whole_weights(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = mesh_of(here)
+    mesh = here.mesh()
     rows = {name: (shape, Shard(0)) for name, shape in BETWEEN.items()}
     cuts = rows | {"columns": ((16, 1024), Shard(1)), "copies": (INSIDE, Replicate())}
     for kind in KINDS:
         model = Weights([shape for shape, _ in cuts.values()]).to(here.device)
         shards = [
-            torch.nn.Parameter(spread(weight, mesh, [placement]))
+            torch.nn.Parameter(shards_of(weight, mesh, [placement]))
             for weight, (_, placement) in zip(model.weights, cuts.values(), strict=True)
         ]
         optimizer = optim.AdamW(model.weights, lr=0.1, state_dtype=kind)
@@ -100,7 +80,7 @@ def codes_follow_from_whole_weights(here):
             of_shards.step()
         for name, weight, shard in zip(cuts, model.weights, shards, strict=True):
             what = f"{kind}, {name}"
-            assert_same_bits(local(shard.detach()), local(like(weight, shard)), what)
+            assert_same_bits(local(shard).detach(), part_of(weight, shard), what)
             assert_same_state(of_shards.state[shard], optimizer.state[weight], what)
             is_coded = optimizer.state[weight]["exp_avg"].dtype in CODES
             assert is_coded == (name != "whole below the size that decides"), what
@@ -109,12 +89,12 @@ def codes_follow_from_whole_weights(here):
 def blocks_begin_where_shards_do(here):
     from torch.distributed.tensor import Shard
 
-    mesh = mesh_of(here)
+    mesh = here.mesh()
     for kind in KINDS:
         for native in (True, False):
             model = Weights([INSIDE]).to(here.device)
-            shard = torch.nn.Parameter(spread(model.weights[0], mesh, [Shard(0)]))
-            alone = torch.nn.Parameter(local(shard.detach()).clone())
+            shard = torch.nn.Parameter(shards_of(model.weights[0], mesh, [Shard(0)]))
+            alone = torch.nn.Parameter(local(shard).detach().clone())
             optimizers = [
                 optim.AdamW([weight], lr=0.1, state_dtype=kind, fused=native)
                 for weight in (shard, alone)
@@ -125,19 +105,19 @@ def blocks_begin_where_shards_do(here):
                 alone.grad = local(shard.grad)
                 for optimizer in optimizers:
                     optimizer.step()
-            assert_same_bits(local(shard.detach()), alone.detach(), kind)
+            assert_same_bits(local(shard).detach(), alone.detach(), kind)
 
 
 def shards_are_rounded_by_numbers_of_their_own(here):
     from torch.distributed.tensor import Replicate, Shard
 
-    mesh = mesh_of(here)
+    mesh = here.mesh()
     for native in (True, False):
         for placement in (Shard(0), Replicate()):
             whole = torch.ones(2 if placement == Replicate() else 200, 100, dtype=torch.bfloat16)
-            weight = torch.nn.Parameter(spread(whole.to(here.device), mesh, [placement]))
+            weight = torch.nn.Parameter(shards_of(whole.to(here.device), mesh, [placement]))
             optimizer = optim.SGD([weight], lr=1e-3, rounding="stochastic", fused=native)
-            weight.grad = spread(torch.ones_like(whole, device=here.device), mesh, [placement])
+            weight.grad = shards_of(torch.ones_like(whole, device=here.device), mesh, [placement])
             optimizer.step()
             found = weight.detach().full_tensor()
             if placement == Shard(0):
@@ -150,14 +130,14 @@ def weights_that_all_have_are_rounded_alike(here):
     """Beside shards too; by the seed, which says the same in each run."""
     from torch.distributed.tensor import Shard
 
-    mesh = mesh_of(here)
+    mesh = here.mesh()
 
     def stepped(seed, fused):
         weights = [
             torch.nn.Parameter(torch.ones(40, 100, dtype=torch.bfloat16, device=here.device))
             for _ in range(3)
         ]
-        weights[1] = torch.nn.Parameter(spread(weights[1].detach(), mesh, [Shard(0)]))
+        weights[1] = torch.nn.Parameter(shards_of(weights[1].detach(), mesh, [Shard(0)]))
         groups = [{"params": weights[1:]}, {"params": weights[:1], "lr": 2e-3}]
         options = {"lr": 1e-3, "rounding": "stochastic", "seed": seed, "fused": fused}
         optimizer = optim.AdamW(groups, **options)
@@ -245,7 +225,7 @@ class Training:
         self.model = torch.nn.ModuleList(layers).to(here.device)
         if way == "FSDP2":
             for layer in self.model:
-                fully_shard(layer, mesh=mesh_of(here))
+                fully_shard(layer, mesh=here.mesh())
         groups = [
             {"params": list(layer.weights), **options}
             for layer, (_, options) in zip(self.model, kept, strict=True)
@@ -312,7 +292,7 @@ def small_states_are_saved_and_resharded(here):
         resumed.step(2)
         for weight, whole in zip(resumed.weights, straight.weights, strict=True):
             what = f"{first} to {second}, and a step"
-            assert_same_bits(local(weight.detach()), local(like(whole.detach(), weight)), what)
+            assert_same_bits(local(weight).detach(), part_of(whole, weight), what)
 
 
 def whole_dictionaries_are_gathered_and_spread(here):

@@ -7,18 +7,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
-from codes_of_shards import WAYS, Training, assert_all_have, assert_same_state, like, spread
+from codes_of_shards import WAYS, Training, assert_all_have, assert_same_state
 from fusedstep import optim
 from fusedstep.optim._clip import _norm
 from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._factored import Part
 from fusedstep.optim._spread import norm2
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
-from two_processes import folder_of_both
+from two_processes import folder_of_both, like, part_of, shards_of
 
 #: A matrix, one with fewer rows than processes, stacks of matrices, a vector, and a number of it.
 SHAPES = ((300, 520), (1, 300), (9, 4, 5), (3, 4, 5, 6), (7,), (1,))
@@ -65,10 +64,10 @@ class Cut:
 
     def __init__(self, here, name):
         sizes, self._placements = CUTS[name]
-        self._mesh = init_device_mesh(here.device.type, sizes)
+        self._mesh = here.mesh(*sizes)
 
     def __call__(self, tensor):
-        return spread(tensor, self._mesh, self._placements(tensor.dim()))
+        return shards_of(tensor, self._mesh, self._placements(tensor.dim()))
 
 
 def subjects(here, cut, dtype=torch.float32):
@@ -86,11 +85,14 @@ def set_gradients(here, params, shards, cut, step):
 
 def assert_close(found, whole, units, what):
     """To so many units of float32, or of float64, of the largest number."""
-    whole = whole.detach()
-    found = found.detach().full_tensor()
-    assert found.shape == whole.shape, what
-    most = units * torch.finfo(found.dtype).eps * whole.abs().max().item()
-    torch.testing.assert_close(found, whole, rtol=0, atol=most, msg=lambda text: f"{what}: {text}")
+    most = units * torch.finfo(found.dtype).eps * whole.detach().abs().max().item()
+    torch.testing.assert_close(
+        local(found).detach(),
+        part_of(whole, found),
+        rtol=0,
+        atol=most,
+        msg=lambda text: f"{what}: {text}",
+    )
 
 
 def parts_are_stepped_as_the_whole(here):
@@ -115,7 +117,7 @@ def parts_are_stepped_as_the_whole(here):
                 for param, shard in zip(params, shards, strict=True):
                     assert_close(shard, param, 1 if dtype is torch.bfloat16 else 32, what)
                     if fused and name in WHOLE:
-                        assert_same_bits(local(shard.detach()), param.detach(), what)
+                        assert_same_bits(local(shard).detach(), param.detach(), what)
                     state = theirs.state[shard]
                     assert state.keys() == ours.state[param].keys()
                     for key, value in ours.state[param].items():
@@ -247,7 +249,7 @@ def steps_alike_see_what_has_changed(here):
             states = [optimizer.state[shard] for shard in shards]
             kept.append([*shards, *(value for state in states for value in state.values())])
         for noted, long in zip(*kept, strict=True):
-            assert_same_bits(local(noted.detach()), local(long.detach()), change)
+            assert_same_bits(local(noted).detach(), local(long).detach(), change)
 
 
 def nothing_has_changed_where_one_process_lacks_a_gradient(here):

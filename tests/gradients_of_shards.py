@@ -7,6 +7,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fusedstep import optim
 from fusedstep.optim._dtensor import local
 from stepping import assert_same_bits
+from two_processes import part_of
 
 #: Steps with a norm over all processes.
 STEPS = (
@@ -31,7 +32,7 @@ def a_gradient_of_one_process_is_refused_by_name(here):
             _, spread = here.subjects(Shard(0))
             optimizer = make(spread)
             optimizer.step(**options)
-            before = [local(weight.detach()).clone() for weight in spread]
+            before = [local(weight).detach().clone() for weight in spread]
             if here.rank == 1:
                 for index in lost:
                     spread[index].grad = None
@@ -41,7 +42,7 @@ def a_gradient_of_one_process_is_refused_by_name(here):
             with pytest.raises(RuntimeError, match=name):
                 optimizer.step(**options)
             for weight, kept in zip(spread, before, strict=True) if steps_alike else ():
-                assert_same_bits(local(weight.detach()), kept, "weight")
+                assert_same_bits(local(weight).detach(), kept, "weight")
 
 
 def gradients_that_all_processes_lack_change_nothing(here):
@@ -57,8 +58,8 @@ def gradients_that_all_processes_lack_change_nothing(here):
                 weight.grad = None
         theirs.step(**options)
         for param, shards in zip(params, spread, strict=True):
-            whole = shards.detach().full_tensor()
-            torch.testing.assert_close(whole, param.detach(), rtol=2e-6, atol=2e-7)
+            found, expected = local(shards).detach(), part_of(param, shards)
+            torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-7)
 
 
 def copies_need_no_gradient_of_the_other_process(here):
@@ -88,7 +89,7 @@ def a_gradient_of_one_process_is_refused_before_matrices_are_gathered(here):
             spread, optimizer = matrices_of(here, fused)
             optimizer.step()
             optimizer.zero_grad(set_to_none=False)
-            before = [local(weight.detach()).clone() for weight in spread]
+            before = [local(weight).detach().clone() for weight in spread]
             states = [
                 {name: local(value).clone() for name, value in optimizer.state[weight].items()}
                 for weight in spread
@@ -100,7 +101,7 @@ def a_gradient_of_one_process_is_refused_before_matrices_are_gathered(here):
             with pytest.raises(RuntimeError, match=name):
                 optimizer.step()
             for weight, kept, state in zip(spread, before, states, strict=True):
-                assert_same_bits(local(weight.detach()), kept, "weight")
+                assert_same_bits(local(weight).detach(), kept, "weight")
                 for key, value in state.items():
                     assert_same_bits(local(optimizer.state[weight][key]), value, key)
 
@@ -113,7 +114,7 @@ def matrices_without_gradients_in_all_processes_stay(here):
                 spread[index].grad = None
             optimizer.step()
             for index, weight in enumerate(spread):
-                assert (local(weight.detach()) == 1).all() == (index in lost)
+                assert (local(weight).detach() == 1).all() == (index in lost)
 
 
 WORKS = (

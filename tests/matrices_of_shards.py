@@ -15,14 +15,13 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
 from fusedstep.optim import _matrix_batches, _newton_schulz, _sharded_matrices
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
-from two_processes import PROCESSES, folder_of_both
+from two_processes import PROCESSES, folder_of_both, like, part_of, shards_of
 
 #: Shapes, how they are cut, and options of their group.
 ROWS = {
@@ -66,11 +65,11 @@ class Subjects:
     def __init__(self, here, rows, dtype=torch.float64, mesh=None, make=optim.Muon, **options):
         self.here, groups, self.of_shards, self.of_wholes = here, [], [], []
         self.make = make
-        mesh = mesh or init_device_mesh(here.device.type, (PROCESSES,))
+        mesh = mesh or here.mesh()
         for seed, (shapes, *placements, own) in enumerate(rows):
             wholes = [weight.to(here.device) for weight in weights_of(shapes, dtype, seed)]
             self.of_wholes.append([torch.nn.Parameter(weight.clone()) for weight in wholes])
-            shards = [distribute_tensor(weight, mesh, placements) for weight in wholes]
+            shards = [shards_of(weight, mesh, placements) for weight in wholes]
             self.of_shards.append([torch.nn.Parameter(shard) for shard in shards])
             groups.append(own)
         self.whole, self.sharded = (
@@ -94,7 +93,7 @@ class Subjects:
         for whole, shard in self.pairs():
             gradient = change(torch.randn(whole.shape, generator=generator, dtype=torch.float64))
             whole.grad = gradient.to(whole.device, whole.dtype)
-            shard.grad = distribute_tensor(whole.grad.clone(), shard.device_mesh, shard.placements)
+            shard.grad = like(whole.grad, shard)
 
     def step(self, steps=(0, 1), **options):
         for step in steps:
@@ -106,18 +105,19 @@ class Subjects:
     def assert_alike(self, what, rtol, atol, averages=None):
         """``averages``: how the states are compared, if not by their bits."""
         for whole, shard in self.pairs():
-            found = shard.detach().full_tensor()
+            found, part = local(shard).detach(), part_of(whole, shard)
             torch.testing.assert_close(
-                found, whole.detach(), rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
+                found, part, rtol=rtol, atol=atol, msg=lambda text: f"{what}: {text}"
             )
             for name, expected in self.whole.state[whole].items():
                 state = self.sharded.state[shard][name]
                 assert is_dtensor(state)
                 assert (state.placements, state.shape) == (shard.placements, shard.shape)
+                found, part = local(state), part_of(expected, state)
                 if averages is None:
-                    assert_same_bits(state.full_tensor(), expected, f"{what}, {name}")
+                    assert_same_bits(found, part, f"{what}, {name}")
                 else:
-                    torch.testing.assert_close(state.full_tensor(), expected, **averages)
+                    torch.testing.assert_close(found, part, **averages)
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def the_same_products_give_the_same_bits(here):
             rows = [([(64, 48), (40, 56)], Shard(0), {}), ([(64, 48)], Shard(1), {})]
             found = Subjects(here, rows, dtype, ns_dtype=products).step()
             for whole, shard in found.pairs():
-                bits = shard.detach().full_tensor(), whole.detach()
+                bits = local(shard).detach(), part_of(whole, shard)
                 assert_same_bits(*bits, f"{dtype}, {products}")
 
 
@@ -166,7 +166,7 @@ def products_of_few_bits_are_within_their_errors(here):
 
 def a_mesh_with_copies_takes_shards(here):
     for sizes in ((PROCESSES, 1), (1, PROCESSES)):
-        mesh = init_device_mesh(here.device.type, sizes)
+        mesh = here.mesh(*sizes)
         for cut in (Shard(0), Shard(1)):
             rows = [([(24, 8), (9, 5)], Replicate(), cut, {})]
             found = Subjects(here, rows, mesh=mesh).step()
@@ -275,12 +275,12 @@ def values_of_musgd_of_few_bytes_are_kept(here):
             assert state.keys() == expected.keys()
             assert "momentum_buffer_SGD" in state
             torch.testing.assert_close(
-                shard.detach().full_tensor(), whole.detach(), rtol=2e-2, atol=1e-3
+                local(shard).detach(), part_of(whole, shard), rtol=2e-2, atol=1e-3
             )
 
 
 def placements_that_musgd_cannot_gather_are_refused_by_name(here):
-    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    mesh = here.mesh()
     weight = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     with pytest.raises(ValueError, match=r"'w' is a DTensor .*use_muon=False has SGD step it"):
         optim.MuSGD([("w", weight)], use_muon=True)
@@ -298,8 +298,9 @@ def values_and_states_of_few_bytes_are_kept(here):
     ):
         found = Subjects(here, rows, dtype, ns_dtype=torch.float32, **options).step()
         for whole, shard in found.pairs():
-            average = found.sharded.state[shard]["momentum_buffer"].full_tensor()
-            assert_same_bits(average, found.whole.state[whole]["momentum_buffer"], f"{options}")
+            average = found.sharded.state[shard]["momentum_buffer"]
+            expected = part_of(found.whole.state[whole]["momentum_buffer"], average)
+            assert_same_bits(local(average), expected, f"{options}")
             value, expected = (
                 p.detach().float() + state[name].float()
                 if (name := "compensation") in state
@@ -310,16 +311,18 @@ def values_and_states_of_few_bytes_are_kept(here):
                 )
             )
             rtol = 1e-2 if options.get("state_dtype") or "split" in options.values() else 1e-4
-            torch.testing.assert_close(value.full_tensor(), expected, rtol=rtol, atol=1e-4)
+            expected = part_of(expected, value)
+            torch.testing.assert_close(local(value), expected, rtol=rtol, atol=1e-4)
     found = Subjects(here, rows, torch.float32, ns_dtype=torch.float32, state_dtype="int8").step()
     for whole, shard in found.pairs():
-        codes = found.sharded.state[shard]["momentum_buffer"].full_tensor()
-        assert_same_bits(codes, found.whole.state[whole]["momentum_buffer"], "codes")
-        torch.testing.assert_close(shard.detach().full_tensor(), whole.detach(), **bounds)
+        codes = found.sharded.state[shard]["momentum_buffer"]
+        expected = part_of(found.whole.state[whole]["momentum_buffer"], codes)
+        assert_same_bits(local(codes), expected, "codes")
+        torch.testing.assert_close(local(shard).detach(), part_of(whole, shard), **bounds)
     random = Subjects(here, rows, torch.bfloat16, ns_dtype=torch.float32, rounding="stochastic")
     for whole, shard in random.step().pairs():
         torch.testing.assert_close(
-            shard.detach().full_tensor(), whole.detach(), rtol=2e-2, atol=1e-3
+            local(shard).detach(), part_of(whole, shard), rtol=2e-2, atol=1e-3
         )
 
 
@@ -334,7 +337,7 @@ def groups_of_adamw_step_beside_matrices(here):
         found = Subjects(here, rows).step(**options)
         assert found.sharded._plans
         for place, (whole, shard) in enumerate(found.pairs()):
-            pair = shard.detach().full_tensor(), whole.detach()
+            pair = local(shard).detach(), part_of(whole, shard)
             torch.testing.assert_close(*pair, rtol=1e-11, atol=1e-12)
             if whole.ndim == 1 and not options:
                 assert_same_bits(*pair, f"weight {place}")
@@ -348,7 +351,7 @@ def what_is_not_a_number_stays_in_its_matrix(here):
         local(bad.grad)[2, 3] = float("nan")
     found.sharded.step()
     for shard in found.of_shards[0]:
-        assert local(shard.detach()).isnan().all() == (shard is bad)
+        assert local(shard).detach().isnan().all() == (shard is bad)
 
 
 def gradients_of_other_placements_are_refused_by_name(here):
@@ -359,11 +362,11 @@ def gradients_of_other_placements_are_refused_by_name(here):
     with pytest.raises(RuntimeError, match="same mesh and placements"):
         found.sharded.step()
     for whole, shard in found.pairs():
-        assert_same_bits(shard.detach().full_tensor(), whole.detach(), "weight")
+        assert_same_bits(local(shard).detach(), part_of(whole, shard), "weight")
 
 
 def placements_without_matrices_are_refused_by_name(here):
-    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    mesh = here.mesh()
     weight = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
     fine = torch.nn.Parameter(here.spread(torch.ones(4, 4), Shard(0)))
     with pytest.raises(ValueError, match=r"'w' is a DTensor with the placements \(Partial\(sum\)"):
@@ -389,7 +392,7 @@ class Trained:
         self.model.weights = torch.nn.ParameterList(weights_of(shapes))
         self.model.to(here.device)
         if sharded:
-            fully_shard(self.model, mesh=init_device_mesh(here.device.type, (PROCESSES,)))
+            fully_shard(self.model, mesh=here.mesh())
         self.weights = list(self.model.weights)
         self.optimizer = self.built(self.weights)
 
@@ -403,11 +406,7 @@ class Trained:
             for weight in self.weights:
                 grad = torch.randn(weight.shape, generator=generator, dtype=torch.float64)
                 grad = grad.to(weight.device)
-                weight.grad = (
-                    distribute_tensor(grad, weight.device_mesh, weight.placements)
-                    if self.sharded
-                    else grad
-                )
+                weight.grad = like(grad, weight)
             self.optimizer.step()
         return self
 

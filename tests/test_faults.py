@@ -1,6 +1,5 @@
 """Processes that die: while they write a checkpoint, and in the middle of a step."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import recipes
 from stepping import assert_same_bits
+from two_processes import server_of_processes
 
 OPTIONS = ("--steps", "4", "--every", "1", "--batch", "2")
 
@@ -49,6 +49,7 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
     from fusedstep import optim
     from fusedstep.optim import _spread
 
+    os.environ["FUSEDSTEP_DATA"] = "nowhere"  # it makes its text, as recipes.run() has it
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{folder}/meeting", rank=rank, world_size=2)
     sys.path.insert(0, str(recipes.FOLDER))
@@ -77,12 +78,10 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
 def folder(tmp_path_factory):
     """The folder of two processes that have died."""
     found = tmp_path_factory.mktemp("deaths")
-    spawn = multiprocessing.get_context("spawn").Process
-    processes = [spawn(target=dies_in_a_step, args=(found, rank)) for rank in (0, 1)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FUSEDSTEP_DATA", "nowhere")  # they make their text, as recipes.run() has it
-        for process in processes:
-            process.start()
+    fork = server_of_processes().Process
+    processes = [fork(target=dies_in_a_step, args=(found, rank)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
     for process in processes:
         process.join(240)
         process.kill()  # if it waits for the other

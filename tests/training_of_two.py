@@ -7,7 +7,6 @@ import copy
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -17,7 +16,7 @@ import fusedstep
 from fusedstep import optim
 from fusedstep.optim._dtensor import is_dtensor, local
 from stepping import assert_same_bits
-from two_processes import PROCESSES
+from two_processes import PROCESSES, part_of
 
 STEPS = 3
 
@@ -115,7 +114,7 @@ class Shards:
 
     def __init__(self, cls, here, parts=1, recomputes=False, **policies):
         self.model = network(recomputes).to(here.device)
-        mesh = init_device_mesh(here.device.type, (PROCESSES,))
+        mesh = here.mesh()
         for layer in (*self.model, self.model):
             fully_shard(layer, mesh=mesh, **policies)
         self.optimizer = cls(self.model.parameters(), fused=True, **ON_SHARDS[cls])
@@ -134,23 +133,13 @@ def assert_trains_as_whole(training, whole, what):
         training.step(step)
         whole.step(step)
     for weight, expected in zip(training.model.parameters(), whole.model.parameters(), strict=True):
-        found, expected = local(weight.detach()), part_of(expected.detach(), weight)
+        found, expected = local(weight).detach(), part_of(expected, weight)
         if isinstance(training.optimizer, (optim.Lamb, optim.Adafactor)) and is_dtensor(weight):
             torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7, msg=what)
         elif isinstance(training.optimizer, optim.Muon) and weight.ndim == 2:
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=what)
         else:
             assert_same_bits(found, expected, what)
-
-
-def part_of(whole, weight):
-    """The part of a tensor that this process has of a weight, where that is."""
-    if not is_dtensor(weight):
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    spread = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-    return local(spread).to(local(weight).device)
 
 
 def replicas_train_as_one(here):

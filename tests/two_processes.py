@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from cases import FAMILIES, KINDS, PLAIN
 from foreign import torchao_state
 from fusedstep import _ops, optim
 from fusedstep.optim import lamb
-from fusedstep.optim._dtensor import local, spread_like
+from fusedstep.optim._dtensor import is_dtensor, local, spread_like
 from reference.codes import MAPS
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
@@ -32,17 +33,55 @@ PROCESSES = 2
 ELEMENTWISE = next(case for case in PLAIN if case.elementwise)
 
 
+#: What works import of torch, in seconds: the server of processes has it before it forks them.
+IMPORTED = (
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.optim",
+    "torch.distributed.tensor.debug",
+)
+
+
+@functools.cache
+def mesh_of(device_type, sizes=(PROCESSES,)):
+    """One for all works: each new one of two dimensions has groups, threads and connections."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh(device_type, sizes)
+
+
+def shards_of(whole, mesh, placements):
+    """Made of what each process has, without communication: that is slow, and knows no float8."""
+    from torch.distributed.tensor import distribute_tensor
+
+    spread = distribute_tensor(whole.detach(), mesh, placements, src_data_rank=None)
+    spread._local_tensor = spread._local_tensor.clone()  # it has been a view of the whole
+    return spread
+
+
+def like(whole, other):
+    """A tensor spread as another one is, if that is."""
+    return shards_of(whole, other.device_mesh, other.placements) if is_dtensor(other) else whole
+
+
+def part_of(whole, shards):
+    """What this process has of a tensor that is spread as the shards are. They have its shape."""
+    assert shards.shape == whole.shape
+    return local(like(whole.detach(), shards)).to(local(shards).device)  # offloaded from the mesh
+
+
 class Process(NamedTuple):
     """One of them, and the device that its part of everything is on."""
 
     rank: int
     device: torch.device
 
-    def spread(self, tensor, placement):
-        from torch.distributed.tensor import distribute_tensor, init_device_mesh
+    def mesh(self, *sizes):
+        return mesh_of(self.device.type, sizes or (PROCESSES,))
 
-        mesh = init_device_mesh(self.device.type, (PROCESSES,))
-        return distribute_tensor(tensor.detach().to(self.device, copy=True), mesh, [placement])
+    def spread(self, tensor, placement):
+        return shards_of(tensor.to(self.device), self.mesh(), [placement])
 
     def subjects(self, placement):
         """Parameters, and the same spread over the processes; all with gradients."""
@@ -88,15 +127,16 @@ def shards_are_stepped_as_the_whole(here):
             assert theirs._plans
             what = f"{case}, {placement}"
             for param, shards in zip(params, spread, strict=True):
-                whole = shards.detach().full_tensor()
                 state = {name: theirs.state[shards][name] for name in case.states}
                 assert all(isinstance(value, DTensor) for value in state.values())
                 for name, value in state.items():
-                    assert_same_bits(value.full_tensor(), ours.state[param][name], what)
+                    assert value.placements == shards.placements
+                    assert_same_bits(local(value), part_of(ours.state[param][name], value), what)
+                found, expected = local(shards).detach(), part_of(param, shards)
                 if case.elementwise or placement == Replicate():
-                    assert_same_bits(whole, param.detach(), what)
+                    assert_same_bits(found, expected, what)
                 else:  # but for the last bit of a sum in double
-                    torch.testing.assert_close(whole, param.detach(), rtol=2e-7, atol=2e-7)
+                    torch.testing.assert_close(found, expected, rtol=2e-7, atol=2e-7)
 
 
 def steps_of_shards_repeat_the_last_one(here):
@@ -121,11 +161,11 @@ def steps_of_shards_repeat_the_last_one(here):
             assert answers[theirs] == (answers[ours] if repeats else []), f"{case}, {placement}"
             assert case is not ELEMENTWISE or answers[theirs] == [True] * 3
             for param, shards in zip(params, spread, strict=True):
-                whole = shards.detach().full_tensor()
+                found, expected = local(shards).detach(), part_of(param, shards)
                 if repeats:
-                    assert_same_bits(whole, param.detach(), f"{case}, {placement}")
+                    assert_same_bits(found, expected, f"{case}, {placement}")
                 else:
-                    torch.testing.assert_close(whole, param.detach(), rtol=2e-6, atol=2e-6)
+                    torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
             kept = [shards.to_local().detach().clone() for shards in spread]
             other = Replicate() if placement == Shard(0) else Shard(0)
             spread[-1].grad = here.spread(params[-1].grad, other)
@@ -165,7 +205,7 @@ def shards_on_their_way_are_waited_for(here):
         shards.grad = DTensor.from_local(part, mesh, placements)
         ours.step()
         theirs.step()
-        assert_same_bits(shards.detach().full_tensor(), param.detach(), f"step {step}")
+        assert_same_bits(local(shards).detach(), part_of(param, shards), f"step {step}")
 
 
 def a_compiled_step_leaves_shards_to_the_step(here):
@@ -175,7 +215,7 @@ def a_compiled_step_leaves_shards_to_the_step(here):
     optim.Adam(params).step()
     torch.compile(optim.Adam(spread, fused=True).step, backend="aot_eager")()
     for param, shards in zip(params, spread, strict=True):
-        assert_same_bits(shards.detach().full_tensor(), param.detach(), "weight")
+        assert_same_bits(local(shards).detach(), part_of(param, shards), "weight")
 
 
 def each_process_verifies_its_shards(here):
@@ -271,9 +311,9 @@ def max_norm_is_that_of_all_shards(here):
             # But for the order of a sum in double.
             torch.testing.assert_close(norm.cpu(), expected, rtol=1e-12, atol=0)
             for param, shards in zip(params, spread, strict=True):
-                whole = shards.detach().full_tensor()
-                torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
-                assert not shards.grad.full_tensor().any()
+                found, expected = local(shards).detach(), part_of(param, shards)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+                assert not local(shards.grad).any()
 
 
 def max_norm_takes_one_collective(here):
@@ -297,8 +337,8 @@ def unfused_steps_take_shards(here):
             case.build(params, fused=False).step()
             case.build(spread, fused=False).step()
             for param, shards in zip(params, spread, strict=True):
-                whole = shards.detach().full_tensor()
-                torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+                found, expected = local(shards).detach(), part_of(param, shards)
+                torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def norms_of_a_step_take_one_collective(here):
@@ -326,20 +366,15 @@ def max_norm_counts_what_all_processes_have_once(here):
     expected, norm = optimizer.step(max_norm=0.5), twin.step(max_norm=0.5)
     torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0)
     for param, shards in zip(params[:3], spread[:3], strict=True):
-        torch.testing.assert_close(shards.detach().full_tensor(), param.detach())
+        torch.testing.assert_close(local(shards).detach(), part_of(param, shards))
     torch.testing.assert_close(spread[3], params[3])
 
 
 def weights_of_all_kinds_are_stepped_together(here):
     """Steps weights of two meshes and two dtypes, copies and plain ones, in one optimizer."""
-    from torch.distributed.tensor import (
-        Replicate,
-        Shard,
-        distribute_tensor,
-        init_device_mesh,
-    )
+    from torch.distributed.tensor import Replicate, Shard
 
-    line, grid = (init_device_mesh(here.device.type, sizes) for sizes in ((2,), (2, 1)))
+    line, grid = here.mesh(), here.mesh(2, 1)
     kinds = [
         (torch.float32, line, [Shard(0)]),
         (torch.float32, grid, [Shard(1), Replicate()]),
@@ -349,10 +384,10 @@ def weights_of_all_kinds_are_stepped_together(here):
         (torch.float32, line, [Shard(1)]),
     ]
 
-    def like(tensor, kind):
+    def of_kind(tensor, kind):
         dtype, mesh, placements = kind
         tensor = tensor.to(here.device, dtype, copy=True)
-        return tensor if mesh is None else distribute_tensor(tensor, mesh, placements)
+        return tensor if mesh is None else shards_of(tensor, mesh, placements)
 
     for build, options in (
         (optim.AdamW, {"max_norm": 0.5}),
@@ -366,42 +401,40 @@ def weights_of_all_kinds_are_stepped_together(here):
             torch.nn.Parameter(w.to(here.device, k[0])) for w, k in zip(weights, kinds, strict=True)
         ]
         spread = [
-            torch.nn.Parameter(like(w.detach(), k)) for w, k in zip(wholes, kinds, strict=True)
+            torch.nn.Parameter(of_kind(w.detach(), k)) for w, k in zip(wholes, kinds, strict=True)
         ]
         ours, theirs = build(wholes, lr=0.01), build(spread, lr=0.01)
         for step in range(3):
             grads = make_gradients(((40, 50),) * len(kinds), torch.float32, step)
             for whole, shard, grad, kind in zip(wholes, spread, grads, kinds, strict=True):
                 whole.grad = grad.to(here.device, kind[0])
-                shard.grad = like(grad, kind)
+                shard.grad = of_kind(grad, kind)
             expected, norm = ours.step(**options), theirs.step(**options)
             if options:
                 torch.testing.assert_close(norm.cpu(), expected.cpu(), rtol=1e-6, atol=0)
-        for whole, shard, (dtype, mesh, _) in zip(wholes, spread, kinds, strict=True):
-            found = shard.detach() if mesh is None else shard.detach().full_tensor()
+        for whole, shard, (dtype, *_) in zip(wholes, spread, kinds, strict=True):
+            found, expected = local(shard).detach(), part_of(whole, shard)
             bound = 1e-5 if dtype is torch.float32 else 1e-2
-            torch.testing.assert_close(found, whole.detach(), rtol=bound, atol=bound)
+            torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
 
 
 def steps_with_norms_are_those_of_the_whole(here):
     """LAMB and Adafactor, over several meshes."""
     from torch.distributed.tensor import DeviceMesh, Replicate, Shard, distribute_tensor
 
-    kinds = [
-        (ranks, placements) for ranks in ([0, 1], [1, 0]) for placements in ([Shard(0)], [Shard(1)])
+    # Who has which part of a mesh of [1, 0] is torch's affair: it spreads and gathers them itself.
+    meshes = here.mesh(), DeviceMesh(here.device.type, [1, 0])
+    kinds = [(mesh, placements) for mesh in meshes for placements in ([Shard(0)], [Shard(1)])]
+    kinds += [
+        (here.mesh(1, 2), [Replicate(), Shard(0)]),
+        (here.mesh(2, 1), [Shard(1), Replicate()]),
     ]
-    kinds += [([[0, 1]], [Replicate(), Shard(0)]), ([[0], [1]], [Shard(1), Replicate()])]
     builds = [functools.partial(optim.Lamb, variant=variant) for variant in lamb.VARIANTS]
     for build in (*builds, optim.Adafactor):
         (weight,) = make_weights([(40, 50)], torch.float32)
         whole = torch.nn.Parameter(weight.to(here.device))
         shards = [
-            torch.nn.Parameter(
-                distribute_tensor(
-                    whole.detach().clone(), DeviceMesh(here.device.type, ranks), placements
-                )
-            )
-            for ranks, placements in kinds
+            torch.nn.Parameter(distribute_tensor(whole.detach().clone(), *kind)) for kind in kinds
         ]
         optimizers = [build([each], lr=0.01, weight_decay=0.1) for each in (whole, *shards)]
         for step in range(3):
@@ -421,9 +454,9 @@ def steps_with_norms_are_those_of_the_whole(here):
 
 def steps_with_norms_do_not_depend_on_who_has_which_part(here):
     """A mesh of [1, 0] would not show that: torch gives parts to ranks in rising order."""
-    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
 
-    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    mesh = here.mesh()
     weights = make_weights([(40, 50)], torch.float32)
     builds = [functools.partial(optim.Lamb, variant=variant) for variant in lamb.VARIANTS]
     clips = optim.Adafactor, {"max_norm": 0.5}
@@ -455,8 +488,8 @@ def an_optimizers_own_max_norm_is_that_of_all_shards(here):
         optim.Lamb(params, fused=False, variant="nvlamb", max_grad_norm=0.5).step()
         optim.Lamb(spread, variant="nvlamb", max_grad_norm=0.5).step()
         for param, shards in zip(params, spread, strict=True):
-            whole = shards.detach().full_tensor()
-            torch.testing.assert_close(whole, param.detach(), rtol=1e-5, atol=1e-6)
+            found, expected = local(shards).detach(), part_of(param, shards)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def what_cannot_be_right_is_refused_by_name(here):
@@ -504,10 +537,9 @@ def gradients_in_the_buckets_of_ddp(here):
 
 def offloaded_shards_are_stepped_where_they_are(here):
     """With FSDP2's offloading the mesh is one of GPUs, and weights and gradients are on the CPU."""
-    from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-    mesh = init_device_mesh(here.device.type, (PROCESSES,))
+    mesh = here.mesh()
     policy = CPUOffloadPolicy(pin_memory=here.device.type == "cuda")
     for case in KINDS:
         torch.manual_seed(0)
@@ -531,15 +563,8 @@ def offloaded_shards_are_stepped_where_they_are(here):
                 assert state.to_local().is_cpu
                 assert state.placements == weight.placements
                 assert state.shape == weight.shape
-            whole = weight.detach().to_local().to(here.device)
-            whole = (
-                type(weight)
-                .from_local(
-                    whole, mesh, weight.placements, shape=weight.shape, stride=weight.stride()
-                )
-                .full_tensor()
-            )
-            torch.testing.assert_close(whole.cpu(), other.detach(), rtol=1e-4, atol=1e-5)
+            found, expected = local(weight).detach(), part_of(other, weight)
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def a_state_is_the_memory_of_its_shard(here):
@@ -607,9 +632,15 @@ WORKS = (
 
 
 def _process(
-    rank: int, backend: str, folder: str, works: list[Work], prepare: Callable[[], None]
+    rank: int,
+    backend: str,
+    folder: str,
+    works: list[Work],
+    prepare: Callable[[], None],
+    environment: dict[str, str],
 ) -> None:
     """Does one work after another, together with the other process."""
+    os.environ.update(environment)  # which that of the server may not be
     prepare()
     torch.set_num_threads(1)
     device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
@@ -637,6 +668,16 @@ def _process(
     os._exit(0)
 
 
+def server_of_processes() -> multiprocessing.context.BaseContext:
+    """Forks processes that have imported torch: it takes seconds, once for all of a test process.
+
+    They have the environment of the first of them.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    return context
+
+
 def nothing() -> None:
     """Needs no preparation."""
 
@@ -646,15 +687,17 @@ def failures_by_name(
 ) -> dict[str, str]:
     """Runs the works one after another in two processes. Returns the failures, by the work's name.
 
-    Processes take seconds to start. After a failure there are new ones for what is left. Each
-    begins with ``prepare()``.
+    After a failure there are new processes for what is left. Each begins with ``prepare()``.
     """
+    # A process cannot use CUDA if it has been forked from one that has asked for devices.
+    method = "spawn" if backend == "nccl" else server_of_processes().get_start_method()
     left, found = list(works), {}
     while left:
         with tempfile.TemporaryDirectory() as folder:  # a file to meet at: a free port may be taken
             died = ""
             try:
-                mp.spawn(_process, (backend, folder, left, prepare), nprocs=PROCESSES)
+                args = backend, folder, left, prepare, dict(os.environ)
+                mp.start_processes(_process, args, PROCESSES, start_method=method)
             except mp.ProcessExitedException as error:
                 died = str(error)
             left = [work for work in left if not Path(folder, f"{work.__name__}.done").exists()]
