@@ -1,5 +1,6 @@
 """torch's FSDP2 and distributed checkpoints (DCP): two processes, and one beside them."""
 
+import functools
 import itertools
 
 import pytest
@@ -126,12 +127,23 @@ def weights_are_offloaded(here):
         assert_same_losses(training.train(DATA), Training(here, reference(case), False).train(DATA))
 
 
+@functools.lru_cache(maxsize=8)  # of a row: ways to save and load begin alike
+def trained(here, cls, options, sharded, dtype, steps):
+    """A training after some steps, and its losses. Nobody takes it further."""
+    training = Training(here, (cls, dict(options)), sharded, dtype)
+    return training, tuple(training.train(DATA[:steps]))
+
+
 def continues_as_from_the_start(here, first, second, way, dtype):
     """Two steps by the first kind of optimizer, a checkpoint, and two by the second."""
     saves_sharded, loads_sharded, flat = way
     options = {"flatten_optimizer_state_dict": flat}
-    begun = Training(here, first, saves_sharded, dtype)
-    losses = begun.train(DATA[:2])
+
+    def trained_by(kind, steps):
+        cls, its_options = kind
+        return trained(here, cls, tuple(its_options.items()), saves_sharded, dtype, steps)
+
+    begun, losses = trained_by(first, 2)
     resumed = Training(here, second, loads_sharded, dtype)
     with folder_of_both() as path:
         if saves_sharded or here.rank == 0:
@@ -139,8 +151,8 @@ def continues_as_from_the_start(here, first, second, way, dtype):
         dist.barrier()
         resumed.load(path, **options)
     torch.testing.assert_close(states(resumed), states(begun), rtol=0, atol=0)
-    losses += resumed.train(DATA[2:])
-    straight = Training(here, second, saves_sharded, dtype).train(DATA)
+    losses = [*losses, *resumed.train(DATA[2:])]
+    _, straight = trained_by(second, len(DATA))
     assert_same_losses(losses, straight, 1e-5 if dtype is torch.float32 else 2e-2)
     return resumed.optimizer
 
