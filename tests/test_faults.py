@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import recipes
 from stepping import assert_same_bits
-from two_processes import server_of_processes
+from two_processes import mesh_of, server_of_processes
 
 OPTIONS = ("--steps", "4", "--every", "1", "--batch", "2")
 
@@ -56,7 +56,7 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
     import recipe
     import resume
 
-    model = fully_shard(recipe.LanguageModel())
+    model = fully_shard(recipe.LanguageModel(), mesh=mesh_of("cpu"))
     optimizer = optim.Lamb(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(recipe.batches(2, 2, "cpu"), 1):
         if step == 2 and rank == 1:
