@@ -1,10 +1,12 @@
 """The recipes run and train; tests/frameworks has those inside of a framework."""
 
+import gc
 import io
 import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -195,6 +197,23 @@ def test_ladder(capsys, tmp_path):
     assert losses["accumulation"] == pytest.approx(losses["baseline"], rel=1e-5)
     assert losses["checkpointing"] == losses["baseline"]
     assert losses["all, int8"] == pytest.approx(losses["baseline"], rel=2e-2)
+
+
+def test_a_peak_of_the_ladder_is_that_of_its_call(monkeypatch):
+    """Not less what another call has left, which Python gives back at any time."""
+    monkeypatch.syspath_prepend(str(recipes.FOLDER))
+    peak = runpy.run_path(str(recipes.FOLDER / "ladder.py"))["peak"]
+
+    def leaves_a_cycle():
+        cycle = [torch.ones(1 << 20)]
+        cycle.append(cycle)
+
+    def collects():
+        gc.collect()
+        torch.ones(1 << 18)
+
+    assert peak(leaves_a_cycle, "cpu") >= 4 << 20
+    assert peak(collects, "cpu") >= 4 << 18
 
 
 def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):

@@ -110,6 +110,7 @@ def steps(case: Case, factory: str, length: int, device: str) -> tuple[list[Any]
 
 def peak_of(function: Callable[[], object]) -> int:
     """The most bytes that torch's allocator on the CPU has handed out at a time in a call."""
+    gc.collect()  # what another call has left would be given back in this one, and taken off
     # Not torch.profiler's, which makes objects of all events: seconds, for the trace has them.
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         function()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import gc
 import json
 import tempfile
 from collections.abc import Callable
@@ -63,6 +64,7 @@ def peak(function: Callable[[], object], device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
         function()
         return torch.cuda.max_memory_allocated()
+    gc.collect()  # what another call has left would be given back in this one, and taken off
     # Not torch.profiler's, which makes objects of all events: seconds, for the trace has them.
     with torch.autograd.profiler.profile(profile_memory=True) as profile:
         function()
