@@ -24,7 +24,7 @@ from tables import rounded, write_table
 
 
 def run_here(*arguments):
-    """What the benchmark prints, run in this process, which it pins."""
+    """Runs the benchmark in this process, which it pins, and returns what it prints."""
     affinity = os.sched_getaffinity(0)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
         patch.setattr(sys, "argv", ["run.py", *map(str, arguments)])
@@ -37,7 +37,7 @@ def run_here(*arguments):
 
 @pytest.fixture(scope="module")
 def output(tmp_path_factory, subprocess_environment):
-    """Of a run as it is typed, in a process of its own."""
+    """A run as it is typed, in a process of its own."""
     folder = tmp_path_factory.mktemp("bench")
     words = ["--quick", "--budget", "1", "--output", folder, "^(adam/1K|lamb/(1K|4K))$"]
     done = subprocess.run(

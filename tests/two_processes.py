@@ -66,7 +66,10 @@ def like(whole, other):
 
 
 def part_of(whole, shards):
-    """What this process has of a tensor that is spread as the shards are. They have its shape."""
+    """Returns what this process has of a tensor that is spread as the shards are.
+
+    They have its shape.
+    """
     assert shards.shape == whole.shape
     return local(like(whole.detach(), shards)).to(local(shards).device)  # offloaded from the mesh
 

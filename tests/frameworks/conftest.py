@@ -12,7 +12,7 @@ os.environ.setdefault("DO_NOT_TRACK", "1")
 
 @pytest.fixture(scope="module")
 def imported() -> list[bool]:
-    """Whether a test of the file has run: with it the framework is there."""
+    """A list that the first test of a file fills: from then on the framework is there."""
     return []
 
 
