@@ -31,8 +31,8 @@ ROWS = {
     "copies": ([(24, 8), (8, 24)], Replicate()),
 }
 
-#: Steps with two refreshes or more of each weight, also where they take turns.
-STEPS, GAP = range(4), 2
+#: Steps with refreshes at the first, the third and the fifth.
+STEPS, GAP = range(5), 2
 
 PROJECTIONS = [
     (optim.GaLoreAdamW, {"proj_type": each}) for each in ("std", "reverse_std", "left", "full")
@@ -111,10 +111,10 @@ def each_kind_of_projected_cut_is_stepped_alone(here):
 def options_of_a_projected_step_are_those_of_the_whole(here):
     for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
         for options in ({"maximize": True}, {"correct_bias": False}, {"max_grad_norm": 0.3}):
-            found = Projected(here, ROWS.values(), cls, **options).step(range(3))
+            found = Projected(here, ROWS.values(), cls, **options).step(STEPS)
             found.assert_alike(f"{cls.__name__}, {options}")
         for options in ({"max_norm": 0.3}, {"zero_grad": True}):
-            found = Projected(here, ROWS.values(), cls).step(range(3), **options)
+            found = Projected(here, ROWS.values(), cls).step(STEPS, **options)
             found.assert_alike(f"{cls.__name__}, {options}")
 
 

@@ -20,12 +20,14 @@ def run(*command: object) -> None:
 
 def samples():
     """A step in numbers that can be worked out by hand, then the examples of pages and headers."""
-    pages = sorted([ROOT / "README.md", *ROOT.glob("docs/**/*.md")])
+    (readme,) = blocks(ROOT / "README.md", "cpp")
+    pages = sorted(ROOT.glob("docs/**/*.md"))
     header = (ROOT / "include/fusedstep/optim/fused.h").read_text()
     lines = header.split("#pragma once")[0].splitlines()
     in_header = [line.removeprefix("//   ") for line in lines if line.startswith("//   ")]
     return [
         (HERE / "consumer" / "main.cpp").read_text(),
+        readme,
         *(sample for page in pages for sample in blocks(page, "cpp")),
         "\n".join(in_header) + "\n",
     ]
