@@ -12,6 +12,7 @@ import two_processes
 
 WORKS = (
     *two_processes.WORKS,
+    *two_processes.ON_THE_CPU,
     *codes_of_shards.WORKS,
     *factors_of_shards.WORKS,
     *gradients_of_shards.WORKS,

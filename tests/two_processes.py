@@ -344,6 +344,35 @@ def unfused_steps_take_shards(here):
                 torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def shards_whose_step_finds_no_memory_are_as_before(here):
+    """What the step has written of them by then is written back."""
+    from torch.distributed.tensor import Shard
+
+    _, spread = here.subjects(Shard(0))
+    params = [torch.nn.Parameter(shards.detach().bfloat16()) for shards in spread]
+    for param, shards in zip(params, spread, strict=True):
+        param.grad = shards.grad.bfloat16()
+    optimizer = ELEMENTWISE.build(params[:1], fused=False, master_weights=True)
+    optimizer.step()
+
+    def values():
+        (state,) = optimizer.state.values()
+        return [local(value).detach().clone() for value in (params[0], *state.values())]
+
+    before, seen = values(), []
+
+    def finds_no_memory(*_):
+        seen.append(values())
+        raise MemoryError
+
+    fails = mock.patch.object(optimizer._store, "encode", finds_no_memory)
+    with fails, pytest.raises(MemoryError):
+        optimizer.step()
+    assert not torch.equal(seen[0][0], before[0])
+    for found, expected in zip(values(), before, strict=True):
+        assert_same_bits(found, expected, "shard")
+
+
 def norms_of_a_step_take_one_collective(here):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
@@ -632,6 +661,9 @@ WORKS = (
     a_state_is_the_memory_of_its_shard,
     flat_parameters_are_warned_of,
 )
+
+#: On devices nothing is kept to be written back.
+ON_THE_CPU = (shards_whose_step_finds_no_memory_are_as_before,)
 
 
 def _process(

@@ -6,7 +6,7 @@ import argparse
 import functools
 import os
 import random
-import resource
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -165,5 +165,9 @@ class Run:
 
 
 def resident() -> int:
-    """Returns the most memory, in bytes, that the process has had."""
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    """Returns the most memory, in bytes, that the process has had.
+
+    Not by ``getrusage``, whose peak is at first that of the process which started this one.
+    """
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE)[1])

@@ -266,9 +266,12 @@ void Operand::fill(uint64_t seed) {
 
 int64_t Operand::first_difference(const Operand& other) const {
   if (places_ == other.places_ && bytes_ == other.bytes_) return -1;
-  return with_word(dtype_, [&]<class Word>(Word) -> int64_t {
-    for (int64_t i = 0; i < elements(); ++i) {
-      const bool same = read<Word>(at(i)) == read<Word>(other.at(i));
+  const unsigned char *bytes = bytes_.data(), *others = other.bytes_.data();
+  const int64_t *offsets = places_->offsets.data(), *others_offsets = other.places_->offsets.data();
+  return with_word(dtype_, [=, this, &other]<class Word>(Word) -> int64_t {
+    for (int64_t i = 0, count = elements(); i < count; ++i) {
+      const bool same = read<Word>(bytes + offsets[i] * sizeof(Word)) ==
+                        read<Word>(others + others_offsets[i] * sizeof(Word));
       if (!same && !(std::isnan(get(i)) && std::isnan(other.get(i)))) return i;
     }
     return -1;

@@ -286,7 +286,7 @@ class LowRankSteps(LowRankGroups):
         first = [pair for pair in projected if not self._moves_late(pair[0])]
         last = [pair for pair in projected if self._moves_late(pair[0])]
         saved = {
-            weight: Saved(map(local, self._low_rank_states(item.group, weight)))
+            weight: Saved(self._low_rank_states(item.group, weight))
             for item, _ in last
             for weight in item.weights
             if weight.is_cpu
@@ -331,7 +331,7 @@ class LowRankSteps(LowRankGroups):
     ) -> None:
         """Moves a weight, or changes nothing of what may be written if memory runs out."""
         weight = item.weights[index]
-        with undone_on_error(map(local, written)):
+        with undone_on_error(written):
             if weight in self._fresh:
                 self._commit(weight)
             self._move_weight(item, scratch, index, state)

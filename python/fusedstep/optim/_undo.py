@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._checks import name_of
+from fusedstep.optim._dtensor import local
 from fusedstep.optim._plan import Work
 
 #: Names that an error lists; it counts the others.
@@ -21,11 +22,14 @@ _MOST_NAMES = 20
 
 
 class Saved:
-    """The values that tensors have now; with ``rows`` those at these indices of dimension 0."""
+    """The values that tensors have now; with ``rows`` those at these indices of dimension 0.
+
+    Of a DTensor they are those of this process's part.
+    """
 
     def __init__(self, tensors: Iterable[Tensor], rows: Tensor | None = None) -> None:
         self._values = []
-        for tensor in tensors:
+        for tensor in map(local, tensors):
             of = rows if tensor.dim() > 0 else None
             values = tensor.detach().clone() if of is None else tensor.detach()[of]
             self._values.append((tensor, of, values))
