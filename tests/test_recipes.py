@@ -212,8 +212,14 @@ def test_a_peak_of_the_ladder_is_that_of_its_call(monkeypatch):
         gc.collect()
         torch.ones(1 << 18)
 
+    def gives_back():
+        torch.ones(1 << 20)
+        torch.ones(1 << 18)
+
     assert peak(leaves_a_cycle, "cpu") >= 4 << 20
     assert peak(collects, "cpu") >= 4 << 18
+    # Neither the sum nor what was there at last.
+    assert 4 << 20 <= peak(gives_back, "cpu") < 5 << 20
 
 
 def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):
