@@ -399,9 +399,9 @@ def test_ratios_of_offload_are_those_measured():
 
 
 def of_the_tests(found):
-    """What each part was waited for, the CPU's ms that a Python law takes, and may take.
+    """Returns what each part was waited for, and what a Python law takes and may take of a core.
 
-    The last one is where all take 15 minutes on two cores, with the other parts as they are.
+    It may take that where all take 15 minutes on two cores, with the other parts as they are.
     """
     waited = {part["part"]: part["seconds"] for part in found["parts"]}
     laws = next(part["tests"] for part in found["parts"] if part["part"] == "Python")

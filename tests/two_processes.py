@@ -345,7 +345,7 @@ def unfused_steps_take_shards(here):
 
 
 def shards_whose_step_finds_no_memory_are_as_before(here):
-    """What the step has written of them by then is written back."""
+    """The old values are written back over those that the step has written by then."""
     from torch.distributed.tensor import Shard
 
     _, spread = here.subjects(Shard(0))
