@@ -51,7 +51,7 @@ newest_torch_tests() {
   local compiled="in_one_graph or operators_are_as_declared or copies_no_weight or a_scheduler"
   newest_torch_version >/dev/null || { say "skipped: no newer torch is here, and pip brings none" && return; }
   (cd "$root" && "$newest/bin/python" -m pytest --plain "${short_tests[@]}" -k "not test_compile or $compiled" \
-    tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,compile}.py)
+    tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile}.py)
 }
 
 # Targets without LibTorch, which is not built for sanitizers.

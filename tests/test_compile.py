@@ -513,7 +513,7 @@ def kept_arguments(case):
     return list_arguments(case)
 
 
-@pytest.mark.parametrize("case", GRAPHS, ids=str)
+@pytest.mark.parametrize("case", OPERATORS, ids=str)
 def test_operators_are_as_declared(case):
     """torch's own checks: schemas, shapes without memory, autograd, tracing."""
     optimizer, arguments = list_arguments(case)

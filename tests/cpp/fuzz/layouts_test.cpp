@@ -11,7 +11,7 @@ namespace {
 
 TEST(LayoutFuzzTest, PseudoRandomInputs) {
   std::mt19937 random(1);
-  for (int input = 0; input < 2000; ++input) {
+  for (int input = 0; input < 5000; ++input) {
     std::vector<uint8_t> bytes(random() % 400);
     for (uint8_t& byte : bytes) byte = static_cast<uint8_t>(random());
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
