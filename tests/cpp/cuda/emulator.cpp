@@ -5,7 +5,6 @@
 #include <ucontext.h>
 
 #include <algorithm>
-#include <csetjmp>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -21,18 +20,24 @@ namespace {
 constexpr size_t kStackBytes = 64 << 10;
 constexpr int kWarp = 32;
 
+// Where to go on. The compiler's own setjmp and longjmp keep no more than that, and do not ask whether a
+// jump leads to another stack.
+using Place = void* [5];
+
+[[noreturn, gnu::noipa]] void go_on_at(Place& place) { __builtin_longjmp(place, 1); }
+
 // A thread of the block. It lives on from block to block: what makes a context is slow, what jumps between
 // stacks is not.
 struct Fiber {
   ucontext_t first{};
-  jmp_buf place;
+  Place place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool started = false, ended = true;
-  double shown = 0;  // to the other threads of its warp
+  double shown[2] = {};  // to the other threads of its warp, in turns: who goes on writes where nobody still reads
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
-jmp_buf scheduler;
+Place scheduler;
 const std::function<void()>* body_to_run = nullptr;
 bool in_fiber = false;
 
@@ -57,9 +62,10 @@ Barrier of_block;
 std::vector<Barrier> of_warps;
 
 Fiber& self() { return *fibers[thread_index.x]; }
+Barrier& warp() { return of_warps[thread_index.x / kWarp]; }
 
-void leave() {
-  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
+[[gnu::noipa]] void leave() {
+  if (__builtin_setjmp(self().place) == 0) go_on_at(scheduler);
 }
 
 void enter() {
@@ -67,16 +73,16 @@ void enter() {
     (*body_to_run)();
     self().ended = true;
     of_block.leave_out_one();
-    of_warps[thread_index.x / kWarp].leave_out_one();
+    warp().leave_out_one();
     leave();
   }
 }
 
-void resume(int thread) {
+[[gnu::noipa]] void resume(int thread) {
   thread_index.x = static_cast<unsigned>(thread);
   in_fiber = true;
-  if (_setjmp(scheduler) == 0) {
-    if (self().started) _longjmp(self().place, 1);
+  if (__builtin_setjmp(scheduler) == 0) {
+    if (self().started) go_on_at(self().place);
     self().started = true;
     setcontext(&self().first);
   }
@@ -89,6 +95,14 @@ void Barrier::wait() {
   ++arrived;
   open_for_all();
   while (passed == before) leave();
+}
+
+// Waits for what the others show. Returns the turn.
+int show(double value) {
+  const auto turn = static_cast<int>(warp().passed % 2);
+  self().shown[turn] = value;
+  warp().wait();
+  return turn;
 }
 
 void run_block(int threads) {
@@ -124,24 +138,19 @@ void run_block(int threads) {
 
 void wait_for_block() { of_block.wait(); }
 
-void wait_for_warp() { of_warps[thread_index.x / kWarp].wait(); }
+void wait_for_warp() { warp().wait(); }
 
 double value_of_neighbour(double value, int distance, int width) {
   const auto thread = static_cast<int>(thread_index.x);
-  self().shown = value;
-  wait_for_warp();
-  const double shown = thread % width + distance < width ? fibers[thread + distance]->shown : value;
-  wait_for_warp();
-  return shown;
+  const int turn = show(value);
+  return thread % width + distance < width ? fibers[thread + distance]->shown[turn] : value;
 }
 
 unsigned largest_of_warp(unsigned value) {
   const auto first = static_cast<int>(thread_index.x) / kWarp * kWarp;
-  self().shown = value;
-  wait_for_warp();
+  const int turn = show(value);
   for (int t = first; t < first + kWarp; ++t)
-    value = std::max(value, static_cast<unsigned>(fibers[t]->shown));
-  wait_for_warp();
+    value = std::max(value, static_cast<unsigned>(fibers[t]->shown[turn]));
   return value;
 }
 
