@@ -22,7 +22,9 @@ Usage:
   ./run.sh [--full]              build, time three optimizers against the alternatives, train a network on MNIST:
                                  minutes after the build (--full: all optimizers and sizes, 14 epochs)
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
-  ./run.sh test                  everything that CI runs
+  ./run.sh test                  every test, once
+  ./run.sh test newest-torch     tests of what depends on torch most, again on its newest release
+  ./run.sh test sanitize         the engine's C++ tests again, under AddressSanitizer and UndefinedBehaviorSanitizer
   ./run.sh test sanitize-cuda    the CUDA kernels under compute-sanitizer, where there is a GPU
   ./run.sh fuzz [--minutes N] [--seed S]
                                  random optimizers over random memory against float64; prints what fails, made small
@@ -135,12 +137,22 @@ run_script() {
   launch "$@"
 }
 
+run_tests() {
+  case ${1:-} in
+    '') test_everything ;;
+    newest-torch) test_on_newest_torch ;;
+    sanitize) test_under_sanitizers ;;
+    sanitize-cuda) test_under_compute_sanitizer ;;
+  esac
+}
+
 main() {
   local command=${1:-}
   (($# == 0)) || shift
   case "$command" in
     --full | build | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
-    test) [[ $* == @(|sanitize-cuda) ]] || die "test takes no argument but sanitize-cuda: $*" ;;
+    test) [[ $* == @(|newest-torch|sanitize|sanitize-cuda) ]] ||
+      die "test takes no argument but newest-torch, sanitize or sanitize-cuda: $*" ;;
   esac
   case "$command" in
     help | -h | --help) usage && return ;;
@@ -150,7 +162,7 @@ main() {
   case "$command" in
     '' | --full) everything "$command" ;;
     build) build release ;;
-    test) if (($#)); then test_under_compute_sanitizer; else test_everything; fi ;;
+    test) run_tests "$@" ;;
     *.py) run_script "$command" "$@" ;;
     *) "$command" "$@" ;;
   esac

@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Sourced by run.sh: everything that CI runs, the summaries last.
+# Sourced by run.sh: every test once, the summaries last, and what CI runs again with other tools.
 
 summary=()
 failures=0
@@ -47,15 +47,20 @@ short_tests=(-p no:logging)
 
 # The laws that depend on torch most, with the library that was built on an older one. Of compiled steps a few, and none
 # whose memory runs out: they take longer than all others.
-newest_torch_tests() {
+test_on_newest_torch() {
   local compiled="in_one_graph or operators_are_as_declared or copies_no_weight or a_scheduler"
+  need_python_packages test
+  prepare_newest_torch || true
   newest_torch_version >/dev/null || { say "skipped: no newer torch is here, and pip brings none" && return; }
-  (cd "$root" && "$newest/bin/python" -m pytest --plain "${short_tests[@]}" -k "not test_compile or $compiled" \
+  build release || return
+  say "some laws on torch $(newest_torch_version)"
+  (cd "$root" && "$newest/bin/python" -m pytest -n "$(parallelism)" --dist worksteal --plain "${short_tests[@]}" \
+    -k "not test_compile or $compiled" \
     tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile}.py)
 }
 
 # Targets without LibTorch, which is not built for sanitizers.
-sanitized=(sanitize --target fusedstep_core_tests mnist_test)
+test_under_sanitizers() { cpp_tests sanitize --target fusedstep_core_tests mnist_test; }
 
 # Tests of one small kernel of every kind: under these tools one takes a hundred times as long.
 kernels_once="another_dtype or clipping_scaling or a_scalers_step or is_replayed"
@@ -86,46 +91,33 @@ test_under_compute_sanitizer() {
   return "$status"
 }
 
-# after PROCESS COMMAND...: the command, once a process in the background has ended.
-after() {
-  while kill -0 "$1" 2>/dev/null; do sleep 1; done
-  "${@:2}"
-}
-
 # await PROCESS LOG: the output of `... &>LOG && echo passed >>LOG` in the background, and whether it did.
 await() {
-  after "$1" cat "$2"
+  while kill -0 "$1" 2>/dev/null; do sleep 1; done
+  cat "$2"
   [[ $(tail -n 1 "$2") == passed ]]
 }
 
 test_everything() {
-  local bringing sanitizing packaging newer fuzzing
-  local packaging_log=$logs/packaging.log newer_log=$logs/on-newest-torch.log fuzz_log=$logs/fuzz.log
-  need_python_packages test wheel
+  local bringing packaging fuzzing packaging_log=$logs/packaging.log fuzz_log=$logs/fuzz.log
+  need_python_packages test wheel docs
   install_frameworks
-  # Gigabytes to load down and unpack, as the compilers run.
+  # For the tests of packages. Gigabytes to load down and unpack, as the compilers run.
   (renice -n 10 "$BASHPID" && prepare_newest_torch) &>/dev/null &
   bringing=$!
   part "C++" cpp_tests release
   part "site" test_site
-  # In what the Python tests leave idle. What goes wrong is seen when its turn comes.
-  (renice -n 10 "$BASHPID" && build "${sanitized[@]}") &>/dev/null &
-  sanitizing=$!
   part "Python" python_tests --dist worksteal "${short_tests[@]}" --ignore=tests/packaging --ignore=tests/frameworks
   # A file is about one framework, which takes seconds to import.
   part "frameworks" python_tests --dist loadfile tests/frameworks
   wait "$bringing" || true
-  # Beside what is left of the sanitized build, and its tests: each leaves a CPU idle at times.
+  # Beside one another: the first leaves a CPU idle at times. What goes wrong is seen when its turn comes.
   { python_tests --dist loadfile tests/packaging && echo passed; } </dev/null &>"$packaging_log" &
   packaging=$!
-  { newest_torch_tests && echo passed; } </dev/null &>"$newer_log" &
-  newer=$!
   # A minute of a core, and the same cases each time: `./run.sh fuzz` has others.
   { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &
   fuzzing=$!
-  part "C++ sanitized" after "$sanitizing" cpp_tests "${sanitized[@]}"
   part "packaging" await "$packaging" "$packaging_log"
-  part "torch $(newest_torch_version || echo newest)" await "$newer" "$newer_log"
   part "fuzz" await "$fuzzing" "$fuzz_log"
   printf '\n'
   printf '%s\n' "${summary[@]}"
