@@ -99,7 +99,7 @@ await() {
 }
 
 test_everything() {
-  local bringing packaging fuzzing packaging_log=$logs/packaging.log fuzz_log=$logs/fuzz.log
+  local bringing fuzzing fuzz_log=$logs/fuzz.log
   need_python_packages test wheel docs
   install_frameworks
   # For the tests of packages. Gigabytes to load down and unpack, as the compilers run.
@@ -108,16 +108,14 @@ test_everything() {
   part "C++" cpp_tests release
   part "site" test_site
   part "Python" python_tests --dist worksteal "${short_tests[@]}" --ignore=tests/packaging --ignore=tests/frameworks
+  # In what the other parts leave idle: a minute of a core, and the same cases each time. `./run.sh fuzz` has others.
+  # What goes wrong is seen when its turn comes.
+  { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &
+  fuzzing=$!
   # A file is about one framework, which takes seconds to import.
   part "frameworks" python_tests --dist loadfile tests/frameworks
   wait "$bringing" || true
-  # Beside one another: the first leaves a CPU idle at times. What goes wrong is seen when its turn comes.
-  { python_tests --dist loadfile tests/packaging && echo passed; } </dev/null &>"$packaging_log" &
-  packaging=$!
-  # A minute of a core, and the same cases each time: `./run.sh fuzz` has others.
-  { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &
-  fuzzing=$!
-  part "packaging" await "$packaging" "$packaging_log"
+  part "packaging" python_tests --dist loadfile tests/packaging
   part "fuzz" await "$fuzzing" "$fuzz_log"
   printf '\n'
   printf '%s\n' "${summary[@]}"
