@@ -3,7 +3,8 @@
     missing_packages.py [EXTRA ...]
 
 Looks at the project's dependencies and at those of the named extras. Reads package metadata only,
-which costs milliseconds, and understands what pyproject.toml uses: `name` and `name>=1.2`.
+which costs milliseconds, and understands what pyproject.toml uses: `name`, `name[extra]>=1.2` and
+`name>=1.2,<1.3`. What a package's own extra needs is not looked for.
 """
 
 from __future__ import annotations
@@ -25,12 +26,15 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def is_met(requirement: str) -> bool:
-    name, _, minimum = requirement.partition(">=")
+    name = re.split(r"[\[<>]", requirement)[0].strip()
     try:
-        installed = importlib.metadata.version(name.strip())
+        installed = release(importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return release(installed) >= release(minimum)
+    return all(
+        installed >= release(version) if sign == ">=" else installed < release(version)
+        for sign, version in re.findall(r"(>=|<)([^,]+)", requirement)
+    )
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 import ast
 import importlib.metadata
 import re
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -41,3 +43,19 @@ def test_extras_list_what_is_imported(extras, folders, repository):
         for module in set(modules(repository / folder)) - ours - aside - sys.stdlib_module_names:
             names = {name.replace("-", "_") for name in distributions.get(module, [module])}
             assert listed & names, f"{folder} imports {module}"
+
+
+def test_requirements_that_are_met_are_told_from_others(tmp_path, repository):
+    """With extras and bounds on both sides, as pyproject.toml has them."""
+    version = importlib.metadata.version("pytest")
+    met = ["pytest", "pytest>=8", "pytest[dev]>=8", f"pytest>={version},<999"]
+    unmet = ["pytest>=999", "pytest[dev]>=999", "pytest>=1,<2", "nobody-has-this>=1"]
+    (tmp_path / "scripts").mkdir()
+    script = shutil.copy(repository / "scripts" / "missing_packages.py", tmp_path / "scripts")
+    (tmp_path / "pyproject.toml").write_text(
+        f"[project]\ndependencies = []\noptional-dependencies.some = {met + unmet}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, script, "some"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == unmet
