@@ -106,7 +106,8 @@ def step_hooks_change_arguments(build):
 
 
 def a_subclass_of_the_users(build):
-    build(weights())  # calls hooks from then on: torch wraps the step of a class that is built first
+    # torch wraps a class's step when the class is first built: hooks are called by it from then on.
+    build(weights())
 
     class Mine(build.cls):
         calls = 0

@@ -33,7 +33,8 @@ struct Fiber {
   Place place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool started = false, ended = true;
-  double shown[2] = {};  // to the other threads of its warp, in turns: who goes on writes where nobody still reads
+  // To the other threads of its warp, in turns: who goes on writes where nobody still reads.
+  double shown[2] = {};
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
