@@ -194,7 +194,7 @@ def test_what_the_tests_take_is_read_from_their_summary(tmp_path):
         "passed   C++                159 s  10321 tests passed\n"
         "passed   Python             626 s  41100 passed, 170 warnings in 625.71s (0:10:25)\n"
         "FAILED   packaging            0 s  1 failed, 23 passed in 95.40s (0:01:35)\n"
-        "skipped  torch 2.15.0         0 s  run.sh: skipped: no newer torch is here\n"
+        "skipped  site                 0 s  run.sh: skipped: the site is not built\n"
         "passed   fuzz                 2 s  fuzz: 400 cases, 1,927 steps, 266 s: 400 cases passed\n"
     )
     probe = REPOSITORY / "bench" / "probes" / "test_time.py"
