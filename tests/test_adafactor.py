@@ -164,6 +164,17 @@ def test_bfloat16_weights_can_take_small_steps(way, fused):
     assert torch.equal(stays, torch.ones_like(stays))
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_float32_value_moves_by_small_gradients_as_a_float32_weight(way, fused):
+    grad = torch.full((64, 64), 1e-5, dtype=torch.bfloat16)
+    wide, narrow = torch.ones(64, 64), torch.ones(64, 64, dtype=torch.bfloat16)
+    steps_of([wide], 50, {"lr": 1e-2, "fused": fused}, [grad.float()])
+    steps_of([narrow], 50, {"lr": 1e-2, "fused": fused}, [grad], **WAYS[way])
+    assert wide.max() < 0.9
+    assert abs((narrow.float() - wide).mean()) < 5e-3
+
+
 def test_one_weight_at_a_time_is_all_at_once():
     together, apart = (make_weights(SHAPES, torch.float32) for _ in range(2))
     steps_of(together, 3)

@@ -320,3 +320,51 @@ def test_a_dictionary_of_adamw_is_refused(row):
     with pytest.raises(ValueError, match=r"has (no )?\w+.*: it is not one of .*AdamW"):
         optimizer.load_state_dict(other.state_dict())
     assert_same_contents(contents(optimizer), before)
+
+
+#: Options of groups and of the constructor, for classes with moments of rows and columns.
+FACTORED = {
+    "Adafactor": (optim.Adafactor, {}, {}),
+    "Adafactor of transformers": (optim.Adafactor, {}, {"variant": "transformers"}),
+    "GaLoreAdafactor": (optim.GaLoreAdafactor, {"rank": 2}, {}),
+    "GaLoreAdafactor without a rank": (optim.GaLoreAdafactor, {}, {}),
+    "CAME": (optim.CAME, {}, {}),
+}
+
+
+@MODES
+@pytest.mark.parametrize("shape", [(0, 6), (8, 0), (3, 0, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", [name for name in FACTORED if name != "GaLoreAdafactor"])
+def test_states_of_a_weight_without_elements_are_numbers(name, shape, fused):
+    cls, of_group, options = FACTORED[name]
+    empty = torch.nn.Parameter(torch.empty(shape))
+    optimizer = cls([{"params": [empty]} | of_group], fused=fused, **options)
+    for _ in range(2):
+        empty.grad = torch.empty(shape)
+        optimizer.step()
+    assert optimizer.state[empty]["step"] == 2
+    assert all(state.isfinite().all() for state in optimizer.state[empty].values())
+
+
+@MODES
+@pytest.mark.parametrize("shape", [(6, 4), (4,)], ids=str)
+@pytest.mark.parametrize("keeps", [0.0, 1e-9, 1e-4])
+@pytest.mark.parametrize("name", FACTORED)
+def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, shape, fused):
+    cls, of_group, options = FACTORED[name]
+    if of_group and len(shape) < 2:
+        pytest.skip("vectors are not projected")
+    rate = {"betas": (0.9, keeps, keeps)} if cls is optim.CAME else {"decay_rate": -keeps}
+    moved = []
+    for dtype in (torch.float32, torch.float64):
+        weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        options_of = {"lr": 1e-2, **options, **rate, "fused": fused}
+        if name == "Adafactor":
+            options_of |= {"eps": (1e-30, 1e-3), "variant": "torch"}
+        optimizer = cls([{"params": [weight]} | of_group], **options_of)
+        for size in (1.0, 1e-5):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+            weight.grad = (size * values).to(dtype)
+            optimizer.step()
+        moved.append(weight.detach())
+    torch.testing.assert_close(moved[0].double(), moved[1], rtol=0, atol=2e-6)

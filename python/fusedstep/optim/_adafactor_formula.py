@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fusedstep.optim._adafactor_options import is_torchs, option_of
 from fusedstep.optim._moments import moved_factor, rms, sizes_of
+from fusedstep.optim._weights import has_master
 
 
 def numbers_of(group: dict[str, Any], weight: Tensor, state: dict[str, Tensor]) -> dict[str, Any]:
@@ -62,11 +63,13 @@ def _shapes_of(shape: torch.Size, is_torch: bool, has_beta1: bool) -> dict[str, 
 
 
 def first_eps(group: dict[str, Any], weight: Tensor) -> float:
-    """The first eps, which may follow from the dtype of the weight."""
+    """The first eps, which may follow from the dtype of the weight's value."""
     eps = group["eps"][0]
-    if eps is None:
-        return torch.finfo(weight.dtype).eps if is_torchs(group) else 1e-30
-    return float(eps)
+    if eps is not None:
+        return float(eps)
+    if not is_torchs(group):
+        return 1e-30
+    return torch.finfo(torch.float32 if has_master(group, weight) else weight.dtype).eps
 
 
 def numbers_at(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:

@@ -31,10 +31,12 @@ def moved_factor(
     two dimensions. ``least``: a lower bound of the mean of rows.
     """
     if squares.dim() < 2:
-        state[names[0]] = state[names[0]] + rate * (squares - state[names[0]])
+        state[names[0]] = _moved(state[names[0]], squares, rate)
         return state[names[0]].rsqrt()
+    if squares.numel() == 0:  # of which there are no means
+        return squares
     row, column = (
-        state[name] + rate * (squares.mean(dim, keepdim=keepdim) - state[name])
+        _moved(state[name], squares.mean(dim, keepdim=keepdim), rate)
         for name, dim in zip(names, (-1, -2), strict=False)
     )
     state[names[0]], state[names[1]] = row, column
@@ -42,6 +44,13 @@ def moved_factor(
         row, column = row.unsqueeze(-1), column.unsqueeze(-2)
     row = row / row.mean(-2, keepdim=True).clamp(min=least)
     return row.rsqrt() * column.rsqrt()
+
+
+def _moved(moment: Tensor, value: Tensor, rate: float) -> Tensor:
+    # A difference rounds by the larger number, which hides a small value that counts for most.
+    if rate > 0.5:
+        return (1 - rate) * moment + rate * value
+    return moment + rate * (value - moment)
 
 
 def rms(tensor: Tensor) -> Tensor:

@@ -94,8 +94,9 @@ class Adafactor(FusedOptimizer):
         beta2_decay (float, optional): exponent of the decay of the second moments, at most 0;
             transformers' ``decay_rate`` (default: -0.8)
         eps (tuple[float | None, float], optional): eps1, and the least value that counts as the
-            root mean square of a weight. None is the epsilon of the weight's dtype, and 1e-30
-            with transformers (default: (None, 1e-3))
+            root mean square of a weight. None is the epsilon of the weight's dtype, float32's
+            if the weight keeps a float32 value (``master_weights``, ``rounding``), and 1e-30 with
+            transformers (default: (None, 1e-3))
         d (float, optional): largest root mean square of an update; transformers'
             ``clip_threshold`` (default: 1.0)
         weight_decay (float, optional): decoupled weight decay (default: 0)
@@ -539,10 +540,8 @@ class Adafactor(FusedOptimizer):
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        eps = (
-            first_eps(group, weight),
-            group["eps"][1],
-        )  # of the weight's dtype, not that of the maths
+        # A plain 16-bit weight has the eps of its own dtype, not that of the maths.
+        eps = (first_eps(group, weight), group["eps"][1])
         super()._step_on_numbers(group | {"eps": eps}, weight, grad, state)
 
     def _formula(
