@@ -368,3 +368,22 @@ def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, s
             optimizer.step()
         moved.append(weight.detach())
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("svd", ["exact", "randomized", "power", "lazy"])
+@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.GaLoreAdafactor, optim.APOLLOAdamW])
+def test_no_step_follows_autocast(cls, svd, fused):
+    of_group = {"rank": 2, "update_proj_gap": 2}
+    if cls is not optim.APOLLOAdamW:
+        of_group["svd"] = svd
+    ends = []
+    for follows in (False, True):
+        weight = torch.nn.Parameter(torch.ones(8, 4))
+        optimizer = cls([{"params": [weight]} | of_group], lr=0.1, fused=fused)
+        for step in range(3):
+            weight.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16, enabled=follows):
+                optimizer.step()
+        ends.append(weight.detach())
+    assert_same_bits(*ends, "weight")

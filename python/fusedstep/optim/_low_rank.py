@@ -127,6 +127,12 @@ class LowRankSteps(LowRankGroups):
         bases = [basis_shapes(group["rank"], *each) for each in sides]
         return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
+    def _update_all(
+        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+    ) -> Tensor | None:
+        with torch._C._DisableAutocast():  # it would round the products of bases
+            return super()._update_all(max_norm, zero_grad)
+
     def _begin_step(self) -> None:
         super()._begin_step()
         self._early = set()  # the last step may have stopped before it took them
