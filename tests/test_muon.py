@@ -791,3 +791,11 @@ def test_no_group_steps_if_a_state_of_another_is_wrong():
     with pytest.raises(RuntimeError, match="parameter 0 of group 1: the state momentum_buffer"):
         optimizer.step()
     assert torch.equal(weights[0].detach(), before)
+
+
+def test_cautious_decay_of_float64_weights_is_exact():
+    weight = torch.nn.Parameter(torch.ones(4, 4, dtype=torch.float64))
+    optimizer = optim.Muon([weight], lr=0.01, weight_decay=0.6, cautious_decay=True, fused=False)
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    assert (weight - (1 - 0.01 * 0.6)).abs().max() < 1e-15

@@ -158,6 +158,6 @@ class MuonSteps(MatrixBatches):
 
         decay = lr * group["weight_decay"]
         if group.get("cautious_decay"):
-            decay = decay * (orthogonal * weight >= 0)
+            decay = decay * (orthogonal * weight >= 0).to(weight.dtype)
         ratio = self._ratio(group, weight.shape, shape[1:])
         return weight * (1 - decay) - lr * ratio * orthogonal
