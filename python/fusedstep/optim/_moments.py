@@ -33,7 +33,7 @@ def moved_factor(
     if squares.dim() < 2:
         state[names[0]] = _moved(state[names[0]], squares, rate)
         return state[names[0]].rsqrt()
-    if squares.numel() == 0:  # of which there are no means
+    if squares.numel() == 0:  # no element has a mean
         return squares
     row, column = (
         _moved(state[name], squares.mean(dim, keepdim=keepdim), rate)
@@ -48,7 +48,7 @@ def moved_factor(
 
 def _moved(moment: Tensor, value: Tensor, rate: float) -> Tensor:
     # A difference rounds by the larger number, which hides a small value that counts for most.
-    if rate > 0.5:
+    if rate >= 0.5:
         return (1 - rate) * moment + rate * value
     return moment + rate * (value - moment)
 
