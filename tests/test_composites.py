@@ -370,13 +370,22 @@ def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, s
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=0, atol=2e-6)
 
 
+#: Classes whose steps have matrix products, with options of groups.
+PRODUCTS = {
+    "APOLLOAdamW": (optim.APOLLOAdamW, {"rank": 2, "update_proj_gap": 2}),
+    "Muon": (optim.Muon, {"ns_dtype": torch.float32}),
+    "MuSGD": (optim.MuSGD, {"use_muon": True, "ns_dtype": torch.float32}),
+} | {
+    f"{cls.__name__}, {svd}": (cls, {"rank": 2, "update_proj_gap": 2, "svd": svd})
+    for cls in (optim.GaLoreAdamW, optim.GaLoreAdafactor)
+    for svd in ("exact", "randomized", "power", "lazy")
+}
+
+
 @pytest.mark.parametrize("fused", [None, False])
-@pytest.mark.parametrize("svd", ["exact", "randomized", "power", "lazy"])
-@pytest.mark.parametrize("cls", [optim.GaLoreAdamW, optim.GaLoreAdafactor, optim.APOLLOAdamW])
-def test_no_step_follows_autocast(cls, svd, fused):
-    of_group = {"rank": 2, "update_proj_gap": 2}
-    if cls is not optim.APOLLOAdamW:
-        of_group["svd"] = svd
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_step_follows_autocast(name, fused):
+    cls, of_group = PRODUCTS[name]
     ends = []
     for follows in (False, True):
         weight = torch.nn.Parameter(torch.ones(8, 4))

@@ -138,14 +138,15 @@ class MuonSteps(MatrixBatches):
         shape = matrices_of(group, weight)
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
-        for place, matrix in enumerate(update.reshape(shape)):
-            x = matrix.to(ns_dtype_of(group, weight.device))
-            x = x.T if shape[1] > shape[2] else x
-            x = x / to_divisors(group, x.norm())
-            for a, b, c in steps:
-                gram = x @ x.T
-                x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-            orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
+        with torch._C._DisableAutocast():  # it would round the products
+            for place, matrix in enumerate(update.reshape(shape)):
+                x = matrix.to(ns_dtype_of(group, weight.device))
+                x = x.T if shape[1] > shape[2] else x
+                x = x / to_divisors(group, x.norm())
+                for a, b, c in steps:
+                    gram = x @ x.T
+                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+                orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
         if group.get("normuon"):
             moments = state["second_momentum_buffer"]
             means, beta2 = orthogonal.square().mean(-1, keepdim=True), beta2_of(group)
