@@ -48,6 +48,8 @@ class Asked:
     step: float
     dtype: torch.dtype
     """The weight's dtype."""
+    value_dtype: torch.dtype
+    """The dtype of the weight's value: float32 if a 16-bit weight keeps more than its bits."""
     place: tuple[int, int, int] = (0, 0, 1)
     """The number of the group, that of the weight in it, and how many weights it has."""
     seed: int = 0
@@ -167,7 +169,7 @@ def numbers_of_adafactor(asked: Asked, torchs: bool) -> dict[str, Any]:
     group = asked.group
     eps1, eps2 = group["eps"]
     if eps1 is None:
-        eps1 = torch.finfo(asked.dtype).eps if torchs else 1e-30
+        eps1 = torch.finfo(asked.value_dtype).eps if torchs else 1e-30
     return {
         "decay": group["beta2_decay"], "eps1": eps1, "eps2": eps2, "d": group["d"],
         "beta1": group["beta1"],

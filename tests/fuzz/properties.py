@@ -192,9 +192,11 @@ class CompositeRun(run.Run):
         }
         step = float(state["step"]) + 1.0 if "step" in state else 1.0
         values, error, rows = _sums(grad, factor)
+        value_dtype = torch.float32 if self._way(p) else p.dtype
         asked = formulas.Asked(
-            names, weight, values, rows, state, after, step, p.dtype, place, self.case["seed"]
-        )
+            names, weight, values, rows, state, after, step, p.dtype, value_dtype, place,
+            self.case["seed"],
+        )  # fmt: skip
         expected = self.row.formula(asked)
         # To one side, and each element to its own: what is divided by sums feels the others less.
         generator = torch.Generator().manual_seed(self.case["seed"])
