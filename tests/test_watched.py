@@ -7,6 +7,7 @@ import torch
 
 from cases import WITH_STATES, dealt
 from fusedstep import _ops
+from fusedstep.optim import _watched
 from test_repeat import build, set_grads
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
@@ -94,6 +95,31 @@ def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer._state_was_accessed
     for _ in range(30):
+        optimizer.step()
+    assert not optimizer._state_was_accessed
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16, "meta"], ids=str)
+def default(request):
+    """Sets a default dtype or device for weights' first look at their states in the process."""
+    _watched._holders_of_unread_states.cache_clear()
+    if isinstance(request.param, torch.dtype):
+        torch.set_default_dtype(request.param)
+    else:
+        torch.set_default_device(request.param)
+    yield request.param
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+
+
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_the_look_at_holders_follows_no_default(case, default):
+    params = [torch.nn.Parameter(torch.ones(3, dtype=torch.float32, device="cpu"))]
+    optimizer = case.build(params, lr=0.01)
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    for _ in range(60):
         optimizer.step()
     assert not optimizer._state_was_accessed
 

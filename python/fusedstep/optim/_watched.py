@@ -113,8 +113,11 @@ def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
 
     Releases of Python and torch count differently: this asks the ones in use.
     """
-    weight, optimizer = torch.zeros(1), SimpleNamespace()
-    optimizer.state = optimizer.store = {weight: {"sum": torch.zeros(1), "step": torch.zeros(())}}
+    kind = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of the process are
+    weight, optimizer = torch.zeros(1, **kind), SimpleNamespace()
+    tensors = {"sum": torch.zeros(1, **kind), "step": torch.zeros((), **kind)}
+    optimizer.state = optimizer.store = {weight: tensors}
+    del tensors
     states = list(optimizer.state.values())
     slots = [state["sum"] for state in states]
     plan = Plan([weight], slots, states, ("sum",), ("step",), False, False)
