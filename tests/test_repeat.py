@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections import defaultdict
 from itertools import chain
 
@@ -12,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cases import CASES, NUMBERS, PLAIN, WITH_COUNTS, WITH_STATES, first_of_each, thinned
 from fusedstep import _ops
+from fusedstep.optim._base import FusedOptimizer
 from stepping import TEAM, assert_same_contents, contents
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
@@ -548,15 +550,44 @@ def test_hooks_are_called(everywhere):
     assert len(calls) == 2
 
 
-def test_a_subclass_is_asked_at_each_step():
-    class Counting(PLAIN[0].optimizer):
-        calls = 0
+def counts(base, wraps=lambda step: lambda override: override):
+    """Returns a subclass that overrides the step; ``wraps`` returns what decorates it."""
 
+    class Counting(base):
+        @wraps(base.step)
         def step(self, *arguments, **options):
-            self.calls += 1
+            self.calls = getattr(self, "calls", 0) + 1
             return super().step(*arguments, **options)
 
-    optimizer, params = build(dataclasses.replace(PLAIN[0], optimizer=Counting))
+    return Counting
+
+
+def counts_and_wraps(base):
+    return counts(base, functools.wraps)
+
+
+def is_traced(base):
+    """Replaces the step of a class, as a tracer does."""
+    direct = base.step
+
+    @functools.wraps(direct)
+    def step(self, *arguments, **options):
+        self.calls = getattr(self, "calls", 0) + 1
+        return direct(self, *arguments, **options)
+
+    base.step = step
+    return base
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["before", "after an instance of the base"])
+@pytest.mark.parametrize("change", [counts, counts_and_wraps, is_traced])
+@EACH
+def test_a_step_of_another_is_called_at_each_step(case, change, first):
+    namespace = {"step": FusedOptimizer.step}  # which no instance has had wrapped
+    base = type(case.optimizer.__name__, (case.optimizer,), namespace)
+    if first:
+        build(dataclasses.replace(case, optimizer=base))
+    optimizer, params = build(dataclasses.replace(case, optimizer=change(base)))
     for seed in (1, 2, 3):
         set_grads(params, seed)
         optimizer.step()

@@ -282,7 +282,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     # The step
 
-    profile_hook_step = staticmethod(with_hooks)
     _init_group = init_group
 
     @overload
@@ -367,7 +366,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             norm = update(max_norm, zero_grad)
             return norm if closure is None else loss
 
-    step.repeats = True  # see with_hooks(). A subclass's own step may do more
+    profile_hook_step = staticmethod(functools.partial(with_hooks, own=step))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

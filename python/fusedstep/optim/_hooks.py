@@ -45,13 +45,15 @@ def _asks_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return closure is None and not others and (not kwargs or "closure" in kwargs)
 
 
-def with_hooks(func: Callable[..., Any]) -> Callable[..., Any]:
+def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``step`` as torch does: it calls hooks, and tells the profiler.
 
-    That costs more than a small step, and so is left to those steps that need it. A ``step`` with
-    the attribute ``repeats`` is not even called where the last one can be repeated.
+    That costs more than a small step, and so is left to those steps that need it. ``own`` is the
+    step of this package, which is not even called where the last one can be repeated. Any other
+    function, a subclass's or a tracer's, may do more: ``functools.wraps`` makes it look like
+    ``own``, but not be it.
     """
-    repeats = getattr(func, "repeats", False)
+    repeats = func is own
 
     @functools.wraps(func)
     def between_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
