@@ -141,14 +141,16 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Returns those of the states that the options of a group need."""
         return tuple([s for s in cls._states if s not in cls._needs or group.get(cls._needs[s])])
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
         """The shapes of a weight's states by their names, if not all have the weight's shape.
 
         They are float32 beside a weight of 16 bits.
         """
         return None
 
-    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+    @classmethod
+    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         """The placements of these states of a DTensor, but for those that are tensors of torch."""
         return None
 

@@ -42,13 +42,15 @@ _AT_REST, _MOST_DOUBLINGS = 0.4, 4
 class GaLoreSteps(LowRankSteps):
     """Steps through bases that are singular vectors of gradients."""
 
-    def _check_projection(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_projection(cls, options: dict[str, Any]) -> None:
         super()._check_projection(options)
         check_one_of("proj_type", options["proj_type"], PROJ_TYPES)
         check_one_of("svd", options["svd"], SVDS)
 
-    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        shapes = basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+    @classmethod
+    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        shapes = basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
         return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
 
     def _shapes_from_gradients(

@@ -34,14 +34,17 @@ class LowRankGroups(LowRankShards):
 
     # The projection of a class
 
-    def _sides(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+    @classmethod
+    def _sides(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         return sides(group["proj_type"], *matrix_shape(weight))
 
-    def _moment_shapes(self, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+    @classmethod
+    def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
         """The shapes of the moments of a low-rank gradient of this shape."""
-        return dict.fromkeys(self._states, shape)
+        return dict.fromkeys(cls._states, shape)
 
-    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    @classmethod
+    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         """The shapes of states beside the moments."""
         raise NotImplementedError
 
@@ -54,7 +57,8 @@ class LowRankGroups(LowRankShards):
         groups = [{"params": matrices}, {"params": others, "rank": None}]
         return [group for group in groups if group["params"]]
 
-    def _check_projection(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_projection(cls, options: dict[str, Any]) -> None:
         """Raises an option of the projection that is none."""
         if options["rank"] is not None:
             check_whole_number("rank", options["rank"])
@@ -68,20 +72,22 @@ class LowRankGroups(LowRankShards):
         super()._check(shared)
         options.update(shared)
 
-    def _is_projected(self, group: dict[str, Any]) -> bool:
+    @classmethod
+    def _is_projected(cls, group: dict[str, Any]) -> bool:
         return group.get("rank") is not None
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return self._is_projected(group)
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
-        if not self._is_projected(group):
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not cls._is_projected(group):
             return super()._state_shapes(group, weight)
-        self._check_projection(group)
-        if reason := self._why_not_projected(group, weight):
+        cls._check_projection(group)
+        if reason := cls._why_not_projected(group, weight):
             raise ValueError(f"a weight of a group with a rank {reason}")
         shape = low_shape_of(group, weight)
-        return self._moment_shapes(group, shape) | self._more_shapes(group, weight)
+        return cls._moment_shapes(group, shape) | cls._more_shapes(group, weight)
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()

@@ -45,21 +45,23 @@ class LowRankShards:
         """The shapes of what ``_new_bases`` makes of whole gradients, by name."""
         raise NotImplementedError
 
-    def _why_not_projected(self, group: dict[str, Any], weight: Tensor) -> str | None:
-        if is_dtensor(weight) and not self._takes_shards:
+    @classmethod
+    def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
+        if is_dtensor(weight) and not cls._takes_shards:
             return (
-                f"is a DTensor: {type(self).__name__} does not project shards. Put it into a group "
+                f"is a DTensor: {cls.__name__} does not project shards. Put it into a group "
                 "without a rank"
             )
         return why_not_projected(group, weight)
 
-    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
-        if not (self._is_projected(group) and is_dtensor(weight)):
+    @classmethod
+    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        if not (cls._is_projected(group) and is_dtensor(weight)):
             return super()._state_placements(group, weight)
-        low = low_placements(weight, self._sides(group, weight))
-        shapes = self._state_shapes(group, weight)
+        low = low_placements(weight, cls._sides(group, weight))
+        shapes = cls._state_shapes(group, weight)
         return {
-            name: low if name in self._states else copies_of(weight)
+            name: low if name in cls._states else copies_of(weight)
             for name, shape in shapes.items()
             if shape
         }

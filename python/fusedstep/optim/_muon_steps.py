@@ -73,11 +73,12 @@ class MuonSteps(MatrixBatches):
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return super()._rule_options(self._as_other(group))
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
         if not (uses_muon(group) and group.get("normuon")):
             return None
         shapes = weight.shape, rows_shape(group, weight)
-        return dict(zip(self._state_names(group), shapes, strict=True))
+        return dict(zip(cls._state_names(group), shapes, strict=True))
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return uses_muon(group) and self._wants_native(group)

@@ -168,13 +168,15 @@ class Adafactor(FusedOptimizer):
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         return ()
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return shapes_of(group, weight.shape)
 
-    def _state_placements(self, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+    @classmethod
+    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         if not is_dtensor(weight):
             return None
-        found = dict.fromkeys(self._state_shapes(group, weight), spread_of(weight)[1])
+        found = dict.fromkeys(cls._state_shapes(group, weight), spread_of(weight)[1])
         if weight.dim() > 1:
             for name, dim in zip(list(found)[:2], (-1, -2), strict=True):
                 found[name] = placements_without(weight, dim, keepdim=is_torchs(group))

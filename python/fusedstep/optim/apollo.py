@@ -156,18 +156,21 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     ) -> None:
         super().__init__(params, locals() | {"differentiable": False})
 
-    def _check_projection(self, options: dict[str, Any]) -> None:
+    @classmethod
+    def _check_projection(cls, options: dict[str, Any]) -> None:
         super()._check_projection(options)
         check_one_of("proj", options["proj"], ("random", "svd"))
         check_one_of("scale_type", options["scale_type"], ("channel", "tensor"))
         check_one_of("proj_type", options["proj_type"], ("std", "reverse_std", "right", "left"))
 
-    def _basis_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        return basis_shapes(group["rank"], self._sides(group, weight), *matrix_shape(weight))
+    @classmethod
+    def _basis_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        return basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
 
-    def _more_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    @classmethod
+    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         norm = {_NORM: torch.Size(())}
-        return norm if group["proj"] == "random" else norm | self._basis_shapes(group, weight)
+        return norm if group["proj"] == "random" else norm | cls._basis_shapes(group, weight)
 
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor

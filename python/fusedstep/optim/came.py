@@ -129,7 +129,8 @@ class CAME(FusedOptimizer):
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         return ()
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return _shapes_of(weight.shape)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -135,7 +135,8 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
         FusedOptimizer.__init__(self, params, as_set(of_a_variant(own)))
 
-    def _moment_shapes(self, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+    @classmethod
+    def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
         return shapes_of(group, shape)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:

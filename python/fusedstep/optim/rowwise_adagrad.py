@@ -91,7 +91,8 @@ class RowWiseAdagrad(FusedOptimizer):
     ) -> None:
         super().__init__(params, locals())
 
-    def _state_shapes(self, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         return {"sum": torch.Size([*weight.shape[:1], *[1] * (weight.dim() - 1)])}
 
     def _in_form(
