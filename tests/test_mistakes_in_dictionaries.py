@@ -10,7 +10,14 @@ from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import optim
 from fusedstep.optim._states import StateStore
 from mistakes import EACH, EACH_WITH_COUNTS, EACH_WITH_STATES, MODES, SHAPES, Unchanged, trained
-from stepping import as_parameters, assert_counts, make_weights, train
+from stepping import (
+    as_parameters,
+    assert_counts,
+    assert_same_contents,
+    contents,
+    make_weights,
+    train,
+)
 
 
 def of_state(name, value):
@@ -280,3 +287,48 @@ def test_an_optimizer_can_be_changed_by_import():
     back.load_state_dict(back.state_dict())
     with pytest.raises(ValueError, match="has no sum: it is not one of Adagrad, but looks like"):
         fusedstep.import_state_dict(optim.Adagrad(params), adamw.state_dict())
+
+
+# Keys of states
+
+
+def renamed(to):
+    def edit(states):
+        return {to(key): state for key, state in states.items()}
+
+    return edit
+
+
+KEYS = {
+    "a name": (renamed(lambda key: f"layer.{key}"), "'layer.0', 'layer.1'"),
+    "another number": (renamed(lambda key: key + 1), "2"),
+    "one more": (lambda states: states | {7: states[0]}, "7"),
+    "names of many": (lambda states: states | {f"w{i}": states[0] for i in range(9)}, ".*'w4', …"),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+@EACH_WITH_STATES
+@pytest.mark.parametrize("door", ["load_state_dict", "import_state_dict"])
+def test_a_state_of_no_parameter(door, case, name):
+    edit, text = KEYS[name]
+    _, optimizer, dictionary = in_two_groups(case)
+    dictionary["state"] = edit(dictionary["state"])
+    unchanged = Unchanged(optimizer)
+    load = getattr(fusedstep, door, None) or getattr(type(optimizer), door)
+    with pytest.raises(ValueError, match=f"has (states of )?{text}, which 'params' of no group"):
+        load(optimizer, dictionary)
+    unchanged.check()
+
+
+@EACH_WITH_STATES
+def test_keys_that_went_through_json(case):
+    _, optimizer, _ = in_two_groups(case)
+    dictionary = optimizer.state_dict()
+    dictionary["state"] = renamed(str)(dictionary["state"])
+    _, other, _ = in_two_groups(case)
+    other.state.clear()
+    fusedstep.import_state_dict(other, dictionary)
+    assert_same_contents(contents(other), contents(optimizer))
+    with pytest.raises(ValueError, match=r"'0', '1', .*import_state_dict loads .*JSON"):
+        optimizer.load_state_dict(dictionary)

@@ -31,6 +31,7 @@ from fusedstep.optim._saved import (
     check_state,
     check_tensor,
     options_of,
+    strays,
 )
 from fusedstep.optim._weights import MASTER, asked_way
 
@@ -188,6 +189,8 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     step count in a group is given to each of its weights. Codes are taken over where they are those
     that ``state_dtype`` asks for, and else decoded.
 
+    Keys of states that JSON has made texts of are taken for the numbers that they were.
+
     Options come along, as with :meth:`~torch.optim.Optimizer.load_state_dict`, except for
     ``foreach`` and ``fused``: which code runs is what this optimizer was made with. What the
     dictionary does not say stays too. Apex and DeepSpeed do not store whether Adam's weight decay
@@ -222,7 +225,7 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         raise ValueError(
             f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
         )
-    given = [[state_dict["state"].get(i, {}) for i in group["params"]] for group in groups]
+    given = _by_place(state_dict["state"], groups)
     options = [_carried(*each, cls) for each in zip(groups, given, strict=True)]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     given = _decoded(new_groups, given, cls)
@@ -249,6 +252,22 @@ def check_is_ours(optimizer: Any) -> None:
             f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
             f"{inside(optimizer)}"
         )
+
+
+def _by_place(states: Any, groups: list[dict[str, Any]]) -> list[list[Any]]:
+    """The states of each group in the order of its parameters.
+
+    JSON makes texts of the numbers that parameters have as keys.
+    """
+    if not isinstance(states, Mapping):
+        raise ValueError(f"'state' of state_dict must be a dict, not a {torch.typename(states)}")
+    keys = [[key if key in states else str(key) for key in group["params"]] for group in groups]
+    if unknown := strays(states, keys):
+        raise ValueError(
+            f"'state' of state_dict has {unknown}, which 'params' of no group has: the states of "
+            "these parameters would be lost"
+        )
+    return [[states.get(key, {}) for key in group] for group in keys]
 
 
 # Groups

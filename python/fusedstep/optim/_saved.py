@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
     sizes = [[len(g["params"]) for g in each] for each in (saved_groups, groups)]
     if sizes[0] != sizes[1] or not isinstance(states, Mapping):
         return
+    _check_keys(optimizer, states, saved_groups)
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         _check_kind(optimizer, index, saved, [states.get(key, {}) for key in saved["params"]])
         check_saved_options(optimizer, index, saved)
@@ -53,6 +55,29 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
             if count is not None and isinstance(state, Mapping) and state:
                 state = {"step": count} | state
             check_state(optimizer, options, group, (index, place), state)
+
+
+def _check_keys(
+    optimizer: Optimizer, states: Mapping[Any, Any], groups: list[dict[str, Any]]
+) -> None:
+    """Raises if a state belongs to no parameter; entries of other kinds are the user's own."""
+    names = {"step", *optimizer._numbers, *optimizer._states}
+    of_weights = {
+        key: state
+        for key, state in states.items()
+        if isinstance(state, Mapping) and state.keys() & names
+    }
+    if unknown := strays(of_weights, [group["params"] for group in groups]):
+        raise ValueError(
+            f"the dictionary has states of {unknown}, which 'params' of no group has{_IMPORT}, and "
+            "those whose keys went through JSON"
+        )
+
+
+def strays(states: Mapping[Any, Any], keys: Iterable[Iterable[Any]]) -> str:
+    """The names of those states that no group has a key for, or no text."""
+    unknown = [f"{key!r:.60}" for key in states.keys() - set(chain.from_iterable(keys))]
+    return ", ".join(sorted(unknown)[:5]) + (", …" if len(unknown) > 5 else "")
 
 
 def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
