@@ -332,3 +332,93 @@ def test_keys_that_went_through_json(case):
     assert_same_contents(contents(other), contents(optimizer))
     with pytest.raises(ValueError, match=r"'0', '1', .*import_state_dict loads .*JSON"):
         optimizer.load_state_dict(dictionary)
+
+
+# Options and states of other libraries
+
+
+def of_group(drop=(), **options):
+    """Puts options into the second group, and takes those away that only our classes have."""
+
+    def edit(case, dictionary):
+        group = dictionary["param_groups"][1]
+        for name in ("differentiable", "maximize", "foreach", *drop):
+            group.pop(name, None)
+        group |= options
+
+    return edit
+
+
+def of_weight(**state):
+    def edit(case, dictionary):
+        of_group()(case, dictionary)
+        dictionary["state"][1] |= state
+
+    return edit
+
+
+BOTH = ["load_state_dict", "import_state_dict"]
+UNKNOWN = {
+    "option": (of_group(d0=1e-6, decouple=True), "d0=1e-06, decouple=True have no counterpart"),
+    "option of a library": (of_group(d_coef=1.0), "d_coef=1.0 has no .* is one of prodigyopt"),
+    "tensor": (of_group(prev_lr=torch.tensor(0.5)), r"prev_lr=tensor\(0.5"),
+    "pair": (of_group(betas_1d=[0.9, 0.99]), r"betas_1d=\[0.9, 0.99\] has no counterpart"),
+    "dtype": (of_group(momentum_dtype=torch.half), "momentum_dtype=torch.float16 has no counter"),
+    "infinity": (of_group(growth_rate=float("inf")), "growth_rate=inf has no counterpart"),
+    "betas apart": (of_group(drop=["betas"], beta2=0.9, beta=0.5), "beta=0.5|has no betas|beta2="),
+    "caution": (of_group(caution=True), "caution=True has no counterpart"),
+    "RMSpropTF": (of_group(lr_in_momentum=False), "lr_in_momentum=False has no counterpart"),
+    "state": (of_weight(z=torch.ones(7), s=1), "has z, s, which .* does not keep"),
+    "nested state": (of_weight(**{"0": {"step": 1}}), "has 0, which .* does not keep"),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+@EACH_WITH_STATES
+@pytest.mark.parametrize("door", BOTH)
+def test_options_and_states_of_other_libraries(door, case, name):
+    edit, text = UNKNOWN[name]
+    _, optimizer, dictionary = in_two_groups(case)
+    edit(case, dictionary)
+    unchanged = Unchanged(optimizer)
+    load = getattr(fusedstep, door, None) or getattr(type(optimizer), door)
+    with pytest.raises(ValueError, match=text):
+        load(optimizer, dictionary)
+    unchanged.check()
+
+
+@EACH_WITH_STATES
+@pytest.mark.parametrize("door", BOTH)
+def test_what_asks_for_no_formula_is_taken(door, case):
+    """Notes of schedulers and of the user, options that are off, states that are None."""
+    _, optimizer, dictionary = in_two_groups(case)
+    of_group(initial_lr=0.5, max_lr=1.0, label="mine", mars=False, ecc=None, caution=False)(
+        case, dictionary
+    )
+    dictionary["param_groups"][1]["max_lr_snapshot"] = 0.25
+    dictionary["param_groups"][1]["my own"] = 3
+    dictionary["state"][1]["kahan_comp"] = None
+    optimizer.param_groups[1]["my own"] = 2
+    load = getattr(fusedstep, door, None) or getattr(type(optimizer), door)
+    load(optimizer, dictionary)
+    group = optimizer.param_groups[1]
+    assert (group["initial_lr"], group["label"], group["my own"]) == (0.5, "mine", 3)
+
+
+@pytest.mark.parametrize("door", BOTH)
+def test_dictionaries_that_only_look_like_ours(door):
+    """timm's NAdamW has other steps, and SGDW another decay; neither says so."""
+    case = next(case for case in PLAIN if case.optimizer is optim.AdamW)
+    _, optimizer, dictionary = in_two_groups(case)
+    group = dictionary["param_groups"][1]
+    for name in ("amsgrad", "differentiable", "fused", "decoupled_weight_decay"):
+        del group[name]
+    load = getattr(fusedstep, door, None) or getattr(type(optimizer), door)
+    with pytest.raises(ValueError, match=r"one of timm's NAdamW|has no amsgrad"):
+        load(optimizer, dictionary)
+    sgd = optim.SGD([torch.ones(2)], momentum=0.5, weight_decay=0.5)
+    dictionary = sgd.state_dict()
+    dictionary["param_groups"][0]["caution"] = False
+    del dictionary["param_groups"][0]["fused"]
+    with pytest.raises(ValueError, match="one of timm's SGDW"):
+        (getattr(fusedstep, door, None) or getattr(type(sgd), door))(sgd, dictionary)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, TypeVar, overload
 
 import torch
@@ -24,14 +24,21 @@ from fusedstep.optim._options import own_option
 from fusedstep.optim._projection import low_shape_of
 from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
+    REMOVE,
     check_count_of_steps,
     check_is_state,
     check_names,
     check_saved_options,
     check_state,
     check_tensor,
-    options_of,
     strays,
+)
+from fusedstep.optim._unknown import (
+    check_states_known,
+    check_unknown,
+    is_dictionary_of,
+    options_of,
+    unknown_states,
 )
 from fusedstep.optim._weights import MASTER, asked_way
 
@@ -160,7 +167,9 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
     }
     given = [[optimizer.state.get(p, {}) for p in g["params"]] for g in optimizer.param_groups]
     groups = [
-        _carried(group, members, cls) | overrides | {"params": _params(group)}
+        _carried(group, members, cls, group.keys() - optimizer.defaults.keys())
+        | overrides
+        | {"params": _params(group)}
         for group, members in zip(optimizer.param_groups, given, strict=True)
     ]
     converted = cls(groups, **(defaults | {"fused": None} | overrides))
@@ -226,7 +235,10 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
             f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
         )
     given = _by_place(state_dict["state"], groups)
-    options = [_carried(*each, cls) for each in zip(groups, given, strict=True)]
+    options = [
+        _carried(group, members, cls, (group if is_dictionary_of(optimizer, group) else own).keys())
+        for group, members, own in zip(groups, given, optimizer.param_groups, strict=True)
+    ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
     given = _decoded(new_groups, given, cls)
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
@@ -279,24 +291,29 @@ def _params(group: dict[str, Any]) -> list[Any]:
     return list(zip(names, group["params"], strict=True)) if names else list(group["params"])
 
 
-def _carried(group: dict[str, Any], states: list[Any], cls: type[FusedOptimizer]) -> dict[str, Any]:
-    """The options of another optimizer's group that a group of this class goes on with."""
-    group = group | options_of_bitsandbytes(group, states, cls)
+def _carried(
+    group: dict[str, Any], states: list[Any], cls: type[FusedOptimizer], notes: Set[str]
+) -> dict[str, Any]:
+    """The options of another optimizer's group that a group of this class goes on with.
+
+    ``notes``: names that are known to be the user's own.
+    """
+    if theirs := options_of_bitsandbytes(group, states, cls):
+        group, notes = group | theirs, notes | {"alpha", "betas"}
+    decays = bool(group.get("weight_decay", True))
     cls = next(each for each in cls.__mro__ if each in classes)
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
     of_others = set().union(*map(options_of, classes)) - options_of(cls)
-    carried = {}
+    carried: dict[str, Any] = {}
+    check_unknown(cls, group, REMOVE, notes)
     for name, value in group.items():
         if name == "max_grad_norm" and value in (None, 0, math.inf):  # each clips nothing
             if issubclass(cls, (optim.Adan, optim.Lamb)):
                 carried[name] = 0.0 if issubclass(cls, optim.Adan) else math.inf
         elif name in FOREIGN and name not in accepted:
-            words = in_our_words(name, value, cls.__name__, accepted)
+            words = in_our_words(name, value, cls.__name__, accepted, decays)
             if words is None:
-                raise ValueError(
-                    f"{name}={value} has no counterpart in {cls.__name__}; to go on without it, "
-                    "remove it from the parameter group"
-                )
+                raise ValueError(f"{name}={value} has no counterpart in {cls.__name__}{REMOVE}")
             carried |= words
         elif name not in {"params", "param_names", "step", *_CHOICES, *of_others}:
             carried[name] = value
@@ -371,14 +388,25 @@ def _with_step(state: dict[str, Any], largest: float | None) -> dict[str, Any]:
 def _in_form(
     optimizer: FusedOptimizer, groups: list[dict[str, Any]], states: list[list[dict[str, Any]]]
 ) -> list[list[dict[str, Any]]]:
-    """The states of groups with what only the optimizer itself can read put into its form."""
-    return [
-        [
-            optimizer._in_form(group, weight, state) if state else state
-            for weight, state in zip(group["params"], members, strict=True)
-        ]
-        for group, members in zip(groups, states, strict=True)
-    ]
+    """The states of groups with what only the optimizer itself can read put into its form.
+
+    Raises:
+        ValueError: if a state lacks a name, or has one that the optimizer does not keep.
+    """
+    formed: list[list[dict[str, Any]]] = []
+    for index, (group, members) in enumerate(zip(groups, states, strict=True)):
+        formed.append([])
+        for place, (weight, state) in enumerate(zip(group["params"], members, strict=True)):
+            if state:
+                name = name_of(group, index, place)
+                if not optimizer._foreign_states:
+                    check_names(optimizer, name, state, group, weight)
+                check_states_known(optimizer, name, group, weight, state)
+                unknown = unknown_states(optimizer, group, weight, state)  # and None
+                state = {name: value for name, value in state.items() if name not in unknown}
+                state = optimizer._in_form(group, weight, state)
+            formed[-1].append(state)
+    return formed
 
 
 def _check_given(

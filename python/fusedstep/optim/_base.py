@@ -87,6 +87,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
+    #: States that _in_form() reads, beyond those that a weight has.
+    _foreign_states: ClassVar[frozenset[str]] = frozenset()
+
     #: Options that a group has only where they were set, with their values where it has not.
     _own_options: ClassVar[dict[str, Any]] = OWN
     #: Options that older dictionaries lack, with the values that mean what was done then.
@@ -159,6 +162,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     ) -> dict[str, Any]:
         """A state of another library's optimizer with objects in it made tensors of ours."""
         return state
+
+    @classmethod
+    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns those that a state may have, whichever options were set since it was made."""
+        return cls._states
 
     @classmethod
     def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Set
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -13,21 +13,37 @@ import torch
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
+class _Anything:
+    """The values of an option that changes no step by itself."""
+
+    def __contains__(self, value: Any) -> bool:
+        return True
+
+
 class Foreign(NamedTuple):
     """An option that other libraries have. A class here may have one of the same name."""
 
-    neutral: tuple[Any, ...] = ()
+    neutral: Container[Any] = ()
     """Values that ask for what a class without the option does anyway."""
     ours: Callable[[Any], dict[str, Any]] | None = None
     """Options that say the same, for classes that have them."""
     neutral_in: tuple[str, ...] = ()
     """The classes that the neutral values hold for; all if there are none."""
+    elsewhere: tuple[Any, ...] = ()
+    """Values that ask for nothing in all other classes."""
+    of_decay: bool = False
+    """True if no value asks for anything where there is no weight decay."""
 
 
 _DEBIAS = Foreign((True,), lambda on: {} if on else {"debias": False})
 _DECOUPLED = Foreign(
-    (True,), lambda on: {"decoupled_weight_decay": bool(on)}, ("AdamW", "Adan", "Lamb")
+    (True,),
+    lambda on: {"decoupled_weight_decay": bool(on)},
+    ("AdamW", "Adan", "APOLLOAdamW", "GaLoreAdamW", "Lamb", "Lion"),
+    elsewhere=(False,),
+    of_decay=True,
 )
+_SILENT = Foreign(_Anything())
 
 #: Options of apex, bitsandbytes, DeepSpeed, pytorch_optimizer, timm, torchao and transformers.
 FOREIGN: dict[str, Foreign] = {
@@ -43,16 +59,22 @@ FOREIGN: dict[str, Foreign] = {
     "block_wise": Foreign((True, False)),
     "caution": Foreign((False,)),
     "correct_bias": _DEBIAS,
+    "clipping_threshold": Foreign((None,)),
     "corrected_weight_decay": Foreign((False,)),
+    # Classes without it that have Adam's states decouple; the states of others tell them apart.
+    "decoupled_weight_decay": _DECOUPLED._replace(elsewhere=(False, True)),
     "eps_inside_sqrt": Foreign((False,)),
     "epsilon": Foreign(ours=lambda eps: {"eps": eps}),
+    "fixed_decay": Foreign((False,)),
     "fp32_optimizer_states": Foreign(
         ours=lambda on: {"state_dtype": torch.float32 if on else None}
     ),
     "grad_averaging": Foreign((True,)),
     "is_paged": Foreign((False,)),
     "learning_rate": Foreign(ours=lambda lr: {"lr": lr}),
+    "lr_in_momentum": Foreign(),  # of timm's RMSpropTF, whose eps is inside of the root
     "max_coeff": Foreign((math.inf,), lambda bound: {"max_ratio": bound}),
+    "max_lr_snapshot": _SILENT,  # read by corrected_weight_decay alone
     "max_unorm": Foreign((0,)),
     "min_8bit_size": Foreign((4096,)),
     "min_coeff": Foreign((0,), lambda bound: {"min_ratio": bound}),
@@ -67,13 +89,61 @@ FOREIGN: dict[str, Foreign] = {
 }
 
 
-def in_our_words(name: str, value: Any, cls: str, accepted: Set[str]) -> dict[str, Any] | None:
-    """The options of a class that say what a foreign one says; None if none do."""
+#: Libraries, by options and states that no other has.
+_MAKERS = {
+    "d_coef": "prodigyopt",
+    "d_numerator": "prodigyopt",
+    "exp_avg_lr_1": "timm's LaProp",
+    "is_preconditioning": "heavyball",
+    "is_initialized": "heavyball",
+    "lr_in_momentum": "timm's RMSpropTF",
+    "weight_lr_power": "schedulefree",
+}
+
+
+#: Optimizers whose dictionaries have no option or state of their own: those that they have, those
+#: that they lack of what a class here has, and whether the difference is one of weight decay.
+_ALIKE: tuple[tuple[str, frozenset[str], frozenset[str], bool], ...] = (
+    (
+        "timm's NAdamW",
+        frozenset({"betas", "capturable", "eps", "maximize"}),
+        frozenset({"amsgrad", "differentiable"}),
+        False,
+    ),
+    ("timm's SGDW", frozenset({"caution", "dampening"}), frozenset(), True),
+)
+
+
+def look_alike_of(group: Mapping[str, Any], accepted: Set[str]) -> str | None:
+    """An optimizer that a group is one of although it looks like one of a class here."""
+    for name, has, lacks, of_decay in _ALIKE:
+        decays = bool(group.get("weight_decay", True))
+        is_one = has <= group.keys() and lacks <= accepted - group.keys()
+        if is_one and (decays or not of_decay):
+            return name
+    return None
+
+
+def maker_of(names: Iterable[Any]) -> str:
+    """Words for the library that options or states with these names are of, or no text."""
+    makers = sorted({_MAKERS[name] for name in names if name in _MAKERS})
+    return f": the dictionary is one of {makers[0]}" if makers else ""
+
+
+def in_our_words(
+    name: str, value: Any, cls: str, accepted: Set[str], decays: bool = True
+) -> dict[str, Any] | None:
+    """The options of a class that say what a foreign one says; None if none do.
+
+    ``decays``: whether there is weight decay.
+    """
     foreign = FOREIGN[name]
     options = foreign.ours(value) if foreign.ours else None
     if options is not None and options.keys() <= accepted:
         return options
-    return {} if value in foreign.neutral and cls in (foreign.neutral_in or (cls,)) else None
+    holds = cls in (foreign.neutral_in or (cls,))
+    says_nothing = value in (foreign.neutral if holds else foreign.elsewhere)
+    return {} if says_nothing or (foreign.of_decay and not decays) else None
 
 
 def with_advice(init: _Init) -> _Init:

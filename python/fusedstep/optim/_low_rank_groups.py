@@ -31,6 +31,7 @@ class LowRankGroups(LowRankShards):
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq")
     _composite: ClassVar[bool] = True
+    _foreign_states = frozenset({"projector", "seed"})
 
     # The projection of a class
 

@@ -80,6 +80,10 @@ class MuonSteps(MatrixBatches):
         shapes = weight.shape, rows_shape(group, weight)
         return dict(zip(cls._state_names(group), shapes, strict=True))
 
+    @classmethod
+    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return cls._state_names(group | {"normuon": True, "momentum": True})
+
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return uses_muon(group) and self._wants_native(group)
 

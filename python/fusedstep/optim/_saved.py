@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
@@ -24,6 +22,13 @@ from fusedstep.optim._codes import (
     of_shape,
 )
 from fusedstep.optim._registry import classes
+from fusedstep.optim._unknown import (
+    check_foreign_options,
+    check_states_known,
+    check_unknown,
+    is_dictionary_of,
+    options_of,
+)
 from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
@@ -31,6 +36,9 @@ _ALWAYS_SAVED = frozenset(
     {"alpha", "betas", "eps", "lr", "lr_decay", "momentum_decay", "weight_decay"}
 )
 
+
+#: What to do about an option that a class does not know.
+REMOVE = "; to go on without it, remove it from the parameter group"
 
 _IMPORT = ". fusedstep.import_state_dict loads dictionaries of other optimizers"
 
@@ -45,6 +53,10 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
     _check_keys(optimizer, states, saved_groups)
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
         _check_kind(optimizer, index, saved, [states.get(key, {}) for key in saved["params"]])
+        is_own = is_dictionary_of(optimizer, saved)
+        check_foreign_options(type(optimizer), saved, _IMPORT)
+        if not is_own:
+            check_unknown(type(optimizer), saved, REMOVE, notes=group.keys())
         check_saved_options(optimizer, index, saved)
         count = saved.get("step") if optimizer._counts_in_groups else None
         if count is not None:
@@ -55,6 +67,9 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
             if count is not None and isinstance(state, Mapping) and state:
                 state = {"step": count} | state
             check_state(optimizer, options, group, (index, place), state)
+            if not is_own:
+                name, weight = name_of(group, index, place), group["params"][place]
+                check_states_known(optimizer, name, options, weight, state, _IMPORT)
 
 
 def _check_keys(
@@ -258,13 +273,6 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
             f"{name}{_looks_like(likely)}. To go on from another optimizer all the same, "
             "call fusedstep.import_state_dict"
         )
-
-
-@functools.cache
-def options_of(cls: type[Optimizer]) -> frozenset[str]:
-    """The names of the options that groups of a class have."""
-    named = inspect.signature(cls).parameters.keys() - {"params", "variant"}
-    return frozenset(named | cls._later_options.keys())
 
 
 def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:

@@ -69,6 +69,7 @@ class RowWiseAdagrad(FusedOptimizer):
     _states = ("sum",)
     _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _composite = True
+    _foreign_states = frozenset({"momentum1"})
     _torch_fuses = False
     _later_options: ClassVar[dict[str, Any]] = {
         "maximize": False,
