@@ -23,6 +23,10 @@ ADAFACTOR: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"warmup_init": True, "beta1": 0.8, "weight_decay": 0.1, "clip_threshold": 0.5},
         {"torchs": False, "warmup": True, "beta1": 0.8, "weight_decay": 0.1, "d": 0.5},
     ),
+    "transformers-bound": (
+        {"max_relative_step": 0.05, "weight_decay": 0.1},
+        {"torchs": False, "bound": 0.05, "weight_decay": 0.1},
+    ),
     "transformers-fixed": (
         {"lr": 1e-3, "relative_step": False, "scale_parameter": False, "decay_rate": -0.7},
         {"torchs": False, "lr": 1e-3, "relative": False, "scale": False, "decay": -0.7},

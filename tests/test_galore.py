@@ -402,7 +402,7 @@ def test_positional_arguments_are_the_published_ones():
     [
         (optim.GaLoreAdamW, OPTIONS),
         (optim.GaLoreAdamW8bit, OPTIONS),
-        (optim.GaLoreAdafactor, {"lr": 0.03, "beta1": 0.8}),
+        (optim.GaLoreAdafactor, {"max_relative_step": 0.03, "beta1": 0.8}),
         (optim.APOLLOAdamW, OPTIONS),
     ],
 )

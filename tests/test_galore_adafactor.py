@@ -18,8 +18,13 @@ from low_rank import (
 )
 from reference.galore_adafactor import galore_adafactor
 
-ADAFACTOR = {"lr": 0.03, "weight_decay": 0.1, "clip_threshold": 0.7, "decay_rate": -0.6}
-ADAFACTOR_PLAIN = ({"weight_decay": 0.3, "lr": 0.05}, [(9,), (), (3, 4)])
+ADAFACTOR = {
+    "max_relative_step": 0.03,
+    "weight_decay": 0.1,
+    "clip_threshold": 0.7,
+    "decay_rate": -0.6,
+}
+ADAFACTOR_PLAIN = ({"weight_decay": 0.3, "max_relative_step": 0.05}, [(9,), (), (3, 4)])
 
 
 def adafactor_groups(dtype=torch.float64, **options):
@@ -32,7 +37,7 @@ def adafactor_groups(dtype=torch.float64, **options):
     [
         {},
         {"beta1": 0.8, "maximize": True},
-        {"scale_parameter": False, "relative_step": False},
+        {"scale_parameter": False, "relative_step": False, "lr": 0.03},
         {"warmup_init": True, "eps": (1e-6, 0.5)},
     ],
     ids=str,

@@ -236,7 +236,12 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         )
     given = _by_place(state_dict["state"], groups)
     options = [
-        _carried(group, members, cls, (group if is_dictionary_of(optimizer, group) else own).keys())
+        optimizer._in_own_words(
+            _carried(
+                group, members, cls, (group if is_dictionary_of(optimizer, group) else own).keys()
+            ),
+            own,
+        )
         for group, members, own in zip(groups, given, optimizer.param_groups, strict=True)
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]

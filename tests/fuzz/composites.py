@@ -40,7 +40,6 @@ _FACTORS = {
     "beta1": (None, 0.9, 0.3),
     "scale_parameter": (True, False),
     "relative_step": (True, False),
-    "lr": (1e-2, 0.1),
 }
 _ADAMW = {
     "betas": _BETAS,
@@ -170,6 +169,7 @@ ROWS = {
         | _MAXIMIZE
         | _FACTORS
         | {"beta2_decay": (-0.8, -0.5), "d": (1.0, 2.0), "variant": ("torch", "transformers")},
+        kinds=({"lr": (1e-2, 0.1)},),
         formula=formulas.of_adafactor,
         ways=_LOW_BITS[1:],
     ),
@@ -225,7 +225,8 @@ ROWS = {
         _ANY_FUSED
         | _MAXIMIZE
         | _FACTORS
-        | {"decay_rate": (-0.8, -0.5), "clip_threshold": (1.0, 2.0)},
+        | {"decay_rate": (-0.8, -0.5), "clip_threshold": (1.0, 2.0)}
+        | {"max_relative_step": (1e-2, 0.1)},
         kinds=(_SINGULAR_VECTORS, _SINGULAR_VECTORS, {}),
         fits=_has_the_rank,
         formula=projections.of_galore_adafactor,

@@ -156,6 +156,7 @@ def of_adafactor(asked: Asked) -> Stepped:
         weight, asked.grad, own, asked.step, torchs=torchs, lr=group["lr"],
         weight_decay=group["weight_decay"], scale=group["scale_parameter"] is not False,
         relative=group["relative_step"] is not False, warmup=bool(group["warmup_init"]),
+        bound=group["max_relative_step"] or 1e-2,
         maximize=group["maximize"], **numbers_of_adafactor(asked, torchs),
     )  # fmt: skip
     return Stepped({"weight": new} | {names[key]: value for key, value in states.items()})

@@ -230,7 +230,8 @@ def of_galore_adafactor(asked: Asked) -> Stepped:
     names = formulas.OF_TRANSFORMERS | {"moment": "exp_avg"}
     length = group["lr"]
     if group["relative_step"] is not False:
-        length = min(1e-6 * asked.step if group["warmup_init"] else length, asked.step**-0.5)
+        bound = group["max_relative_step"] or 1e-2
+        length = min(1e-6 * asked.step if group["warmup_init"] else bound, asked.step**-0.5)
     if group["scale_parameter"] is not False:
         length = length * max(group["eps"][1], rms(asked.weight).item())
 

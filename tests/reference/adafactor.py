@@ -9,7 +9,8 @@ def rms(x):
 
 def adafactor(
     weight, grad, state, step, *, torchs, lr=1e-2, decay=-0.8, eps1=1e-30, eps2=1e-3, d=1.0,
-    weight_decay=0.0, beta1=None, scale=True, relative=True, warmup=False, maximize=False,
+    weight_decay=0.0, beta1=None, scale=True, relative=True, warmup=False, bound=1e-2,
+    maximize=False,
 ):  # fmt: skip
     """`state`: row, column and first moments; a weight of less than two dimensions has no rows."""
     gradient = -grad if maximize else grad
@@ -28,7 +29,8 @@ def adafactor(
     update = update / max(1.0, rms(update) / d)
     size = lr
     if relative:
-        size = min(1e-6 * step if warmup else lr, step**-0.5)
+        bound = 1e-6 * step if warmup else lr if torchs else bound
+        size = min(bound, step**-0.5)
     alpha = (max(eps2, rms(weight)) if scale else 1.0) * size
     move = alpha * update
     if beta1 is not None:

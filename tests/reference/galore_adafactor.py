@@ -12,7 +12,8 @@ def rms(x):
 def galore_adafactor(
     weight, grad, state, step, *, lr=1e-2, eps=(1e-30, 1e-3), clip_threshold=1.0, decay_rate=-0.8,
     beta1=None, weight_decay=0.0, scale_parameter=True, relative_step=True, warmup_init=False,
-    maximize=False, rank=None, update_proj_gap=200, scale=0.25, proj_type="std",
+    max_relative_step=1e-2, maximize=False, rank=None, update_proj_gap=200, scale=0.25,
+    proj_type="std",
 ):  # fmt: skip
     g, back, state = -grad if maximize else grad, lambda u: u, dict(state)
     if rank:
@@ -35,7 +36,8 @@ def galore_adafactor(
         else state["all"]
     )
     u = g / v.sqrt()
-    length = min(1e-6 * step if warmup_init else lr, step**-0.5) if relative_step else lr
+    length = min(1e-6 * step if warmup_init else max_relative_step, step**-0.5)
+    length = length if relative_step else lr
     length *= max(eps[1], rms(weight)) if scale_parameter else 1
     u = length * u / max(1, rms(u) / clip_threshold)
     if beta1 is not None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim._adafactor_options import is_torchs, option_of
+from fusedstep.optim._adafactor_options import is_torchs, option_of, reads_lr
 from fusedstep.optim._moments import moved_factor, rms, sizes_of
 from fusedstep.optim._weights import has_master
 
@@ -72,22 +72,30 @@ def first_eps(group: dict[str, Any], weight: Tensor) -> float:
     return torch.finfo(torch.float32 if has_master(group, weight) else weight.dtype).eps
 
 
+def size_at(group: dict[str, Any], step: float) -> float:
+    """The size of a step before it is scaled by the weight."""
+    if not option_of(group, "relative_step"):
+        return float(group["lr"])
+    if option_of(group, "warmup_init"):
+        bound = 1e-6 * step
+    else:
+        bound = float(group["lr"] if reads_lr(group) else option_of(group, "max_relative_step"))
+    return min(bound, step**-0.5)
+
+
 def numbers_at(group: dict[str, Any], step: float, eps: float) -> dict[str, Any]:
     """The numbers of a step by the native operator's names for them."""
-    lr, is_torch = float(group["lr"]), is_torchs(group)
-    length = lr
-    if option_of(group, "relative_step"):
-        length = min(1e-6 * step if option_of(group, "warmup_init") else lr, step**-0.5)
+    is_torch = is_torchs(group)
     return {
         "rate": step ** group["beta2_decay"],
         "added": 0.0 if is_torch else eps,
         "least_mean": eps if is_torch else 0.0,
         "most": 1 / eps if is_torch and eps else math.inf,
-        "step": length,
+        "step": size_at(group, step),
         "scaled": bool(option_of(group, "scale_parameter")),
         "least_scale": group["eps"][1],
         "threshold": group["d"],
-        "decay": group["weight_decay"] * (lr if is_torch else 1),
+        "decay": group["weight_decay"] * (float(group["lr"]) if is_torch else 1),
         "decays_by_length": not is_torch,
         "beta": option_of(group, "beta1") or 0.0,
         "grad_factor": -1.0 if group["maximize"] else 1.0,

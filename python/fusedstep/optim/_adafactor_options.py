@@ -10,17 +10,18 @@ from fusedstep.optim._checks import check_number
 #: transformers' names for options that torch's class has too.
 _RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
 
+#: The learning rate where none is given, and the largest relative step.
+LR = 1e-2
+
 #: Options that torch's class lacks, with their values where a group has no such key.
 _BEYOND_TORCH: dict[str, Any] = {
     "beta1": None,
     "scale_parameter": True,
     "relative_step": True,
     "warmup_init": False,
+    "max_relative_step": LR,
     "variant": "torch",
 }
-
-#: The learning rate where none is given.
-LR = 1e-2
 
 #: Options that only this class checks.
 ADAFACTOR_OWN = {"eps", "beta2_decay", "d", *_BEYOND_TORCH}
@@ -32,6 +33,11 @@ def option_of(group: dict[str, Any], name: str) -> Any:
 
 def is_torchs(group: dict[str, Any]) -> bool:
     return option_of(group, "variant") == "torch"
+
+
+def reads_lr(options: dict[str, Any]) -> bool:
+    """Returns whether the step size follows from lr; transformers' relative steps do not."""
+    return is_torchs(options) or not option_of(options, "relative_step")
 
 
 def by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
@@ -101,3 +107,18 @@ def check_adafactor_options(options: dict[str, Any]) -> None:
             raise ValueError(f"Invalid beta1 value: {beta1}")
     if option_of(options, "warmup_init") and not option_of(options, "relative_step"):
         raise ValueError("warmup_init=True requires relative_step=True")
+    bound = option_of(options, "max_relative_step")
+    check_number("max_relative_step", bound)
+    if not bound >= 0:
+        raise ValueError(f"max_relative_step should be >= 0 but is: {bound}")
+    if bound != LR and variant == "torch":
+        raise ValueError("max_relative_step is lr with variant='torch': give lr")
+
+
+def check_given_lr(options: dict[str, Any]) -> None:
+    """Raises if a constructor is given an lr that no step would read, as transformers' class."""
+    if options["lr"] != LR and not reads_lr(options):
+        raise ValueError(
+            "lr is not read by relative steps of variant='transformers': give max_relative_step "
+            "for another upper bound, or relative_step=False for steps of lr"
+        )

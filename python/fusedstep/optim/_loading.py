@@ -48,6 +48,10 @@ class LoadsStates:
         if not (self._state or self._optimizer_load_state_dict_post_hooks):
             self._state_was_accessed = False
 
+    def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
+        return group
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         before = {k: v for k, v in vars(self).items() if k in ("_state", "_store", "_groups")}
         try:

@@ -18,6 +18,7 @@ from fusedstep.optim._adafactor_formula import (
     numbers_at,
     numbers_of,
     shapes_of,
+    size_at,
 )
 from fusedstep.optim._adafactor_options import (
     ADAFACTOR_OWN,
@@ -25,6 +26,7 @@ from fusedstep.optim._adafactor_options import (
     as_set,
     by_torchs_names,
     check_adafactor_options,
+    check_given_lr,
     is_torchs,
     of_a_variant,
     option_of,
@@ -37,11 +39,12 @@ from fusedstep.optim._dtensor import (
     local_pairs,
     placements_without,
     spread_of,
+    whole,
 )
 from fusedstep.optim._factored import Call, NativeParts, Part, step_parts
 from fusedstep.optim._factors import PLAIN, Factors
 from fusedstep.optim._grads import with_gradients
-from fusedstep.optim._moments import without_rms
+from fusedstep.optim._moments import rms, without_rms
 from fusedstep.optim._options import own_option
 from fusedstep.optim._plan import Snapshot, Work, same
 from fusedstep.optim._spread import SpreadWeights
@@ -90,7 +93,8 @@ class Adafactor(FusedOptimizer):
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
         lr (float, Tensor, optional): upper bound of the relative step size; with
-            ``relative_step=False`` the step size itself, before it is scaled (default: 1e-2)
+            ``relative_step=False`` the step size itself, before it is scaled. Relative steps of
+            transformers' variant do not read it: schedules only show numbers there (default: 1e-2)
         beta2_decay (float, optional): exponent of the decay of the second moments, at most 0;
             transformers' ``decay_rate`` (default: -0.8)
         eps (tuple[float | None, float], optional): eps1, and the least value that counts as the
@@ -107,8 +111,10 @@ class Adafactor(FusedOptimizer):
         scale_parameter (bool, optional): multiply the step size by the root mean square of the
             weight (default: True)
         relative_step (bool, optional): the step size is at most ``1 / sqrt(t)`` (default: True)
-        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` takes the place of lr
+        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` is the upper bound
             (default: False)
+        max_relative_step (float, optional): upper bound of the relative step size of transformers'
+            variant, in place of lr (default: 1e-2)
         variant (str, optional): "torch" or "transformers"; None is the latter if an option is given
             that only transformers' class has (default: None)
 
@@ -153,10 +159,13 @@ class Adafactor(FusedOptimizer):
         scale_parameter: bool | None = None,
         relative_step: bool | None = None,
         warmup_init: bool | None = None,
+        max_relative_step: float | None = None,
         variant: Literal["torch", "transformers"] | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        super().__init__(params, as_set(of_a_variant(options)))
+        options = of_a_variant(options)
+        check_given_lr(options)
+        super().__init__(params, as_set(options))
 
     def _check(self, options: dict[str, Any]) -> None:
         check_adafactor_options(options)
@@ -190,15 +199,14 @@ class Adafactor(FusedOptimizer):
         for place, weight in enumerate(group["params"]):
             _check_weight(weight, name_of(group, index, place))
 
+    def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+        # Under torch's names only a variant that is written down is transformers'.
+        group = {"variant": "torch"} | group if "d" in group else group
+        return as_set(of_a_variant(group), self.defaults | own)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class, torch's or transformers'."""
-        groups = [
-            # Under torch's names only a variant that is written down is transformers'.
-            as_set(
-                of_a_variant({"variant": "torch"} | group if "d" in group else group), self.defaults
-            )
-            for group in state_dict["param_groups"]
-        ]
+        groups = [self._in_own_words(group, {}) for group in state_dict["param_groups"]]
         super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
@@ -242,6 +250,22 @@ class Adafactor(FusedOptimizer):
     ) -> None:
         _of_process(weights, grads)
         super()._check_composite(group, weights, grads, is_known)
+
+    def _get_lr(self, param_group: dict[str, Any], param_state: dict[str, Any]) -> float:
+        """The size of the last step of a weight, which transformers' AdafactorSchedule shows."""
+        if is_torchs(param_group):
+            raise RuntimeError(
+                "AdafactorSchedule shows the size of steps in lr, which variant='torch' reads: "
+                "make the optimizer with variant='transformers'"
+            )
+        if not param_state:  # which has not been stepped
+            return float(param_group["lr"])
+        size = size_at(param_group, float(param_state["step"]))
+        if not option_of(param_group, "scale_parameter"):
+            return size
+        weights = param_group["params"]
+        weight = next(each for each in weights if self._state.get(each) is param_state)
+        return size * max(param_group["eps"][1], rms(whole(weight.detach()).double()).item())
 
     # The step: natively if it can be, in torch operations for other weights. One that is like the
     # last but for gradients and options' numbers takes the operations that were noted then. Where

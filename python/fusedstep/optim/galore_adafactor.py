@@ -12,7 +12,7 @@ from fusedstep.optim._adafactor_formula import (
     numbers_of,
     shapes_of,
 )
-from fusedstep.optim._adafactor_options import as_set, of_a_variant
+from fusedstep.optim._adafactor_options import LR, as_set, check_given_lr, of_a_variant
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
 from fusedstep.optim._products import add_back, as_matrix, project, size_between
@@ -35,7 +35,8 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         u = R / sqrt(row * col / mean(row))
         u = u / max(1, rms(u) / clip_threshold)
         s = max(eps2, rms(w))
-        w = w - min(lr, 1 / sqrt(t)) * s * (scale * u @ B + weight_decay * w)
+        lr = min(1e-2, 1 / sqrt(t))                      with relative_step
+        w = w - lr * s * (scale * u @ B + weight_decay * w)
 
     From the left, ``R = A.T @ G`` [r, N] and the update is ``A @ u`` with the left singular vectors
     ``A`` [M, r]; ``"full"`` does both. `GaLore`_ is the projection; Adafactor is
@@ -54,9 +55,8 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
             or iterable of dicts defining parameter groups
-        lr (float, Tensor, optional): upper bound of the relative step size; with
-            ``relative_step=False`` the step size itself, before it is scaled; None is 1e-2
-            (default: None)
+        lr (float, Tensor, optional): with ``relative_step=False`` the step size, before it is
+            scaled; relative steps do not read it. None is 1e-2 (default: None)
         eps (tuple[float, float], optional): eps1, and the least value that counts as the root
             mean square of a weight (default: (1e-30, 1e-3))
         clip_threshold (float, optional): largest root mean square of an update (default: 1.0)
@@ -66,9 +66,11 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         weight_decay (float, optional): decoupled weight decay (default: 0)
         scale_parameter (bool, optional): multiply the step size by the root mean square of the
             weight (default: True)
-        relative_step (bool, optional): the step size is at most ``1 / sqrt(t)`` (default: True)
-        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` takes the place of lr
+        relative_step (bool, optional): the step size is ``1 / sqrt(t)``, at most 1e-2
+            (default: True)
+        warmup_init (bool, optional): with relative_step, 1e-6 times ``t`` is the upper bound
             (default: False)
+        max_relative_step (float, optional): upper bound of the relative step size (default: 1e-2)
         rank (int, optional): rank of the projected gradients of a group; None projects
             nothing (default: None)
         update_proj_gap (int, optional): steps from one basis to the next (default: 200)
@@ -118,6 +120,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         relative_step: bool = True,
         warmup_init: bool = False,
         *,
+        max_relative_step: float = LR,
         rank: int | None = None,
         update_proj_gap: int = 200,
         scale: float = 0.25,
@@ -133,7 +136,9 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         max_grad_norm: float | None = None,
     ) -> None:
         own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
-        FusedOptimizer.__init__(self, params, as_set(of_a_variant(own)))
+        own = of_a_variant(own)
+        check_given_lr(own)
+        FusedOptimizer.__init__(self, params, as_set(own))
 
     @classmethod
     def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
