@@ -89,9 +89,7 @@ struct RowOf {
   struct Rule##Row : RowOf<Rule, Rule##Options, Rule##ParamState> {};
 FUSEDSTEP_RULES(FUSEDSTEP_ROW)
 #undef FUSEDSTEP_ROW
-struct AdamWRow : RowOf<AdamW, AdamOptions, AdamParamState> {
-  static Options options() { return AdamWOptions(0.02).betas({0.8, 0.95}).eps(1e-6).weight_decay(0.1); }
-};
+struct AdamWRow : RowOf<AdamW, AdamWOptions, AdamWParamState> {};
 
 #define FUSEDSTEP_ROW(Rule) Rule##Row,
 using Rows = testing::Types<FUSEDSTEP_RULES(FUSEDSTEP_ROW) AdamWRow>;

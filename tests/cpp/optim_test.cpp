@@ -5,6 +5,8 @@
 #include <memory>
 #include <sstream>
 #include <string>
+#include <type_traits>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -255,6 +257,111 @@ TYPED_TEST(OptimTest, SavedAndLoadedGivesTheSameBits) {
     take_steps(loaded, resumed, 5, 10);
     expect_equal(weights, resumed);
   }
+}
+
+// SGD's for the others, Adam's for SGD.
+TYPED_TEST(OptimTest, AnArchiveOfAnotherOptimizerIsRefused) {
+  using Optimizer = typename TypeParam::Optimizer;
+  using Other = std::conditional_t<std::is_same_v<Optimizer, SGD>, Adam, SGD>;
+  const Tensors weights = make_weights();
+  std::stringstream file;
+  torch::save(Other(weights, 0.25), file);
+  Optimizer optimizer(weights, TypeParam::options());
+  const std::string names = "the archive is of " + c10::demangle(typeid(Other).name()) + ", not of " +
+                            c10::demangle(typeid(Optimizer).name());
+  EXPECT_EQ(error_of([&] { torch::load(optimizer, file); }), names);
+  EXPECT_TRUE(static_cast<const typename TypeParam::Options&>(optimizer.param_groups()[0].options()) ==
+              TypeParam::options());
+}
+
+TYPED_TEST(OptimTest, OptionsOfAnotherClassAreRefused) {
+  using Optimizer = typename TypeParam::Optimizer;
+  const Tensors weights = make_weights(), before = clones(weights);
+  const OptimizerParamGroup group(weights, std::make_unique<torch::optim::LBFGSOptions>(0.1));
+  const std::string names = "the options of a group must be " +
+                            c10::demangle(typeid(typename TypeParam::Options).name()) +
+                            ", not torch::optim::LBFGSOptions";
+  const std::vector<OptimizerParamGroup> groups{group};
+  EXPECT_EQ(error_of([&] { Optimizer optimizer(groups, TypeParam::options()); }), names);
+  Optimizer optimizer(std::vector<OptimizerParamGroup>{}, TypeParam::options());
+  EXPECT_EQ(error_of([&] { optimizer.add_param_group(group); }), names);
+  EXPECT_TRUE(optimizer.param_groups().empty());
+  optimizer.param_groups().push_back(group);
+  set_grads(weights, 0);
+  EXPECT_EQ(error_of([&] { optimizer.step(); }), names);
+  expect_equal(weights, before);
+}
+
+TYPED_TEST(OptimTest, AGroupsOptionsOutOfRangeAreRefused) {
+  using Optimizer = typename TypeParam::Optimizer;
+  const OptimizerParamGroup group(make_weights(), std::make_unique<typename TypeParam::Options>(-1));
+  const std::vector<OptimizerParamGroup> groups{group};
+  EXPECT_EQ(error_of([&] { Optimizer optimizer(groups, TypeParam::options()); }),
+            "Invalid learning rate: -1");
+  Optimizer optimizer(make_weights(), TypeParam::options());
+  EXPECT_EQ(error_of([&] { optimizer.add_param_group(group); }), "Invalid learning rate: -1");
+  EXPECT_EQ(optimizer.param_groups().size(), 1);
+}
+
+TYPED_TEST(OptimTest, ANullStateIsRefused) {
+  const Tensors weights = make_weights(), before = clones(weights);
+  typename TypeParam::Optimizer optimizer(weights, TypeParam::options());
+  optimizer.state()[weights[1].unsafeGetTensorImpl()] = nullptr;
+  set_grads(weights, 0);
+  EXPECT_EQ(error_of([&] { optimizer.step(); }),
+            "the state of a weight is null: erase it, and a step makes a new one");
+  expect_equal(weights, before);
+}
+
+TEST(AdamWTest, ANumberIsItsRate) {
+  const auto stepped = [](const auto& make) {
+    const Tensor weight = torch::ones(4, torch::requires_grad());
+    weight.mutable_grad() = torch::zeros(4);
+    AdamW optimizer = make(Tensors{weight});
+    optimizer.step();
+    EXPECT_NE(dynamic_cast<AdamWOptions*>(&optimizer.param_groups()[0].options()), nullptr);
+    return weight[0].item<float>();
+  };
+  using Groups = std::vector<OptimizerParamGroup>;
+  EXPECT_FLOAT_EQ(stepped([](const Tensors& weights) { return AdamW(weights, 0.1); }), 0.999);
+  EXPECT_FLOAT_EQ(stepped([](const Tensors& weights) { return AdamW(weights, {0.1}); }), 0.999);
+  EXPECT_FLOAT_EQ(
+      stepped([](const Tensors& weights) { return AdamW(Groups{OptimizerParamGroup(weights)}, 0.1); }),
+      0.999);
+  const auto of_adam = AdamOptions(0.1).weight_decay(0.5).amsgrad(true).seed(3).rounding("kahan");
+  EXPECT_FLOAT_EQ(stepped([&](const Tensors& weights) { return AdamW(weights, of_adam); }), 0.95);
+  EXPECT_TRUE(AdamWOptions(of_adam) ==
+              AdamWOptions(0.1).weight_decay(0.5).amsgrad(true).seed(3).rounding("kahan"));
+}
+
+// In the constructor, added, and pushed past the optimizer: a decay of 0.5 is decoupled.
+TEST(AdamWTest, AGroupWithOptionsOfAdamDecaysDecoupled) {
+  using Groups = std::vector<OptimizerParamGroup>;
+  const auto group = [](const Tensor& weight) {
+    return OptimizerParamGroup({weight}, std::make_unique<AdamOptions>(AdamOptions(0.1).weight_decay(0.5)));
+  };
+  const Tensors weights = {torch::ones(4), torch::ones(4), torch::ones(4)};
+  AdamW optimizer(Groups{group(weights[0])});
+  optimizer.add_param_group(group(weights[1]));
+  optimizer.param_groups().push_back(group(weights[2]));
+  for (const Tensor& weight : weights) weight.mutable_grad() = torch::zeros(4);
+  optimizer.step();
+  for (const Tensor& weight : weights) EXPECT_FLOAT_EQ(weight[0].item<float>(), 0.95);
+  for (const auto& each : optimizer.param_groups()) {
+    EXPECT_NE(dynamic_cast<const AdamWOptions*>(&each.options()), nullptr);
+  }
+}
+
+TEST(AdamWTest, StaysDecoupledAfterALoadOfTorchs) {
+  const Tensors ours = make_weights(), theirs = clones(ours);
+  torch::optim::AdamW expected(theirs, torch::optim::AdamWOptions(0.01).weight_decay(0.5));
+  std::stringstream file;
+  torch::save(expected, file);
+  AdamW optimizer(ours);
+  torch::load(optimizer, file);
+  take_steps(optimizer, ours, 0, 3);
+  take_steps(expected, theirs, 0, 3);
+  expect_close(ours, theirs, 1e-5);
 }
 
 TYPED_TEST(OptimTest, GoesOnAfterAMove) {

@@ -114,7 +114,10 @@ TYPED_TEST(StorageTest, WhatIsForBfloat16OnlyIsRefusedForFloat16) {
     const Tensors weights = large_weights(torch::kFloat16), before = clones(weights);
     EXPECT_EQ(error_of([&] { typename TypeParam::Optimizer optimizer(weights, options); }), text);
     typename TypeParam::Optimizer optimizer(std::vector<OptimizerParamGroup>{}, TypeParam::options());
-    optimizer.add_param_group(OptimizerParamGroup(weights, std::make_unique<Options>(options)));
+    OptimizerParamGroup group(weights, std::make_unique<Options>(options));
+    EXPECT_EQ(error_of([&] { optimizer.add_param_group(group); }), text);
+    EXPECT_TRUE(optimizer.param_groups().empty());
+    optimizer.param_groups().push_back(group);
     set_grads(weights, 0);
     EXPECT_EQ(error_of([&] { optimizer.step(); }), text);
     expect_equal(weights, before);

@@ -15,6 +15,7 @@
 //     }
 //   }
 #pragma once
+#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>
 #include <torch/types.h>
@@ -28,6 +29,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
@@ -61,7 +63,9 @@ namespace fusedstep::optim {
 //   static double max_grad_norm(const Options&)   what the 2-norm of all gradients is clipped to,
 //   static double grad_norm_eps(const Options&)   which is added to the norm that is divided by,
 // and, where it takes sparse gradients,
-//   static const char* sparse_error(const Options&)   null, or why it does not with these options.
+//   static const char* sparse_error(const Options&)   null, or why it does not with these options,
+// and, where a group may have options of another class, from which it gets its own,
+//   static std::unique_ptr<Options> converted(const torch::optim::OptimizerOptions&)   null for all others.
 template <class Derived, class Options, class State, template <unsigned> class Rule>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
@@ -69,13 +73,18 @@ class FusedOptimizer : public torch::optim::Optimizer {
                           const Options& defaults = {})
       : torch::optim::Optimizer(param_groups, std::make_unique<Options>(defaults)) {
     Derived::check(defaults);
-    for (const torch::optim::OptimizerParamGroup& group : param_groups_) {
-      const detail::Storage storage = detail::storage_of(static_cast<const Options&>(group.options()));
-      for (const torch::Tensor& weight : group.params()) detail::way_of(storage, weight);
-    }
+    for (torch::optim::OptimizerParamGroup& group : param_groups_) take_over(group);
   }
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
+
+  // Throws c10::Error, with nothing changed, for a group that the constructor refuses.
+  void add_param_group(const torch::optim::OptimizerParamGroup& group) {
+    torch::optim::OptimizerParamGroup own(group);
+    if (!own.has_options()) own.set_options(defaults_->clone());
+    take_over(own);
+    torch::optim::Optimizer::add_param_group(own);
+  }
 
   static void check(const Options& options) { options.check_ranges(); }
   static double initial_value(const Options&, std::string_view /*name*/, double otherwise) {
@@ -85,11 +94,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
   static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
   static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
   static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
+  static std::unique_ptr<Options> converted(const torch::optim::OptimizerOptions&) { return nullptr; }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
   // closure's loss. Throws c10::Error or std::runtime_error, before any parameter is changed, for a gradient
   // that does not match its parameter in shape, dtype or device or is sparse (but see Adagrad), and for
-  // parameters that overlap themselves or one another in memory.
+  // parameters that overlap themselves or one another in memory. A group with options of another class is an
+  // error, and so is a state that is null.
   torch::Tensor step(LossClosure closure = nullptr) override {
     torch::NoGradGuard no_grad;
     torch::Tensor loss;
@@ -98,12 +109,13 @@ class FusedOptimizer : public torch::optim::Optimizer {
       loss = closure();
     }
     if (param_groups_.empty()) return loss;
-    const double max_norm = max_norm_of_groups();
+    std::vector<const Options*> options;
+    for (auto& group : param_groups_) options.push_back(&own_options(group));
+    const double max_norm = max_norm_of_groups(options);
     std::vector<BoundGroup> bound;
-    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(i, bound);
+    for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(i, *options[i], bound);
     find_aliasing_grads(bound);
-    const auto& last = static_cast<const Options&>(param_groups_.back().options());
-    const torch::Tensor factor = grad_factor(bound, max_norm, Derived::grad_norm_eps(last));
+    const torch::Tensor factor = grad_factor(bound, max_norm, Derived::grad_norm_eps(*options.back()));
     std::vector<int64_t> plans;
     for (const BoundGroup& group : bound) {
       prepare(*group.options, group.plan, take_factor(group, factor));
@@ -121,16 +133,20 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);
+    archive.write("optimizer", torch::IValue(class_name()));
   }
   // Loads options and states, which become codes or numbers as the options ask. What an archive does not say
   // of their storage is as the optimizer was made. Throws c10::Error, with nothing changed, for an archive of
   // another optimizer, or one with a state that does not fit its parameter.
   void load(torch::serialize::InputArchive& archive) override {
     torch::NoGradGuard no_grad;
-    std::vector<Options> options_before;
-    for (const auto& group : param_groups_) {
-      options_before.push_back(static_cast<const Options&>(group.options()));
+    c10::IValue saved;  // archives of torch and of earlier versions have no name
+    if (archive.try_read("optimizer", saved)) {
+      TORCH_CHECK(saved.toStringRef() == class_name(), "the archive is of ", saved.toStringRef(), ", not of ",
+                  class_name());
     }
+    std::vector<Options> options_before;
+    for (auto& group : param_groups_) options_before.push_back(own_options(group));
     // No moves: this map's allocate, and are noexcept.
     decltype(state_) states_before;
     state_.swap(states_before);
@@ -138,7 +154,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       torch::optim::serialize<State, Options>(archive, *this);
       for (size_t i = 0; i < param_groups_.size(); ++i) fit_loaded(i);
       for (auto& [key, state] : states_before) {
-        if (state_.find(key) == state_.end()) state_.emplace(key, state->clone());
+        if (state != nullptr && state_.find(key) == state_.end()) state_.emplace(key, state->clone());
       }
     } catch (...) {
       state_.swap(states_before);
@@ -152,6 +168,26 @@ class FusedOptimizer : public torch::optim::Optimizer {
  private:
   using Tensors = std::vector<torch::Tensor>;
   static constexpr auto& kStates = Rule<0>::kAllStates;
+
+  static std::string class_name() { return c10::demangle(typeid(Derived).name()); }
+
+  // The options of a group, converted where the class takes them from others. Throws c10::Error for those of
+  // another class.
+  static Options& own_options(torch::optim::OptimizerParamGroup& group) {
+    if (auto own = Derived::converted(group.options())) group.set_options(std::move(own));
+    auto* const found = dynamic_cast<Options*>(&group.options());
+    TORCH_CHECK(found != nullptr, "the options of a group must be ", c10::demangle(typeid(Options).name()),
+                ", not ", c10::demangle(typeid(group.options()).name()));
+    return *found;
+  }
+
+  // Throws c10::Error for a group that cannot be stepped with its options.
+  static void take_over(torch::optim::OptimizerParamGroup& group) {
+    const Options& options = own_options(group);
+    Derived::check(options);
+    const detail::Storage storage = detail::storage_of(options);
+    for (const torch::Tensor& weight : group.params()) detail::way_of(storage, weight);
+  }
 
   // The rule's states that these options ask for, as indices of kStates.
   static std::vector<size_t> slots(const Options& options) {
@@ -185,9 +221,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     std::vector<int64_t> places;  // among all weights of the optimizer: the group, and the weight in it
   };
 
-  void bind_group(size_t index, std::vector<BoundGroup>& bound) {
+  void bind_group(size_t index, const Options& options, std::vector<BoundGroup>& bound) {
     const torch::optim::OptimizerParamGroup& group = param_groups_[index];
-    const auto& options = static_cast<const Options&>(group.options());
     const detail::Storage storage = detail::storage_of(options);
     const char* const sparse_error = Derived::sparse_error(options);
     std::map<detail::Way, Launch> launches;
@@ -276,10 +311,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
     if (writes) op.call(plans);
   }
 
-  double max_norm_of_groups() const {
+  static double max_norm_of_groups(const std::vector<const Options*>& options) {
     double max_norm = std::numeric_limits<double>::infinity();
-    for (size_t i = 0; i < param_groups_.size(); ++i) {
-      const double of_group = Derived::max_grad_norm(static_cast<const Options&>(param_groups_[i].options()));
+    for (size_t i = 0; i < options.size(); ++i) {
+      const double of_group = Derived::max_grad_norm(*options[i]);
       TORCH_CHECK(i == 0 || of_group == max_norm, "max_grad_norm must be the same in all groups, not ",
                   max_norm, " and ", of_group);
       max_norm = of_group;

@@ -65,7 +65,7 @@ class Plan {
   struct Handle {
     int64_t value;
 
-    explicit Handle(int64_t value) : value(value) {}
+    explicit Handle(int64_t plan) : value(plan) {}
     Handle(const Handle&) = delete;
     Handle& operator=(const Handle&) = delete;
     ~Handle() { fusedstep_drop_plan(value); }

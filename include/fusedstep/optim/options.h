@@ -16,8 +16,8 @@
 namespace fusedstep::optim {
 
 // Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
-// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks is left as
-// it is: later versions have more of them.
+// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks gets its
+// default: later versions have more of them.
 #define FUSEDSTEP_OPTIONS(Options, LIST)                                                                \
  public:                                                                                                \
   Options() = default;                                                                                  \

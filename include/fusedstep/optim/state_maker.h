@@ -112,7 +112,10 @@ class StateMaker {
 
   State* find(const torch::Tensor& weight) {
     const auto found = states_.find(weight.unsafeGetTensorImpl());
-    return found == states_.end() ? nullptr : static_cast<State*>(found->second.get());
+    if (found == states_.end()) return nullptr;
+    TORCH_CHECK(found->second != nullptr,
+                "the state of a weight is null: erase it, and a step makes a new one");
+    return static_cast<State*>(found->second.get());
   }
 
   bool is_whole(const torch::Tensor& weight, const State& state) const {
