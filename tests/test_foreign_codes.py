@@ -482,3 +482,69 @@ def test_goes_on_from_bitsandbytes(monkeypatch, name, suffix):
         assert_same_bits(imported.state[params[1]][next(iter(states))], numbers, "state1")
     if not (kind and name in ("Adagrad", "RMSprop")):  # their states are rounded once more
         assert_steps_as(other, params)
+
+
+# Codes that a class of torch has loaded as numbers
+
+
+def held_by_torch(name, dictionary):
+    params = weights()
+    options = {"momentum": 0.5} if name == "SGD" else {}
+    namesake = getattr(torch.optim, name)(params, **options)
+    namesake.load_state_dict(copy.deepcopy(dictionary))
+    return namesake, getattr(optim, name)(weights(), **options)
+
+
+IN_TORCH = [name for name in CLASSES if hasattr(torch.optim, name)]
+
+
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_numbers_of_a_torch_class_that_are_codes_of_bitsandbytes(name):
+    dictionary = bitsandbytes_dictionary(name, numbers_of(CLASSES[name][1]))
+    namesake, ours = held_by_torch(name, dictionary)
+    fusedstep.import_state_dict(ours, dictionary)
+    _, imported = held_by_torch(name, dictionary)
+    fusedstep.import_state_dict(imported, namesake.state_dict())
+    for found in (fusedstep.convert(namesake), imported):
+        assert_same_contents(contents(found), contents(ours))
+    flat(namesake.state[namesake.param_groups[0]["params"][0]])["state1"] += 0.5
+    with pytest.raises(ValueError, match=f"state1 {OF_0} has an absmax, but is not in codes"):
+        fusedstep.convert(namesake)
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", IN_TORCH)
+def test_numbers_of_a_torch_class_that_are_codes_of_ours(name, kind):
+    params = weights()
+    momentum = {"momentum": 0.5} if name == "SGD" else {}
+    source = getattr(optim, name)(params, state_dtype=kind, **momentum)
+    train(source, params, [1, 2])
+    dictionary = source.state_dict()
+    del dictionary["param_groups"][0]["state_dtype"]
+    namesake, ours = held_by_torch(name, dictionary)
+    ours.load_state_dict(copy.deepcopy(dictionary))
+    _, imported = held_by_torch(name, dictionary)
+    with pytest.raises(ValueError, match=r"in numbers: torch's class|has the shape"):
+        imported.load_state_dict(namesake.state_dict())
+    fusedstep.import_state_dict(imported, namesake.state_dict())
+    for found in (fusedstep.convert(namesake), imported):
+        assert_same_contents(contents(found), contents(ours))
+    if kind == "int4":
+        return  # torch's class cannot step numbers of another shape
+    train(namesake, namesake.param_groups[0]["params"], [3])
+    for door in (
+        lambda: fusedstep.convert(namesake),
+        lambda: fusedstep.import_state_dict(imported, namesake.state_dict()),
+    ):
+        with pytest.raises(ValueError, match=f"{OF_0} has an absmax, but is not in codes"):
+            door()
+
+
+def test_numbers_that_are_codes_with_a_rounded_absmax_are_refused():
+    params = as_parameters(make_weights(SHAPES, torch.bfloat16))
+    source = optim.AdamW(params, state_dtype="int8")
+    train(source, params, [1])
+    namesake = torch.optim.AdamW(params)
+    namesake.load_state_dict(source.state_dict())
+    with pytest.raises(ValueError, match=r"absmax of exp_avg .* was rounded to torch\.bfloat16"):
+        fusedstep.convert(namesake)

@@ -23,6 +23,7 @@ from fusedstep.optim._codes import (
     BLOCKS,
     absmax_of,
     asked_kind,
+    is_codes,
     pack,
     spread_absmax,
     spread_codes,
@@ -104,6 +105,7 @@ def in_our_codes(
     Raises:
         ValueError: if a state is missing, truncated or of another optimizer.
     """
+    state = _uncast(what, state, weight)
     if _is_of_bitsandbytes(state):
         found = _of_bitsandbytes(what, state, cls, weight)
     elif isinstance(state, Mapping) and any(map(is_of_torchao, state.values())):
@@ -184,7 +186,9 @@ def _read(text: str, number: int, state: Mapping[str, Any], weight: Tensor) -> T
             "memory, on a CPU by rows and columns, and the state does not say which it was"
         )
     if value.dtype is not torch.uint8:
-        return value
+        if state.get(f"qmap{number}") is None:
+            return value
+        value = _as_codes(name, value, state.get(f"absmax{number}"))
     qmap, absmax = (state.get(f"{part}{number}") for part in ("qmap", "absmax"))
     _check_dense(text.format("qmap"), qmap)
     _check_dense(text.format("absmax"), absmax)
@@ -227,6 +231,42 @@ def _of_torchao(name: str, value: Tensor, weight: Tensor) -> _Codes:
     if is_packed:
         codes = torch.stack([codes >> 4, codes & 15], 1).flatten()
     return _Codes(codes, qmap, scale, elements // scale.numel())
+
+
+def _uncast(what: str, state: Any, weight: Tensor) -> Any:
+    """A state of ours with its codes, where a class of torch has made numbers of them."""
+    if not isinstance(state, Mapping):
+        return state
+    codes = {
+        name: _as_codes(f"{name} of {what}", value, state[absmax_of(name)], weight)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and absmax_of(name) in state and not is_codes(value)
+    }
+    return {**state, **codes} if codes else state
+
+
+def _as_codes(name: str, value: Tensor, absmax: Any, weight: Tensor | None = None) -> Tensor:
+    """The codes that a class of torch has cast to the dtype of its weights as it loaded them.
+
+    ``weight``: one with the shape of the state, if codes are those of this package.
+    """
+    _check_dense(name, value)
+    _check_dense(f"the absmax of {name}", absmax)
+    part = local(value)
+    if weight is not None and part.numel() and part.amax() == _LARGEST_FP8:
+        codes = value.to(torch.float8_e4m3fn)
+    else:
+        codes = value.to(torch.uint8)
+    if not torch.equal(local(codes).to(part.dtype), part):
+        raise ValueError(
+            f"{name} has an absmax, but is not in codes: they were taken for numbers in a step"
+        )
+    if local(absmax).dtype is not torch.float32:
+        raise ValueError(
+            f"the absmax of {name} was rounded to {local(absmax).dtype}: load the dictionary that "
+            "has the codes by fusedstep.import_state_dict"
+        )
+    return codes
 
 
 def _check_dense(name: str, value: Any) -> None:

@@ -173,12 +173,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         for group, members in zip(optimizer.param_groups, given, strict=True)
     ]
     converted = cls(groups, **(defaults | {"fused": None} | overrides))
-    given = _decoded(converted.param_groups, given, cls)
-    states = [
-        _translated(group, members, cls)
-        for group, members in zip(optimizer.param_groups, given, strict=True)
-    ]
-    states = _in_form(converted, converted.param_groups, states)
+    states = _taken(converted, optimizer.param_groups, converted.param_groups, given)
     for group, members in zip(masters, states, strict=True) if masters else ():
         for master, state in zip(group["params"], members, strict=True):
             if state:
@@ -245,21 +240,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         for group, members, own in zip(groups, given, optimizer.param_groups, strict=True)
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
-    given = _decoded(new_groups, given, cls)
-    for index, (group, members) in enumerate(zip(groups, given, strict=True)):
-        _check_given(optimizer, new_groups[index], index, group, members)
-    states = [
-        _translated(group, members, cls) for group, members in zip(groups, given, strict=True)
-    ]
-    states = _in_form(optimizer, new_groups, states)
-    for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
-        for place, state in enumerate(members):
-            if state:
-                weight = group["params"][place]
-                check_names(optimizer, name_of(group, index, place), state, group, weight)
-        check_saved_options(optimizer, index, options[index])
-        for place, state in enumerate(members):
-            check_state(optimizer, group, group, (index, place), state)
+    for index, each in enumerate(options):
+        check_saved_options(optimizer, index, each)
+    states = _taken(optimizer, groups, new_groups, given)
     _give_states(optimizer, states, new_groups)
 
 
@@ -326,6 +309,31 @@ def _carried(
 
 
 # States
+
+
+def _taken(
+    optimizer: FusedOptimizer,
+    groups: list[dict[str, Any]],
+    new_groups: list[dict[str, Any]],
+    given: list[list[Any]],
+) -> list[list[dict[str, Any]]]:
+    """The states of another optimizer's groups as those of new groups here.
+
+    Raises:
+        ValueError: if a state is not one of this optimizer.
+    """
+    given = _decoded(new_groups, given, type(optimizer))
+    for index, (group, members) in enumerate(zip(groups, given, strict=True)):
+        _check_given(optimizer, new_groups[index], index, group, members)
+    states = [
+        _translated(group, members, type(optimizer))
+        for group, members in zip(groups, given, strict=True)
+    ]
+    states = _in_form(optimizer, new_groups, states)
+    for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):
+        for place, state in enumerate(members):
+            check_state(optimizer, group, group, (index, place), state)
+    return states
 
 
 def _decoded(

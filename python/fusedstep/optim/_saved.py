@@ -136,6 +136,11 @@ def check_state(
         if key in needed or state.get(key) is not None:
             shape = (shapes or {}).get(key, weight.shape)
             check_tensor(f"{key} of {name}", state[key], weight, state.get(absmax_of(key)), shape)
+            if absmax_of(key) in state and not is_codes(state[key]):
+                raise ValueError(
+                    f"{key} of {name} has an absmax, but is in numbers: torch's class has made "
+                    "them of codes, which fusedstep.import_state_dict reads"
+                )
             if shapes is None and key not in BESIDE.values():
                 _check_not_cast(f"{key} of {name}", state[key], weight)
         if key == LOW and state.get(key) is not None and state[key].dtype is not torch.int16:
