@@ -321,7 +321,8 @@ def _same_codes(found: _Codes, kind: str | None, signed: bool) -> Tensor | None:
 @functools.cache
 def _values(kind: str, signed: bool) -> Tensor:
     """The values of all codes of a kind, in their order."""
-    codes = torch.arange(256, dtype=torch.uint8)
+    codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     codes = pack(codes[:16]) if kind == "int4" else codes
     shape = [16 if kind == "int4" else 256]
-    return torch.ops.fusedstep.decode_state(codes, torch.ones(1), shape, signed).double()
+    one = torch.ones(1, dtype=torch.float32, device="cpu")
+    return torch.ops.fusedstep.decode_state(codes, one, shape, signed).double()

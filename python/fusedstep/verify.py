@@ -316,7 +316,7 @@ class _Watch:
             if ways[p] == "split":
                 found["weight"] = _value(ways[p], p, optimizer)
             for what, right in expected[p].items():
-                actual = found.get(what, torch.empty(0))
+                actual = found.get(what, torch.empty(0, dtype=maths, device="cpu"))
                 units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
                 error = _largest_error(actual, right, maths)
                 # One that is rounded at random is one of the two around the value.

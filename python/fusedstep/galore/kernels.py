@@ -57,21 +57,24 @@ class Problem(NamedTuple):
 
 def problem(rows: int, columns: int, rank: int, dtype: torch.dtype, device: str) -> Problem:
     """A problem with numbers that depend on its shape alone."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float32, device="cpu")
 
     (side,) = sides("std", rows, columns)
     shape = low_shape(rank, (side,), rows, columns)
     basis = torch.linalg.qr(normal(rows if side == LEFT else columns, rank))[0]
     state = {
         "exp_avg": 0.1 * normal(*shape),
-        "exp_avg_sq": 0.5 + torch.rand(shape, generator=generator),
+        "exp_avg_sq": 0.5 + uniform(*shape),
         side: basis if side == LEFT else basis.t().contiguous(),
     }
     state = {name: value.to(device) for name, value in state.items()}
-    state["step"] = torch.tensor(float(_STEPS_BEFORE))
+    state["step"] = torch.tensor(float(_STEPS_BEFORE), dtype=torch.float32, device="cpu")
     weight, grad = (normal(rows, columns).to(device, dtype) for _ in range(2))
     return Problem(weight, grad, state)
 
@@ -86,7 +89,8 @@ def _by_optimizer(given: Problem, fused: bool) -> Callable[[], None]:
 
 
 def _group() -> dict[str, Any]:
-    return GaLoreAdamW([torch.zeros(1)], **_OPTIONS).param_groups[0]
+    weight = torch.zeros(1, dtype=torch.float32, device="cpu")
+    return GaLoreAdamW([weight], **_OPTIONS).param_groups[0]
 
 
 def _parts(given: Problem) -> Callable[[], None]:
@@ -166,7 +170,7 @@ def _compiled(given: Problem) -> Callable[[], None]:
         length = group["lr"] * group["scale"] * bias_correction(group, int(state["step"]))
         # A tensor: a graph for each number would be compiled otherwise. Filled, not copied: a copy
         # from the host waits for the GPU.
-        number = torch.full((), length, device=given.grad.device)
+        number = torch.full((), length, dtype=torch.float32, device=given.grad.device)
         compiled(given.weight, given.grad, tensors, number)
 
     return step

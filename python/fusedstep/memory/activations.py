@@ -68,11 +68,12 @@ def trace(
         checkpointing (bool): the blocks of each stack are computed again in the backward
         inference (bool): without a backward
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.random.fork_rng(devices=()):
+    fake, on_host = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
+    with fake, on_host, torch.random.fork_rng(devices=()):
         model = _cast(make(), dtype).train(not inference)
         if checkpointing:
             checkpoint_blocks(model)
-        inputs = torch.zeros(size, dtype=torch.long if tokens else dtype)
+        inputs = torch.zeros(size, dtype=torch.long if tokens else dtype, device="cpu")
         with _attention(attention), _Live() as live:
             casts = torch.autocast("cpu", autocast, enabled=autocast is not None)
             if inference:
@@ -103,7 +104,7 @@ def loss_of(model: torch.nn.Module, inputs: Tensor) -> tuple[Tensor, Any]:
     if scores.dim() < 2:
         return scores.sum(), output
     is_of_tokens = inputs.dtype is torch.long and inputs.numel() == len(scores)
-    targets = inputs.flatten() if is_of_tokens else torch.zeros(len(scores), dtype=torch.long)
+    targets = inputs.flatten() if is_of_tokens else scores.new_zeros(len(scores), dtype=torch.long)
     return F.cross_entropy(scores, targets.to(scores.device)), output
 
 

@@ -153,8 +153,9 @@ class PreviousNorm:
     def begin_iteration(self) -> None:
         norms, self._norms = self._norms, []
         if any(isinstance(norm, Tensor) for norm in norms):
-            device = next(norm.device for norm in norms if isinstance(norm, Tensor))
-            stacked = torch.stack([torch.as_tensor(norm, device=device) for norm in norms])
+            first = next(norm for norm in norms if isinstance(norm, Tensor))
+            dtype, device = first.dtype, first.device
+            stacked = torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in norms])
             norm = torch.linalg.vector_norm(stacked)
             self._factor = (self._limit / (norm + EPSILON)).clamp(max=1.0)
         elif norms:

@@ -175,14 +175,15 @@ def encode(numbers: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
 def new_codes(weights: list[Tensor], kind: str, signed: list[bool]) -> list[Tensor]:
     """The same as the operator of this name, in torch operations, on any device."""
     codes, absmax = [], []
+    two = torch.zeros(2, dtype=torch.float32, device="cpu")
     for is_signed in signed:
-        zeros = encode(torch.zeros(2), kind, is_signed)[0].view(torch.uint8)
+        zeros = encode(two, kind, is_signed)[0].view(torch.uint8)
         for weight in weights:
             shape = sizes_in_units(weight.shape, 2) if kind == "int4" else weight.shape
             made = torch.full(shape, int(zeros[0]), dtype=torch.uint8, device=weight.device)
             codes.append(made.view(torch.float8_e4m3fn) if kind == "fp8" else made)
             blocks = sizes_in_units(weight.shape, BLOCKS[kind])
-            absmax.append(torch.zeros(blocks, device=weight.device))
+            absmax.append(torch.zeros(blocks, dtype=torch.float32, device=weight.device))
     return codes + absmax
 
 

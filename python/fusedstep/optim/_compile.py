@@ -67,14 +67,14 @@ def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tens
     """
     owner = by_name[optimizer]
     values = owner._options(owner._groups[group], lr)
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 @options.register_fake
 def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
     owner = by_name[optimizer]
     count = len(owner._options(owner._groups[group], 0.0))
-    return torch.empty(count, dtype=torch.float64)
+    return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
 # These run when the graph is made, not in the graph, and look at the optimizer itself.

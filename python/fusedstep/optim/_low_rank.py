@@ -249,7 +249,8 @@ class LowRankSteps(LowRankGroups):
         for item, scratch in found:
             for index, (weight, grad) in enumerate(item.pairs()):
                 own = [not_finite(local(grad)), not_finite(scratch.low(index))]
-                flags.append((item, weight, torch.tensor(own, dtype=torch.float64)))
+                flag = torch.tensor(own, dtype=torch.float64, device="cpu")
+                flags.append((item, weight, flag))
                 if (cut := cut_of(weight)) is not None:
                     of_shards.append((cut, flags[-1][-1]))
         sum_parts(of_shards)

@@ -151,7 +151,7 @@ class LowRankGroups(LowRankShards):
             elif value is not None:
                 formed[name] = value
             elif not shapes.get(name, weight.shape):  # a number
-                formed[name] = torch.zeros((), device=weight.device)
+                formed[name] = torch.zeros((), dtype=torch.float32, device=weight.device)
             if is_codes(value):
                 formed[absmax_of(name)] = known[absmax_of(name)]
         return formed

@@ -103,8 +103,8 @@ class LowRankShards:
                     flag = float(looks and not_finite(local(grad)))
                     alike.setdefault(place, []).append((item, weight, flag))
         for place, members in alike.items():
-            flags = torch.tensor([[flag] for *_, flag in members], dtype=torch.float64)
-            flags = flags.view(-1, 1).to(place[0])
+            found = [flag for *_, flag in members]
+            flags = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 1).to(place[0])
             (total,) = spread.sums(place, [([weight for _, weight, _ in members], flags)])
             for (item, weight, _), number in zip(members, total.flatten().tolist(), strict=True):
                 if number:

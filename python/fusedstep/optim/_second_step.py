@@ -83,7 +83,7 @@ class _Plan(Plan):
     __slots__ = ("states",)
 
     def __init__(self, values: list[Tensor], states: list[Tensor], names: tuple[str, ...]) -> None:
-        counts = [{"step": torch.zeros(())} for _ in values]
+        counts = [{"step": torch.zeros((), dtype=torch.float32, device="cpu")} for _ in values]
         super().__init__(values, states, counts, names, ("step",), False, False)
         self.states = states
 

@@ -128,7 +128,7 @@ def made_by_owners(
         group = cut.mesh.get_group(cut.axis)
         # One that fails would leave the others waiting.
         own = next((i for i, each in made.items() if isinstance(each, Exception)), None)
-        failed = torch.tensor(-1 if own is None else own, device=there)
+        failed = torch.tensor(-1 if own is None else own, dtype=torch.int64, device=there)
         torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
         if own is not None:
             raise made[own]

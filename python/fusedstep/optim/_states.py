@@ -247,7 +247,8 @@ class StateStore:
         of = _state_of(name)
         if of != name or is_codes(tensor):
             kind = _codes.kind_of(tensor, weight)  # any kind has the same absmax
-            codes, absmax = _codes.encode(torch.full([2], value), kind, of in self._signed)
+            two = torch.full([2], value, dtype=torch.float32, device="cpu")
+            codes, absmax = _codes.encode(two, kind, of in self._signed)
             tensor = _dtensor.local(tensor)
             tensor = tensor.view(torch.uint8) if is_codes(tensor) else tensor
             value = (absmax if of != name else codes.view(torch.uint8))[0].item()

@@ -28,9 +28,10 @@ OVERSAMPLING, POWER_STEPS = 8, 2
 
 def gaussian(shape: tuple[int, int], key: int, like: Tensor) -> Tensor:
     """Standard normal numbers that follow from a key: the same on every device."""
-    generator = torch.Generator().manual_seed(key % 2**63)
+    generator = torch.Generator("cpu").manual_seed(key % 2**63)
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    return torch.randn(shape, generator=generator, dtype=dtype).to(like.device)
+    numbers = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
+    return numbers.to(like.device)
 
 
 def bases_of(

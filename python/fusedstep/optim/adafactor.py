@@ -55,7 +55,7 @@ from fusedstep.optim._weights import way_of
 __all__ = ["Adafactor"]
 
 #: An operation would make a tensor of a number, and perhaps have no memory for it.
-_ONE = torch.ones((), device="cpu")
+_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class Adafactor(FusedOptimizer):
