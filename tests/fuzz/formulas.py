@@ -69,6 +69,17 @@ class Asked:
     def options(self, *names: str) -> dict[str, Any]:
         return {name: self.group[name] for name in names}
 
+    @property
+    def unit(self) -> float:
+        """The relative error of a result of a torch operation, where they have 16 bits; else 0.
+
+        They have the dtype of moments that are numbers. Codes stand for float32 ones.
+        """
+        names = self.after.keys() & {"exp_avg", "momentum_buffer"}
+        dtype = self.after[names.pop()].dtype if names else self.value_dtype
+        is_short = dtype in oracle.SIXTEEN_BITS and self.group["state_dtype"] is None
+        return torch.finfo(dtype).eps / 2 if is_short and self.group["fused"] is False else 0.0
+
 
 @dataclass
 class Stepped:
@@ -80,6 +91,32 @@ class Stepped:
     """Largest errors of elements, beside those of any arithmetic."""
     in_norm: dict[str, float] = field(default_factory=dict)
     """Largest norm of the errors of all elements together, where elements have no bound."""
+
+
+# ---- In 16 bits ----------------------------------------------------------------------------------
+
+# Torch operations round each result: sqrt, lerp, addcmul, addcdiv and products with a number once.
+# An add with an alpha rounds the alpha, then the product unless vectorised, then the sum. The bound
+# of every state and weight has two roundings already, of what it was and of what it is.
+
+
+def of_product(asked: Asked, alpha: float, value: Tensor, error: Tensor | float = 0.0) -> Tensor:
+    """The error of ``alpha * value`` in an add; ``error``: that of the value."""
+    rounded = torch.tensor(alpha, dtype=asked.dtype).item()
+    found = abs(rounded - alpha) * value.abs() + abs(rounded) * error
+    return found if abs(alpha) == 1 else found + asked.unit * (rounded * value).abs()
+
+
+def direction_of(
+    asked: Asked, of: Callable[[Tensor, Tensor], Tensor]
+) -> tuple[Tensor, Tensor | float]:
+    """A quotient of AdamW's moments as they are stored, and its error.
+
+    Three results are rounded: the root, its sum with eps, and the root over its bias or the
+    quotient.
+    """
+    value = of(*(asked.after[name].double() for name in ("exp_avg", "exp_avg_sq")))
+    return value, ((1 - asked.unit) ** -3 - 1) * value.abs()
 
 
 # ---- By rows -------------------------------------------------------------------------------------
@@ -237,12 +274,13 @@ def of_muon(asked: Asked) -> Stepped:
             weight, asked.grad, asked.states(*names), asked.step, **options
         )
         errors = {}
-        if group["fused"] is False:  # the update is that of moments as they are stored
+        if asked.unit:
             bias1, bias2 = (1 - beta**asked.step for beta in group["betas"])
-            m, v = (asked.after[name].double() for name in names)
-            update = group["lr"] * (m / bias1) / ((v / bias2).sqrt() + group["eps"])
+            update, error = direction_of(
+                asked, lambda m, v: group["lr"] * (m / bias1) / ((v / bias2).sqrt() + group["eps"])
+            )
             kept = weight * (1 - group["lr"] * group["weight_decay"])
-            errors["weight"] = (kept - update - new).abs()
+            errors["weight"] = (kept - update - new).abs() + error
         return Stepped({"weight": new} | states, errors)
     stack = _stack_of(group, weight.shape)
     of_rows = torch.Size((*(weight.shape[:-1] if _is_stacked(group, weight.shape)
@@ -280,8 +318,34 @@ def of_musgd(asked: Asked) -> Stepped:
 
     gradient = (-1 if group["maximize"] else 1) * asked.grad
     if not group["use_muon"]:
-        return Stepped(step(state, gradient))
+        found = step(state, gradient)
+        return Stepped(found, _errors_of_sgd(asked, gradient, found["weight"]))
     return _iterated(asked, state, gradient, step)
+
+
+def _errors_of_sgd(asked: Asked, gradient: Tensor, new: Tensor) -> dict[str, Tensor]:
+    """The errors of SGD in 16 bits, whose buffer counts as it is stored."""
+    if not asked.unit:
+        return {}
+
+    def added(value: Tensor, error: Tensor, alpha: float, other: Tensor) -> tuple[Tensor, Tensor]:
+        value = value + alpha * other
+        error = error + of_product(asked, alpha, other)
+        return value, error + asked.unit * (value.abs() + error)
+
+    group, errors = asked.group, {}
+    update, error = gradient, torch.zeros_like(gradient)
+    if group["weight_decay"]:
+        update, error = added(update, error, group["weight_decay"], asked.weight)
+    if group["momentum"]:
+        errors["momentum_buffer"] = error
+        buffer = asked.after["momentum_buffer"].double()
+        if group["nesterov"]:
+            update, error = added(update, error, group["momentum"], buffer)
+        else:
+            update, error = buffer, 0.0
+    error = of_product(asked, group["lr"], update, error)
+    return errors | {"weight": (asked.weight - group["lr"] * update - new).abs() + error}
 
 
 def _iterated(

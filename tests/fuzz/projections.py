@@ -171,13 +171,18 @@ def _adamw(asked: Asked) -> Stepped:
     )
     new = new * (1 - asked.group["lr"] * asked.group["weight_decay"])
     errors = {}
-    if asked.group["fused"] is False:  # the update is that of moments as they are stored
-        m, v = (asked.after[name].double() for name in ("exp_avg", "exp_avg_sq"))
-        beta1, beta2 = asked.group["betas"] if asked.group["correct_bias"] else (0.0, 0.0)
-        length = asked.group["lr"] * (1 - beta2**asked.step) ** 0.5 / (1 - beta1**asked.step)
+    if asked.unit:
+        beta1, beta2 = asked.group["betas"]
+        errors["exp_avg"] = formulas.of_product(asked, 1 - beta1, asked.grad)
+        length = asked.group["lr"]
+        if asked.group["correct_bias"]:
+            length *= (1 - beta2**asked.step) ** 0.5 / (1 - beta1**asked.step)
+        update, error = formulas.direction_of(
+            asked, lambda m, v: m / (v.sqrt() + asked.group["eps"])
+        )
         kept = 1 - asked.group["lr"] * asked.group["weight_decay"]
-        stored = kept * (asked.weight - length * m / (v.sqrt() + asked.group["eps"]))
-        errors["weight"] = (stored - new).abs()
+        error = kept * formulas.of_product(asked, length, update, error)
+        errors["weight"] = (kept * (asked.weight - length * update) - new).abs() + error
     return Stepped({"weight": new, "exp_avg": state["m"], "exp_avg_sq": state["v"]}, errors)
 
 

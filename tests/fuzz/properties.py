@@ -188,7 +188,7 @@ class CompositeRun(run.Run):
         names = {
             name: oracle.number(value)
             for name, value in (defaults | self.case["options"] | group).items()
-            if name not in oracle.NOT_IN_FORMULAS or name in ("fused", "seed")
+            if name not in oracle.NOT_IN_FORMULAS or name in ("fused", "seed", "state_dtype")
         }
         step = float(state["step"]) + 1.0 if "step" in state else 1.0
         values, error, rows = _sums(grad, factor)
