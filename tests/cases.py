@@ -10,6 +10,8 @@ import pkgutil
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
+
 import optimizers
 from case import DTYPES as DTYPES
 from case import LOW_PRECISION as LOW_PRECISION
@@ -43,7 +45,18 @@ COMPOSITES = {
     optim.RowWiseAdagrad: "rowwise_adagrad",
     optim.SparseAdam: "sparse_adam",
 }
-#: Those of them that update the rows that a sparse gradient has.
+#: Classes whose steps have matrix products, with options of groups.
+PRODUCTS = {
+    "APOLLOAdamW": (optim.APOLLOAdamW, {"rank": 2, "update_proj_gap": 2}),
+    "Muon": (optim.Muon, {"ns_dtype": torch.float32}),
+    "MuSGD": (optim.MuSGD, {"use_muon": True, "ns_dtype": torch.float32}),
+} | {
+    f"{cls.__name__}, {svd}": (cls, {"rank": 2, "update_proj_gap": 2, "svd": svd})
+    for cls in (optim.GaLoreAdamW, optim.GaLoreAdafactor)
+    for svd in ("exact", "randomized", "power", "lazy")
+}
+
+#: Composites that update the rows that a sparse gradient has.
 COMPOSITES_OF_ROWS = (optim.RowWiseAdagrad, optim.SparseAdam)
 
 

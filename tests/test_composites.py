@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from cases import COMPOSITES
+from cases import COMPOSITES, PRODUCTS
 from fusedstep import optim
 from stepping import assert_same_bits, assert_same_contents, contents
 from test_unusual_operands import WAYS, negated, negated_at_once
@@ -368,18 +368,6 @@ def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, s
             optimizer.step()
         moved.append(weight.detach())
     torch.testing.assert_close(moved[0].double(), moved[1], rtol=0, atol=2e-6)
-
-
-#: Classes whose steps have matrix products, with options of groups.
-PRODUCTS = {
-    "APOLLOAdamW": (optim.APOLLOAdamW, {"rank": 2, "update_proj_gap": 2}),
-    "Muon": (optim.Muon, {"ns_dtype": torch.float32}),
-    "MuSGD": (optim.MuSGD, {"use_muon": True, "ns_dtype": torch.float32}),
-} | {
-    f"{cls.__name__}, {svd}": (cls, {"rank": 2, "update_proj_gap": 2, "svd": svd})
-    for cls in (optim.GaLoreAdamW, optim.GaLoreAdafactor)
-    for svd in ("exact", "randomized", "power", "lazy")
-}
 
 
 @pytest.mark.parametrize("fused", [None, False])

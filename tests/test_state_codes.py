@@ -424,6 +424,15 @@ def test_verify_starts_from_what_codes_stand_for(case, dtype, kind):
     assert {what for row in report.rows for what in row.ulp} >= {"weight"}
 
 
+@CODED
+@pytest.mark.parametrize("case", [c for c in WITH_STATES if c.continuous], ids=str)
+def test_verify_begins_before_there_are_states(case, kind):
+    params, optimizer = start(case, kind, steps=0)
+    report = fusedstep.verify(optimizer, steps=2)
+    train(optimizer, params, [1, 2])
+    assert report.ok, report
+
+
 # Names of other libraries
 
 #: GaLoreAdamW's has more of its own: tests/test_galore.py.

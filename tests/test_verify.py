@@ -16,6 +16,7 @@ from cases import (
     LOW_PRECISION,
     NUMBERS,
     PLAIN,
+    PRODUCTS,
     WITH_COUNTS,
     WITH_NAMESAKE,
     WITH_STATES,
@@ -168,7 +169,7 @@ def skipped_weight(optimizer, step):
 def not_a_number(optimizer, step):
     step()
     with torch.no_grad():
-        optimizer.param_groups[0]["params"][FAULTY][7] = math.nan
+        optimizer.param_groups[0]["params"][FAULTY].view(-1)[7] = math.nan
 
 
 def one_percent_of_lr(optimizer, step):
@@ -229,6 +230,55 @@ def test_catches(case, fault, dtype):
     assert report.rows[FAULTY] in report.differing
     assert not others or fault is one_percent_of_lr
     assert "differ by more than rounding" in str(report)
+
+
+WHOLE = PRODUCTS | {"Adafactor": (optim.Adafactor, {}), "CAME": (optim.CAME, {})}
+
+
+def of_whole_matrices(name, dtype, faulty=None, fused=None):
+    cls, of_group = WHOLE[name]
+    params = as_parameters(make_weights([(16, 40), (24, 9), (16, 16)], dtype))
+    cls = with_fault(cls, faulty) if faulty else cls
+    return params, cls([{"params": params} | of_group], lr=0.1, fused=fused)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", WHOLE)
+def test_steps_of_whole_matrices_agree(name, dtype):
+    params, optimizer = of_whole_matrices(name, dtype)
+    report = verified(params, optimizer)
+    assert report.ok, report
+    assert report.isa == fusedstep.isa()
+
+
+@pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_directions_that_roundings_make_agree(ns_dtype):
+    """A gradient of rank one has no other directions than those that roundings make."""
+    weight = torch.nn.Parameter(make_weights([(32, 24)], torch.float32)[0])
+    optimizer = optim.Muon([{"params": [weight], "ns_dtype": ns_dtype}], lr=0.1)
+    weight.grad = torch.outer(torch.arange(1.0, 33), torch.arange(1.0, 25))
+    report = fusedstep.verify(optimizer, lambda: 0.0)
+    assert report.ok, report
+
+
+def ten_percent_of_lr(optimizer, step):
+    (group,) = optimizer.param_groups
+    rate = group["lr"]
+    group["lr"] = 1.1 * rate
+    step()
+    group["lr"] = rate
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [ten_percent_of_lr, skipped_weight, not_a_number, stale_gradient],
+    ids=lambda fault: fault.__name__,
+)
+@pytest.mark.parametrize("name", WHOLE)
+def test_catches_faults_of_whole_matrices(name, fault):
+    params, optimizer = of_whole_matrices(name, torch.float32, fault, fused=True)
+    report = verified(params, optimizer)
+    assert report.rows[FAULTY] in report.differing, report
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

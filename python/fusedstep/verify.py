@@ -48,6 +48,11 @@ def verify(
     Rounding alone errs by half a unit. Of states in codes the numbers are taken that they stand
     for; the new ones are rounded to codes, and not compared.
 
+    A weight that moves by matrix products (Muon, GaLore, APOLLO) is judged as a whole, and its
+    states are not. The error is the norm of the difference to the right weight, less the rounding
+    of the weight; a unit is the norm of the move times the precision of the products, or the
+    effect of an error of that precision in each element of the gradient, if that is more.
+
     Args:
         optimizer (Optimizer): one of :mod:`fusedstep.optim`
         closure (Callable, optional): computes the gradients of a step
@@ -127,7 +132,7 @@ class Report:
     steps: int = 0
     """The number of steps compared so far."""
     isa: str | None = None
-    """The instruction set of the last of them; None if it ran no native kernels."""
+    """The instruction set of the last of them; None if it was the reference's own code."""
     native_ms: float = math.inf
     """The fastest native step."""
     reference_ms: float = math.inf
@@ -196,6 +201,7 @@ class _Expected:
         change = (self.value if before is None else self.value - _elements(before)).abs()
         finite = change[change.isfinite()]
         self.largest_change = finite.max().item() if finite.numel() else 0.0
+        self.norm_of_change = finite.norm().item()
 
     def note(self, other: Tensor) -> None:
         """Takes what the step makes of it with gradients of a unit more or less."""
@@ -266,13 +272,14 @@ class _Watch:
         call, ways, owners = self._call(), _ways_of(optimizer), _groups_of(optimizer)
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
+            for group in twin.param_groups:
+                group.update(twin._exact_products(group))
             _twin.step(twin, *args, **kwargs)
             for p, weight in copies.items():
-                found = {"weight": weight, **twin.state.get(weight, {})}
-                state = optimizer.state.get(p, {})
-                for what in filter(lambda what: is_codes(state[what]), state):
-                    del found[what]  # which are rounded to codes
-                before = optimizer._store.decoded(owners[p], p, state)
+                found = {"weight": weight}
+                if optimizer._products_dtype(owners[p], p) is None:
+                    found |= twin.state.get(weight, {})
+                before = optimizer._store.decoded(owners[p], p, optimizer.state.get(p, {}))
                 before["weight"] = _value(ways[p], p, optimizer)
                 if MASTER in before:  # in double nothing is rounded from it
                     found[MASTER] = weight
@@ -305,6 +312,7 @@ class _Watch:
 
     def _compare(self, optimizer: Optimizer, expected: dict[Tensor, dict[str, _Expected]]) -> None:
         elements, ways = sum(p.numel() for p in expected), _ways_of(optimizer)
+        owners = _groups_of(optimizer)
         for name, p in _named_parameters(optimizer):
             if p not in self._rows:
                 self._rows[p] = Difference(name, tuple(p.shape))
@@ -317,11 +325,19 @@ class _Watch:
                 found["weight"] = _value(ways[p], p, optimizer)
             for what, right in expected[p].items():
                 actual = found.get(what, torch.empty(0, dtype=maths, device="cpu"))
-                units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
-                error = _largest_error(actual, right, maths)
+                if is_codes(actual):  # are rounded to codes
+                    continue
                 # One that is rounded at random is one of the two around the value.
                 is_random = what == "weight" and ways[p] == "stochastic"
-                row.allowed[what] = (1.0 if is_random else 0.5) + tolerance * units
+                rounding = 1.0 if is_random else 0.5
+                products = optimizer._products_dtype(owners[p], p)
+                if products is None:
+                    units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
+                    error = _largest_error(actual, right, maths)
+                    row.allowed[what] = rounding + tolerance * units
+                else:
+                    error = _error_of_whole(actual, right, products, rounding)
+                    row.allowed[what] = tolerance
                 row.ulp[what] = max(error, row.ulp.get(what, 0.0))
 
 
@@ -331,7 +347,8 @@ def _copy_of(
     """An imperative twin over copies of weights, gradients and states; the copies by weight.
 
     Gradients are so many units in the last place larger, and every second one smaller: clipping
-    would undo a common factor.
+    would undo a common factor. Gradients of matrix products differ in each element by up to so many
+    units of the products: a common factor changes no basis and no direction.
     """
     copies, states, ways = {}, {}, _ways_of(optimizer)
     groups = [group["params"] for group in optimizer.param_groups]
@@ -341,7 +358,11 @@ def _copy_of(
         twin = copies[p] = copied(_value(ways[p], p, optimizer) if in_double else p.detach())
         if p.grad is not None:
             twin.grad = p.grad.detach().to(twin.dtype, copy=True)
-            twin.grad *= 1 + units * torch.finfo(p.dtype).eps
+            products = optimizer._products_dtype(group, p)
+            if products is None:
+                twin.grad *= 1 + units * torch.finfo(p.dtype).eps
+            elif units and p.numel():
+                twin.grad *= 1 + units * torch.finfo(products).eps * _noise(twin.grad)
         units = -units
         states[twin] = {
             name: copied(value) if _is_rounded(optimizer, name, value) else copy.deepcopy(value)
@@ -350,6 +371,12 @@ def _copy_of(
         }
     groups = [[copies[p] for p in params] for params in groups]
     return _twin.imperative_twin(optimizer, groups, states), copies
+
+
+def _noise(values: Tensor) -> Tensor:
+    """Numbers between -1 and 1 that look random, and follow from the values alone."""
+    largest = values.abs().max()
+    return (values * (1e6 / torch.where(largest > 0, largest, 1))).sin()
 
 
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
@@ -383,15 +410,12 @@ def _largest_error(actual: Tensor, expected: _Expected, maths: torch.dtype) -> f
     if actual.shape != expected.value.shape:
         return math.inf
     info, tiny = torch.finfo(actual.dtype), torch.finfo(maths).tiny
-    smallest_scale = max(expected.largest_change, info.tiny)
     largest = 0.0
     pieces = zip(
         _pieces(actual), _pieces(expected.value), _pieces(expected.sensitivity), strict=True
     )
     for found, right, sensitivity in pieces:
-        scale = right.abs().clamp_(min=smallest_scale, max=info.max)
-        unit = info.eps * (scale / (2 * scale.frexp().mantissa))
-        unit = unit.maximum(sensitivity)
+        unit = _units(right, info, expected.largest_change).maximum(sensitivity)
         error = (found.double() - right).abs()
         # Allows for results that flush-to-zero makes zero.
         error = torch.where(error < tiny, 0.0, error) / unit
@@ -400,6 +424,39 @@ def _largest_error(actual: Tensor, expected: _Expected, maths: torch.dtype) -> f
         error = torch.where(same & ~found.isfinite(), 0.0, error).nan_to_num_(nan=math.inf)
         largest = max(largest, error.max().item())
     return largest
+
+
+def _error_of_whole(
+    actual: Tensor, expected: _Expected, products: torch.dtype, rounding: float
+) -> float:
+    """The norm of a tensor's error beyond rounding, in units of the products that it came from.
+
+    ``rounding``: of the tensor's own dtype, in units in the last place.
+    """
+    actual = _elements(actual)
+    if actual.shape != expected.value.shape:
+        return math.inf
+    error, units, sensitivity = 0.0, 0.0, 0.0
+    pieces = zip(
+        _pieces(actual), _pieces(expected.value), _pieces(expected.sensitivity), strict=True
+    )
+    for found, right, effect in pieces:
+        unit = _units(right, torch.finfo(actual.dtype), expected.largest_change)
+        same = (found == right.to(found.dtype)) | (found.isnan() & right.isnan())
+        error += torch.where(same, 0.0, found.double() - right).square().sum().item()
+        units += unit.square().sum().item()
+        sensitivity += effect.double().square().sum().item()
+    excess = max(0.0, math.sqrt(error) - rounding * math.sqrt(units))
+    if not excess > 0:  # which NaN is not
+        return math.inf if math.isnan(error) else 0.0
+    unit = max(torch.finfo(products).eps * expected.norm_of_change, math.sqrt(sensitivity))
+    return excess / unit if unit else math.inf
+
+
+def _units(right: Tensor, info: torch.finfo, largest_change: float) -> Tensor:
+    """Units in the last place of right values, and of the largest change for values near zero."""
+    scale = right.abs().clamp_(min=max(largest_change, info.tiny), max=info.max)
+    return info.eps * (scale / (2 * scale.frexp().mantissa))
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

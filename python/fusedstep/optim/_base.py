@@ -38,6 +38,7 @@ from fusedstep.optim._registry import classes, register
 from fusedstep.optim._repeat import is_fixed, last_step
 from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
+from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import NO_RESERVE, interrupted
 from fusedstep.optim._watched import WatchedState
 
@@ -204,6 +205,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _is_composite(self, group: dict[str, Any]) -> bool:
         """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
         return False
+
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        """The precision of the matrix products that a weight moves by; None for other weights."""
+        return None
+
+    def _exact_products(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Options with which a group of float64 weights has its products in float64."""
+        return {}
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
@@ -391,6 +400,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             for group in self.param_groups
         )
 
+    def _takes_operations(self, group: dict[str, Any]) -> bool:
+        """Returns whether native operations without a plan step the weights of a group."""
+        weights, is_asked = group["params"], self._is_composite(group) and self._wants_native(group)
+        return bool(weights) and is_asked and why_not_native(weights) is None
+
     def _isa(self) -> str:
         """Name of the instruction set whose code ran the last native step.
 
@@ -398,6 +412,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             RuntimeError: if the last step was not a native one.
         """
         names = {torch.ops.fusedstep.plan_isa(plan.handle) for plan in self._plans.values()}
+        for group in filter(self._takes_operations, self._groups):
+            device = group["params"][0].device.type
+            names.add(_ops.isa() if device == "cpu" else device)
         if len(names) > 1:
             names.discard("")  # that of weights without elements, for which no code has to run
         if len(names) != 1:

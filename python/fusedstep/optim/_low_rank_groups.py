@@ -20,6 +20,7 @@ from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
 from fusedstep.optim._low_rank_shards import LowRankShards
 from fusedstep.optim._plan import Work
+from fusedstep.optim._products import dtype_of_products
 from fusedstep.optim._projection import check_whole_number, low_shape_of, matrix_shape, sides
 from fusedstep.optim._transformers_adamw import native_numbers
 from fusedstep.optim._weights import way_of
@@ -79,6 +80,9 @@ class LowRankGroups(LowRankShards):
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return self._is_projected(group)
+
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        return dtype_of_products(weight) if self._is_projected(group) else None
 
     @classmethod
     def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:

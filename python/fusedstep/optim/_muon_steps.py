@@ -87,6 +87,15 @@ class MuonSteps(MatrixBatches):
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return uses_muon(group) and self._wants_native(group)
 
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        if not uses_muon(group):
+            return None
+        products = ns_dtype_of(group, weight.device)
+        return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _exact_products(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"ns_dtype": torch.float64} if uses_muon(group) else {}
+
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
     ) -> bool:

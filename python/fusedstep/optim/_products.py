@@ -16,6 +16,17 @@ def as_matrix(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 2 else tensor.flatten(1)
 
 
+def dtype_of_products(weight: Tensor) -> torch.dtype:
+    """The dtype whose precision a move by products of gradients and bases has, or a rougher one.
+
+    Bases amplify the roundings of float32 by ratios of singular values and of their distances.
+    """
+    if weight.dtype is not torch.float32:
+        return weight.dtype
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return torch.float16 if is_exact else torch.bfloat16
+
+
 def product(a: Tensor, b: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
     """Writes ``factor * a @ b``."""
     if factor == 1:

@@ -27,11 +27,11 @@ OVERSAMPLING, POWER_STEPS = 8, 2
 
 
 def gaussian(shape: tuple[int, int], key: int, like: Tensor) -> Tensor:
-    """Standard normal numbers that follow from a key: the same on every device."""
+    """Standard normal numbers that follow from a key: the same on every device, in every dtype."""
     generator = torch.Generator("cpu").manual_seed(key % 2**63)
+    numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     dtype = torch.float64 if like.dtype is torch.float64 else torch.float32
-    numbers = torch.randn(shape, generator=generator, dtype=dtype, device="cpu")
-    return numbers.to(like.device)
+    return numbers.to(like.device, dtype)
 
 
 def bases_of(
