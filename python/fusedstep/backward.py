@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fusedstep.optim._arrivals import Arrivals, PreviousNorm, buckets_of, check_arguments
+from fusedstep.optim._arrivals import Arrivals, PreviousNorm, check_arguments
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
@@ -43,7 +43,8 @@ def step_in_backward(
         bucket_cap_mb: the size of the gradients of a bucket, in MiB; a larger weight is a bucket
             of its own. 0 steps each weight alone (default: 25)
         accumulation_steps: backward passes whose gradients are added up before a step. Call
-            ``optimizer.step()`` after the last of them (default: 1)
+            ``optimizer.step()`` after the last of them: a gradient that comes before that, for a
+            bucket that has been stepped, is an error out of ``backward()`` (default: 1)
         max_previous_norm: see above (default: None)
 
     Returns:
@@ -70,8 +71,7 @@ def step_in_backward(
     check_arguments(optimizer, bucket_cap_mb, accumulation_steps)
     norm = PreviousNorm(max_previous_norm)
     _refuse(optimizer)
-    buckets = list(buckets_of(optimizer.param_groups, bucket_cap_mb * 2**20))
-    return BackwardSteps(optimizer, buckets, accumulation_steps, norm)
+    return BackwardSteps(optimizer, bucket_cap_mb, accumulation_steps, norm)
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
@@ -108,12 +108,19 @@ class BackwardSteps:
     def __init__(
         self,
         optimizer: FusedOptimizer,
-        buckets: list[Bucket],
+        bucket_cap_mb: float,
         accumulation_steps: int,
         norm: PreviousNorm,
     ) -> None:
         self._optimizer, self._norm = optimizer, norm
-        self._arrivals = Arrivals(buckets, accumulation_steps, self._step)
+        self._arrivals = Arrivals(
+            optimizer,
+            bucket_cap_mb * 2**20,
+            accumulation_steps,
+            self._step,
+            regrouped=lambda: _refuse(optimizer),
+            is_final=True,
+        )
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -169,5 +176,4 @@ class BackwardSteps:
         }
 
     def _after_step(self, *_: Any) -> None:
-        self._arrivals.reset()
         self._norm.begin_iteration()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedstep.optim._arrivals import Arrivals, PreviousNorm, buckets_of, check_arguments
+from fusedstep.optim._arrivals import Arrivals, PreviousNorm, check_arguments, name_in
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
@@ -54,9 +54,10 @@ def offload(
         bucket_cap_mb: the size of the gradients of a bucket, in MiB; a larger weight is a bucket
             of its own (default: 25)
         accumulation_steps: backward passes whose gradients are added up, where the weights are,
-            before they are copied. Call ``step()`` after the last of them. None: any number;
-            gradients stay until ``step()``, which copies and steps bucket by bucket. A GradScaler
-            and ``clip_grad_norm_`` need that (default: 1)
+            before they are copied. Call ``step()`` after the last of them: with ``overlap`` a
+            gradient that comes before that, for a bucket that has been stepped, is an error out of
+            ``backward()``. None: any number; gradients stay until ``step()``, which copies and
+            steps bucket by bucket. A GradScaler and ``clip_grad_norm_`` need that (default: 1)
         overlap: step during the backward pass. False copies gradients then, and steps in
             ``step()``, which takes ``max_norm`` then. Groups with ``max_grad_norm`` need False
             (default: True)
@@ -199,27 +200,27 @@ class OffloadedOptimizer(Optimizer):
         groups = optimizer.param_groups
         self._copies = _Copies(next(p.device for group in groups for p in group["params"]))
         self._inner = type(optimizer).__new__(type(optimizer))
-        self._on_cpu: dict[Tensor, _Copy] = {}
-        inner_groups = []
-        for group in groups:
-            copies = [self._copies.of(weight) for weight in group["params"]]
-            self._on_cpu |= zip(group["params"], copies, strict=True)
-            options = _options_of(group)
-            inner_groups.append(options | {"params": [copy.weight for copy in copies]})
-            # As the schedulers and dictionaries of this one see it.
-            group |= options
-        self._inner.__setstate__(_as_unpickled(optimizer, inner_groups))
+        self._on_cpu = {p: self._copies.of(p) for group in groups for p in group["params"]}
+        self._inner.__setstate__(_as_unpickled(optimizer, self._groups_on_cpu(groups)))
+        self._grouped = [*groups]  # as those of the copies
         self._overlap, self._norm = overlap, norm
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
+        self._stepping: set[_Copy] = set()
         self._last_arrived: Callable[[], None] = lambda: None
         self._threads = _threads_of_a_step()
         super().__init__(groups, optimizer.defaults)
+        self._arrivals = Arrivals(
+            self,
+            bucket_cap_mb * 2**20,
+            math.inf if accumulation_steps is None else accumulation_steps,
+            self._take,
+            regrouped=self._follow_groups,
+            is_final=overlap,
+            ended=self._wait if overlap else None,
+        )
         if saved is not None:
             self.load_state_dict(saved)
-        buckets = list(buckets_of(self.param_groups, bucket_cap_mb * 2**20))
-        passes = math.inf if accumulation_steps is None else accumulation_steps
-        self._arrivals = Arrivals(buckets, passes, self._take)
 
     def remove(self) -> None:
         """Ends it: another optimizer may step the weights. Waits for steps that are under way."""
@@ -234,36 +235,75 @@ class OffloadedOptimizer(Optimizer):
             raise RuntimeError("add groups to an optimizer before it is offloaded")
         super().add_param_group(param_group)
 
-    @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
-        """The states, which are on the CPU, by the weights of the model."""
-        self._finish()
-        states = self._inner.state
-        found = ((weight, states.get(copy.weight)) for weight, copy in self._on_cpu.items())
-        return {weight: state for weight, state in found if state is not None}
+    def _groups_on_cpu(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Groups of the copies, with the options of these groups, which take over what is chosen.
 
-    @state.setter
-    def state(self, _: Any) -> None:
-        """torch's constructor sets an empty one."""
+        Schedulers and dictionaries see it there.
+        """
+        found = []
+        for group in groups:
+            options = _options_of(group)
+            group |= options
+            copies = [self._on_cpu[weight].weight for weight in group["params"]]
+            found.append(options | {"params": copies})
+        return found
+
+    def _follow_groups(self) -> None:
+        """Gives the copies the groups of the weights, which have been edited."""
+        for index, group in enumerate(self.param_groups):
+            for place, weight in enumerate(group["params"]):
+                if weight not in self._on_cpu:
+                    raise RuntimeError(
+                        f"{name_of(group, index, place)} has not been offloaded: give an optimizer "
+                        "all its weights before it is offloaded"
+                    )
+        self._finish()
+        self._inner.param_groups[:] = self._groups_on_cpu(self.param_groups)
+        self._grouped = [*self.param_groups]
+        kept = self._in_groups()
+        for copy in self._on_cpu.values():
+            if copy.weight.grad is not None and copy not in kept:
+                copy.give_gradient_back()
+
+    def _in_groups(self) -> dict[_Copy, None]:
+        """The copies of the weights that a group has now, in their order."""
+        weights = (weight for group in self._grouped for weight in group["params"])
+        return dict.fromkeys(self._on_cpu[weight] for weight in weights)
+
+    def _pairs(self) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """The groups of the weights with those of the copies."""
+        return zip(self._grouped, self._inner.param_groups, strict=True)
 
     def _pass_options_on(self) -> None:
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for group, inner in self._pairs():
             inner |= {name: value for name, value in group.items() if name != "params"}
+
+    @property
+    def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
+        """The states, which are on the CPU, by the weights of the model."""
+        return _States(self)
+
+    @state.setter
+    def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        of_copies = {self._on_cpu[weight].weight: state for weight, state in states.items()}
+        self._finish()
+        self._inner.state = defaultdict(dict, of_copies)
 
     def state_dict(self) -> dict[str, Any]:
         """As that of the optimizer that was given; its tensors are on the CPU."""
         self._finish()
+        self._arrivals.look()
         self._pass_options_on()
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a dictionary of this optimizer, or of one that was not offloaded."""
         self._finish()
+        self._arrivals.look()
         self._pass_options_on()
-        for copy in self._on_cpu.values():
-            copy.refresh()
+        self._refresh(list(self._on_cpu.values()))
         self._inner.load_state_dict(state_dict)
-        for group, inner in zip(self.param_groups, self._inner.param_groups, strict=True):
+        for group, inner in self._pairs():
             group |= {name: value for name, value in inner.items() if name != "params"}
             # The dictionary may be of weights that kept no value beside them.
             inner |= _options_of(inner)
@@ -271,10 +311,11 @@ class OffloadedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Frees the gradients that have not been stepped: those on the CPU as well."""
         self._finish()
+        self._arrivals.look()
         super().zero_grad(set_to_none)
-        for copy in self._on_cpu.values():
+        for copy in self._in_groups():
             copy.weight.grad = None
-        self._arrivals.reset()
+        self._arrivals.forget()
 
     # The step
 
@@ -282,19 +323,45 @@ class OffloadedOptimizer(Optimizer):
     def _take(self, bucket: Bucket) -> None:
         """Copies gradients of a bucket, and has it stepped if steps overlap."""
         copies = [self._on_cpu[weight] for weight in bucket.weights]
+        if not self._stepping.isdisjoint(copies):  # their memory is in use
+            self._finish()
+        self._check_unchanged(copies)
         with torch.no_grad(), self._copies.bringing():
             for copy in copies:
                 copy.take_gradient()
+            stepped = [copy for copy in copies if copy.weight.grad is not None]
+            if self._overlap:
+                for copy in stepped:
+                    copy.refresh()
         arrived = self._copies.arrived()
         if self._overlap:
             self._pass_options_on()
-            inner = bucket._replace(weights=[copy.weight for copy in copies])
-            stepped = [copy for copy in copies if copy.weight.grad is not None]
+            group = next(inner for group, inner in self._pairs() if group is bucket.group)
+            inner = bucket._replace(group=group, weights=[copy.weight for copy in copies])
+            self._stepping.update(stepped)
             self._pending.append(self._worker.submit(self._step_bucket, inner, stepped, arrived))
         # The host runs ahead of the device, which cannot free gradients before their copy is made:
         # those of many buckets would take memory there.
         self._last_arrived()
         self._last_arrived = arrived
+
+    def _check_unchanged(self, copies: list[_Copy]) -> None:
+        """Raises for a weight that has other memory needs than its copy; nothing has moved then."""
+        for copy in copies:
+            if not copy.is_like_source():
+                raise RuntimeError(
+                    f"{name_in(self.param_groups, copy.source)} has another shape, dtype or device "
+                    "than when it was offloaded: change weights before, or remove() this optimizer "
+                    "and offload another"
+                )
+
+    def _refresh(self, copies: list[_Copy]) -> None:
+        """Takes over the values of weights, and waits for these."""
+        self._check_unchanged(copies)
+        with torch.no_grad(), self._copies.bringing():
+            for copy in copies:
+                copy.refresh()
+        self._copies.arrived()()
 
     def _step_bucket(
         self, bucket: Bucket, stepped: list[_Copy], arrived: Callable[[], None]
@@ -311,11 +378,17 @@ class OffloadedOptimizer(Optimizer):
             for copy in stepped:
                 copy.put_weight()
 
+    def _wait(self) -> None:
+        """Waits for all steps: the next forward pass, or an edit, finds the new weights."""
+        wait(self._pending)
+        self._copies.join()
+
     def _finish(self) -> None:
         """Waits for all steps; raises the error of the first that failed."""
+        self._wait()
         pending, self._pending = self._pending, []
+        self._stepping.clear()
         errors = [future.exception() for future in pending]
-        self._copies.join()
         for error in errors:
             if error is not None:
                 raise error
@@ -352,9 +425,9 @@ class OffloadedOptimizer(Optimizer):
         return norm if closure is None else loss
 
     def _step_all(self, max_norm: float | None) -> Tensor | None:
-        self._copies.arrived()()
         self._pass_options_on()
-        stepped = [copy for copy in self._on_cpu.values() if copy.weight.grad is not None]
+        stepped = [copy for copy in self._in_groups() if copy.weight.grad is not None]
+        self._refresh(stepped)
         norm = self._inner.step(max_norm=max_norm, zero_grad="none")
         with torch.no_grad():
             self._put_back(stepped)
@@ -362,41 +435,104 @@ class OffloadedOptimizer(Optimizer):
         return norm
 
 
+class _States(MutableMapping[Tensor, dict[str, Any]]):
+    """A view of the states on the CPU by the weights of the model, as ``state`` of torch's classes.
+
+    States that are under way are waited for.
+    """
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._optimizer = optimizer
+
+    def _there(self) -> dict[Tensor, dict[str, Any]]:
+        self._optimizer._finish()
+        return self._optimizer._inner.state
+
+    def _copy_of(self, weight: Tensor) -> Tensor:
+        return self._optimizer._on_cpu[weight].weight
+
+    def __getitem__(self, weight: Tensor) -> dict[str, Any]:
+        return self._there()[self._copy_of(weight)]  # a new one where there is none
+
+    def __setitem__(self, weight: Tensor, state: dict[str, Any]) -> None:
+        self._there()[self._copy_of(weight)] = state
+
+    def __delitem__(self, weight: Tensor) -> None:
+        del self._there()[self._copy_of(weight)]
+
+    def __contains__(self, weight: object) -> bool:
+        return weight in self._optimizer._on_cpu and self._copy_of(weight) in self._there()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        sources = {copy.weight: weight for weight, copy in self._optimizer._on_cpu.items()}
+        return iter([sources[weight] for weight in self._there()])
+
+    def __len__(self) -> int:
+        return len(self._there())
+
+    def get(self, weight: Tensor, default: Any = None) -> Any:
+        return self._there().get(self._copy_of(weight), default) if weight in self else default
+
+    def pop(self, weight: Tensor, *default: Any) -> Any:
+        return self._there().pop(self._copy_of(weight), *default)
+
+    def setdefault(self, weight: Tensor, default: Any = None) -> Any:
+        return self._there().setdefault(self._copy_of(weight), default)
+
+    def __repr__(self) -> str:
+        return repr(dict(self))
+
+
 class _Copy:
     """A weight of the model, and its copy on the CPU."""
 
     def __init__(self, source: Tensor, copies: _Copies) -> None:
-        self._source, self._copies = source, copies
+        self.source, self._copies, self._device = source, copies, source.device
         pin = source.is_cuda
         self.weight = _like(source, torch.device("cpu"), pin=pin)
         self._grad = torch.empty_like(self.weight, pin_memory=pin, requires_grad=False)
-        self._version = -1
-        self.refresh()
+        with torch.no_grad():
+            self.weight.copy_(source)
+
+    def is_like_source(self) -> bool:
+        source, weight = self.source, self.weight
+        return (
+            source.shape == weight.shape
+            and source.dtype is weight.dtype
+            and source.device == self._device
+        )
 
     def refresh(self) -> None:
-        """Takes over a weight that something else has changed."""
-        if self._source._version != self._version:
-            with torch.no_grad():
-                self.weight.copy_(self._source)
-            self._version = self._source._version
+        """Begins to copy the weight, inside of bringing().
+
+        Always: no version tells of changes by ``.data``.
+        """
+        self._copies.bring(self.source.detach(), self.weight)
 
     def take_gradient(self) -> None:
-        """Begins to copy the gradient, and frees it, inside of bringing()."""
-        grad, self._source.grad = self._source.grad, None
+        """Begins to copy the gradient, and frees it, inside of bringing().
+
+        It is added to one that has not been stepped.
+        """
+        grad, self.source.grad = self.source.grad, None
         if grad is None:
-            self.weight.grad = None
             return
-        self.refresh()
+        if self.weight.grad is not None:
+            grad = self.weight.grad.to(grad.device) + grad
         if grad.layout is torch.strided:
             self._copies.bring(grad, self._grad)
             self.weight.grad = self._grad
         else:
             self.weight.grad = grad.cpu()
 
+    def give_gradient_back(self) -> None:
+        """The weight has left its group, and is not stepped."""
+        grad, self.weight.grad = self.weight.grad.to(self.source.device, copy=True), None
+        self.source.grad = grad if self.source.grad is None else grad + self.source.grad
+
     def put_weight(self) -> None:
         """Begins to copy the weight back, inside of putting()."""
-        self._source.copy_(self.weight, non_blocking=True)
-        self._version = self._source._version
+        self.source.copy_(self.weight, non_blocking=True)
 
 
 class _Copies:

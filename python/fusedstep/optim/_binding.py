@@ -144,7 +144,8 @@ class BindsGroups:
         parts = enumerate(group["params"] for group in self.param_groups)
         work, numbers = [], ()
         if bucket is not None:
-            parts, numbers = [(bucket.group, bucket.weights)], (bucket.number,)
+            index = next(i for i, group in enumerate(self.param_groups) if group is bucket.group)
+            parts, numbers = [(index, bucket.weights)], (bucket.number,)
         for index, params in parts:
             group = self.param_groups[index]
             weights, grads = with_gradients(params)

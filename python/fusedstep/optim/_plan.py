@@ -198,8 +198,7 @@ class Work(NamedTuple):
 class Bucket(NamedTuple):
     """Weights of a group that are stepped together, before or after the others."""
 
-    group: int
-    """The index of the group."""
+    group: dict[str, Any]
     number: int
     """No other bucket of the group has it."""
     weights: list[Tensor]
