@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fusedstep import optim
 from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
+from fusedstep._foreign_groups import in_our_options, in_our_states
 from fusedstep._relatives import inside, successor
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
@@ -286,6 +287,7 @@ def _carried(
 
     ``notes``: names that are known to be the user's own.
     """
+    group = in_our_options(group, states, cls)
     if theirs := options_of_bitsandbytes(group, states, cls):
         group, notes = group | theirs, notes | {"alpha", "betas"}
     decays = bool(group.get("weight_decay", True))
@@ -322,12 +324,19 @@ def _taken(
     Raises:
         ValueError: if a state is not one of this optimizer.
     """
+    given = [
+        [
+            in_our_states(name_of(own, index, place), state, group, own)
+            for place, state in enumerate(members)
+        ]
+        for index, (group, own, members) in enumerate(zip(groups, new_groups, given, strict=True))
+    ]
     given = _decoded(new_groups, given, type(optimizer))
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
         _check_given(optimizer, new_groups[index], index, group, members)
     states = [
-        _translated(group, members, type(optimizer))
-        for group, members in zip(groups, given, strict=True)
+        _translated(own | {"step": group.get("step")}, members, type(optimizer))
+        for group, own, members in zip(groups, new_groups, given, strict=True)
     ]
     states = _in_form(optimizer, new_groups, states)
     for index, (group, members) in enumerate(zip(new_groups, states, strict=True)):

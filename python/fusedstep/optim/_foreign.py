@@ -80,6 +80,7 @@ FOREIGN: dict[str, Foreign] = {
     "min_coeff": Foreign((0,), lambda bound: {"min_ratio": bound}),
     "optim_bits": Foreign((32,), {8: {"state_dtype": "int8"}}.get),
     "percentile_clipping": Foreign((100,)),
+    "safety_factor": Foreign(),  # of timm's Muon, which names other coefficients as ours are named
     "set_grad_none": Foreign((True,)),
     "t_alpha": Foreign((None,)),
     "t_beta3": Foreign((None,)),
