@@ -45,14 +45,14 @@ COMPOSITES = {
     optim.RowWiseAdagrad: "rowwise_adagrad",
     optim.SparseAdam: "sparse_adam",
 }
-#: Classes whose steps have matrix products, with options of groups.
+#: Classes whose steps have matrix products, with options of groups and of the constructor.
 PRODUCTS = {
-    "APOLLOAdamW": (optim.APOLLOAdamW, {"rank": 2, "update_proj_gap": 2}),
-    "Muon": (optim.Muon, {"ns_dtype": torch.float32}),
-    "MuSGD": (optim.MuSGD, {"use_muon": True, "ns_dtype": torch.float32}),
+    "APOLLOAdamW": (optim.APOLLOAdamW, {"rank": 2, "update_proj_gap": 2}, {}),
+    "Muon": (optim.Muon, {"ns_dtype": torch.float32}, {}),
+    "MuSGD": (optim.MuSGD, {"use_muon": True, "ns_dtype": torch.float32}, {}),
 } | {
-    f"{cls.__name__}, {svd}": (cls, {"rank": 2, "update_proj_gap": 2, "svd": svd})
-    for cls in (optim.GaLoreAdamW, optim.GaLoreAdafactor)
+    f"{cls.__name__}, {svd}": (cls, {"rank": 2, "update_proj_gap": 2, "svd": svd}, options)
+    for cls, options in ((optim.GaLoreAdamW, {}), (optim.GaLoreAdafactor, {"relative_step": False}))
     for svd in ("exact", "randomized", "power", "lazy")
 }
 

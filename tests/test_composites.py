@@ -373,11 +373,11 @@ def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, s
 @pytest.mark.parametrize("fused", [None, False])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_no_step_follows_autocast(name, fused):
-    cls, of_group = PRODUCTS[name]
+    cls, of_group, options = PRODUCTS[name]
     ends = []
     for follows in (False, True):
         weight = torch.nn.Parameter(torch.ones(8, 4))
-        optimizer = cls([{"params": [weight]} | of_group], lr=0.1, fused=fused)
+        optimizer = cls([{"params": [weight]} | of_group], lr=0.1, fused=fused, **options)
         for step in range(3):
             weight.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
             with torch.autocast("cpu", torch.bfloat16, enabled=follows):

@@ -232,14 +232,17 @@ def test_catches(case, fault, dtype):
     assert "differ by more than rounding" in str(report)
 
 
-WHOLE = PRODUCTS | {"Adafactor": (optim.Adafactor, {}), "CAME": (optim.CAME, {})}
+WHOLE = PRODUCTS | {
+    "Adafactor": (optim.Adafactor, {}, {}),
+    "CAME": (optim.CAME, {}, {}),
+}
 
 
 def of_whole_matrices(name, dtype, faulty=None, fused=None):
-    cls, of_group = WHOLE[name]
+    cls, of_group, options = WHOLE[name]
     params = as_parameters(make_weights([(16, 40), (24, 9), (16, 16)], dtype))
     cls = with_fault(cls, faulty) if faulty else cls
-    return params, cls([{"params": params} | of_group], lr=0.1, fused=fused)
+    return params, cls([{"params": params} | of_group], lr=0.1, fused=fused, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
