@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import pickle
 import types
 import weakref
@@ -15,6 +16,7 @@ from test_composites import ROWS as COMPOSED
 SHAPE = (12, 8)
 #: Rows without states are seldom, and take another way.
 ROWS = (*first_of_each(lambda case: (case.optimizer, bool(case.states)), CASES), *COMPOSED)
+EACH = pytest.mark.parametrize("row", ROWS, ids=str)
 UNFUSED = pytest.mark.parametrize("fused", [None, False], ids=["fused", "unfused"])
 
 
@@ -24,6 +26,12 @@ def no_collector():
     gc.disable()
     yield
     gc.enable()
+
+
+def str_of(value):
+    if isinstance(value, tuple):
+        return "-".join(map(str_of, value))
+    return getattr(value, "__name__", str(value))
 
 
 def new_weight(row):
@@ -99,9 +107,7 @@ def extended(optimizer):
 USES = [never, once, repeatedly, clipped, with_a_closure, saved, copied, failed, extended]
 
 
-@pytest.mark.parametrize(
-    ("row", "use"), dealt(ROWS, USES, 3), ids=lambda value: getattr(value, "__name__", str(value))
-)
+@pytest.mark.parametrize(("row", "use"), dealt(ROWS, USES, 5), ids=str_of)
 @UNFUSED
 def test_a_deleted_optimizer_frees_all_that_it_has(row, fused, use):
     optimizer = row.build([new_weight(row)], fused=fused)  # torch holds the first one of a class
@@ -111,3 +117,84 @@ def test_a_deleted_optimizer_frees_all_that_it_has(row, fused, use):
     assert len(references) > 1
     del optimizer
     assert count_alive(references) == 0
+
+
+def another_list(optimizer, weight):
+    kept = optimizer.param_groups[0]["params"][1:]
+    optimizer.param_groups[0]["params"] = [weight, *kept]
+
+
+def in_its_place(optimizer, weight):
+    optimizer.param_groups[0]["params"][0] = weight
+
+
+def another_group(optimizer, weight):
+    group = optimizer.param_groups.pop(0)
+    optimizer.add_param_group(group | {"params": [weight, *group["params"][1:]]})
+
+
+def shorter_list(optimizer, weight):
+    optimizer.param_groups[0]["params"].pop(0)
+    optimizer.step()
+    optimizer.param_groups[0]["params"].insert(0, weight)
+
+
+def list_emptied(optimizer, weight):
+    group = optimizer.param_groups[0]
+    kept = group["params"][1:]
+    group["params"].clear()
+    optimizer.step()
+    group["params"].extend((weight, *kept))
+
+
+CHANGES = [another_list, in_its_place, another_group, shorter_list, list_emptied]
+
+
+def forget_state(optimizer, weight):
+    optimizer.state.pop(weight, None)
+
+
+def clear_states(optimizer, weight):
+    optimizer.state.clear()
+
+
+def step_clipped(optimizer):
+    optimizer.step(max_norm=1.0)
+
+
+#: 13 does not divide their number: the share of a row has several of each kind.
+WAYS = list(
+    itertools.product(CHANGES, [forget_state, clear_states], [once, repeatedly, step_clipped])
+)
+
+
+@pytest.mark.parametrize(("row", "way"), dealt(ROWS, WAYS, 13), ids=str_of)
+@UNFUSED
+def test_a_weight_that_has_left_is_freed_at_the_next_step(row, fused, way):
+    change, forget, step = way
+    weight, gone, held = new_weight(row), [], []
+    optimizer = row.build([weight, new_weight(row)], fused=fused)
+    for _ in range(4):
+        step(optimizer)
+        assert count_alive(gone) == 0
+        held.append(len(tensors_of(optimizer)))
+        forget(optimizer, weight)
+        gone.append(weakref.ref(weight))
+        weight = new_weight(row)
+        change(optimizer, weight)
+    assert held[-1] == held[1]
+
+
+@EACH
+@UNFUSED
+def test_the_weights_of_a_group_that_is_removed_are_freed_at_the_next_step(row, fused):
+    weights = [new_weight(row) for _ in range(2)]
+    optimizer = row.build(weights[:1], fused=fused)
+    group = optimizer.param_groups[0]
+    optimizer.add_param_group(group | {"params": weights[1:]})
+    repeatedly(optimizer)
+    forget_state(optimizer, weights[1])
+    gone = weakref.ref(weights.pop())
+    optimizer.param_groups.pop()
+    optimizer.step()
+    assert gone() is None

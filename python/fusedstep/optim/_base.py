@@ -605,5 +605,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
 
 def _items_of(group: dict[str, Any]) -> list[Any]:
-    """The names and the values of a group's options, as objects to compare; floats may change."""
-    return [*group, *(float if type(value) is float else value for value in group.values())]
+    """The names and the values of a group's options, as objects to compare; floats may change.
+
+    Without the list of weights, which may be another one when the group has others.
+    """
+    options = {name: value for name, value in group.items() if name != "params"}
+    return [*options, *(float if type(value) is float else value for value in options.values())]

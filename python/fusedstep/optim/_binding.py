@@ -21,7 +21,7 @@ from fusedstep.optim._dtensor import is_dtensor, local_pairs
 from fusedstep.optim._factors import PLAIN
 from fusedstep.optim._grads import with_gradients
 from fusedstep.optim._options import own_option
-from fusedstep.optim._plan import Bucket, Plan, PlansAside, Snapshot, Work, same
+from fusedstep.optim._plan import Bucket, Plan, PlansAside, Snapshot, Work, plans_of_nobody, same
 from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._support import why_not_native
 
@@ -142,7 +142,7 @@ class BindsGroups:
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
         parts = enumerate(group["params"] for group in self.param_groups)
-        work, numbers = [], ()
+        work, places, numbers = [], set(), ()
         if bucket is not None:
             index = next(i for i, group in enumerate(self.param_groups) if group is bucket.group)
             parts, numbers = [(index, bucket.weights)], (bucket.number,)
@@ -154,13 +154,26 @@ class BindsGroups:
             if not self._has_passed(group) and has_text(group):  # what states depend on, perhaps
                 self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
-            work += [
-                self._bind((index, part, *numbers), group, *pair)
-                for part, pair in enumerate(launches)
-            ]
+            for part, pair in enumerate(launches):
+                places.add(place := (index, part, *numbers))
+                work.append(self._bind(place, group, *pair))
+        if bucket is None and (self._seen is None or not self._plans.keys() <= places):
+            self._forget_removed()
         if (self._plans or self._memory) and self._seen is None:
             self._seen = Snapshot(self._state)
         return work
+
+    def _forget_removed(self) -> None:
+        """Lets go of weights that have left the groups and that no state and no engine has."""
+        kept = {id(p) for group in self._groups for p in group["params"]}
+        self._store.forget_counts(kept)
+        if self._spread is not None and not self._spread.is_among(kept):
+            self._spread = None
+        nobodys = plans_of_nobody([*self._plans.values(), *self._aside], kept)
+        for plan in nobodys:
+            self._aside.take(plan.weights)
+        for place in [place for place, plan in self._plans.items() if plan in nobodys]:
+            del self._plans[place]
 
     def _bind(
         self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -230,7 +243,8 @@ class BindsGroups:
             check_counts(states)
             if not is_known:
                 self._check_states(group, weights)
-                self._memory[weights[0]] = memory_of(weights, grads, states)
+                memory = memory_of(weights, grads, states)
+                self._memory[weights[0]], self._seen = memory, None  # for states have been made
 
     def _is_known(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Returns whether a composite's operands, states and options have been checked.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import chain
@@ -177,6 +179,23 @@ class PlansAside:
 
     def __iter__(self) -> Iterator[Plan]:
         return iter(self._plans.values())
+
+
+def plans_of_nobody(plans: list[Plan], kept: set[int]) -> set[Plan]:
+    """Returns those plans that fit no group again: only plans hold one of their weights.
+
+    ``kept``: the weights of all groups, by id(). Nothing refers weakly to weights, for torch then
+    refuses to exchange their contents.
+    """
+    owners = Counter(id(p) for plan in plans for p in plan.weights)
+    found, held_here = set(), object()
+    without_owner = sys.getrefcount(held_here)
+    for plan in plans:
+        for p in plan.weights:
+            if id(p) not in kept and sys.getrefcount(p) == without_owner + owners[id(p)]:
+                found.add(plan)
+                break
+    return found
 
 
 class Work(NamedTuple):

@@ -63,6 +63,10 @@ class SpreadWeights:
             )
         )
 
+    def is_among(self, weights: set[int]) -> bool:
+        """Returns whether all weights are among these, by id()."""
+        return all(id(weight) in weights for params in self._params for weight in params)
+
     def place(self, weight: Tensor) -> Place | None:
         """As place_of() says of one of these weights, without asking anew."""
         return self._of.get(id(weight))

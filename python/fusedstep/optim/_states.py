@@ -183,6 +183,11 @@ class StateStore:
             self._counts[weight] = _new_number(weight, group, bool(self.by_weight.get(weight)))
         return self._counts[weight]
 
+    def forget_counts(self, kept: set[int]) -> None:
+        """Forgets the counts of weights that have no state and are not among these, by id()."""
+        for p in [p for p in self._counts if id(p) not in kept and p not in self.by_weight]:
+            del self._counts[p]
+
     @torch.no_grad()
     def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
         """Gives a state to those weights that have none, and the codes that options ask for."""

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -240,9 +239,10 @@ class MuSGD(MuonSteps, SGD):
             raise RuntimeError(reason)
         return super()._is_native(group, weights, grads)
 
-    @functools.cached_property
-    def _with_kernels(self) -> dict[int, list[Tensor]]:
-        return {}
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._with_kernels: dict[int, list[Tensor]] = {}  # weights, by id() of a group's list
+        self._second_steps = SecondSteps(self._rule, "momentum_buffer")
 
     def _why_no_kernels(self, group: dict[str, Any], weights: list[Tensor]) -> str | None:
         """As why_not_native(), which takes microseconds a weight: the last answer is kept."""
@@ -280,10 +280,6 @@ class MuSGD(MuonSteps, SGD):
     def _begin(self, *of: Any) -> list[Moving]:
         moving = super()._begin(*of)
         return [each._replace(grad=_kept_apart(each.grad, each.value)) for each in moving]
-
-    @functools.cached_property
-    def _second_steps(self) -> SecondSteps:
-        return SecondSteps(self._rule, "momentum_buffer")
 
     def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
         operands = Operands(
