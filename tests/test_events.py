@@ -1,5 +1,8 @@
 """Events between steps: those in the backward pass, and offloaded ones, follow as plain ones do."""
 
+import importlib
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +12,7 @@ import fusedstep
 from buckets import ALONE, PAIRS, WHOLE, Net, assert_same, backward, batches, of_class, two_groups
 from cases import COMPOSITES, PLAIN, first_of_each
 from fusedstep import optim
-from fuzz import events, run
+from fuzz import events, oracle, properties, run, shrink
 
 CLASSES = first_of_each(lambda case: case.optimizer, PLAIN)
 IN_BACKWARD = {"offload": False, "overlap": True}
@@ -296,7 +299,42 @@ def test_weights_are_swapped(mode):
     assert not any(map(torch.equal, before[1:], list(model.parameters())[1:]))
 
 
+def test_cases_of_events_have_everything_in_them():
+    drawn = [events.draw(seed) for seed in range(300)]
+    assert drawn == [json.loads(json.dumps(case)) for case in drawn]
+    assert {case["row"] for case in drawn} == {row.name for row in PLAIN}
+    steps = [step for case in drawn for step in case["steps"]]
+    passes = [each for step in steps for each in step["passes"]]
+    changed = [*(step["before_step"] for step in steps), *(each["changes"] for each in passes)]
+    assert {change["do"] for changes in changed for change in changes} == {*events.CHANGES}
+    for case in drawn:
+        assert case["mode"]["overlap"] or case["mode"]["offload"]
+    assert {case["mode"]["passes"] for case in drawn} == {None, 1, 2, 3}
+    assert {case["mode"]["cap"] for case in drawn} == {*events.CAPS}
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_random_events(seed):
     for number in range(5):
         events.check(events.draw(1000 + 5 * seed + number))
+
+
+def test_a_wrong_step_is_seen_and_made_small(monkeypatch):
+    """A learning rate that has changed, for one."""
+    case = next(case for case in map(events.draw, range(99)) if case["mode"]["offload"])
+    case["steps"][0]["changes"] = [change("lr", group=group) for group in range(3)]
+    events.check(case)
+    module = importlib.import_module("fusedstep.offload")
+    monkeypatch.setattr(module.OffloadedOptimizer, "_pass_options_on", lambda _: None)
+
+    def fails(case):
+        try:
+            properties.check(case, oracle.Tally())
+        except run.CaseError as error:
+            return error.kind == "value"
+        return False
+
+    assert fails(case)
+    small = shrink.shrink(case, fails)
+    assert len(small["steps"]) == 1
+    assert fails(small)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
+import fusedstep
 import two_processes
 from cases import PLAIN, WITH_NAMESAKE, thinned
 from fusedstep import optim
@@ -127,6 +128,20 @@ def weights_are_offloaded(here):
         assert_same_losses(training.train(DATA), Training(here, reference(case), False).train(DATA))
 
 
+def models_with_steps_in_the_backward_pass_are_moved(here):
+    """torch swaps the shards then."""
+    losses = []
+    for in_backward in (False, True):
+        training = Training(here, (optim.AdamW, {"lr": 1e-2}))
+        if in_backward:
+            fusedstep.step_in_backward(training.optimizer)
+        training.model.to(torch.float64).to(torch.float32)
+        losses.append(training.train(DATA[:2]))
+        training.model.cpu()
+        losses[-1] += training.train(DATA[2:])
+    assert losses[0] == losses[1]
+
+
 @functools.lru_cache(maxsize=8)  # of a row: ways to save and load begin alike
 def trained(here, cls, options, sharded, dtype, steps):
     """A training after some steps, and its losses. Nobody takes it further."""
@@ -221,6 +236,7 @@ WORKS = (
     sharded_weights_train_as_whole_ones,
     bfloat16_is_a_policy_of_fsdp2,
     weights_are_offloaded,
+    models_with_steps_in_the_backward_pass_are_moved,
     checkpoints_of_torchs_and_ours_are_exchanged,
     our_checkpoints_are_loaded_whatever_is_set,
     the_page_on_fsdp2_is_right,

@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 from rich.console import Console
 from rich.live import Live
 
-from fuzz import composites, oracle, properties, run, shrink
+from fuzz import composites, events, oracle, properties, run, shrink
 
 SECONDS_BETWEEN_LINES = 10
 
@@ -37,7 +37,8 @@ def drawn(asked: argparse.Namespace, seed: int) -> Iterator[run.Case]:
     end = None if minutes is None else time.monotonic() + 60 * minutes
     number = 0
     while (end is None or time.monotonic() < end) and number != asked.cases:
-        yield composites.draw(seed + number)
+        kind = events if events.has(seed + number) else composites
+        yield kind.draw(seed + number)
         number += 1
 
 

@@ -14,14 +14,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fuzz import choices, composites, formulas, oracle, run
+from fuzz import choices, composites, events, formulas, oracle, run
 
 OF_FORMULA = 1e-4
 """Largest distance from a formula, in the largest move of an element and in the element."""
 
 
 def check(case: run.Case, tally: oracle.Tally) -> None:
-    """Raises `run.CaseError` unless a case of either kind gives what it should."""
+    """Raises `run.CaseError` unless a case of any kind gives what it should."""
+    if "mode" in case:
+        events.check(case)
+        return
     run.check(case, tally, CompositeRun if case["row"] in composites.ROWS else None)
 
 
