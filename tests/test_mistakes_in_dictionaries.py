@@ -4,6 +4,10 @@ import copy
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 import fusedstep
 from cases import PLAIN, WITH_COUNTS, WITH_STATES
@@ -422,3 +426,28 @@ def test_dictionaries_that_only_look_like_ours(door):
     del dictionary["param_groups"][0]["fused"]
     with pytest.raises(ValueError, match="one of timm's SGDW"):
         (getattr(fusedstep, door, None) or getattr(type(sgd), door))(sgd, dictionary)
+
+
+# Groups without weights
+
+
+@EACH_WITH_STATES
+def test_a_group_without_weights_keeps_its_options(case):
+    """torch's distributed checkpoints leave them out, unless the group is the last one."""
+
+    def made(lr):
+        model = torch.nn.Module()
+        model.weight = torch.nn.Parameter(make_weights(SHAPES, torch.float32)[0])
+        groups = [{"params": [], "lr": lr, "label": "none yet"}, {"params": [model.weight]}]
+        return model, case.build(groups)
+
+    model, optimizer = made(0.5)
+    train(optimizer, [model.weight], [1])
+    dictionary = get_optimizer_state_dict(model, optimizer)
+    other, resumed = made(0.25)
+    expected = {**resumed.param_groups[0]}
+    other.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(other, resumed, dictionary)
+    assert resumed.param_groups[0] == expected
+    assert_same_contents(contents(resumed), contents(optimizer))
+    train(resumed, [other.weight], [2])

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
 from fusedstep.optim._registry import register
-from fusedstep.optim._saved import check_dictionary
+from fusedstep.optim._saved import check_dictionary, with_options_of_empty_groups
 
 
 class LoadsStates:
@@ -31,9 +31,11 @@ class LoadsStates:
         # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.
         self._loading: dict[str, Any] = {}
 
-        def look(optimizer: Optimizer, dictionary: dict[str, Any]) -> None:
+        def look(optimizer: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
+            dictionary = with_options_of_empty_groups(optimizer, dictionary)
             check_dictionary(optimizer, dictionary)
             optimizer._loading.update(dictionary)
+            return dictionary
 
         hook = self.register_load_state_dict_pre_hook(look)
         try:

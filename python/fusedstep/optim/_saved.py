@@ -43,6 +43,23 @@ REMOVE = "; to go on without it, remove it from the parameter group"
 _IMPORT = ". fusedstep.import_state_dict loads dictionaries of other optimizers"
 
 
+def with_options_of_empty_groups(
+    optimizer: Optimizer, dictionary: dict[str, Any]
+) -> dict[str, Any]:
+    """The dictionary with all options of groups without weights.
+
+    torch's distributed checkpoints leave these options out: the optimizer keeps its own.
+    """
+    saved, own = dictionary.get("param_groups", ()), optimizer.param_groups
+    if len(saved) != len(own) or all(group["params"] for group in saved):
+        return dictionary
+    groups = [
+        new if new["params"] or old["params"] else old | new
+        for new, old in zip(saved, own, strict=True)
+    ]
+    return {**dictionary, "param_groups": groups}
+
+
 def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> None:
     """Raises what keeps a dictionary from being loaded, but for what torch checks itself."""
     saved_groups, states = dictionary.get("param_groups", ()), dictionary.get("state", {})
