@@ -172,7 +172,7 @@ def test_every_optimizer_without_rows_is_told():
     [
         ("GaLoreAdamW", "default", (128 * 48 * 8 + 48 * 96 * 4 + 4) + (40 * 8 + 4)),
         ("GaLoreAdamW", "int8", (128 * 48 * 2 + 24 * 8 + 48 * 96 * 4 + 4) + (40 * 8 + 4)),
-        ("APOLLOAdamW", "int8", (128 * 48 * 2 + 24 * 8 + 4 + 4) + (40 * 8 + 4)),
+        ("APOLLOAdamW", "int8", (128 * 48 * 2 + 24 * 8 + 2 * 4 + 4 + 4) + (40 * 8 + 4)),
         ("GaLoreAdafactor", "default", ((128 + 48) * 4 + 48 * 96 * 4 + 4) + (40 * 4 + 4)),
     ],
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
@@ -93,6 +93,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     #: Options that a group has only where they were set, with their values where it has not.
     _own_options: ClassVar[dict[str, Any]] = OWN
+    #: States that older dictionaries lack.
+    _later_states: ClassVar[frozenset[str]] = frozenset()
     #: Options that older dictionaries lack, with the values that mean what was done then.
     _later_options: ClassVar[dict[str, Any]] = {
         "foreach": None,
@@ -157,6 +159,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         """The placements of these states of a DTensor, but for those that are tensors of torch."""
         return None
+
+    def _starts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Sequence[float]]:
+        """The states of a weight whose elements start at different numbers, with the numbers."""
+        return {}
+
+    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Makes the states that older dictionaries lack, when weights have got states of these."""
 
     def _in_form(
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]

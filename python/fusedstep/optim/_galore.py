@@ -18,6 +18,7 @@ from fusedstep.optim._projection import (
     offset_of,
 )
 from fusedstep.optim._subspace import bases_of, overlap
+from fusedstep.optim._weights import key_of_draws, whole_places_of
 
 SVDS = ("exact", "randomized", "power", "lazy")
 
@@ -74,7 +75,8 @@ class GaLoreSteps(LowRankSteps):
             return {}
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
         last = {name: local(state[name]).to(grad.device) for name in side} if count else None
-        key = self._key(group, weight, count)
+        (place,) = whole_places_of(self._groups, group, [weight])
+        key = key_of_draws(group.get("seed", 0), count, place)
         wide = grad.to(state[side[0]].dtype)
         found = bases_of(wide, group["rank"], side, svd, last, key)
         if svd != "lazy":

@@ -27,7 +27,7 @@ from fusedstep.optim._sharded_matrices import cut_of
 from fusedstep.optim._sharded_projections import basis_part, sum_parts
 from fusedstep.optim._spread import SpreadWeights
 from fusedstep.optim._undo import Reserve, Saved, is_out_of_memory, undone_on_error
-from fusedstep.optim._weights import key_of_draws, way_of, whole_places_of
+from fusedstep.optim._weights import way_of
 
 
 class LowRankSteps(LowRankGroups):
@@ -397,8 +397,3 @@ class LowRankSteps(LowRankGroups):
             self._commit(weight)
             state = self._fresh[weight] | state
         super()._step_on_numbers(group, weight, grad, state)
-
-    def _key(self, group: dict[str, Any], weight: Tensor, draw: int) -> int:
-        """The key of a weight's random numbers."""
-        (place,) = whole_places_of(self._groups, group, [weight])
-        return key_of_draws(group.get("seed", 0), draw, place)

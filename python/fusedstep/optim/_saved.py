@@ -146,9 +146,8 @@ def check_state(
     needed = _needed(optimizer, options, shapes)
     if asked_way(options) == "stochastic" and "step" in state:
         check_count_of_steps(name, state["step"])
-    names = (*needed, *BESIDE.values())
-    if shapes is None:
-        names = (*optimizer._state_names(options), *names)
+    names = optimizer._state_names(options) if shapes is None else shapes
+    names = (*names, *needed, *BESIDE.values())
     for key in dict.fromkeys(names):
         if key in needed or state.get(key) is not None:
             shape = (shapes or {}).get(key, weight.shape)
@@ -191,7 +190,9 @@ def _needed(
     optimizer: Optimizer, options: dict[str, Any], shapes: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
     """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
-    return optimizer._lasting_names(options) if shapes is None else tuple(shapes)
+    if shapes is None:
+        return optimizer._lasting_names(options)
+    return tuple([name for name in shapes if name not in optimizer._later_states])
 
 
 def check_is_state(name: str, state: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, product
 from typing import Any
 
@@ -189,8 +189,18 @@ class StateStore:
             del self._counts[p]
 
     @torch.no_grad()
-    def create(self, group: dict[str, Any], weights: list[Tensor], native: bool) -> None:
-        """Gives a state to those weights that have none, and the codes that options ask for."""
+    def create(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        native: bool,
+        starts: Callable[[dict[str, Any], Tensor], dict[str, Sequence[float]]] | None = None,
+    ) -> None:
+        """Gives a state to those weights that have none, and the codes that options ask for.
+
+        ``starts`` returns the states of a weight whose elements start at different numbers, by
+        name, with the numbers.
+        """
         check_state_dtype(own_option(group, "state_dtype"))
         for change in [self._conversion(group, p) for p in weights]:
             _replace(*change)
@@ -205,6 +215,9 @@ class StateStore:
             if name not in state:
                 if name in BESIDE.values():
                     self._start_beside(group, p, tensor)
+                elif starts is not None and (numbers := starts(group, p).get(name)):
+                    for element, number in zip(_dtensor.local(tensor), numbers, strict=True):
+                        element.fill_(number)
                 elif value := self._first_value(group, _state_of(name)):
                     self._fill(tensor, name, complex(value, value) if p.is_complex() else value, p)
                 new[name] = tensor

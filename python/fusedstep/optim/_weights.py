@@ -174,6 +174,9 @@ def _as_bfloat16(bits: Tensor) -> Tensor:
 
 _64_BITS, _32_BITS = 2**64 - 1, 2**32 - 1
 
+#: Places in a group that numbers of places of an optimizer tell apart.
+PLACES = 1 << 32
+
 #: Numbers that are made at a time.
 _PIECE = 1 << 20
 
@@ -208,7 +211,7 @@ def whole_places_of(
     params = group["params"]
     index = next(i for i, each in enumerate(groups) if each["params"] is params)
     places = {id(p): i for i, p in enumerate(params)}
-    return [(index << 32) + places[id(p)] for p in weights]
+    return [index * PLACES + places[id(p)] for p in weights]
 
 
 def random_bits(key: int, count: int, device: torch.device) -> Tensor:

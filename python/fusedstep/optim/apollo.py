@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from fusedstep.optim._sharded_projections import sum_norms
 from fusedstep.optim._subspace import bases_of, gaussian
 from fusedstep.optim._transformers_adamw import advance, bias_correction, move
 from fusedstep.optim._undo import numbers_first
+from fusedstep.optim._weights import PLACES, key_of_draws, whole_places_of
 
 __all__ = ["APOLLOAdamW"]
 
@@ -38,6 +39,10 @@ _EPSILON = 1e-8
 
 #: The state that is the norm of the last scaled gradient.
 _NORM = "scaled_grad"
+
+#: The state that a random basis follows from: the index of a weight's group and the weight's place
+#: there when it got its states. Weights keep their bases when groups are edited.
+_PLACE = "place"
 
 
 class APOLLOAdamW(LowRankSteps, FusedOptimizer):
@@ -63,12 +68,14 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     ``scale_type="tensor"`` and ``scale=128``. Groups without a rank are AdamW, as in
     :class:`GaLoreAdamW`.
 
-    A random basis follows from ``seed``, the step count, the group and the weight's place there: it
-    is the same on every device, and no part of the state. The states ``exp_avg`` and ``exp_avg_sq``
-    have the shape of ``R``, ``scaled_grad`` is the norm of the last ``S``, and with
-    ``proj="svd"`` there are ``projector_left`` [M, r] or ``projector_right`` [r, N]. All are
-    float32 beside 16-bit weights. A weight of more than two dimensions is the matrix of its first
-    one and all others together.
+    A random basis follows from ``seed``, the step count, and the state ``place``: the index of the
+    weight's group and the weight's place there when it got its states. A weight keeps its basis
+    when groups are edited. The basis is the same on every device, and no part of the state.
+
+    The states ``exp_avg`` and ``exp_avg_sq`` have the shape of ``R``, and ``scaled_grad`` is the
+    norm of the last ``S``. With ``proj="svd"`` there are, in place of ``place``,
+    ``projector_left`` [M, r] or ``projector_right`` [r, N]. All are float32 beside 16-bit weights.
+    A weight of more than two dimensions is the matrix of its first one and all others together.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize
@@ -116,6 +123,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
+    _later_states: ClassVar[frozenset[str]] = frozenset({_PLACE})
     _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
         "correct_bias": True,
         "scale_front": False,
@@ -170,7 +178,18 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     @classmethod
     def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         norm = {_NORM: torch.Size(())}
-        return norm if group["proj"] == "random" else norm | cls._basis_shapes(group, weight)
+        if group["proj"] == "random":
+            return norm | {_PLACE: torch.Size((2,))}
+        return norm | cls._basis_shapes(group, weight)
+
+    def _starts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Sequence[float]]:
+        (place,) = whole_places_of(self._groups, group, [weight])
+        return {_PLACE: divmod(place, PLACES)}
+
+    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        if self._is_projected(group) and group["proj"] == "random":
+            older = [p for p in weights if _PLACE not in self._state[p]]
+            self._store.create(group, older, False, self._starts)
 
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor
@@ -186,7 +205,8 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
             if not is_due:
                 return {}
             return bases_of(grad.to(wide), group["rank"], sides, "exact", None, 0)
-        key = self._key(group, weight, count // gap)
+        index, place = map(int, local(self._state[weight][_PLACE]).tolist())
+        key = key_of_draws(group.get("seed", 0), count // gap, index * PLACES + place)
         like = torch.empty(0, dtype=wide, device=weight.device)
         (side,) = sides
         shape = self._basis_shapes(group, weight)[side]
