@@ -154,7 +154,7 @@ TEST(LambVariantsTest, OneMaximalNormForAllGroups) {
   set_grads(second, 1);
   const Tensors before = clones(first);
   EXPECT_EQ(error_of([&] { optimizer.step(); }),
-            "max_grad_norm must be the same in all groups, not 1 and inf");
+            "group 1: max_grad_norm must be the same in all groups, not 1 and inf");
   expect_equal(first, before);
 
   // Both groups together have the norm, and keep the gradients that the step does not use.

@@ -110,7 +110,8 @@ TYPED_TEST(StorageTest, WhatIsForBfloat16OnlyIsRefusedForFloat16) {
       {TypeParam::options().master_weights("split"), "master_weights='split'"},
       {TypeParam::options().rounding("stochastic"), "rounding='stochastic'"}};
   for (const auto& [options, name] : rows) {
-    const std::string text = name + " takes bfloat16 weights, but one is float16";
+    const std::string text =
+        "parameter 0 of group 0: " + name + " takes bfloat16 weights, but one is float16";
     const Tensors weights = large_weights(torch::kFloat16), before = clones(weights);
     EXPECT_EQ(error_of([&] { typename TypeParam::Optimizer optimizer(weights, options); }), text);
     typename TypeParam::Optimizer optimizer(std::vector<OptimizerParamGroup>{}, TypeParam::options());

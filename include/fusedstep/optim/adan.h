@@ -46,7 +46,8 @@ class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Ada
     for (const auto& group : param_groups_) {
       for (const torch::Tensor& weight : group.params()) {
         const auto found = state_.find(weight.unsafeGetTensorImpl());
-        if (found != state_.end()) static_cast<AdanParamState&>(*found->second).zero(weight);
+        if (found == state_.end() || found->second == nullptr) continue;
+        static_cast<AdanParamState&>(*found->second).zero(weight);
       }
     }
   }

@@ -34,6 +34,8 @@
 #include <vector>
 
 #include "fusedstep/grad_use.h"
+#include "fusedstep/optim/archive.h"
+#include "fusedstep/optim/errors.h"
 #include "fusedstep/optim/operators.h"
 #include "fusedstep/optim/options.h"
 #include "fusedstep/optim/param_state.h"
@@ -73,7 +75,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
                           const Options& defaults = {})
       : torch::optim::Optimizer(param_groups, std::make_unique<Options>(defaults)) {
     Derived::check(defaults);
-    for (torch::optim::OptimizerParamGroup& group : param_groups_) take_over(group);
+    detail::storage_of(defaults);
+    for (size_t i = 0; i < param_groups_.size(); ++i) take_over(i, param_groups_[i]);
   }
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
@@ -82,7 +85,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     torch::optim::OptimizerParamGroup own(group);
     if (!own.has_options()) own.set_options(defaults_->clone());
-    take_over(own);
+    take_over(param_groups_.size(), own);
     torch::optim::Optimizer::add_param_group(own);
   }
 
@@ -97,10 +100,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   static std::unique_ptr<Options> converted(const torch::optim::OptimizerOptions&) { return nullptr; }
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
-  // closure's loss. Throws c10::Error or std::runtime_error, before any parameter is changed, for a gradient
-  // that does not match its parameter in shape, dtype or device or is sparse (but see Adagrad), and for
-  // parameters that overlap themselves or one another in memory. A group with options of another class is an
-  // error, and so is a state that is null.
+  // closure's loss. Throws c10::Error, which names the parameter or the group, before any parameter is
+  // changed: for a gradient that does not match its parameter in shape, dtype or device or is sparse (but see
+  // Adagrad), for parameters that overlap themselves or one another in memory, for options that are out of
+  // range or of another class, and for a state that is null or of another class.
   torch::Tensor step(LossClosure closure = nullptr) override {
     torch::NoGradGuard no_grad;
     torch::Tensor loss;
@@ -108,9 +111,43 @@ class FusedOptimizer : public torch::optim::Optimizer {
       at::AutoGradMode enable_grad(true);
       loss = closure();
     }
-    if (param_groups_.empty()) return loss;
+    if (!param_groups_.empty()) detail::as_c10([&] { update(); });
+    return loss;
+  }
+
+  // Throws c10::Error for a group or a state that step() refuses for its class.
+  void save(torch::serialize::OutputArchive& archive) const override {
+    for (size_t i = 0; i < param_groups_.size(); ++i) {
+      cast_options(i, param_groups_[i]);
+      const Tensors& weights = param_groups_[i].params();
+      for (size_t k = 0; k < weights.size(); ++k) {
+        detail::find_state<State>(state_, weights[k], detail::place_of(i, k));
+      }
+    }
+    for (const auto& [key, state] : state_) {
+      TORCH_CHECK(dynamic_cast<const State*>(state.get()) != nullptr,
+                  "a state of no parameter is null or of another class; erase it");
+    }
+    torch::optim::serialize<State, Options>(archive, *this);
+    archive.write("optimizer", torch::IValue(class_name()));
+  }
+  // Loads options and states, which become codes or numbers as the options ask, from an archive of this class
+  // or of torch's. Options that the archive lacks stay as they are. Throws c10::Error, with nothing changed,
+  // for an archive of another optimizer, or one with an option or a state that a step would refuse.
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::NoGradGuard no_grad;
+    detail::as_c10([&] { take_from(archive); });
+  }
+
+ private:
+  using Tensors = std::vector<torch::Tensor>;
+  static constexpr auto& kStates = Rule<0>::kAllStates;
+
+  void update() {
     std::vector<const Options*> options;
-    for (auto& group : param_groups_) options.push_back(&own_options(group));
+    for (size_t i = 0; i < param_groups_.size(); ++i) {
+      options.push_back(&checked_options(i, param_groups_[i]));
+    }
     const double max_norm = max_norm_of_groups(options);
     std::vector<BoundGroup> bound;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(i, *options[i], bound);
@@ -128,65 +165,81 @@ class FusedOptimizer : public torch::optim::Optimizer {
       bump_versions(group.states);
       if (Derived::grad_use(*group.options) != GradUse::kLeave) bump_versions(group.grads);
     }
-    return loss;
   }
 
-  void save(torch::serialize::OutputArchive& archive) const override {
-    torch::optim::serialize<State, Options>(archive, *this);
-    archive.write("optimizer", torch::IValue(class_name()));
-  }
-  // Loads options and states, which become codes or numbers as the options ask. What an archive does not say
-  // of their storage is as the optimizer was made. Throws c10::Error, with nothing changed, for an archive of
-  // another optimizer, or one with a state that does not fit its parameter.
-  void load(torch::serialize::InputArchive& archive) override {
-    torch::NoGradGuard no_grad;
-    c10::IValue saved;  // archives of torch and of earlier versions have no name
+  void take_from(torch::serialize::InputArchive& archive) {
+    c10::IValue saved;  // archives of torch have no name
     if (archive.try_read("optimizer", saved)) {
-      TORCH_CHECK(saved.toStringRef() == class_name(), "the archive is of ", saved.toStringRef(), ", not of ",
-                  class_name());
+      const std::string name = saved.isString() ? saved.toStringRef() : "no class";
+      TORCH_CHECK(name == class_name(), "the archive is of ", name, ", not of ", class_name());
     }
-    std::vector<Options> options_before;
-    for (auto& group : param_groups_) options_before.push_back(own_options(group));
-    // No moves: this map's allocate, and are noexcept.
-    decltype(state_) states_before;
-    state_.swap(states_before);
-    try {
-      torch::optim::serialize<State, Options>(archive, *this);
-      for (size_t i = 0; i < param_groups_.size(); ++i) fit_loaded(i);
-      for (auto& [key, state] : states_before) {
-        if (state != nullptr && state_.find(key) == state_.end()) state_.emplace(key, state->clone());
-      }
-    } catch (...) {
-      state_.swap(states_before);
-      for (size_t i = 0; i < param_groups_.size(); ++i) {
-        static_cast<Options&>(param_groups_[i].options()) = std::move(options_before[i]);
-      }
-      throw;
+    std::vector<detail::SavedGroup> groups = detail::read_groups(archive, param_groups_);
+    torch::serialize::InputArchive states;
+    archive.read("state", states);
+    std::vector<Options> options;
+    decltype(state_) loaded;
+    for (size_t i = 0; i < groups.size(); ++i) {
+      options.push_back(own_options(i, param_groups_[i]));
+      detail::read_options(detail::name_of_group(i), class_name(), groups[i], options[i]);
+      options[i].complete_storage(static_cast<const Options&>(*defaults_));
+      check_options([&] { return detail::name_of_group(i) + " of the archive"; }, options[i]);
+      read_states(i, options[i], groups[i].keys, states, loaded);
+    }
+    for (const auto& [key, state] : state_) loaded.emplace(key, nullptr);
+    // Nothing of this allocates.
+    for (auto& [key, state] : state_) {
+      auto& place = loaded.find(key)->second;
+      if (place == nullptr) place = std::move(state);
+    }
+    state_.swap(loaded);
+    for (size_t i = 0; i < groups.size(); ++i) {
+      static_cast<Options&>(param_groups_[i].options()) = std::move(options[i]);
     }
   }
-
- private:
-  using Tensors = std::vector<torch::Tensor>;
-  static constexpr auto& kStates = Rule<0>::kAllStates;
 
   static std::string class_name() { return c10::demangle(typeid(Derived).name()); }
 
-  // The options of a group, converted where the class takes them from others. Throws c10::Error for those of
-  // another class.
-  static Options& own_options(torch::optim::OptimizerParamGroup& group) {
-    if (auto own = Derived::converted(group.options())) group.set_options(std::move(own));
-    auto* const found = dynamic_cast<Options*>(&group.options());
-    TORCH_CHECK(found != nullptr, "the options of a group must be ", c10::demangle(typeid(Options).name()),
-                ", not ", c10::demangle(typeid(group.options()).name()));
+  // Throws c10::Error for options of another class.
+  static const Options& cast_options(size_t index, const torch::optim::OptimizerParamGroup& group) {
+    const torch::optim::OptimizerOptions& options = group.options();
+    const auto* const found = dynamic_cast<const Options*>(&options);
+    TORCH_CHECK(found != nullptr, detail::name_of_group(index), ": the options must be ",
+                c10::demangle(typeid(Options).name()), ", not ", c10::demangle(typeid(options).name()));
     return *found;
   }
 
+  // The options of a group with this index, converted where the class takes them from others.
+  static const Options& own_options(size_t index, torch::optim::OptimizerParamGroup& group) {
+    if (auto own = Derived::converted(group.options())) group.set_options(std::move(own));
+    return cast_options(index, group);
+  }
+
+  // The same, in range.
+  static const Options& checked_options(size_t index, torch::optim::OptimizerParamGroup& group) {
+    const Options& options = own_options(index, group);
+    check_options([&] { return detail::name_of_group(index); }, options);
+    return options;
+  }
+
+  template <class Name>
+  static void check_options(const Name& name, const Options& options) {
+    detail::in_name_of(name, [&] {
+      Derived::check(options);
+      detail::storage_of(options);
+    });
+  }
+
+  // The way in which a parameter keeps its value.
+  static detail::Way way_of(const detail::Storage& storage, size_t group, size_t place,
+                            const torch::Tensor& weight) {
+    return detail::in_name_of([&] { return detail::name_of_parameter(group, place); },
+                              [&] { return detail::way_of(storage, weight); });
+  }
+
   // Throws c10::Error for a group that cannot be stepped with its options.
-  static void take_over(torch::optim::OptimizerParamGroup& group) {
-    const Options& options = own_options(group);
-    Derived::check(options);
-    const detail::Storage storage = detail::storage_of(options);
-    for (const torch::Tensor& weight : group.params()) detail::way_of(storage, weight);
+  static void take_over(size_t index, torch::optim::OptimizerParamGroup& group) {
+    const detail::Storage storage = detail::storage_of(checked_options(index, group));
+    for (size_t i = 0; i < group.params().size(); ++i) way_of(storage, index, i, group.params()[i]);
   }
 
   // The rule's states that these options ask for, as indices of kStates.
@@ -227,18 +280,21 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const char* const sparse_error = Derived::sparse_error(options);
     std::map<detail::Way, Launch> launches;
     Tensors all;
+    std::vector<int64_t> places;
     for (size_t i = 0; i < group.params().size(); ++i) {
       const torch::Tensor& weight = group.params()[i];
       if (!weight.grad().defined()) continue;
-      TORCH_CHECK(!weight.grad().is_sparse() || sparse_error == nullptr, sparse_error);
-      Launch& launch = launches[detail::way_of(storage, weight)];
+      const int64_t place = detail::place_of(index, i);
+      check_kinds(place, weight, weight.grad(), sparse_error);
+      Launch& launch = launches[way_of(storage, index, i, weight)];
       launch.weights.push_back(weight);
       launch.grads.push_back(in_memory(weight.grad()));
-      launch.places.push_back(static_cast<int64_t>((index << 32) + i));
+      launch.places.push_back(place);
       all.push_back(weight);
+      places.push_back(place);
     }
     if (all.empty()) return;
-    state_maker(options, storage).make_missing(all);
+    state_maker(state_, options, storage).make_missing(all, places);
     // A plan holds states, of which those of another way are of no use any more.
     std::erase_if(plans_, [&](const auto& each) {
       return each.first.first == index && !launches.contains(each.first.second);
@@ -248,27 +304,68 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
   }
 
+  // Throws c10::Error for tensors that no kernel can be asked about.
+  static void check_kinds(int64_t place, const torch::Tensor& weight, const torch::Tensor& grad,
+                          const char* sparse_error) {
+    const auto has_memory = [](const torch::Tensor& tensor) {
+      return tensor.layout() == torch::kStrided && (tensor.is_cpu() || tensor.is_cuda());
+    };
+    TORCH_CHECK(has_memory(weight), detail::name_of_place(place), ": the weight has the layout ",
+                weight.layout(), " on ", weight.device(),
+                "; it must be a dense tensor on the CPU or a CUDA device");
+    const torch::Dtype dtype = weight.scalar_type();
+    TORCH_CHECK(dtype == torch::kFloat32 || dtype == torch::kFloat64 || detail::has_16_bits(weight),
+                detail::name_of_place(place), ": the weight is ", detail::name_of_dtype(dtype),
+                "; it must be float32, float64, bfloat16 or float16");
+    if (grad.is_sparse()) {
+      TORCH_CHECK(sparse_error == nullptr, detail::name_of_place(place), ": ", sparse_error);
+    } else {
+      TORCH_CHECK(has_memory(grad), detail::name_of_place(place), ": the gradient has the layout ",
+                  grad.layout(), " on ", grad.device(), "; it must be a dense tensor on the weight's device");
+    }
+  }
+
   void bind_launch(const Options& options, detail::Way way, Launch launch,
                    std::unique_ptr<detail::Plan>& plan, std::vector<BoundGroup>& bound) {
-    detail::PlanOperands operands =
-        operands_of(options, way, std::move(launch.weights), std::move(launch.places));
-    if (plan == nullptr || !plan->is_of(operands)) plan = std::make_unique<detail::Plan>(operands);
-    static const auto bind =
-        detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
-    if (bind.call(plan->handle(), operands.weights, launch.grads) < 0) {
-      // The weights are on another device now.
-      plan = std::make_unique<detail::Plan>(operands);
-      TORCH_CHECK(bind.call(plan->handle(), operands.weights, launch.grads) >= 0,
-                  "the weights of a group must be on one device");
-    }
+    detail::PlanOperands operands = operands_of(options, way, launch);
+    detail::with_text([&](std::string_view said) { return text_of(said, options, way, launch); },
+                      [&] { bind(operands, launch.grads, plan); });
     operands.states.insert(operands.states.end(), operands.steps.begin(), operands.steps.end());
     bound.push_back({&options, plan->handle(), std::move(operands.weights), std::move(launch.grads),
                      std::move(operands.states)});
   }
 
+  static void bind(const detail::PlanOperands& operands, const Tensors& grads,
+                   std::unique_ptr<detail::Plan>& plan) {
+    if (plan == nullptr || !plan->is_of(operands)) plan = std::make_unique<detail::Plan>(operands);
+    static const auto op =
+        detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
+    if (op.call(plan->handle(), operands.weights, grads) >= 0) return;
+    // The weights are on another device now.
+    plan = std::make_unique<detail::Plan>(operands);
+    TORCH_CHECK(op.call(plan->handle(), operands.weights, grads) >= 0,
+                "the weights of a group must be on one device");
+  }
+
+  // An error's text with names of parameters, also where it tells no place: it is of that which has it alone.
+  std::string text_of(std::string_view said, const Options& options, detail::Way way, const Launch& launch) {
+    const std::string advised = std::string(said).append(detail::advice(said));
+    if (said.starts_with("tensor ")) return detail::with_names(advised, launch.places);
+    for (size_t i = 0; i < launch.weights.size(); ++i) {
+      const Launch one{{launch.weights[i]}, {launch.grads[i]}, {launch.places[i]}};
+      std::unique_ptr<detail::Plan> plan;
+      try {
+        bind(operands_of(options, way, one), one.grads, plan);
+      } catch (const std::exception&) {
+        return detail::name_of_place(launch.places[i]) + ": " + advised;
+      }
+    }
+    return detail::name_of_group(static_cast<size_t>(launch.places[0]) >> 32) + ": " + advised;
+  }
+
   // The tensors of weights, whose states are whole, as a plan takes them.
-  detail::PlanOperands operands_of(const Options& options, detail::Way way, Tensors weights,
-                                   std::vector<int64_t> places) {
+  detail::PlanOperands operands_of(const Options& options, detail::Way way, const Launch& launch) {
+    const Tensors& weights = launch.weights;
     detail::PlanOperands found;
     Tensors absmax;
     for (const size_t k : slots(options)) {
@@ -286,8 +383,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     for (size_t k = 0; k < State::kNumbers.size(); ++k) {
       for (const torch::Tensor& weight : weights) found.steps.push_back(state_of(weight).number(k));
     }
-    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), std::move(places)};
-    found.weights = std::move(weights);
+    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), launch.places};
+    found.weights = weights;
     return found;
   }
 
@@ -315,8 +412,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     double max_norm = std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < options.size(); ++i) {
       const double of_group = Derived::max_grad_norm(*options[i]);
-      TORCH_CHECK(i == 0 || of_group == max_norm, "max_grad_norm must be the same in all groups, not ",
-                  max_norm, " and ", of_group);
+      TORCH_CHECK(i == 0 || of_group == max_norm, detail::name_of_group(i),
+                  ": max_grad_norm must be the same in all groups, not ", max_norm, " and ", of_group);
       max_norm = of_group;
     }
     return max_norm;
@@ -365,24 +462,27 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return static_cast<State&>(*state_[weight.unsafeGetTensorImpl()]);
   }
 
-  detail::StateMaker<State> state_maker(const Options& options, const detail::Storage& storage) {
-    return {state_, storage, slots(options), [&options](std::string_view name, double otherwise) {
+  static detail::StateMaker<State> state_maker(decltype(state_)& states, const Options& options,
+                                               const detail::Storage& storage) {
+    return {states, storage, slots(options), [&options](std::string_view name, double otherwise) {
               return Derived::initial_value(options, name, otherwise);
             }};
   }
 
-  // Completes, checks and converts what has been loaded for a group.
-  void fit_loaded(size_t index) {
-    const torch::optim::OptimizerParamGroup& group = param_groups_[index];
-    auto& options = static_cast<Options&>(param_groups_[index].options());
-    options.complete_storage(static_cast<const Options&>(*defaults_));
+  // Adds the states of a group's weights, as its options to come ask for them, to others.
+  void read_states(size_t index, const Options& options, const std::vector<std::string>& keys,
+                   torch::serialize::InputArchive& archive, decltype(state_)& loaded) const {
     const detail::Storage storage = detail::storage_of(options);
-    auto maker = state_maker(options, storage);
-    for (size_t i = 0; i < group.params().size(); ++i) {
-      const torch::Tensor& weight = group.params()[i];
-      if (state_.find(weight.unsafeGetTensorImpl()) == state_.end()) continue;
-      const std::string name = "parameter " + std::to_string(i) + " of group " + std::to_string(index);
-      detail::StateMaker<State>::check(name, weight, state_of(weight));
+    auto maker = state_maker(loaded, options, storage);
+    for (size_t i = 0; i < keys.size(); ++i) {
+      const torch::Tensor& weight = param_groups_[index].params()[i];
+      way_of(storage, index, i, weight);
+      torch::serialize::InputArchive saved;
+      if (!archive.try_read(keys[i], saved)) continue;
+      auto state = std::make_unique<State>();
+      state->serialize(saved);
+      detail::fit_state(detail::name_of_parameter(index, i), weight, *state);
+      loaded[weight.unsafeGetTensorImpl()] = std::move(state);
       maker.convert(weight);
     }
   }

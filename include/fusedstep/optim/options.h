@@ -16,8 +16,8 @@
 namespace fusedstep::optim {
 
 // Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
-// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks gets its
-// default: later versions have more of them.
+// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks stays as it
+// is: later versions have more of them.
 #define FUSEDSTEP_OPTIONS(Options, LIST)                                                                \
  public:                                                                                                \
   Options() = default;                                                                                  \
@@ -32,6 +32,9 @@ namespace fusedstep::optim {
   void serialize(torch::serialize::OutputArchive& archive) const override {                             \
     LIST(FUSEDSTEP_WRITE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_WRITE_SET)                         \
   }                                                                                                     \
+  static bool has_option(std::string_view option) {                                                     \
+    return false LIST(FUSEDSTEP_IS_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_IS_OPTION);              \
+  }                                                                                                     \
   double get_lr() const override { return lr(); }                                                       \
   void check_ranges() const { LIST(FUSEDSTEP_CHECK_OPTION) }                                            \
   void set_lr(const double lr) override { lr_ = lr; }                                                   \
@@ -43,6 +46,7 @@ namespace fusedstep::optim {
 #define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
 #define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
 #define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
+#define FUSEDSTEP_IS_OPTION(type, name, value) || option == #name
 #define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
 #define FUSEDSTEP_CHECK_OPTION(type, name, value) detail::check_range(#name, name##_);
 
@@ -77,10 +81,11 @@ namespace detail {
 // number of at least 0, or of several of any range.
 inline void check_range(std::string_view name, double value) {
   if (name == "dampening" || name == "lambd" || name == "t0") return;  // any number
+  if (name == "max_grad_norm" ? value > 0 : value >= 0) return;
   const std::string what = name == "lr"    ? "learning rate"
                            : name == "eps" ? "epsilon value"
                                            : std::string(name) + " value";
-  TORCH_CHECK(name == "max_grad_norm" ? value > 0 : value >= 0, "Invalid ", what, ": ", value);
+  TORCH_CHECK(false, "Invalid ", what, ": ", value);
 }
 
 template <class... Numbers>

@@ -7,6 +7,8 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
+#include <cstdint>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -77,9 +79,16 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
     }
   }
 
+  // A step count is an int, as torch's classes read it. One that is none is written as it is.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     for (size_t i = 0; i < numbers_.size(); ++i) {
-      archive.write(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+      const torch::Tensor& number = numbers_[i];
+      if (!number.defined()) continue;
+      if (i == 0 && is_count(number)) {
+        archive.write(kNumbers[i].name, torch::IValue(number.item<int64_t>()));
+      } else {
+        archive.write(kNumbers[i].name, number, /*is_buffer=*/true);
+      }
     }
     for_others(*this, [&](const std::string& name, const torch::Tensor& tensor) {
       if (tensor.defined()) archive.write(name, tensor, /*is_buffer=*/true);
@@ -87,7 +96,9 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   }
   void serialize(torch::serialize::InputArchive& archive) override {
     for (size_t i = 0; i < numbers_.size(); ++i) {
-      archive.read(kNumbers[i].name, numbers_[i], /*is_buffer=*/true);
+      torch::IValue value;
+      if (!archive.try_read(kNumbers[i].name, value)) continue;
+      numbers_[i] = value.isTensor() ? value.toTensor() : torch::full({}, value.toScalar(), torch::kFloat64);
     }
     for_others(*this, [&](const std::string& name, torch::Tensor& tensor) {
       archive.try_read(name, tensor, /*is_buffer=*/true);
@@ -95,6 +106,12 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   }
 
  private:
+  static bool is_count(const torch::Tensor& number) {
+    if (number.numel() != 1 || number.is_complex()) return false;
+    const auto value = number.item<double>();
+    return value >= 0 && value < 0x1p53 && value == std::floor(value);
+  }
+
   // Calls work(name, tensor) for all tensors but the numbers.
   template <class Self, class Work>
   static void for_others(Self& self, const Work& work) {

@@ -19,6 +19,13 @@ struct SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptions> {
 
 struct SGDParamState : ParamState<SGDParamState, rules::SGD> {
   const torch::Tensor& momentum_buffer() const { return slot(0); }
+
+  using ParamState::serialize;
+  // An archive of torch has no step count, and no buffer before the first step with momentum.
+  void serialize(torch::serialize::InputArchive& archive) override {
+    ParamState::serialize(archive);
+    if (!step().defined() && momentum_buffer().defined()) step(torch::ones({}));
+  }
 };
 
 // SGD with momentum (Sutskever et al., "On the importance of initialization and momentum in deep learning",

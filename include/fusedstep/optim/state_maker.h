@@ -1,6 +1,7 @@
-// The states of a group's weights as its options ask for them: made where they are missing, converted and
-// checked where they come from an archive.
+// The states of a group's weights as its options ask for them: made where they are missing, converted where
+// they come from an archive.
 #pragma once
+#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 #include <torch/types.h>
 
@@ -11,34 +12,54 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <typeinfo>
 #include <utility>
 #include <vector>
 
+#include "fusedstep/optim/errors.h"
 #include "fusedstep/optim/operators.h"
 #include "fusedstep/optim/options.h"
 #include "fusedstep/optim/param_state.h"
 
 namespace fusedstep::optim::detail {
 
+using StatesByWeight = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
+
+// The state of the weight that is at this place; null if it has none. Throws c10::Error for one that is null
+// or of another class.
+template <class State>
+const State* find_state(const StatesByWeight& states, const torch::Tensor& weight, int64_t place) {
+  const auto at = states.find(weight.unsafeGetTensorImpl());
+  if (at == states.end()) return nullptr;
+  TORCH_CHECK(at->second != nullptr, name_of_place(place),
+              ": its state is null; erase it, and a step makes a new one");
+  const torch::optim::OptimizerParamState& state = *at->second;
+  const auto* const found = dynamic_cast<const State*>(&state);
+  TORCH_CHECK(found != nullptr, name_of_place(place), ": its state is a ",
+              c10::demangle(typeid(state).name()), ", not a ", c10::demangle(typeid(State).name()));
+  return found;
+}
+
 // Makes states of the kind `State` for one group.
 template <class State>
 class StateMaker {
  public:
-  using States = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
   // The value that a state or number with this name starts at, which is `otherwise` unless an option has it.
   using Initial = std::function<double(std::string_view name, double otherwise)>;
 
   // `slots`: the states that the group's options need, as indices of State::kStates.
-  StateMaker(States& states, const Storage& storage, std::vector<size_t> slots, Initial initial)
+  StateMaker(StatesByWeight& states, const Storage& storage, std::vector<size_t> slots, Initial initial)
       : states_(states), storage_(storage), slots_(std::move(slots)), initial_(std::move(initial)) {}
 
   // Gives the weights what their states lack, and takes from these what is of no use any more. All weights
-  // get it, or none of those that have a state: memory may run out before.
-  void make_missing(const Tensors& weights) {
+  // get it, or none of those that have a state: memory may run out before. Throws c10::Error for what is no
+  // state of this kind, with the name of the weight, which is at this place in `names`.
+  void make_missing(const Tensors& weights, const std::vector<int64_t>& names) {
     Tensors some;
     std::vector<State> made;
-    for (const torch::Tensor& weight : weights) {
-      const State* const found = find(weight);
+    for (size_t i = 0; i < weights.size(); ++i) {
+      const torch::Tensor& weight = weights[i];
+      const State* const found = find_state<State>(states_, weight, names[i]);
       if (found != nullptr && is_whole(weight, *found)) continue;
       some.push_back(weight);
       made.push_back(found != nullptr ? State(*found) : State());
@@ -79,43 +100,13 @@ class StateMaker {
     }
   }
 
-  // Throws c10::Error unless all tensors of a state fit the weight, which has this name.
-  static void check(const std::string& name, const torch::Tensor& weight, const State& state) {
-    const auto check_shape = [&](const std::string& what, const torch::Tensor& tensor) {
-      TORCH_CHECK(tensor.sizes() == weight.sizes(), what, " has the shape ", tensor.sizes(),
-                  ", but the weight has ", weight.sizes());
-    };
-    for (size_t k = 0; k < std::size(State::kStates); ++k) {
-      const torch::Tensor& tensor = state.slot(k);
-      const std::string what = std::string(State::kStates[k].name) + " of " + name;
-      if (!tensor.defined()) continue;
-      if (is_codes(tensor)) {
-        check_codes(what, tensor, state.absmax(k), weight);
-      } else {
-        check_shape(what, tensor);
-      }
-    }
-    for (size_t i = 0; i < kBeside.size(); ++i) {
-      const Way way{static_cast<uint8_t>(i)};
-      const torch::Tensor& tensor = state.beside(way);
-      const std::string what = std::string(kBeside[i]) + " of " + name;
-      if (!tensor.defined()) continue;
-      check_shape(what, tensor);
-      TORCH_CHECK(way != Way::kSplit || tensor.scalar_type() == torch::kInt16, what, " must be int16, not ",
-                  tensor.dtype());
-    }
-  }
-
  private:
   // Weights of one form get their states together: whether these are wide, in which codes, and the way.
   using Form = std::tuple<bool, std::string_view, Way>;
 
   State* find(const torch::Tensor& weight) {
     const auto found = states_.find(weight.unsafeGetTensorImpl());
-    if (found == states_.end()) return nullptr;
-    TORCH_CHECK(found->second != nullptr,
-                "the state of a weight is null: erase it, and a step makes a new one");
-    return static_cast<State*>(found->second.get());
+    return found == states_.end() ? nullptr : static_cast<State*>(found->second.get());
   }
 
   bool is_whole(const torch::Tensor& weight, const State& state) const {
@@ -224,7 +215,7 @@ class StateMaker {
 
   static constexpr std::array kWaysBeside{Way::kFloat32, Way::kSplit, Way::kKahan};
 
-  States& states_;
+  StatesByWeight& states_;
   Storage storage_;
   std::vector<size_t> slots_;
   Initial initial_;
