@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "fusedstep/optim.h"
 #include "fusedstep/rules/list.h"
-#include "tests/cpp/optimizers.h"  // which tests/cpp/CMakeLists.txt makes of that list
 
 namespace fusedstep::optim {
 

@@ -17,8 +17,8 @@ struct AdadeltaOptions : torch::optim::OptimizerCloneableOptions<AdadeltaOptions
 };
 
 struct AdadeltaParamState : ParamState<AdadeltaParamState, rules::Adadelta> {
-  const torch::Tensor& square_avg() const { return slot(0); }
-  const torch::Tensor& acc_delta() const { return slot(1); }
+  FUSEDSTEP_STATE(square_avg)
+  FUSEDSTEP_STATE(acc_delta)
 };
 
 // Adadelta (Zeiler, "ADADELTA: An Adaptive Learning Rate Method", 2012, algorithm 1), with the options of

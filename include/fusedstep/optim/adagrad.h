@@ -18,7 +18,7 @@ struct AdagradOptions : torch::optim::OptimizerCloneableOptions<AdagradOptions> 
 };
 
 struct AdagradParamState : ParamState<AdagradParamState, rules::Adagrad> {
-  const torch::Tensor& sum() const { return slot(0); }
+  FUSEDSTEP_STATE(sum)
 };
 
 // Adagrad (Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic

@@ -19,9 +19,9 @@ struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
 };
 
 struct AdamParamState : ParamState<AdamParamState, rules::Adam> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_avg_sq() const { return slot(1); }
-  const torch::Tensor& max_exp_avg_sq() const { return slot(2); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_avg_sq)
+  FUSEDSTEP_STATE(max_exp_avg_sq)
 };
 
 // Adam (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 1), with torch's

@@ -17,8 +17,8 @@ struct AdamaxOptions : torch::optim::OptimizerCloneableOptions<AdamaxOptions> {
 };
 
 struct AdamaxParamState : ParamState<AdamaxParamState, rules::Adamax> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_inf() const { return slot(1); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_inf)
 };
 
 // Adamax (Kingma and Ba, "Adam: A Method for Stochastic Optimization", 2015, algorithm 2), with the options

@@ -19,10 +19,10 @@ struct AdanOptions : torch::optim::OptimizerCloneableOptions<AdanOptions> {
 };
 
 struct AdanParamState : ParamState<AdanParamState, rules::Adan> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_avg_sq() const { return slot(1); }
-  const torch::Tensor& exp_avg_diff() const { return slot(2); }
-  const torch::Tensor& neg_pre_grad() const { return slot(3); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_avg_sq)
+  FUSEDSTEP_STATE(exp_avg_diff)
+  FUSEDSTEP_STATE(neg_pre_grad)
 };
 
 // Adan (Xie et al., "Adan: Adaptive Nesterov Momentum Algorithm for Faster Optimizing Deep Models", 2022,

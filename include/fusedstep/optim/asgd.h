@@ -20,7 +20,7 @@ struct ASGDOptions : torch::optim::OptimizerCloneableOptions<ASGDOptions> {
 struct ASGDParamState : ParamState<ASGDParamState, rules::ASGD> {
   const torch::Tensor& eta() const { return number(1); }
   const torch::Tensor& mu() const { return number(2); }
-  const torch::Tensor& ax() const { return slot(0); }
+  FUSEDSTEP_STATE(ax)
 };
 
 // Averaged SGD (Polyak and Juditsky, "Acceleration of Stochastic Approximation by Averaging", 1992), with the

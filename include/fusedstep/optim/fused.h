@@ -15,6 +15,10 @@
 //     }
 //   }
 #pragma once
+#if __cplusplus <= 201703L
+#error "The C++ optimizers of fusedstep need C++20: compile with -std=c++20, or set CMAKE_CXX_STANDARD to 20"
+#endif
+
 #include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/serialize.h>

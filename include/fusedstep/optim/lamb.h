@@ -47,8 +47,8 @@ struct LambOptions : torch::optim::OptimizerCloneableOptions<LambOptions> {
 };
 
 struct LambParamState : ParamState<LambParamState, rules::Lamb> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_avg_sq() const { return slot(1); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_avg_sq)
 };
 
 // LAMB (You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", 2020,

@@ -16,7 +16,7 @@ struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
 };
 
 struct LionParamState : ParamState<LionParamState, rules::Lion> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
+  FUSEDSTEP_STATE(exp_avg)
 };
 
 // Lion (Chen et al., "Symbolic Discovery of Optimization Algorithms", 2023, algorithm 2). For each tensor p

@@ -20,8 +20,8 @@ struct NAdamOptions : torch::optim::OptimizerCloneableOptions<NAdamOptions> {
 
 struct NAdamParamState : ParamState<NAdamParamState, rules::NAdam> {
   const torch::Tensor& mu_product() const { return number(1); }
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_avg_sq() const { return slot(1); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_avg_sq)
 };
 
 // NAdam (Dozat, "Incorporating Nesterov Momentum into Adam", 2016, algorithm 2), with torch's options. For

@@ -27,6 +27,15 @@ constexpr auto numbers_of() {
   return numbers;
 }
 
+// Declares the members by which torch's classes read and set a state, one of the rule's with this name.
+#define FUSEDSTEP_STATE(name)                                                 \
+  auto name(torch::Tensor tensor)->decltype(*this)& {                         \
+    slot(slot_of(#name), std::move(tensor));                                  \
+    return *this;                                                             \
+  }                                                                           \
+  const torch::Tensor& name() const noexcept { return slot(slot_of(#name)); } \
+  torch::Tensor& name() noexcept { return slot(slot_of(#name)); }
+
 // The state of one parameter: numbers (each a float32 tensor) and the rule's states, by name. A state in
 // codes has an absmax beside it; a 16-bit weight may have its master_param, low_param or compensation.
 template <class Derived, template <unsigned> class Rule>
@@ -35,14 +44,27 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
   static constexpr auto& kStates = Rule<0>::kAllStates;
   static constexpr auto kNumbers = numbers_of<Rule<0>>();
 
+  // The step count.
   const torch::Tensor& step() const { return number(0); }
-  void step(torch::Tensor step) { number(0, std::move(step)); }
+  Derived& step(torch::Tensor step) {
+    number(0, std::move(step));
+    return static_cast<Derived&>(*this);
+  }
+  Derived& step(int64_t step) { return this->step(torch::full({}, step, torch::kFloat32)); }
   const torch::Tensor& number(size_t i) const { return numbers_[i]; }
   void number(size_t i, torch::Tensor tensor) { numbers_[i] = std::move(tensor); }
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }
+  torch::Tensor& slot(size_t i) { return slots_[i]; }
   void slot(size_t i, torch::Tensor tensor) { slots_[i] = std::move(tensor); }
   const torch::Tensor& absmax(size_t i) const { return absmax_[i]; }
   void absmax(size_t i, torch::Tensor tensor) { absmax_[i] = std::move(tensor); }
+
+  // The index of the state with this name.
+  static consteval size_t slot_of(std::string_view name) {
+    size_t i = 0;
+    while (kStates[i].name != name) ++i;
+    return i;
+  }
 
   // The tensor that the weight keeps beside it in a way that has one.
   const torch::Tensor& beside(detail::Way way) const { return beside_[static_cast<size_t>(way)]; }
@@ -79,6 +101,12 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
     }
   }
 
+  // True if all tensors are there in both, or in none, and equal.
+  friend bool operator==(const Derived& a, const Derived& b) {
+    return are_equal(a.numbers_, b.numbers_) && are_equal(a.slots_, b.slots_) &&
+           are_equal(a.absmax_, b.absmax_) && are_equal(a.beside_, b.beside_);
+  }
+
   // A step count is an int, as torch's classes read it. One that is none is written as it is.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     for (size_t i = 0; i < numbers_.size(); ++i) {
@@ -110,6 +138,16 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
     if (number.numel() != 1 || number.is_complex()) return false;
     const auto value = number.item<double>();
     return value >= 0 && value < 0x1p53 && value == std::floor(value);
+  }
+
+  template <class All>
+  static bool are_equal(const All& a, const All& b) {
+    return std::ranges::equal(a, b, [](const torch::Tensor& x, const torch::Tensor& y) {
+      if (!x.defined() || !y.defined()) return x.defined() == y.defined();
+      if (x.dtype() != y.dtype() || x.device() != y.device() || x.sizes() != y.sizes()) return false;
+      const bool is_float8 = x.scalar_type() == torch::kFloat8_e4m3fn;
+      return is_float8 ? torch::equal(x.view(torch::kUInt8), y.view(torch::kUInt8)) : torch::equal(x, y);
+    });
   }
 
   // Calls work(name, tensor) for all tensors but the numbers.

@@ -18,8 +18,8 @@ struct RAdamOptions : torch::optim::OptimizerCloneableOptions<RAdamOptions> {
 };
 
 struct RAdamParamState : ParamState<RAdamParamState, rules::RAdam> {
-  const torch::Tensor& exp_avg() const { return slot(0); }
-  const torch::Tensor& exp_avg_sq() const { return slot(1); }
+  FUSEDSTEP_STATE(exp_avg)
+  FUSEDSTEP_STATE(exp_avg_sq)
 };
 
 // RAdam (Liu et al., "On the Variance of the Adaptive Learning Rate and Beyond", 2020, algorithm 2), with

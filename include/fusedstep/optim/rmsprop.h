@@ -19,9 +19,9 @@ struct RMSpropOptions : torch::optim::OptimizerCloneableOptions<RMSpropOptions> 
 };
 
 struct RMSpropParamState : ParamState<RMSpropParamState, rules::RMSprop> {
-  const torch::Tensor& square_avg() const { return slot(0); }
-  const torch::Tensor& momentum_buffer() const { return slot(1); }
-  const torch::Tensor& grad_avg() const { return slot(2); }
+  FUSEDSTEP_STATE(square_avg)
+  FUSEDSTEP_STATE(momentum_buffer)
+  FUSEDSTEP_STATE(grad_avg)
 };
 
 // RMSprop (Tieleman and Hinton, "Neural Networks for Machine Learning", lecture 6e, 2012), with torch's

@@ -16,8 +16,8 @@ struct RpropOptions : torch::optim::OptimizerCloneableOptions<RpropOptions> {
 };
 
 struct RpropParamState : ParamState<RpropParamState, rules::Rprop> {
-  const torch::Tensor& prev() const { return slot(0); }
-  const torch::Tensor& step_size() const { return slot(1); }
+  FUSEDSTEP_STATE(prev)
+  FUSEDSTEP_STATE(step_size)
 };
 
 // Rprop (Riedmiller and Braun, "A Direct Adaptive Method for Faster Backpropagation Learning", 1993), with

@@ -18,7 +18,7 @@ struct SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptions> {
 };
 
 struct SGDParamState : ParamState<SGDParamState, rules::SGD> {
-  const torch::Tensor& momentum_buffer() const { return slot(0); }
+  FUSEDSTEP_STATE(momentum_buffer)
 
   using ParamState::serialize;
   // An archive of torch has no step count, and no buffer before the first step with momentum.
