@@ -48,7 +48,8 @@ Usage:
                                  '80-real;90', for all of them take nvcc long)
   ./run.sh doctor                what was found on this machine, and what costs speed
   ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
-  ./run.sh build                 only install what is missing and build
+  ./run.sh build                 only install what is missing and build (--library: without tests and benchmarks, as an
+                                 install for C++ needs it)
   ./run.sh help
 END
 }
@@ -150,7 +151,8 @@ main() {
   local command=${1:-}
   (($# == 0)) || shift
   case "$command" in
-    --full | build | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
+    build) [[ $* == @(|--library) ]] || die "build takes no argument but --library: $*" ;;
+    --full | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
     test) [[ $* == @(|newest-torch|sanitize|sanitize-cuda) ]] ||
       die "test takes no argument but newest-torch, sanitize or sanitize-cuda: $*" ;;
   esac
@@ -161,7 +163,7 @@ main() {
   esac
   case "$command" in
     '' | --full) everything "$command" ;;
-    build) build release ;;
+    build) build release ${1:+--target fusedstep_python} ;;
     test) run_tests "$@" ;;
     *.py) run_script "$command" "$@" ;;
     *) "$command" "$@" ;;

@@ -1,4 +1,5 @@
-# Imported targets for the torch of a Python interpreter: torch::headers, torch::cpu (what the operators need) and
+# Imported targets for a torch, that of Torch_DIR (a LibTorch without Python, or one that find_package(Torch) has found) or of
+# a Python interpreter: torch::headers, torch::cpu (what the operators need) and
 # torch::torch (all of LibTorch). torch's own CMake package wants a CUDA toolkit wherever torch was built with CUDA;
 # these targets do not. torch is located, not imported.
 
@@ -6,17 +7,32 @@ if(TARGET torch::torch)
   return()
 endif()
 
-find_package(Python 3.10 COMPONENTS Interpreter REQUIRED)
-execute_process(
-  COMMAND "${Python_EXECUTABLE}" -c
-          "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
-  OUTPUT_VARIABLE fusedstep_torch_root
-  OUTPUT_STRIP_TRAILING_WHITESPACE)
-if(NOT EXISTS "${fusedstep_torch_root}/lib/libtorch_cpu.so")
-  message(FATAL_ERROR "torch was not found by ${Python_EXECUTABLE}: set Python_EXECUTABLE to a Python with torch >= 2.11")
+if(TORCH_INSTALL_PREFIX)
+  set(fusedstep_torch_root "${TORCH_INSTALL_PREFIX}")
+elseif(Torch_DIR)
+  cmake_path(ABSOLUTE_PATH Torch_DIR OUTPUT_VARIABLE fusedstep_torch_root)
+  cmake_path(SET fusedstep_torch_root NORMALIZE "${fusedstep_torch_root}/../../..")
+else()
+  find_package(Python 3.10 COMPONENTS Interpreter)
+  set(fusedstep_torch_root)
+  if(Python_EXECUTABLE)
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" -c
+              "import importlib.util as u; s = u.find_spec('torch'); print(s.submodule_search_locations[0] if s else '')"
+      OUTPUT_VARIABLE fusedstep_torch_root
+      OUTPUT_STRIP_TRAILING_WHITESPACE)
+  endif()
 endif()
-file(STRINGS "${fusedstep_torch_root}/version.py" fusedstep_torch_version REGEX "^__version__")
-string(REGEX MATCH "[0-9]+\\.[0-9]+" fusedstep_torch_version "${fusedstep_torch_version}")
+if(NOT EXISTS "${fusedstep_torch_root}/lib/libtorch_cpu.so")
+  message(
+    FATAL_ERROR
+      "torch was not found in '${fusedstep_torch_root}': set Python_EXECUTABLE to a Python with torch >= 2.11, or Torch_DIR "
+      "to the folder share/cmake/Torch of a LibTorch")
+endif()
+file(STRINGS "${fusedstep_torch_root}/include/torch/headeronly/version.h" fusedstep_torch_version
+     REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")
+list(TRANSFORM fusedstep_torch_version REPLACE "[^0-9]" "")
+list(JOIN fusedstep_torch_version "." fusedstep_torch_version)
 if(fusedstep_torch_version VERSION_LESS 2.11)
   message(FATAL_ERROR "torch ${fusedstep_torch_version} is too old: fusedstep needs 2.11 or later")
 endif()

@@ -19,6 +19,7 @@ case "$(basename "$0") $1" in
   "g++ -dumpversion") echo 13 ;;
   "cmake --version") echo "cmake version 3.31.0" ;;
   "cmake -S") mkdir -p "$2/build/$4" && printf '%s\\n' "$@" >"$2/asked" ;;
+  "cmake --build") printf '%s\\n' "$@" >"$2/built" ;;
   nvidia-smi*) exit 1 ;;
 esac
 """
@@ -54,12 +55,15 @@ def run(*command, **options):
     )
 
 
-def test_builds_in_a_folder_whose_name_has_spaces(checkout, programs):
+@pytest.mark.parametrize("target", [[], ["--library"]])
+def test_builds_in_a_folder_whose_name_has_spaces(checkout, programs, target):
     (checkout / "build").mkdir()
     for name in ("jemalloc", "python-headers"):  # these are not to be installed
         (checkout / "build" / f".tried-{name}").touch()
-    done = run(checkout / "run.sh", "build", env=programs)
+    done = run(checkout / "run.sh", "build", *target, env=programs)
     assert done.returncode == 0, done.stderr
+    built = (checkout / "build" / "release" / "built").read_text().splitlines()
+    assert ("fusedstep_python" in built) == bool(target)
     asked = (checkout / "asked").read_text().splitlines()
     assert asked[:4] == ["-S", str(checkout), "--preset", "release"]
     (python,) = (word for word in asked if word.startswith("-DPython_EXECUTABLE="))

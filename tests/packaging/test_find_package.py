@@ -1,10 +1,13 @@
 """A C++ project finds an installed fusedstep by find_package, and steps."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 from pages import blocks
 
@@ -13,9 +16,10 @@ ROOT = HERE.parents[1]
 RELEASE = ROOT / "build" / "release"
 
 
-def run(*command: object) -> None:
+def run(*command: object) -> str:
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
 
 
 def samples():
@@ -40,6 +44,8 @@ def one_program(samples):
         own = set(re.findall(r"^#include <(.+)>$", sample, re.MULTILINE))
         headers = re.findall(r"fusedstep::optim::(\w+) ", sample)
         needed = {f"fusedstep/optim/{name.lower()}.h" for name in headers}
+        if "fusedstep/optim.h" in own:
+            needed = set()
         assert own >= needed | {"torch/torch.h"}, sample
         includes |= own
         body = re.sub("^#include .*\n", "", sample, flags=re.MULTILINE)
@@ -66,3 +72,37 @@ def test_a_program_that_finds_the_package_takes_steps(tmp_path):
     )
     run("cmake", "--build", build)
     run(build / "main")
+
+
+def test_a_libtorch_without_python_is_found(tmp_path):
+    """By its CMake package's folder, also where torch's own package has been found before."""
+    prefix, libtorch = tmp_path / "prefix", tmp_path / "libtorch"
+    libtorch.symlink_to(Path(torch.__file__).parent)
+    shutil.copytree(HERE / "consumer", tmp_path / "consumer")
+    run("cmake", "--install", RELEASE, "--prefix", prefix, "--component", "development")
+    for name in ("Torch_DIR", "TORCH_INSTALL_PREFIX"):
+        found = {"Torch_DIR": libtorch / "share" / "cmake" / "Torch"}.get(name, libtorch)
+        said = run(
+            *("cmake", "-S", tmp_path / "consumer", "-B", tmp_path / name, "-G", "Ninja"),
+            *(f"-DCMAKE_PREFIX_PATH={prefix}", f"-D{name}={found}"),
+            *("-DPython_EXECUTABLE=/nowhere/python", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"),
+        )
+        assert f"torch {torch.__version__.rpartition('.')[0]} in {libtorch}" in said
+
+
+def test_kernels_that_are_a_check_are_not_installed(tmp_path):
+    built = (RELEASE / "build.ninja").read_text()
+    is_check = "code=[compute_90]" in built  # as PTX alone
+    said = run("cmake", "--install", RELEASE, "--prefix", tmp_path, "--component", "development")
+    installed = bool(list(tmp_path.glob("**/libfusedstep_cuda.so")))
+    assert installed == ("libfusedstep_cuda.so" in built and not is_check)
+    assert ("FUSEDSTEP_CUDA_ARCHITECTURES" in said) == is_check
+
+
+def test_an_older_standard_is_the_first_error():
+    header = ROOT / "include" / "fusedstep" / "optim" / "lamb.h"
+    command = ["-std=c++17", "-fsyntax-only", "-Wfatal-errors", f"-I{ROOT / 'include'}"]
+    compiler = os.environ.get("CXX", "g++")
+    done = subprocess.run([compiler, *command, header], capture_output=True, text=True)
+    assert "need C++20" in done.stderr
+    assert done.stderr.count("error:") == 1
