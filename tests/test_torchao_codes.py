@@ -183,7 +183,31 @@ def test_goes_on_from_torchao(monkeypatch, base, suffix, kind):
     found = imported.state[params[0]]["exp_avg"]
     codes = other.state[params[0]]["exp_avg"].codes.view(found.shape)  # those of 4 bits are flat
     assert_same_bits(found, codes, "exp_avg")
-    assert_steps_as(other, params, places=(0, 2))  # the other has no whole number of blocks
+    assert_steps_as(other, params)
+
+
+@pytest.mark.parametrize(("suffix", "kind"), [("8bit", "int8"), ("4bit", "int4"), ("Fp8", "fp8")])
+def test_weights_of_no_whole_number_of_blocks_keep_their_numbers(suffix, kind):
+    """They get a group of their own, unless all large weights of theirs are such."""
+    params = weights()
+    cls = type(f"AdamW{suffix}", (torch.optim.Optimizer,), {"__module__": "torchao.optim.adam"})
+    named = list(zip("abc", params, strict=True))
+    options = {"lr": 0.25, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+    other = cls([{"params": named, "lr": 0.5}], options | {"amsgrad": False})
+    other.bf16_stochastic_round, other.block_size = False, KINDS[kind]
+    states = torchao_dictionary(numbers_of(ADAM_STATES), kind, KINDS[kind])["state"]
+    for index, param in enumerate(params):
+        other.state[param] = states[index]
+    converted = fusedstep.convert(other)
+    assert [group["param_names"] for group in converted.param_groups] == [["a", "c"], ["b"]]
+    assert [group["lr"] for group in converted.param_groups] == [0.5, 0.5]
+    assert_same_bits(converted.state[params[1]]["exp_avg"], states[1]["exp_avg"], "exp_avg")
+    assert "exp_avg_absmax" in converted.state[params[0]]
+    (group,) = fusedstep.convert(other, state_dtype=kind).param_groups
+    assert group["state_dtype"] == kind
+    other.param_groups[0] |= {"params": params[1:], "param_names": ["b", "c"]}
+    (group,) = fusedstep.convert(other).param_groups
+    assert group.get("state_dtype") is None
 
 
 @needs_cuda

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import optim
 from fusedstep.optim import low_bit
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._codes import LEAST_ELEMENTS
+from fusedstep.optim._dtensor import local
 from fusedstep.optim._registry import classes
 
 #: A class here, and the options that it needs to be the other one.
@@ -44,6 +47,45 @@ def successor(optimizer: Optimizer) -> _Successor:
         f"optimizer is a {cls.__module__}.{cls.__qualname__}{inside(optimizer) or why}. Taken are "
         f"the classes of fusedstep.optim, {', '.join(known)}"
     )
+
+
+def in_groups_of_storage(optimizer: Any) -> list[dict[str, Any]]:
+    """The groups of an optimizer, with all weights of a group in codes, or none.
+
+    torchao keeps float32 states of large weights that are no whole number of its blocks. Where a
+    group has others in codes, such weights get a group of their own, after all groups.
+    """
+    groups, apart = [], []
+    for group in optimizer.param_groups:
+        odd = [p for p in group["params"] if _is_odd(optimizer, p)]
+        if not odd or len(odd) == len(_large(group["params"])):
+            groups.append(group)
+            continue
+        for target, is_odd in ((groups, False), (apart, True)):
+            places = [
+                i for i, p in enumerate(group["params"]) if any(p is q for q in odd) is is_odd
+            ]
+            lists = {key: group[key] for key in ("params", "param_names") if key in group}
+            part = {key: [members[i] for i in places] for key, members in lists.items()}
+            target.append(group | part)
+    return groups + apart
+
+
+def storage_of(optimizer: Any, group: dict[str, Any]) -> dict[str, Any]:
+    """The ``state_dtype`` of such a group, where it is not the one of the optimizer."""
+    return {"state_dtype": None} if any(_is_odd(optimizer, p) for p in group["params"]) else {}
+
+
+def _large(weights: list[Tensor]) -> list[Tensor]:
+    return [p for p in weights if local(p).numel() >= LEAST_ELEMENTS]
+
+
+def _is_odd(optimizer: Any, weight: Tensor) -> bool:
+    """Returns whether torchao keeps numbers of a weight that could be in codes here."""
+    if not type(optimizer).__module__.startswith("torchao."):
+        return False
+    block = getattr(optimizer, "block_size", 1)
+    return bool(_large([weight])) and local(weight).numel() % block > 0
 
 
 def inside(optimizer: Any) -> str:

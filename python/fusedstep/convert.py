@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fusedstep import optim
 from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
 from fusedstep._foreign_groups import in_our_options, in_our_states
-from fusedstep._relatives import inside, successor
+from fusedstep._relatives import in_groups_of_storage, inside, storage_of, successor
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._codes import absmax_of, is_codes, of_shape
@@ -155,7 +155,7 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         >>> ...  # train on
     """
     cls, needed = successor(optimizer)
-    overrides = needed | overrides
+    asked, overrides = overrides, needed | overrides
     masters = None
     if getattr(optimizer, "master_weights", False):  # apex's, which may have taken no step yet
         overrides = {"master_weights": True} | overrides
@@ -166,15 +166,19 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         for name, value in optimizer.defaults.items()
         if name in accepted and name not in _CHOICES
     }
-    given = [[optimizer.state.get(p, {}) for p in g["params"]] for g in optimizer.param_groups]
+    theirs = optimizer.param_groups
+    if "state_dtype" not in asked:
+        theirs = in_groups_of_storage(optimizer)
+    given = [[optimizer.state.get(p, {}) for p in g["params"]] for g in theirs]
     groups = [
         _carried(group, members, cls, group.keys() - optimizer.defaults.keys())
         | overrides
         | {"params": _params(group)}
-        for group, members in zip(optimizer.param_groups, given, strict=True)
+        | ({} if "state_dtype" in asked else storage_of(optimizer, group))
+        for group, members in zip(theirs, given, strict=True)
     ]
     converted = cls(groups, **(defaults | {"fused": None} | overrides))
-    states = _taken(converted, optimizer.param_groups, converted.param_groups, given)
+    states = _taken(converted, theirs, converted.param_groups, given)
     for group, members in zip(masters, states, strict=True) if masters else ():
         for master, state in zip(group["params"], members, strict=True):
             if state:
