@@ -183,8 +183,9 @@ install_megatron() {
 
 # In a folder of its own too, which only their own tests have on the path: other frameworks behave otherwise beside them.
 install_low_bit() {
-  step low-bit "installing bitsandbytes and torchao for their tests" \
-    "$python" -m pip install --no-deps --target "$root/build/low-bit" bitsandbytes torchao
+  step low-bit "installing bitsandbytes, torchao and other optimizers for their tests" \
+    "$python" -m pip install --no-deps --target "$root/build/low-bit" bitsandbytes torchao \
+    torch-optimi prodigyopt schedulefree lion-pytorch
 }
 
 # Installs what tests train inside of, or compare with. The tests of one that cannot be had are skipped.
