@@ -457,9 +457,9 @@ def test_training_lets_no_state_out(case):
     optimizer.add_param_group({"params": params[-1]})
     set_grads(params, 4)
     optimizer.step(max_norm=1.0, zero_grad=True)
-    assert not optimizer._state_was_accessed
+    assert not optimizer._store.was_read
     assert optimizer.state
-    assert optimizer._state_was_accessed
+    assert optimizer._store.was_read
 
 
 @EACH

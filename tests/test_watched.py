@@ -5,9 +5,11 @@ import weakref
 import pytest
 import torch
 
+import fusedstep
 from cases import WITH_STATES, dealt
 from fusedstep import _ops
 from fusedstep.optim import _watched
+from stepping import assert_same_contents, contents
 from test_repeat import build, set_grads
 
 pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
@@ -19,9 +21,9 @@ def test_states_are_not_read_by_a_dictionary_of_none():
     optimizer.load_state_dict(optimizer.state_dict())
     set_grads(params, 1)
     optimizer.step()
-    assert not optimizer._state_was_accessed
+    assert not optimizer._store.was_read
     optimizer.state_dict()
-    assert optimizer._state_was_accessed
+    assert optimizer._store.was_read
 
 
 def hold_nothing(optimizer):
@@ -80,12 +82,12 @@ def test_steps_look_at_states_that_were_read_until_nobody_holds_them(case, hold)
     take_steps(2)
     held = hold(optimizer)
     take_steps(100)
-    assert optimizer._state_was_accessed == (hold is not hold_nothing)
+    assert optimizer._store.was_read == (hold is not hold_nothing)
     del held
     take_steps(100)
-    assert not optimizer._state_was_accessed
+    assert not optimizer._store.was_read
     assert optimizer.state
-    assert optimizer._state_was_accessed
+    assert optimizer._store.was_read
 
 
 def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
@@ -93,10 +95,10 @@ def test_a_loaded_state_is_looked_at_until_nobody_holds_it():
     set_grads(params, 1)
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())
-    assert optimizer._state_was_accessed
+    assert optimizer._store.was_read
     for _ in range(30):
         optimizer.step()
-    assert not optimizer._state_was_accessed
+    assert not optimizer._store.was_read
 
 
 @pytest.fixture(params=[torch.float64, torch.bfloat16, torch.float16, "meta"], ids=str)
@@ -121,7 +123,7 @@ def test_the_look_at_holders_follows_no_default(case, default):
     optimizer.load_state_dict(optimizer.state_dict())
     for _ in range(60):
         optimizer.step()
-    assert not optimizer._state_was_accessed
+    assert not optimizer._store.was_read
 
 
 @pytest.mark.parametrize("hook", ["pre", "post"])
@@ -133,4 +135,82 @@ def test_a_hook_of_a_dictionary_may_keep_the_states(hook):
     optimizer.state_dict()
     set_grads(params, 1)
     optimizer.step()
-    assert optimizer._state_was_accessed
+    assert optimizer._store.was_read
+
+
+class Delegates:
+    """A wrapper that takes the class of its optimizer, as Lightning Fabric's."""
+
+    def __init__(self, inner):
+        self.inner = inner
+        self._take_class(inner)
+
+    def _take_class(self, inner):
+        self.__class__ = type("Wrapped", (type(self), type(inner)), {})
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self, *arguments, **options):
+        return self.inner.step(*arguments, **options)
+
+
+class Copies(Delegates):
+    """A wrapper that has the attributes of its optimizer too, as Fabric's before 2.1."""
+
+    def __init__(self, inner):
+        vars(self).update(vars(inner))
+        super().__init__(inner)
+
+
+def replace_states(optimizer, old):
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = torch.full_like(value, 2)
+
+
+def replace_memory(optimizer, old):
+    for state in optimizer.state.values():
+        for value in state.values():
+            old.append(value.detach())  # a step that does not see this is to fail, not to crash
+            value.data = value.data + 1
+
+
+def clear_states(optimizer, old):
+    optimizer.state.clear()
+
+
+@pytest.mark.parametrize("change", [replace_states, replace_memory, clear_states])
+@pytest.mark.parametrize("wrap", [Delegates, Copies])
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_what_is_done_to_states_through_a_wrapper_is_noticed(case, wrap, change):
+    found = []
+    for through in (lambda optimizer: optimizer, wrap):
+        inner, params = build(case)
+        optimizer, old = through(inner), []
+        for seed in range(6):
+            if seed == 4:
+                change(optimizer, old)
+            set_grads(params, seed)
+            optimizer.step()
+        found.append(contents(inner))
+    assert_same_contents(*found)
+
+
+@pytest.mark.parametrize("wrap", [Delegates, Copies])
+def test_a_wrapper_is_verified_offloaded_and_stepped_in_backward(wrap):
+    found = []
+    for through in (lambda optimizer: optimizer, wrap):
+        for use in (fusedstep.offload, fusedstep.step_in_backward, fusedstep.verify):
+            inner, params = build(WITH_STATES[0])
+            optimizer = through(inner)
+            stepped = use(optimizer)
+            stepped = stepped if use is fusedstep.offload else optimizer
+            for _ in range(3):
+                sum((p * p).sum() for p in params).backward()
+                stepped.step()
+                stepped.zero_grad()
+            found += [[p.detach() for p in params]]
+    for expected, result in zip(found[:3], found[3:], strict=True):
+        for each, other in zip(expected, result, strict=True):
+            assert torch.equal(each, other)

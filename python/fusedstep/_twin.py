@@ -31,7 +31,8 @@ def imperative_twin(
         if isinstance(group.get("state_dtype"), str):  # its states are numbers
             changed["state_dtype"] = torch.float32
         param_groups.append(group | changed | {"params": weights})
-    twin = type(optimizer).__new__(type(optimizer))
+    cls = optimizer._store.optimizer  # a wrapper of it may have another class
+    twin = cls.__new__(cls)
     twin.__setstate__(
         {
             "defaults": dict(optimizer.defaults),  # to which torch adds

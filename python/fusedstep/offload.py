@@ -129,7 +129,7 @@ def _check_weights(optimizer: FusedOptimizer) -> None:
 
 def _check_memory(optimizer: FusedOptimizer) -> None:
     """Raises if weights, gradients and states have no room in what the host has available."""
-    shapes = type(optimizer).__new__(type(optimizer))
+    shapes = _without_groups(optimizer)
     groups = [
         _options_of(group) | {"params": [_like(p, torch.device("meta")) for p in group["params"]]}
         for group in optimizer.param_groups
@@ -174,6 +174,12 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
+def _without_groups(optimizer: FusedOptimizer) -> FusedOptimizer:
+    """An optimizer to unpickle into: of the class that has the states, not of a wrapper's."""
+    cls = optimizer._store.optimizer
+    return cls.__new__(cls)
+
+
 def _as_unpickled(optimizer: FusedOptimizer, groups: list[dict[str, Any]]) -> dict[str, Any]:
     """The state that makes an optimizer like this one, with other groups, of an empty one."""
     return {"defaults": optimizer.defaults, "state": defaultdict(dict), "param_groups": groups}
@@ -199,7 +205,7 @@ class OffloadedOptimizer(Optimizer):
         saved = optimizer.state_dict() if optimizer.state else None
         groups = optimizer.param_groups
         self._copies = _Copies(next(p.device for group in groups for p in group["params"]))
-        self._inner = type(optimizer).__new__(type(optimizer))
+        self._inner = _without_groups(optimizer)
         self._on_cpu = {p: self._copies.of(p) for group in groups for p in group["params"]}
         self._inner.__setstate__(_as_unpickled(optimizer, self._groups_on_cpu(groups)))
         self._grouped = [*groups]  # as those of the copies

@@ -65,8 +65,8 @@ class Object {
 
 // Names that are looked up at every step.
 struct Names {
-  PyObject *grad, *groups, *state, *accessed, *params, *lr, *grad_scale, *found_inf, *is_neg, *flatten,
-      *loading, *shard, *spec, *mesh, *placements, *dtensors;
+  PyObject *grad, *groups, *state, *store, *was_read, *params, *lr, *grad_scale, *found_inf, *is_neg,
+      *flatten, *loading, *shard, *spec, *mesh, *placements, *dtensors;
 };
 Names names{};
 
@@ -568,9 +568,11 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   // Borrowed by the attributes, which nothing else can reach before the last use of them.
   PyObject *state = PyDict_GetItemWithError(attributes.get(), names.state),
            *groups = PyDict_GetItemWithError(attributes.get(), names.groups),
+           *store = PyDict_GetItemWithError(attributes.get(), names.store),
            *parts = PyTuple_GetItem(last, kParts);
-  const bool accessed = PyDict_GetItemWithError(attributes.get(), names.accessed) != Py_False;
-  if (state == nullptr || groups == nullptr ||
+  const Object was_read(store != nullptr ? PyObject_GetAttr(store, names.was_read) : nullptr);
+  const bool accessed = was_read.get() != Py_False;
+  if (state == nullptr || groups == nullptr || !was_read ||
       (accessed && !has_values(state, PyTuple_GetItem(last, kValues)))) {
     return false;
   }
@@ -711,7 +713,8 @@ PyMODINIT_FUNC PyInit__bind() {
   names = {.grad = PyUnicode_InternFromString("grad"),
            .groups = PyUnicode_InternFromString("_groups"),
            .state = PyUnicode_InternFromString("_state"),
-           .accessed = PyUnicode_InternFromString("_state_was_accessed"),
+           .store = PyUnicode_InternFromString("_store"),
+           .was_read = PyUnicode_InternFromString("was_read"),
            .params = PyUnicode_InternFromString("params"),
            .lr = PyUnicode_InternFromString("lr"),
            .grad_scale = PyUnicode_InternFromString("grad_scale"),

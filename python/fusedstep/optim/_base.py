@@ -128,13 +128,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
         signed = _ops.signed_states.get(self._rule, frozenset()) | self._signed
-        of_group = (
-            self._state_names,
-            self._state_shapes,
-            self._state_placements,
-            self._counts_steps,
-        )
-        return StateStore(by_weight, self._numbers, *of_group, signed, self._initial)
+        return StateStore(by_weight, type(self), signed)
 
     # A subclass overrides these
 
@@ -559,7 +553,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 work,
                 (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks),
                 self._seen.values,
-                self._accessed_states if self._state_was_accessed else lambda weights: None,
+                self._accessed_states if self._store.was_read else lambda weights: None,
             )
         return untreated
 

@@ -189,7 +189,7 @@ class BindsGroups:
                 and plan.state_dtype == own_option(group, "state_dtype")
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
-                and plan.bind(weights, grads, sparse, self._state_was_accessed)
+                and plan.bind(weights, grads, sparse, self._store.was_read)
             ):
                 self._plans.pop(place, None)
                 plan = self._new_plan(group, weights, grads)

@@ -64,7 +64,7 @@ def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..
             and not is_compiling()
             and self._last_step is not None
             and (direct := _ops.direct())
-            and (not self._state_was_accessed or self._look_for_holders() is None)
+            and (not self._store.was_read or self._look_for_holders() is None)
             and direct.repeat(self, self._last_step._replace(empty=()))
         ):
             return None
@@ -80,7 +80,7 @@ def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..
             and not torch.compiler.is_compiling()
             and self._last_step is not None
             and (direct := _ops.direct())
-            and (not self._state_was_accessed or self._look_for_holders() is None)
+            and (not self._store.was_read or self._look_for_holders() is None)
             and direct.repeat(self, self._last_step)
         ):
             return None

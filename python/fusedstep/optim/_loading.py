@@ -48,7 +48,7 @@ class LoadsStates:
             del self._loading
         # torch has made the dictionary of states: without any, nobody but a hook can have it.
         if not (self._state or self._optimizer_load_state_dict_post_hooks):
-            self._state_was_accessed = False
+            self._store.was_read = False
 
     def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
@@ -69,7 +69,7 @@ class LoadsStates:
             self.param_groups = self.__dict__.pop("param_groups")
         if "state" in self.__dict__:
             self.state = self.__dict__.pop("state")
-            self._note_access()
+            self._store.note_read()
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()

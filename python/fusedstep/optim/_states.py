@@ -18,6 +18,10 @@ from fusedstep.optim._weights import BESIDE, LOW, MASTER, has_master, start_besi
 
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
+#: Steps without a read of the state after which a step looks whether anybody still holds it. That
+#: takes as long as some steps: code that reads the state at every step is not to pay for it.
+_STEPS_BEFORE_A_LOOK = 16
+
 #: A state of a weight, what it is to have, and the names of what it has no more.
 _Change = tuple[dict[str, Any], dict[str, Tensor], list[str]]
 
@@ -25,33 +29,46 @@ _Change = tuple[dict[str, Any], dict[str, Tensor], list[str]]
 class StateStore:
     """The states of an optimizer's weights; it makes them.
 
-    ``by_weight``: the optimizer's ``state``. ``first``: its numbers with their first values.
-    ``names`` returns the states of the weight's shape that a group's options need, in the native
-    rule's order. ``shapes`` returns the shapes of a weight's states by their names where these are
-    others than the weight's, and None elsewhere; ``placements`` returns those of these states of a
-    DTensor, but for those that each process has all of, or None. ``counts`` returns whether a
-    group's states have a step count. ``signed`` are those that may be negative. ``initial``: states
-    and numbers that start at the value of an option, with this option.
+    ``by_weight``: the optimizer's ``state``. ``optimizer``: its class, which says what a state
+    consists of; a wrapper of the optimizer may have another class. ``signed``: names of the states
+    that may be negative.
     """
 
     def __init__(
         self,
         by_weight: dict[Tensor, dict[str, Any]],
-        first: dict[str, float],
-        names: Callable[[dict[str, Any]], tuple[str, ...]],
-        shapes: Callable[[dict[str, Any], Tensor], dict[str, torch.Size] | None],
-        placements: Callable[[dict[str, Any], Tensor], dict[str, Any] | None],
-        counts: Callable[[dict[str, Any]], bool],
+        optimizer: type[Any],
         signed: frozenset[str],
-        initial: dict[str, str],
     ) -> None:
         self.by_weight = by_weight
-        self._first, self._initial = first, initial
-        self._names_in_group, self._shapes, self._counts_steps = names, shapes, counts
-        self._placements = placements
+        self.optimizer = optimizer
+        self._first, self._initial = optimizer._numbers, optimizer._initial
+        self._names_in_group = optimizer._state_names
+        self._shapes, self._placements = optimizer._state_shapes, optimizer._state_placements
+        self._counts_steps = optimizer._counts_steps
         self._signed = signed
-        self.numbers = tuple(first) or ("step",)  # those that a native step takes, its count first
+        # Those that a native step takes, its count first.
+        self.numbers = tuple(self._first) or ("step",)
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
+        self.was_read = False
+        """True if code outside of the optimizer may hold the states, or part of them."""
+
+    def note_read(self) -> None:
+        """Notes that code outside of the optimizer has been given the states."""
+        self.was_read = True
+        self._steps_before_a_look = self._steps_between_looks = _STEPS_BEFORE_A_LOOK
+
+    def is_look_due(self) -> bool:
+        """Counts a step since the read; returns whether it is to look for holders.
+
+        The next look comes after twice as many steps.
+        """
+        self._steps_before_a_look -= 1
+        if self._steps_before_a_look > 0:
+            return False
+        self._steps_between_looks *= 2
+        self._steps_before_a_look = self._steps_between_looks
+        return True
 
     def names_of(self, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
         """Names of the states of a weight that are no numbers, in the order of a plan."""

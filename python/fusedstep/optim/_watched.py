@@ -14,47 +14,41 @@ from torch import Tensor
 
 from fusedstep.optim._plan import Plan, Snapshot
 
-#: Steps without a read of the state after which a step looks whether anybody still holds it. That
-#: takes as long as some steps: code that reads the state at every step is not to pay for it.
-_STEPS_BEFORE_A_LOOK = 16
-
 
 class WatchedState:
     """Gives an optimizer its attribute ``state``.
 
     Code that has read it may exchange its entries, or move their memory, at any time. Every step
     then looks for that and raises the versions of the states, until nobody holds them any more.
-    Code of the optimizer that lets nothing of the state out uses ``_state``.
+    Code of the optimizer that lets nothing of the state out uses ``_state``. The store has the note
+    of a read: frameworks wrap an optimizer in an object of the same class, which shares the store.
     """
 
     @property
     def state(self) -> dict[Tensor, dict[str, Any]]:
-        self._note_access()
+        self._store.note_read()
         return self._state
 
     @state.setter
     def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
-        # torch's constructor sets the first one, and keeps it to itself.
-        self._note_access("_state" in self.__dict__)
+        is_first = "_state" not in self.__dict__
         self._state = state
         self._store = self._new_store(state)
-
-    def _note_access(self, is_read: bool = True) -> None:
-        self._state_was_accessed = is_read
-        self._steps_before_a_look = self._steps_between_looks = _STEPS_BEFORE_A_LOOK
+        if not is_first:  # torch's constructor sets the first one, and keeps it to itself
+            self._store.note_read()
 
     def state_dict(self) -> dict[str, Any]:
-        was_accessed = self._state_was_accessed
+        was_read = self._store.was_read
         dictionary = super().state_dict()
         # Without states it lets nothing out, unless hooks have had the optimizer.
         hooks = self._optimizer_state_dict_pre_hooks, self._optimizer_state_dict_post_hooks
         if not (self._state or any(hooks)):
-            self._state_was_accessed = was_accessed
+            self._store.was_read = was_read
         return dictionary
 
     def _accessed_states(self, weights: list[Tensor]) -> list[Tensor]:
         """The states of weights, if code outside may hold them: autograd may, too."""
-        if not self._state_was_accessed:
+        if not self._store.was_read:
             return []
         values = chain.from_iterable(self._state.get(p, {}).values() for p in weights)
         return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
@@ -64,17 +58,15 @@ class WatchedState:
 
         For steps that repeat the last one: all states are then held by a plan, and nothing else.
         """
-        self._steps_before_a_look -= 1
-        if self._steps_before_a_look > 0:
+        store = self._store
+        if not store.is_look_due():
             return
-        self._steps_between_looks *= 2  # for the next look, if somebody does
-        self._steps_before_a_look = self._steps_between_looks
-        self._state_was_accessed = False  # before counting: another thread's read makes it True
+        store.was_read = False  # before counting: another thread's read makes it True
         # The record of the last step has a list of the states, if they had been read by then.
         in_record = any(part.states for part in self._last_step.parts)
         unread = _holders_of_unread_states()
         if not _is_held_as(self._state, unread, in_record):
-            self._state_was_accessed = True
+            store.was_read = True
 
 
 def _is_held_as(
