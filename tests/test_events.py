@@ -112,6 +112,25 @@ def test_gradients_that_are_kept_are_those_of_the_step(row, passes):
             assert_passes(name, case_of(row, steps, mode, passes))
 
 
+@pytest.mark.parametrize("mode", ["plain", *MODES])
+@pytest.mark.parametrize("event", ["groups reversed", "weights reordered", "weight moved"])
+def test_random_numbers_follow_the_places_of_weights(event, mode):
+    """Stochastic rounding is that of torch operations, whichever plans there were."""
+    row = next(case for case in CLASSES if case.optimizer is optim.SGD)
+    case = case_of(row, EVENTS[event], MODES.get(mode, IN_BACKWARD))
+    case["mode"] |= {"cap": ALONE, "kept": {"rounding": "stochastic", "seed": 2}}
+    for group in case["groups"]:
+        for weight in group["weights"]:
+            weight |= {"dtype": "bfloat16", "shape": [64]}
+    plain = events.Training(case | {"options": {"fused": False}}, None)
+    other = events.Training(case, None if mode == "plain" else case["mode"])
+    for each in case["steps"]:
+        plain.take(each)
+        other.take(each)
+        assert_same(list(other.weights.values()), list(plain.weights.values()))
+    other.end()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "cls", [each for each in COMPOSITES if each is not optim.SparseAdam], ids=lambda c: c.__name__

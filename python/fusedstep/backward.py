@@ -118,7 +118,7 @@ class BackwardSteps:
             bucket_cap_mb * 2**20,
             accumulation_steps,
             self._step,
-            regrouped=lambda: _refuse(optimizer),
+            regrouped=self._follow_groups,
             is_final=True,
         )
         self._handles = [
@@ -142,6 +142,10 @@ class BackwardSteps:
         traceback: TracebackType | None,
     ) -> None:
         self.remove()
+
+    def _follow_groups(self) -> None:
+        _refuse(self._optimizer)
+        self._optimizer._forget_plans()  # weights have other places, by which they are rounded
 
     @torch._disable_dynamo
     def _step(self, bucket: Bucket) -> None:

@@ -265,6 +265,7 @@ class OffloadedOptimizer(Optimizer):
                     )
         self._finish()
         self._inner.param_groups[:] = self._groups_on_cpu(self.param_groups)
+        self._inner._forget_plans()  # weights have other places, by which they are rounded
         self._grouped = [*self.param_groups]
         kept = self._in_groups()
         for copy in self._on_cpu.values():

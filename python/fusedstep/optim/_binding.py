@@ -214,6 +214,10 @@ class BindsGroups:
         if self._is_composite(group):
             return None
         found = self._aside.take(weights)
+        # Random numbers follow from the places of weights, which may be others now.
+        places = None if found is None else found.places
+        if places and places != _weights.places_of(self._groups, group, weights):
+            found = None
         if plan is not None:
             self._aside.put(plan)
             del self._plans[place]

@@ -44,6 +44,7 @@ class Plan:
         "handle",
         "is_distributed",
         "names",
+        "places",
         "seed",
         "spread_of_sums",
         "state_dtype",
@@ -68,7 +69,7 @@ class Plan:
         """
         self.names = names
         self.state_dtype = state_dtype
-        self.seed = draws[0] if draws else None
+        self.seed, self.places = draws or (None, None)
         self.weights = list(weights)
         self.device = weights[0].device
         self.spread_of_sums = spread_of_sums(weights[0])
