@@ -9,11 +9,11 @@ import copy
 import pytest
 import torch
 
-from cases import KINDS
+from cases import KINDS, PLAIN
 from fusedstep import optim
 from fusedstep.optim import _binding
 from fusedstep.optim._plan import PlansAside
-from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
+from stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
 
 #: The weights of each call, as views of memory that holds more.
 VIEWS = {
@@ -147,3 +147,30 @@ def test_a_repeated_step_needs_the_same_weights():
         weight.grad = torch.ones(3)
         optimizer.step()
         assert weight.tolist() == [expected] * 3
+
+
+OF_MATRICES = {optim.Muon: {}, optim.MuSGD: {"use_muon": True, "momentum": 0.9}}
+WITH_CODES = [*(case for case in PLAIN if case.states), *OF_MATRICES]
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("state_dtype", [None, "int8", "int4", "fp8"])
+@pytest.mark.parametrize("row", WITH_CODES, ids=lambda row: getattr(row, "__name__", str(row)))
+def test_states_of_another_shape_than_the_weight_are_an_error(row, state_dtype, fused):
+    """Memory that ``.data`` exchanges. The error names the weight, and nothing has changed."""
+    options = {"fused": fused} | ({"state_dtype": state_dtype} if state_dtype else {})
+    for shape in ((64, 2), (32, 64), (64, 64, 2), (80, 64)):
+        params = as_parameters(make_weights([(64, 80)] * 3, torch.float32))
+        if row in OF_MATRICES:
+            optimizer = row([{"params": params} | OF_MATRICES[row]], **options)
+        else:
+            optimizer = row.build(params, **options)
+        set_gradients([params], 1)
+        optimizer.step()
+        params[1].data = torch.ones(shape)
+        set_gradients([params], 2)
+        before = contents(optimizer)
+        with pytest.raises(RuntimeError, match="parameter 1 of group 0"):
+            optimizer.step()
+        for name, value in contents(optimizer).items():
+            assert torch.equal(value.double(), before[name].double()), name

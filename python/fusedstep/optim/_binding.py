@@ -249,6 +249,8 @@ class BindsGroups:
                 self._check_states(group, weights)
                 memory = memory_of(weights, grads, states)
                 self._memory[weights[0]], self._seen = memory, None  # for states have been made
+        else:
+            self._store.check(group, weights, any_dtype=True)
 
     def _is_known(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Returns whether a composite's operands, states and options have been checked.

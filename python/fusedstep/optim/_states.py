@@ -311,19 +311,29 @@ class StateStore:
             )
         return states
 
-    def check(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Raises if a state is not as its weight needs it: torch operations would stop half way."""
+    def check(
+        self, group: dict[str, Any], weights: list[Tensor], *, any_dtype: bool = False
+    ) -> None:
+        """Raises if a state is not as its weight needs it: torch operations would stop half way.
+
+        ``any_dtype``: these operations take numbers of every dtype.
+        """
         for index, p in enumerate(weights):
             state, shapes = self.by_weight[p], self._shapes(group, p)
             for name in self._names(group, p):
                 found = state[name]
                 if is_codes(found):
+                    like, absmax = self._like(group, p, name), state.get(absmax_of(name))
+                    try:
+                        _codes.check_codes(f"the state {name}", found, absmax, like)
+                    except ValueError as error:
+                        raise RuntimeError(f"tensor {index} of the list: {error}") from None
                     continue
                 shape = p.shape if shapes is None else shapes[name]
                 narrow = p.dtype in _SIXTEEN_BITS
                 dtypes = (torch.float32,) if narrow and shapes is not None else (p.dtype,)
                 dtypes += (torch.float32,) if narrow else ()
-                if found.shape != shape or found.dtype not in dtypes:
+                if found.shape != shape or not (any_dtype or found.dtype in dtypes):
                     raise RuntimeError(
                         f"tensor {index} of the list: the state {name} is {found.dtype} of the "
                         f"shape {list(found.shape)}, but has to be {dtypes[0]} of {list(shape)}"
