@@ -50,7 +50,7 @@ FUSEDSTEP_FN double where_equal(double a, double b, double x, double y) { return
 // The states of an element or a register of them. There may be none.
 template <class V, int kCount>
 struct States {
-  V of[kCount];
+  V of[static_cast<unsigned>(kCount)];
   FUSEDSTEP_FN V& operator[](int k) { return of[k]; }
   FUSEDSTEP_FN const V& operator[](int k) const { return of[k]; }
 };

@@ -32,7 +32,7 @@ struct ASGD {
   static constexpr unsigned kFlagCombinations = 2;
   static constexpr StateSpec kAllStates[] = {{"ax"}};
   static constexpr int kStates = states_with(kAllStates, kFlags);
-  static constexpr NumberSpec kNumbers[] = {{"eta", 1e-2}, {"mu", 1}};
+  static constexpr NumberSpec kNumbers[] = {{"eta", 1e-2F}, {"mu", 1}};
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step, double* numbers) {
