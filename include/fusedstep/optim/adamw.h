@@ -54,9 +54,9 @@ class AdamW : public FusedOptimizer<AdamW, AdamWOptions, AdamWParamState, rules:
             .amsgrad = double(o.amsgrad()),
             .decoupled_weight_decay = 1};
   }
-  static std::unique_ptr<AdamWOptions> converted(const torch::optim::OptimizerOptions& options) {
-    const auto* const adams = dynamic_cast<const AdamOptions*>(&options);
-    return adams == nullptr ? nullptr : std::make_unique<AdamWOptions>(*adams);
+  static void convert(torch::optim::OptimizerParamGroup& group) {
+    const auto* const adams = dynamic_cast<const AdamOptions*>(&group.options());
+    if (adams != nullptr) group.set_options(std::make_unique<AdamWOptions>(*adams));
   }
 };
 

@@ -70,8 +70,8 @@ namespace fusedstep::optim {
 //   static double grad_norm_eps(const Options&)   which is added to the norm that is divided by,
 // and, where it takes sparse gradients,
 //   static const char* sparse_error(const Options&)   null, or why it does not with these options,
-// and, where a group may have options of another class, from which it gets its own,
-//   static std::unique_ptr<Options> converted(const torch::optim::OptimizerOptions&)   null for all others.
+// and, where a group may have options of another class,
+//   static void convert(OptimizerParamGroup&)    which replaces such by its own.
 template <class Derived, class Options, class State, template <unsigned> class Rule>
 class FusedOptimizer : public torch::optim::Optimizer {
  public:
@@ -101,7 +101,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
   static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
   static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
-  static std::unique_ptr<Options> converted(const torch::optim::OptimizerOptions&) { return nullptr; }
+  static void convert(torch::optim::OptimizerParamGroup&) {}
 
   // Evaluates the closure, if there is one, and updates every parameter that has a gradient. Returns the
   // closure's loss. Throws c10::Error, which names the parameter or the group, before any parameter is
@@ -214,7 +214,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   // The options of a group with this index, converted where the class takes them from others.
   static const Options& own_options(size_t index, torch::optim::OptimizerParamGroup& group) {
-    if (auto own = Derived::converted(group.options())) group.set_options(std::move(own));
+    Derived::convert(group);
     return cast_options(index, group);
   }
 
@@ -283,8 +283,6 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const detail::Storage storage = detail::storage_of(options);
     const char* const sparse_error = Derived::sparse_error(options);
     std::map<detail::Way, Launch> launches;
-    Tensors all;
-    std::vector<int64_t> places;
     for (size_t i = 0; i < group.params().size(); ++i) {
       const torch::Tensor& weight = group.params()[i];
       if (!weight.grad().defined()) continue;
@@ -294,11 +292,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
       launch.weights.push_back(weight);
       launch.grads.push_back(in_memory(weight.grad()));
       launch.places.push_back(place);
-      all.push_back(weight);
-      places.push_back(place);
     }
-    if (all.empty()) return;
-    state_maker(state_, options, storage).make_missing(all, places);
+    if (launches.empty()) return;
+    auto maker = state_maker(state_, options, storage);
+    for (const auto& [way, launch] : launches) maker.make_missing(launch.weights, launch.places);
     // A plan holds states, of which those of another way are of no use any more.
     std::erase_if(plans_, [&](const auto& each) {
       return each.first.first == index && !launches.contains(each.first.second);
@@ -331,9 +328,11 @@ class FusedOptimizer : public torch::optim::Optimizer {
 
   void bind_launch(const Options& options, detail::Way way, Launch launch,
                    std::unique_ptr<detail::Plan>& plan, std::vector<BoundGroup>& bound) {
-    detail::PlanOperands operands = operands_of(options, way, launch);
-    detail::with_text([&](std::string_view said) { return text_of(said, options, way, launch); },
-                      [&] { bind(operands, launch.grads, plan); });
+    detail::PlanOperands operands = operands_of(options, way, std::move(launch.weights), launch.places);
+    const auto text = [&](std::string_view said) {
+      return text_of(said, options, way, {operands.weights, launch.grads, launch.places});
+    };
+    detail::with_text(text, [&] { bind(operands, launch.grads, plan); });
     operands.states.insert(operands.states.end(), operands.steps.begin(), operands.steps.end());
     bound.push_back({&options, plan->handle(), std::move(operands.weights), std::move(launch.grads),
                      std::move(operands.states)});
@@ -356,10 +355,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
     const std::string advised = std::string(said).append(detail::advice(said));
     if (said.starts_with("tensor ")) return detail::with_names(advised, launch.places);
     for (size_t i = 0; i < launch.weights.size(); ++i) {
-      const Launch one{{launch.weights[i]}, {launch.grads[i]}, {launch.places[i]}};
       std::unique_ptr<detail::Plan> plan;
       try {
-        bind(operands_of(options, way, one), one.grads, plan);
+        bind(operands_of(options, way, {launch.weights[i]}, {launch.places[i]}), {launch.grads[i]}, plan);
       } catch (const std::exception&) {
         return detail::name_of_place(launch.places[i]) + ": " + advised;
       }
@@ -368,8 +366,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   // The tensors of weights, whose states are whole, as a plan takes them.
-  detail::PlanOperands operands_of(const Options& options, detail::Way way, const Launch& launch) {
-    const Tensors& weights = launch.weights;
+  detail::PlanOperands operands_of(const Options& options, detail::Way way, Tensors weights,
+                                   const std::vector<int64_t>& places) {
     detail::PlanOperands found;
     Tensors absmax;
     for (const size_t k : slots(options)) {
@@ -387,8 +385,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
     for (size_t k = 0; k < State::kNumbers.size(); ++k) {
       for (const torch::Tensor& weight : weights) found.steps.push_back(state_of(weight).number(k));
     }
-    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), launch.places};
-    found.weights = weights;
+    if (way == detail::Way::kStochastic) found.draws = detail::Draws{options.seed(), places};
+    found.weights = std::move(weights);
     return found;
   }
 
