@@ -245,6 +245,20 @@ def a_loaded_dictionary_afterwards(build):
     ]
 
 
+def params_and_states_swapped_in(build):
+    swapped_in = getattr(torch.optim, "swap_in_optimizer_params_and_state", None)
+    if swapped_in is None:  # it came with torch 2.15
+        return None
+    optimizer, params = trained(build)
+    saved, others = copy.deepcopy(optimizer.state_dict()), as_parameters(params)
+    with swapped_in(optimizer, dict(enumerate(others)), saved):
+        train(optimizer, others, [3, 4])
+        within = contents(optimizer)
+    after = contents(optimizer)
+    train(optimizer, params, [3, 4])
+    return within, [*saved["state"].values()], after, contents(optimizer)
+
+
 def distributed_checkpoints(build):
     """The functions of torch.distributed.checkpoint, which make missing states by a step."""
     module = torch.nn.Linear(3, 2)

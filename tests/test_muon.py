@@ -168,6 +168,7 @@ def test_arguments_and_defaults_are_torchs_in_its_order():
             {"weight_decay": 0.0, "coefficients": [QUINTIC] * 3},
         ),
         ({"adjust_lr_fn": "match_rms_adamw"}, {"adjust": "rms"}),
+        ({"adjust_lr_fn": "spectral_unclamped"}, {"adjust": "spectral"}),
         ({"adjust_lr_fn": "original", "eps": 1e3}, {"eps": 1e3}),
         (
             {"ns_coefficients": "polar_express"},
@@ -708,7 +709,7 @@ def test_steps_under_torch_compile_and_a_dispatch_mode():
         ({"ns_coefficients": ((1, 2, 3), (1, 2))}, "ns_coefficients must be three numbers"),
         ({"ns_coefficients": (1, 2, float("nan"))}, "ns_coefficients must be three numbers"),
         ({"ns_coefficients": None}, "ns_coefficients must be three numbers"),
-        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be None, 'original' or 'match_rms_adamw'"),
+        ({"adjust_lr_fn": "rms"}, "adjust_lr_fn must be None, 'original', 'match_rms_adamw' or"),
         ({"ns_steps": 100}, "ns_steps must be an int from 0 to 99, not 100"),
         ({"ns_steps": 2.5}, "ns_steps must be an int"),
         ({"ns_dtype": torch.int8}, "ns_dtype must be None, torch.bfloat16"),

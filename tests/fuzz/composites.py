@@ -51,7 +51,7 @@ _PRODUCTS = {"ns_dtype": ("float32", "float32", "float64", "bfloat16", "float16"
 _MATRICES = _PRODUCTS | {
     "split_heads": (1, 2, 3),
     "stacked": (None, True, False),
-    "adjust_lr_fn": (None, "original", "match_rms_adamw"),
+    "adjust_lr_fn": (None, "original", "match_rms_adamw", "spectral_unclamped"),
     "ns_coefficients": ("quintic", "polar_express", [2.0, -1.5, 0.5]),
     "ns_steps": (5, 3, 1, 8),
     "cautious_decay": (False, True),

@@ -246,6 +246,10 @@ def of_came(asked: Asked) -> Stepped:
 # ---- By Newton–Schulz ----------------------------------------------------------------------------
 
 
+#: The reference's names of factors of the learning rate.
+_FACTORS = {"match_rms_adamw": "rms", "spectral_unclamped": "spectral"}
+
+
 def rows_of(options: dict[str, Any], shape: list[int]) -> int:
     """The rows of the matrices of a weight, before they are split into heads."""
     return shape[-2] if _is_stacked(options, shape) else shape[0]
@@ -290,7 +294,7 @@ def of_muon(asked: Asked) -> Stepped:
         state["v"] = v.reshape(*stack[:2], 1)
     options = asked.options("lr", "weight_decay", "momentum", "nesterov", "eps") | {
         "coefficients": coefficients_of(group["ns_coefficients"], group["ns_steps"]),
-        "adjust": "rms" if group["adjust_lr_fn"] == "match_rms_adamw" else "original",
+        "adjust": _FACTORS.get(group["adjust_lr_fn"], "original"),
         "cautious": group["cautious_decay"],
         "beta2": group["beta2"] if group["normuon"] else None,
     }

@@ -13,7 +13,7 @@ from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
 from fusedstep.optim._sharded_matrices import Form, why_not_gathered
 
-_ADJUSTMENTS = (None, "original", "match_rms_adamw")
+_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 _NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -50,8 +50,8 @@ def check_muon_options(options: dict[str, Any]) -> None:
     coefficients_of(options["ns_coefficients"], steps)
     if options["adjust_lr_fn"] not in _ADJUSTMENTS:
         raise ValueError(
-            f"adjust_lr_fn must be None, 'original' or 'match_rms_adamw', "
-            f"not {options['adjust_lr_fn']!r:.40}"
+            f"adjust_lr_fn must be None, {', '.join(map(repr, _ADJUSTMENTS[1:-1]))} or "
+            f"{_ADJUSTMENTS[-1]!r}, not {options['adjust_lr_fn']!r:.40}"
         )
     if options.get("ns_dtype") not in _NS_DTYPES:
         raise ValueError(
@@ -141,4 +141,5 @@ def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
     _, rows, columns = shape
     if group["adjust_lr_fn"] == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
-    return math.sqrt(max(1, rows / max(columns, 1)))
+    least = 0 if group["adjust_lr_fn"] == "spectral_unclamped" else 1
+    return math.sqrt(max(least, rows / max(columns, 1)))

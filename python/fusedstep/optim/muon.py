@@ -37,7 +37,8 @@ class Muon(MuonSteps, Adam):
     ``a``, ``b`` and ``c`` are ``ns_coefficients``: the iteration takes all singular values to the
     neighbourhood of 1. This is Keller Jordan's `Muon`_; ``adjust_lr_fn="match_rms_adamw"`` has the
     factor ``0.2 * sqrt(max(rows, columns))`` of equation 4 of `Muon is Scalable for LLM Training`_
-    in place of the root.
+    in place of the root, and ``"spectral_unclamped"`` has ``sqrt(rows / columns)``, which is below
+    1 for wide matrices, of `Deriving Muon`_.
 
     Groups with ``use_muon=False`` are stepped by :class:`AdamW`, natively, in the same step:
     embeddings, the last layer, biases and the weights of norms. They take ``betas``, and have the
@@ -68,8 +69,8 @@ class Muon(MuonSteps, Adam):
         eps (float, optional): lower bound of the norm that the update is divided by; in groups of
             AdamW the term added to the denominator, there ``adamw_eps`` by default (default: 1e-7)
         ns_steps (int, optional): steps of the iteration, below 100 (default: 5)
-        adjust_lr_fn (str, optional): "original" or "match_rms_adamw": the factor of the learning
-            rate; None is "original" (default: None)
+        adjust_lr_fn (str, optional): "original", "match_rms_adamw" or "spectral_unclamped": the
+            factor of the learning rate; None is "original" (default: None)
         use_muon (bool, optional): False makes a group AdamW's (default: True)
         split_heads (int, optional): of how many blocks along the first dimension each matrix is,
             that are orthogonalised apart: 3 for the weight of a layer that computes query, key and
@@ -118,6 +119,8 @@ class Muon(MuonSteps, Adam):
         https://kellerjordan.github.io/posts/muon/
     .. _Muon is Scalable for LLM Training:
         https://arxiv.org/abs/2502.16982
+    .. _Deriving Muon:
+        https://jeremybernste.in/writing/deriving-muon
     .. _The Polar Express:
         https://arxiv.org/abs/2505.16932
     .. _NorMuon:
