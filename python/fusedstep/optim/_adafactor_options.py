@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusedstep.optim._checks import check_number
+from fusedstep.optim._checks import check_number, is_pair
 
 #: transformers' names for options that torch's class has too.
 _RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
@@ -82,7 +82,7 @@ def check_adafactor_options(options: dict[str, Any]) -> None:
     eps, variant = options["eps"], option_of(options, "variant")
     if variant not in ("torch", "transformers"):
         raise ValueError(f"variant must be 'torch' or 'transformers', not {variant!r:.40}")
-    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+    if not is_pair(eps):
         raise TypeError(f"eps must be (eps1, eps2), not {eps!r:.40}")
     least_d = 1 if variant == "torch" else 0
     for name, text, value, least in (

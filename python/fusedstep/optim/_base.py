@@ -21,6 +21,7 @@ from fusedstep.optim._checks import (
     check_ranges,
     floats,
     has_text,
+    make_tuples,
     numeric,
 )
 from fusedstep.optim._clip import EPSILON, factors_of, norm_of
@@ -117,6 +118,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
         options = {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
         self._check(options)
+        make_tuples(options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
             raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
@@ -292,6 +294,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         weights = [p for p in group["params"] if not p.is_meta]
         try:
             check_options(group, self.defaults)
+            make_tuples(group)
             self._check_group(len(self.param_groups) - 1, group)
             self._is_native(group, weights)
             self._max_grad_norm()

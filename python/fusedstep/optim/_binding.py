@@ -95,6 +95,8 @@ class BindsGroups:
         """The native plan of a group's weights; None where the imperative twin updates them."""
         sparse = any(grad.layout is not torch.strided for grad in grads)
         if sparse and (error := self._sparse_error(group)):
+            if any(grad.is_nested for grad in grads):
+                error = f"{type(self).__name__} does not support nested tensors as gradients"
             raise RuntimeError(error)
         native, store = self._is_native(group, weights, grads), self._store
         if not native and not self._is_composite(group):

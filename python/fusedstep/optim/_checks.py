@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -132,15 +133,37 @@ def check_count(betas: tuple[Any, ...], count: int) -> None:
 
 
 def check_pair(name: str, pair: Any) -> None:
-    """Raises if an option is not two numbers."""
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+    """Raises if an option is not two numbers, in whatever sequence."""
+    if not is_pair(pair):
         raise TypeError(f"{name} must be two numbers, not {pair!r}")
     for index, value in enumerate(pair):
         check_number(f"{name}[{index}]", value)
 
 
+def is_pair(value: Any) -> bool:
+    """Returns whether a value has two parts in an order: of configurations there are own lists."""
+    if isinstance(value, (str, bytes, Mapping, Set, Tensor)):
+        return False
+    return (
+        hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and len(value) == 2
+    )
+
+
 #: Options that are two numbers.
 _PAIRS = ("etas", "step_sizes")
+
+
+def make_tuples(options: dict[str, Any]) -> None:
+    """Makes tuples of numbers of other sequences, whose types torch.load() may not take."""
+    for name in ("betas", "eps", *_PAIRS):
+        value = options.get(name)
+        if value is None or (is_number(value) and getattr(value, "shape", ()) in ((), (1,))):
+            continue
+        numbers = tuple(float(each) if isinstance(each, float) else each for each in value)
+        is_plain = isinstance(value, (list, tuple))
+        if not is_plain or list(map(type, value)) != list(map(type, numbers)):
+            options[name] = numbers
+
 
 #: Options that are numbers and have a range of their own, or any.
 _ANY_RANGE = frozenset({"dampening", "max_ratio", "t0"})
