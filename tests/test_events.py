@@ -112,12 +112,17 @@ def test_gradients_that_are_kept_are_those_of_the_step(row, passes):
             assert_passes(name, case_of(row, steps, mode, passes))
 
 
+PLACES = {
+    name: EVENTS[name] for name in ("groups reversed", "weights reordered", "weight moved")
+} | {"another reordered": [step(passes=([2],)), step(change("go", to=0), passes=([2],)), step()]}
+
+
 @pytest.mark.parametrize("mode", ["plain", *MODES])
-@pytest.mark.parametrize("event", ["groups reversed", "weights reordered", "weight moved"])
+@pytest.mark.parametrize("event", [*PLACES])
 def test_random_numbers_follow_the_places_of_weights(event, mode):
     """Stochastic rounding is that of torch operations, whichever plans there were."""
     row = next(case for case in CLASSES if case.optimizer is optim.SGD)
-    case = case_of(row, EVENTS[event], MODES.get(mode, IN_BACKWARD))
+    case = case_of(row, PLACES[event], MODES.get(mode, IN_BACKWARD))
     case["mode"] |= {"cap": ALONE, "kept": {"rounding": "stochastic", "seed": 2}}
     for group in case["groups"]:
         for weight in group["weights"]:

@@ -188,6 +188,7 @@ class BindsGroups:
                 plan
                 and plan.names == self._store.names_of(group, weights[0])
                 and plan.seed == _weights.seed_of(group, weights[0])
+                and self._has_places(plan, place, group)
                 and plan.state_dtype == own_option(group, "state_dtype")
                 and self._wants_native(group)
                 and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
@@ -204,6 +205,16 @@ class BindsGroups:
             raise with_name(error, self._groups, group, weights) from None
         return Work(group, weights, grads, plan)
 
+    def _has_places(self, plan: Plan, place: _Place, group: dict[str, Any]) -> bool:
+        """Returns whether weights that are rounded at random are where they were in the groups.
+
+        Plans of buckets are forgotten when the groups are edited.
+        """
+        is_of_bucket = len(place) > 2
+        if plan.places is None or is_of_bucket:
+            return True
+        return plan.places == _weights.places_of(self._groups, group, plan.weights)
+
     def _plan_at(self, place: _Place, group: dict[str, Any], weights: list[Tensor]) -> Plan | None:
         """The plan of these weights, if there is one, in its place.
 
@@ -216,10 +227,6 @@ class BindsGroups:
         if self._is_composite(group):
             return None
         found = self._aside.take(weights)
-        # Random numbers follow from the places of weights, which may be others now.
-        places = None if found is None else found.places
-        if places and places != _weights.places_of(self._groups, group, weights):
-            found = None
         if plan is not None:
             self._aside.put(plan)
             del self._plans[place]
