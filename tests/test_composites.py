@@ -384,3 +384,20 @@ def test_no_step_follows_autocast(name, fused):
                 optimizer.step()
         ends.append(weight.detach())
     assert_same_bits(*ends, "weight")
+
+
+@pytest.mark.parametrize("modes", ["IO", "OIO", "OOIOO", "OIIO"])
+@MODES
+@EACH
+def test_steps_in_inference_mode(row, fused, modes):
+    """As steps outside of it, with states and memory that steps outside go on with."""
+    (others, expected), (params, optimizer) = (stepped(row, 0, 3, fused=fused) for _ in range(2))
+    for step, mode in enumerate(modes):
+        for place, pair in enumerate(zip(params, others, strict=True)):
+            for param in pair:
+                skips = mode == "I" and place == 1
+                param.grad = None if skips else row.grad(values_of(step))
+        expected.step()
+        with torch.inference_mode(mode == "I"):
+            optimizer.step()
+    assert_same_contents(contents(optimizer), contents(expected))

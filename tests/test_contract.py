@@ -407,25 +407,19 @@ DIFFERENCES = [
         "tensors made in inference mode", "inference_tensors_elsewhere", WITHOUT_FUSED, ("fused",)
     ),
     Difference(
-        "tensors made in inference mode",
+        "states that a step in inference mode",
         "states_made_in_inference_mode",
         tuple(cls for cls in ALL if cls not in (optim.Adagrad, optim.SGD)),
-        ("default", "fused"),
+        tuple(MODES),
     ),
     Difference(
-        "tensors made in inference mode",
+        "states that a step in inference mode",
         "states_made_in_inference_mode",
         (optim.SGD,),
-        ("default",),
+        ("default", "unfused", "foreach"),
     ),
     Difference(
         "tensors made in inference mode", "inference_tensors_elsewhere", (optim.ASGD,), ("foreach",)
-    ),
-    Difference(
-        "states of `Adagrad`",
-        "states_made_in_inference_mode",
-        (optim.Adagrad,),
-        ("unfused", "foreach"),
     ),
     Difference(
         "a weight cast to another",

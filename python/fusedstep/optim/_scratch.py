@@ -25,6 +25,8 @@ class Scratch:
     add to a weight. Products of 16-bit weights have their dtype; the step is float32.
     """
 
+    @torch.inference_mode(False)  # the memory is for steps outside of it, too
+    @torch.no_grad()
     def __init__(
         self,
         weights: list[Tensor],

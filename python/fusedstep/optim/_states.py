@@ -205,6 +205,7 @@ class StateStore:
         for p in [p for p in self._counts if id(p) not in kept and p not in self.by_weight]:
             del self._counts[p]
 
+    @torch.inference_mode(False)  # tensors of which would be refused outside of it ever after
     @torch.no_grad()
     def create(
         self,
