@@ -25,6 +25,7 @@ from fusedstep.optim._checks import (
     numeric,
 )
 from fusedstep.optim._clip import EPSILON, factors_of, norm_of
+from fusedstep.optim._codes import warn_of_int4
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
 from fusedstep.optim._foreign import with_advice
@@ -84,6 +85,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if a step in torch operations allocates nothing once it has written a dense weight or a
     #: state of it. Otherwise copies are kept, and put back if there is no memory half way.
     _allocates_first: ClassVar[bool] = False
+    #: True if a training with int4 states ends near one with float32 states, as measured in
+    #: docs/small_states.md. Otherwise int4 is warned of.
+    _learns_in_int4: ClassVar[bool] = False
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -301,6 +305,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if own_option(group, "state_dtype") == "int4" and not self._learns_in_int4:
+            warn_of_int4(type(self).__name__)
         for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
             if self._wants_native(group) and _ops.missing_on(kind):
                 _ops.warn_missing(kind)

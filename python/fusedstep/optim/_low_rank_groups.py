@@ -31,6 +31,7 @@ class LowRankGroups(LowRankShards):
 
     _rule = "adam"
     _states = ("exp_avg", "exp_avg_sq")
+    _learns_in_int4 = True
     _composite: ClassVar[bool] = True
     _foreign_states = frozenset({"projector", "seed"})
 

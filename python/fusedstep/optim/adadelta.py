@@ -39,6 +39,7 @@ class Adadelta(FusedOptimizer):
 
     _rule = "adadelta"
     _states = ("square_avg", "acc_delta")
+    _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}

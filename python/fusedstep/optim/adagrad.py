@@ -50,6 +50,7 @@ class Adagrad(FusedOptimizer):
 
     _rule = "adagrad"
     _states = ("sum",)
+    _learns_in_int4 = True
     _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _allocates_first = True
     _formula = by_torch(adagrad, "sum", "step")

@@ -39,6 +39,7 @@ class Adamax(FusedOptimizer):
 
     _rule = "adamax"
     _states = ("exp_avg", "exp_inf")
+    _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {"capturable": False}

@@ -45,6 +45,7 @@ class ASGD(FusedOptimizer):
 
     _rule = "asgd"
     _states = ("ax",)
+    _learns_in_int4 = True
     _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "eta": 0.01, "mu": 1.0}
     _initial: ClassVar[dict[str, str]] = {"eta": "lr"}

@@ -130,6 +130,7 @@ class Muon(MuonSteps, Adam):
     """
 
     _states = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
+    _learns_in_int4 = False
     _signed = frozenset({"momentum_buffer"})
     _needs: ClassVar[dict[str, str]] = {}
     _numbers: ClassVar[dict[str, float]] = {}

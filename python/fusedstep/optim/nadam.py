@@ -46,6 +46,7 @@ class NAdam(FusedOptimizer):
 
     _rule = "nadam"
     _states = ("exp_avg", "exp_avg_sq")
+    _learns_in_int4 = True
     _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
     _torch_fuses = False

@@ -47,6 +47,7 @@ class RAdam(FusedOptimizer):
 
     _rule = "radam"
     _states = ("exp_avg", "exp_avg_sq")
+    _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {

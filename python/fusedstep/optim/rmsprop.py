@@ -51,6 +51,7 @@ class RMSprop(FusedOptimizer):
 
     _rule = "rmsprop"
     _states = ("square_avg", "momentum_buffer", "grad_avg")
+    _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
     _later_options = FusedOptimizer._later_options | {

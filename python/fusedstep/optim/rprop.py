@@ -42,6 +42,7 @@ class Rprop(FusedOptimizer):
 
     _rule = "rprop"
     _states = ("prev", "step_size")
+    _learns_in_int4 = True
     _allocates_first = True
     _initial: ClassVar[dict[str, str]] = {"step_size": "lr"}
     _torch_fuses = False
