@@ -119,9 +119,8 @@ struct CodeRegister {
 
   // Codes in 32 bits. That of the absolute maximum below zero, which no code stands for, is -1.
   template <Storage kStorage, bool kSigned>
-  FUSEDSTEP_FN static __m512i code(const Tables<kStorage, kSigned>& tables, __m512 share) {
-    const __m512i bits = _mm512_castps_si512(share);
-    const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(kMagnitudeBits));
+  FUSEDSTEP_FN static __m512i code(const Tables<kStorage, kSigned>& tables, __m512 number, __m512 share) {
+    const __m512i bits = _mm512_castps_si512(number), magnitude = magnitudes(share);
     const __m512 size = _mm512_castsi512_ps(magnitude);
     __m512i level;
     if constexpr (kStorage == Storage::kFloat8) {
@@ -144,7 +143,11 @@ struct CodeRegister {
       level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, slope), start));
       level = _mm512_min_epi32(level, last);
     }
-    if constexpr (!kSigned) return level;
+    if constexpr (!kSigned && kStorage == Storage::kInt4) return level;
+    if constexpr (!kSigned) {
+      const __mmask16 positive = _mm512_cmpgt_epi32_mask(bits, _mm512_setzero_si512());
+      return _mm512_maskz_max_epi32(positive, level, _mm512_set1_epi32(1));
+    }
     const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
     if constexpr (kStorage == Storage::kFloat8) {
       return _mm512_mask_add_epi32(level, negative, level, _mm512_set1_epi32(1 << 7));
@@ -255,8 +258,8 @@ struct CodeRegister {
     }
   }
   template <Storage kStorage, bool kSigned>
-  FUSEDSTEP_FN static __m256i code(const Tables<kStorage, kSigned>& map, __m256 share) {
-    const __m256i bits = as_bits(share), magnitude = _mm256_and_si256(bits, repeated(kMagnitudeBits));
+  FUSEDSTEP_FN static __m256i code(const Tables<kStorage, kSigned>& map, __m256 number, __m256 share) {
+    const __m256i bits = as_bits(number), magnitude = magnitudes(share);
     const __m256 size = as_floats(magnitude);
     __m256i level;
     if constexpr (kStorage == Storage::kFloat8) {
@@ -279,10 +282,14 @@ struct CodeRegister {
       level = _mm256_min_epi32(_mm256_cvttps_epi32(found), _mm256_permutevar8x32_epi32(lasts, segment));
       level = _mm256_andnot_si256(_mm256_srai_epi32(segment, 31), level);
     }
-    if constexpr (!kSigned) return level;
+    if constexpr (!kSigned && kStorage == Storage::kInt4) return level;
+    if constexpr (!kSigned) {
+      const __m256i positive = _mm256_cmpgt_epi32(bits, _mm256_setzero_si256());
+      return _mm256_and_si256(_mm256_max_epi32(level, repeated(1)), positive);
+    }
     // The sign bit decides; that of zero counts for nothing.
-    const __m256i negative = _mm256_and_si256(bits, _mm256_cmpgt_epi32(magnitude, _mm256_setzero_si256()));
-    const __m256i sign = _mm256_srai_epi32(negative, 31);
+    const __m256i is_minus_zero = _mm256_cmpeq_epi32(bits, repeated(~kMagnitudeBits));
+    const __m256i sign = _mm256_andnot_si256(is_minus_zero, _mm256_srai_epi32(bits, 31));
     if constexpr (kStorage == Storage::kFloat8) {
       return _mm256_add_epi32(level, _mm256_and_si256(sign, repeated(1 << 7)));
     }
@@ -388,7 +395,8 @@ void encode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& table
   int64_t i = 0;
   if constexpr (Register::kSize != 0) {
     const auto code_at = [&](int64_t at) {
-      return Register::code(tables, Register::times(Register::load(from + at), scale.inverse));
+      const auto number = Register::load(from + at);
+      return Register::code(tables, number, Register::times(number, scale.inverse));
     };
     const auto place = [&](int64_t at) { return codes + (kStorage == Storage::kInt4 ? at / 2 : at); };
     for (; i + Register::kGroup * Register::kSize <= count; i += Register::kGroup * Register::kSize) {
@@ -401,7 +409,9 @@ void encode_block(const CodeMap& map, const CodeTables<kStorage, kSigned>& table
       Register::template store_codes<kStorage>(code_at(i), place(i));
     }
   }
-  for (; i < count; ++i) put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i] * scale.inverse));
+  for (; i < count; ++i) {
+    put_code<kStorage>(codes, i, code_of<kStorage>(map, from[i], from[i] * scale.inverse));
+  }
 }
 
 // Calls run(storage, is_signed) with constants.

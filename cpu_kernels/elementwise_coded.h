@@ -147,10 +147,7 @@ void update_blocks(const Span& span, std::index_sequence<kState...>) {
   const PrefetchDistance ahead = span.ahead;
   const WeightCode code = span.weight_code;
   CodedWeight weight{span.operand[kWeight], span.operand[kFirstState + sizeof...(kState)], 0, 0};
-  // Its codes have a sign, whatever the state.
-  [[maybe_unused]] constexpr bool kAllSigned = kStorage == Storage::kFloat8;
-  std::tuple<StateBlock<kStorage, kAllSigned || SignOf<Rule>::is_signed(kState)>...> states(
-      span.coded[kState]...);
+  std::tuple<StateBlock<kStorage, SignOf<Rule>::is_signed(kState)>...> states(span.coded[kState]...);
   const auto update_at = [&]<class V>(V*, int64_t at, int64_t i) __attribute__((always_inline)) {
     V p, g;
     by_form<kStorage>(

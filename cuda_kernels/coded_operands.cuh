@@ -24,7 +24,7 @@ __device__ __forceinline__ uint32_t squeezed(uint32_t codes) {
 }
 
 // code_of() of src/core/code_map.h, the same for all maps.
-__device__ __forceinline__ uint32_t code_of(const CodeTable& table, float share) {
+__device__ __forceinline__ uint32_t code_of(const CodeTable& table, float number, float share) {
   const float magnitude = rules::absolute(share);
   const float at = magnitude < table.least_share ? table.least_share : magnitude;
   unsigned line = static_cast<unsigned>(bits_of(at)) >> kMantissa & (CodeTable::kOctaves - 1);
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint32_t code_of(const CodeTable& table, float share)
   const CodeTable::Line by = table.line[line];
   auto level = static_cast<int32_t>(magnitude * by.slope + by.start);
   level = level < table.last[line].level ? level : table.last[line].level;
-  if (share < table.below) {
+  if (number < table.below) {
     level = level < table.most ? level : table.most;
     level = level > table.least ? level : table.least;
     return static_cast<uint32_t>(level * table.factor + table.negative);
@@ -316,8 +316,8 @@ class Coded : public Operands<Rule_, typename StoredOf<Weight>::Type, float> {
           codes = 0;
 #pragma unroll
           for (int j = 0; j < kInHalf; ++j) {
-            const float share = read.state[k][half * kInHalf + j] * scale[half].inverse;
-            codes |= cuda::code_of(tables[k], share) << 8 * j;
+            const float number = read.state[k][half * kInHalf + j];
+            codes |= cuda::code_of(tables[k], number, number * scale[half].inverse) << 8 * j;
           }
           // Half a byte that is of no element is zero.
           if (!kWhole) codes &= at.count(half) == kInHalf ? ~0u : (1u << 8 * at.count(half)) - 1;

@@ -55,8 +55,8 @@ struct alignas(16) CodeTable {
   Line line[kLines];  // of the octaves below their thresholds, then of those above
   Last last[kLines];
   float least_share, top;
-  float below;  // a share below it is negative, if a share can be
-  // The code of a positive number is its level + zero. That of a negative one is its level, between `least`
+  float below;  // numbers below it are negative, or zero where positive ones have a floor
+  // The code of a number from there on is its level + zero. That of one below is its level, between `least`
   // and `most`, * factor + negative.
   int32_t zero, least, most, factor, negative;
 };

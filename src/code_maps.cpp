@@ -82,8 +82,9 @@ CodeMap make_map(Storage storage, bool is_signed) {
   map.storage = storage;
   if (storage == Storage::kFloat8) {
     map.top = 448;
-    map.negative = 128;
-    map.most = 126;
+    map.floor = is_signed ? 0 : 1;
+    map.negative = is_signed ? 128 : 0;
+    map.most = is_signed ? 126 : 0;
     return map;
   }
   constexpr int kUnsigned4 = 16;
@@ -91,6 +92,7 @@ CodeMap make_map(Storage storage, bool is_signed) {
   if (storage == Storage::kInt8) {
     levels = make_decades(map, 7, is_signed ? 0 : 1);
     map.count = is_signed ? 0 : 1;
+    map.floor = is_signed ? 0 : 1;
   } else if (is_signed) {
     levels = make_decades(map, 3, 0);
   } else {
@@ -106,6 +108,8 @@ CodeMap make_map(Storage storage, bool is_signed) {
     map.negative = map.zero + 1;
     map.least = storage == Storage::kInt8 ? 1 : 0;
     map.most = most - 1;
+  } else if (storage == Storage::kInt4) {
+    map.most = most;
   }
   if (storage != Storage::kInt4) return map;
   map.block = 128;
@@ -122,8 +126,8 @@ CodeMap make_map(Storage storage, bool is_signed) {
 
 std::span<const CodeMap> code_maps() {
   static const auto* const maps = new std::vector<CodeMap>{
-      make_map(Storage::kInt8, true), make_map(Storage::kInt8, false), make_map(Storage::kInt4, true),
-      make_map(Storage::kInt4, false), make_map(Storage::kFloat8, true)};
+      make_map(Storage::kInt8, true),  make_map(Storage::kInt8, false),  make_map(Storage::kInt4, true),
+      make_map(Storage::kInt4, false), make_map(Storage::kFloat8, true), make_map(Storage::kFloat8, false)};
   return *maps;
 }
 
@@ -134,7 +138,7 @@ const CodeMap& code_map(Storage storage, bool is_signed) {
     case Storage::kInt4:
       return code_maps()[is_signed ? 2 : 3];
     default:
-      return code_maps()[4];
+      return code_maps()[is_signed ? 4 : 5];
   }
 }
 

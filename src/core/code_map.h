@@ -9,8 +9,9 @@
 //                   Memory Efficient Optimizers with 4-bit States)
 //   fp8             float8_e4m3fn, where the absolute maximum has the largest code
 //
-// A share is rounded to the nearest code. In the signed map of int8 a negative number does not become zero,
-// as in bitsandbytes.
+// A share is rounded to the nearest code, with two exceptions. In the signed map of int8 a negative number
+// does not become zero, as in bitsandbytes. In the unsigned maps of int8 and fp8 a positive number does not
+// become zero: a step divides the first moment by the root of the second, and the first has kept its size.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -32,9 +33,9 @@ struct CodeMap {
   int block = 256;      // elements that share an absolute maximum
   int block_shift = 8;  // its logarithm
   float top = 1;        // the level of the absolute maximum
-  // A positive number's code is its level + zero. That of a negative one is (its level ^ flip) + negative,
-  // with the level between least and most.
-  int32_t zero = 0, flip = 0, negative = 0, least = 0, most = 0;
+  // A positive number's code is its level + zero, with the level no less than floor. That of a negative one
+  // is (its level ^ flip) + negative, with the level between least and most.
+  int32_t zero = 0, floor = 0, flip = 0, negative = 0, least = 0, most = 0;
 
   // int8: level + count has the mantissa 1 + m and the exponent e, and the value m * value_slope[e % 8] +
   // value_start[e % 8]; level zero has none.
@@ -88,13 +89,13 @@ struct BlockScale {
 };
 
 // By the bits of the largest magnitude, as integers, which order NaN and infinity behind all numbers. Where
-// the inverse would leave the range of normal floats the block becomes zero, or NaN: below 2^-117, above
-// 2^126.
+// the inverse would leave the range of normal floats the absolute maximum is another: 2^-117 where it is
+// less, NaN above 2^126.
 FUSEDSTEP_FN BlockScale scale_of(int32_t largest, float top) {
   constexpr int32_t kLeast = (127 - 117) << 23, kMost = (127 + 126) << 23, kNaN = 0x7fc00000;
-  if (largest < kLeast) return {0, 0};
+  if (largest == 0) return {0, 0};
   if (largest > kMost) return {from_bits(kNaN), 0};
-  const float absmax = from_bits(largest);
+  const float absmax = from_bits(largest < kLeast ? kLeast : largest);
   return {absmax, 1 / (absmax / top)};
 }
 
@@ -152,12 +153,14 @@ FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
   return level < map.last[segment] ? level : map.last[segment];
 }
 
-// The code of a share, which is not NaN.
+// The code of a number by its share, which is not NaN. The number tells the sign: its share may be rounded to
+// zero.
 template <Storage kStorage>
-FUSEDSTEP_FN int32_t code_of(const CodeMap& map, float share) {
-  const int32_t bits = bits_of(share), magnitude = bits & kMagnitudeBits;
-  int32_t level = level_of<kStorage>(map, from_bits(magnitude));
-  if (bits >= 0 || magnitude == 0 || !map.is_signed()) return level + map.zero;
+FUSEDSTEP_FN int32_t code_of(const CodeMap& map, float number, float share) {
+  const int32_t bits = bits_of(number);
+  int32_t level = level_of<kStorage>(map, from_bits(bits_of(share) & kMagnitudeBits));
+  if (bits > 0 && level < map.floor) level = map.floor;
+  if (bits >= 0 || (bits & kMagnitudeBits) == 0) return level + map.zero;
   level = level < map.least ? map.least : level > map.most ? map.most : level;
   return (level ^ map.flip) + map.negative;
 }
