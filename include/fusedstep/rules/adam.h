@@ -23,7 +23,8 @@ struct AdamHyper {
 
 template <class T>
 struct AdamScalars {
-  T one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, neg_step_size;
+  Average<T> first;
+  T beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, neg_step_size;
 };
 
 // Adam (Kingma and Ba, 2015, algorithm 1), AMSGrad (Reddi et al., 2018, algorithm 2) and AdamW (Loshchilov
@@ -45,7 +46,7 @@ struct Adam {
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
     const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
-    return {T(1 - h.beta1),
+    return {Average<T>::of(h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
             T(1 / std::sqrt(bias2)),
@@ -59,7 +60,7 @@ struct Adam {
   FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1], &largest = state[kStates - 1];
     if constexpr (kFlags & kAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
-    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    m = s.first(m, g);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
     if constexpr (kFlags & kAdamAmsgrad) largest = maximum(largest, v);
     return m / mul_add(square_root(largest), V(s.inv_sqrt_bias2), V(s.eps));

@@ -17,7 +17,8 @@ struct AdamaxHyper {
 
 template <class T>
 struct AdamaxScalars {
-  T one_minus_beta1, beta2, eps, weight_decay, neg_step_size;
+  Average<T> first;
+  T beta2, eps, weight_decay, neg_step_size;
 };
 
 // Adamax (Kingma and Ba, 2015, algorithm 2), in torch's form: eps is added to |g|.
@@ -35,7 +36,7 @@ struct Adamax {
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
-    return {T(1 - h.beta1), T(h.beta2), T(h.eps), T(h.weight_decay),
+    return {Average<T>::of(h.beta1), T(h.beta2), T(h.eps), T(h.weight_decay),
             T(-h.lr / (1 - std::pow(h.beta1, step)))};
   }
 
@@ -43,7 +44,7 @@ struct Adamax {
   FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &largest = state[1];
     if constexpr (kFlags & kAdamaxDecay) g = mul_add(V(s.weight_decay), p, g);
-    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    m = s.first(m, g);
     largest = maximum(V(s.beta2) * largest, absolute(g) + V(s.eps));
     return m / largest;
   }

@@ -22,8 +22,8 @@ struct NAdamHyper {
 
 template <class T>
 struct NAdamScalars {
-  T one_minus_beta1, beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, grad_share, mean_share,
-      neg_lr;
+  Average<T> first;
+  T beta2, one_minus_beta2, inv_sqrt_bias2, eps, weight_decay, keep, grad_share, mean_share, neg_lr;
 };
 
 // NAdam (Dozat, 2016, algorithm 2), in torch's form.
@@ -47,7 +47,7 @@ struct NAdam {
     const double mu = h.beta1 * (1 - 0.5 * std::pow(0.96, step * h.momentum_decay));
     const double next_mu = h.beta1 * (1 - 0.5 * std::pow(0.96, (step + 1) * h.momentum_decay));
     numbers[0] = static_cast<float>(numbers[0]) * static_cast<float>(mu);  // rounded as torch's
-    return {T(1 - h.beta1),
+    return {Average<T>::of(h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
             T(1 / std::sqrt(1 - std::pow(h.beta2, step))),
@@ -63,7 +63,7 @@ struct NAdam {
   FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1];
     if constexpr (kFlags & kNAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
-    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    m = s.first(m, g);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
     const V denominator = mul_add(square_root(v), V(s.inv_sqrt_bias2), V(s.eps));
     return mul_add(V(s.mean_share), m, V(s.grad_share) * g) / denominator;

@@ -21,7 +21,8 @@ struct RAdamHyper {
 
 template <class T>
 struct RAdamScalars {
-  T one_minus_beta1, beta2, one_minus_beta2, eps, is_rectified, weight_decay, keep, neg_step_size;
+  Average<T> first;
+  T beta2, one_minus_beta2, eps, is_rectified, weight_decay, keep, neg_step_size;
 };
 
 // RAdam (Liu et al., 2020, algorithm 2), in torch's form: eps is added before the bias is corrected.
@@ -51,7 +52,7 @@ struct RAdam {
           (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length);
       step_size *= std::sqrt(rectification * bias2);
     }
-    return {T(1 - h.beta1),
+    return {Average<T>::of(h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
             T(h.eps),
@@ -65,7 +66,7 @@ struct RAdam {
   FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V &m = state[0], &v = state[1];
     if constexpr (kFlags & kRAdamCoupledDecay) g = mul_add(V(s.weight_decay), p, g);
-    m = mul_add(V(s.one_minus_beta1), g - m, m);
+    m = s.first(m, g);
     v = mul_add(V(s.one_minus_beta2) * g, g, V(s.beta2) * v);
     return where_equal(V(s.is_rectified), V(T(1)), m / (square_root(v) + V(s.eps)), m);
   }

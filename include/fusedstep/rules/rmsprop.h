@@ -18,7 +18,8 @@ struct RMSpropHyper {
 
 template <class T>
 struct RMSpropScalars {
-  T alpha, one_minus_alpha, eps, weight_decay, momentum, neg_lr;
+  Average<T> average;
+  T alpha, eps, weight_decay, momentum, neg_lr;
 };
 
 // RMSprop (Tieleman and Hinton, 2012, lecture 6e), with momentum and, centered, with the variance in place of
@@ -40,18 +41,18 @@ struct RMSprop {
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double /*step*/) {
-    return {T(h.alpha), T(1 - h.alpha), T(h.eps), T(h.weight_decay), T(h.momentum), T(-h.lr)};
+    return {Average<T>::of(h.alpha), T(h.alpha), T(h.eps), T(h.weight_decay), T(h.momentum), T(-h.lr)};
   }
 
   template <class V, class T>
   FUSEDSTEP_FN static V direction(const Scalars<T>& s, V p, V g, States<V, kStates>& state) {
     V& square = state[0];
     if constexpr (kFlags & kRMSpropDecay) g = mul_add(V(s.weight_decay), p, g);
-    square = mul_add(V(s.one_minus_alpha) * g, g, V(s.alpha) * square);
+    square = mul_add(V(s.average.share) * g, g, V(s.alpha) * square);
     V variance = square;
     if constexpr (kFlags & kRMSpropCentered) {
       V& mean = state[kStates - 1];
-      mean = mul_add(V(s.one_minus_alpha), g - mean, mean);
+      mean = s.average(mean, g);
       // States have been rounded: the difference of two that are nearly equal may lie below 0.
       variance = maximum(mul_add(-mean, mean, square), V(T(0)));
     }

@@ -45,6 +45,23 @@ constexpr size_t count_numbers() {
 template <class Rule>
 inline constexpr size_t kNumbersOf = count_numbers<Rule>();
 
+// A moving average: a = a + share (x - a). A difference is rounded by the larger of two numbers, and hides a
+// small x that counts for most: from a share of a half on, the average is kept a + share x. Coefficients
+// choose, so that an element's computation is the same; products by 1 and 0 are exact.
+template <class T>
+struct Average {
+  T share, past, kept;
+
+  FUSEDSTEP_FN static Average of(double beta) {
+    const bool is_short = 1 - beta >= 0.5;
+    return {T(1 - beta), T(is_short ? 0 : -1), T(is_short ? beta : 1)};
+  }
+  template <class V>
+  FUSEDSTEP_FN V operator()(V before, V x) const {
+    return mul_add(V(share), mul_add(V(past), before, x), V(kept) * before);
+  }
+};
+
 // The scalars of step number `step` of a rule. Its numbers, before the step, become those after it.
 template <class Rule, class T>
 FUSEDSTEP_FN typename Rule::template Scalars<T> prepare(const typename Rule::Hyper& hyper, double step,
