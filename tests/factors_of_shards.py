@@ -23,10 +23,16 @@ from two_processes import folder_of_both, like, part_of, shards_of
 SHAPES = ((300, 520), (1, 300), (9, 4, 5), (3, 4, 5, 6), (7,), (1,))
 
 OPTIONS = (
-    {},
-    {"weight_decay": 0.1, "d": 1.5, "maximize": True, "eps": (0.3, 2.0)},
-    {"variant": "transformers"},
-    {"beta1": 0.8, "warmup_init": True, "weight_decay": 0.1, "clip_threshold": 0.5},
+    {"lr": 0.05},
+    {"lr": 0.05, "weight_decay": 0.1, "d": 1.5, "maximize": True, "eps": (0.3, 2.0)},
+    {"variant": "transformers", "max_relative_step": 0.05},
+    {
+        "beta1": 0.8,
+        "warmup_init": True,
+        "weight_decay": 0.1,
+        "clip_threshold": 0.5,
+        "max_relative_step": 0.05,
+    },
 )
 
 #: The mesh of two processes, and the placements of a weight of so many dimensions.
@@ -105,8 +111,8 @@ def parts_are_stepped_as_the_whole(here):
             has_all = fused and place < 2 and number < 2
             for options in OPTIONS if has_all else OPTIONS[turn : turn + 1]:
                 params, shards = subjects(here, cut, dtype)
-                ours = optim.Adafactor(params, lr=0.05, fused=True, **options, **kept)
-                theirs = optim.Adafactor(shards, lr=0.05, fused=fused, **options, **kept)
+                ours = optim.Adafactor(params, fused=True, **options, **kept)
+                theirs = optim.Adafactor(shards, fused=fused, **options, **kept)
                 for step in range(2):
                     set_gradients(here, params, shards, cut, step)
                     versions = [shard._version for shard in shards]

@@ -26,6 +26,7 @@ class Composite(NamedTuple):
     of_group: dict[str, Any]
     counts: bool = True
     makes_whole: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.clone
+    rate: str = "lr"
 
     def __str__(self) -> str:
         return self.optimizer.__name__
@@ -48,7 +49,7 @@ ROWS = (
     Composite(optim.Muon, {}, counts=False),
     Composite(optim.MuSGD, {"use_muon": True, "momentum": 0.9, "nesterov": True}, counts=False),
     Composite(optim.GaLoreAdamW, {"rank": 3, "update_proj_gap": 3}),
-    Composite(optim.GaLoreAdafactor, {"rank": 3, "update_proj_gap": 3}),
+    Composite(optim.GaLoreAdafactor, {"rank": 3, "update_proj_gap": 3}, rate="max_relative_step"),
     Composite(optim.APOLLOAdamW, {"rank": 3, "update_proj_gap": 3}),
     Composite(optim.RowWiseAdagrad, {}),
     Composite(optim.SparseAdam, {}, makes_whole=as_sparse),
@@ -113,7 +114,7 @@ def test_max_norm_clips_and_is_returned(row, fused):
 @EACH
 def test_the_norm_of_float16_gradients_may_be_beyond_their_range(row, fused):
     param = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float16))
-    optimizer = row.build([param], fused=fused, lr=0.1)
+    optimizer = row.build([param], fused=fused, **{row.rate: 0.1})
     param.grad = row.grad(torch.full(SHAPE, 1e4, dtype=torch.float16))
     norm = optimizer.step(max_norm=0.5)
     assert norm.item() == pytest.approx(1e4 * param.numel() ** 0.5, rel=1e-12)

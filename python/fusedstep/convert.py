@@ -245,9 +245,9 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         for group, members, own in zip(groups, given, optimizer.param_groups, strict=True)
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
+    states = _taken(optimizer, groups, new_groups, given)
     for index, each in enumerate(options):
         check_saved_options(optimizer, index, each)
-    states = _taken(optimizer, groups, new_groups, given)
     _give_states(optimizer, states, new_groups)
 
 

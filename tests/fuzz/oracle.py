@@ -296,6 +296,10 @@ def _as_codes(name: str, number: Bounded, state: dict[str, Tensor], shape: torch
         least = of_code[of_code < 0].max()
         is_near = (share > least) & (number.value - number.error < 0)
         near = torch.where(is_near, torch.maximum(near, share - least), near)
+    if kind != "int4" and name in NOT_NEGATIVE:  # nothing positive is rounded to zero
+        least = of_code[of_code > 0].min()
+        is_near = (share < least) & (number.value + number.error > 0)
+        near = torch.where(is_near, torch.maximum(near, least - share), near)
     # Blocks of less count as zero, and of more as infinite.
     distance = torch.where(most < 2.0**-117, number.value.abs(), near * most)
     distance = torch.where(most > 2.0**126, torch.inf, distance)

@@ -313,7 +313,7 @@ def _random_basis(asked: Asked, shape: torch.Size) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(key % 2**63)
     dtype = torch.float64 if asked.dtype is torch.float64 else torch.float32
     size = (shape[0], rank) if side == LEFT else (rank, shape[1])
-    numbers = torch.randn(size, generator=generator, dtype=dtype)
+    numbers = torch.randn(size, generator=generator, dtype=torch.float32).to(dtype)
     return {side: (numbers / math.sqrt(rank)).double()}
 
 

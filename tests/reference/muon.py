@@ -3,8 +3,6 @@
 Matrices may be stacks of them, of the last two dimensions.
 """
 
-import math
-
 import torch
 from torch.linalg import matrix_norm
 
@@ -35,7 +33,7 @@ def muon(
         v = new["v"] = beta2 * state.get("v", 0) + (1 - beta2) * of_rows
         y = x / (v.sqrt() + 1e-10)
         x = y * matrix_norm(x, keepdim=True) / (matrix_norm(y, keepdim=True) + 1e-10)
-    factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * math.sqrt(max(rows, columns)),
-              "spectral": math.sqrt(rows / columns)}  # fmt: skip
+    factor = {"original": max(1, rows / columns) ** 0.5, "rms": 0.2 * max(rows, columns) ** 0.5,
+              "spectral": (rows / columns) ** 0.5}  # fmt: skip
     decayed = weight * (x * weight >= 0) if cautious else weight
     return weight - lr * (weight_decay * decayed + factor[adjust] * x), new

@@ -33,6 +33,8 @@ class Foreign(NamedTuple):
     """Values that ask for nothing in all other classes."""
     of_decay: bool = False
     """True if no value asks for anything where there is no weight decay."""
+    is_advised: bool = True
+    """False for an option of torch's: a constructor without it has torch's text."""
 
 
 _DEBIAS = Foreign((True,), lambda on: {} if on else {"debias": False})
@@ -62,7 +64,7 @@ FOREIGN: dict[str, Foreign] = {
     "clipping_threshold": Foreign((None,)),
     "corrected_weight_decay": Foreign((False,)),
     # Classes without it that have Adam's states decouple; the states of others tell them apart.
-    "decoupled_weight_decay": _DECOUPLED._replace(elsewhere=(False, True)),
+    "decoupled_weight_decay": _DECOUPLED._replace(elsewhere=(False, True), is_advised=False),
     "eps_inside_sqrt": Foreign((False,)),
     "epsilon": Foreign(ours=lambda eps: {"eps": eps}),
     "fixed_decay": Foreign((False,)),
@@ -156,7 +158,7 @@ def with_advice(init: _Init) -> _Init:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
         for name, value in options.items():
-            if name in FOREIGN and name not in parameters:
+            if name not in parameters and name in FOREIGN and FOREIGN[name].is_advised:
                 advice = _advice(name, value, type(self).__name__, parameters.keys())
                 raise TypeError(
                     f"{init.__qualname__}() got an unexpected keyword argument {name!r}: {advice}"
