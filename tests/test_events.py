@@ -114,7 +114,14 @@ def test_gradients_that_are_kept_are_those_of_the_step(row, passes):
 
 PLACES = {
     name: EVENTS[name] for name in ("groups reversed", "weights reordered", "weight moved")
-} | {"another reordered": [step(passes=([2],)), step(change("go", to=0), passes=([2],)), step()]}
+} | {
+    "another reordered": [step(passes=([2],)), step(change("go", to=0), passes=([2],)), step()],
+    "reordered beside one without a gradient": [
+        *[step(passes=([2, 3],))] * 2,
+        step(change("order"), passes=([2, 3],)),
+        step(passes=([2, 3],)),
+    ],
+}
 
 
 @pytest.mark.parametrize("mode", ["plain", *MODES])

@@ -225,7 +225,7 @@ def _group_goes(training: Training, change: dict[str, Any]) -> None:
 def _rate_changes(training: Training, change: dict[str, Any]) -> None:
     groups = training.optimizer.param_groups
     if groups:
-        groups[change["group"] % len(groups)]["lr"] *= change["factor"]
+        groups[change["group"] % len(groups)]["lr"] *= abs(change["factor"])
 
 
 def _is_loaded(training: Training, change: dict[str, Any]) -> None:

@@ -76,6 +76,10 @@ def last_step(
         plan = item.plan
         if plan.had_sparse or not plan.counts_on_host:
             return None
+        # The place of a weight tells its random numbers. A weight without a gradient, which is not
+        # compared, may leave its place to another weight.
+        if plan.places is not None and len(plan.weights) < len(group["params"]):
+            return None
         parts.append(
             Part(
                 items=items,
