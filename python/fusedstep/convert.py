@@ -245,9 +245,15 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         for group, members, own in zip(groups, given, optimizer.param_groups, strict=True)
     ]
     new_groups = [own | new for own, new in zip(optimizer.param_groups, options, strict=True)]
-    states = _taken(optimizer, groups, new_groups, given)
+    out_of_range = None
     for index, each in enumerate(options):
-        check_saved_options(optimizer, index, each)
+        try:
+            check_saved_options(optimizer, index, each)
+        except ValueError as error:
+            out_of_range = out_of_range or error
+    states = _taken(optimizer, groups, new_groups, given)  # says better what another class is
+    if out_of_range:
+        raise out_of_range
     _give_states(optimizer, states, new_groups)
 
 
