@@ -11,8 +11,12 @@ from fusedstep.optim._create import find
 if TYPE_CHECKING:
     from timm.optim import OptimInfo
 
-#: Options that timm's optimizer of the same name has under other names.
-_OPTIONS: dict[str, dict[str, Any]] = {"lamb": {"variant": "timm"}}
+#: Options that timm's optimizer of the same name has under other names, and those that the rate
+#: which timm gives every optimizer needs.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "galoreadafactor": {"relative_step": False},
+    "lamb": {"variant": "timm"},
+}
 
 #: What a name stands for, and what it stood for before, by the name.
 _replaced: dict[str, tuple[OptimInfo, OptimInfo | None]] = {}
