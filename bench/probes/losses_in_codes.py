@@ -94,7 +94,7 @@ def output(weights: list[Tensor], inputs: Tensor) -> Tensor:
 
 
 def losses_of(make: Optimizer, lrs: list[float], seeds: int) -> Tensor:
-    """Losses at the end of trainings, [learning rate, kind, seed], all of which run at once."""
+    """Trains at once for each learning rate, kind and seed; returns the last losses so."""
     shapes = [(WIDTH, INPUTS), (1, WIDTH), (WIDTH, WIDTH), (1, WIDTH), (1, WIDTH)]
     runs = list(itertools.product(lrs, (None, *KINDS), range(seeds)))
     inputs, targets = [], []

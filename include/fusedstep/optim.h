@@ -1,9 +1,8 @@
-// All C++ optimizers, and what torch::optim has beside its own: after
+// Includes all C++ optimizers, and gives torch's groups and schedulers the names that a program needs after
 //
 //   namespace optim = fusedstep::optim;
 //
-// a program that says optim::Adam, optim::OptimizerParamGroup or optim::StepLR works as with torch::optim
-// (docs/cpp.md).
+// optim::Adam, optim::OptimizerParamGroup and optim::StepLR then work as in torch::optim (docs/cpp.md).
 #pragma once
 #include <torch/optim.h>
 
