@@ -41,7 +41,11 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Ada
 
   static constexpr const char* kRule = "adam";
 
-  static rules::AdamHyper hyper(const AdamOptions& o) {
+  static rules::AdamHyper hyper(const AdamOptions& o) { return hyper_of(o, o.decoupled_weight_decay()); }
+
+  // The numbers of options that have Adam's names.
+  template <class Options>
+  static rules::AdamHyper hyper_of(const Options& o, bool decouples) {
     const auto [beta1, beta2] = o.betas();
     return {.lr = o.lr(),
             .beta1 = beta1,
@@ -49,7 +53,7 @@ class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Ada
             .eps = o.eps(),
             .weight_decay = o.weight_decay(),
             .amsgrad = double(o.amsgrad()),
-            .decoupled_weight_decay = double(o.decoupled_weight_decay())};
+            .decoupled_weight_decay = double(decouples)};
   }
 };
 

@@ -44,16 +44,7 @@ class AdamW : public FusedOptimizer<AdamW, AdamWOptions, AdamWParamState, rules:
 
   static constexpr const char* kRule = Adam::kRule;
 
-  static rules::AdamHyper hyper(const AdamWOptions& o) {
-    const auto [beta1, beta2] = o.betas();
-    return {.lr = o.lr(),
-            .beta1 = beta1,
-            .beta2 = beta2,
-            .eps = o.eps(),
-            .weight_decay = o.weight_decay(),
-            .amsgrad = double(o.amsgrad()),
-            .decoupled_weight_decay = 1};
-  }
+  static rules::AdamHyper hyper(const AdamWOptions& o) { return Adam::hyper_of(o, true); }
   static void convert(torch::optim::OptimizerParamGroup& group) {
     const auto* const adams = dynamic_cast<const AdamOptions*>(&group.options());
     if (adams != nullptr) group.set_options(std::make_unique<AdamWOptions>(*adams));
