@@ -85,7 +85,9 @@ class FusedOptimizer : public torch::optim::Optimizer {
   explicit FusedOptimizer(std::vector<torch::Tensor> params, const Options& defaults = {})
       : FusedOptimizer({torch::optim::OptimizerParamGroup(std::move(params))}, defaults) {}
 
+  // Hides torch's, which is not virtual.
   // Throws c10::Error, with nothing changed, for a group that the constructor refuses.
+  // NOLINTNEXTLINE(bugprone-derived-method-shadowing-base-method)
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     torch::optim::OptimizerParamGroup own(group);
     if (!own.has_options()) own.set_options(defaults_->clone());
