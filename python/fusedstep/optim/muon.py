@@ -72,9 +72,9 @@ class Muon(MuonSteps, Adam):
         adjust_lr_fn (str, optional): "original", "match_rms_adamw" or "spectral_unclamped": the
             factor of the learning rate; None is "original" (default: None)
         use_muon (bool, optional): False makes a group AdamW's (default: True)
-        split_heads (int, optional): of how many blocks along the first dimension each matrix is,
-            that are orthogonalised apart: 3 for the weight of a layer that computes query, key and
-            value (default: 1)
+        split_heads (int, optional): number of equal blocks of rows that are orthogonalised
+            separately: 3 for the weight of a layer that computes query, key and value, not the
+            number of heads (default: 1)
         stacked (bool, optional): True takes the last two dimensions for those of a matrix, False
             flattens all but the first; None is True for weights of three dimensions alone
             (default: None)
