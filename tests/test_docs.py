@@ -29,7 +29,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-WITH_EXAMPLES = [page for page in PAGES if blocks(page, "python") and page != INTEGRATIONS]
+WITH_EXAMPLES = [page for page in PAGES if blocks(page, "python") and page not in INTEGRATIONS]
 
 
 @pytest.mark.parametrize("page", named(WITH_EXAMPLES))
@@ -37,10 +37,12 @@ def test_examples_run(page):
     exec(compile("\n".join(blocks(page, "python")), str(page), "exec"), {"__name__": "__main__"})
 
 
-def test_every_section_on_a_framework_is_run():
-    headings = re.findall(r"^## (.+)$", INTEGRATIONS.read_text(), re.MULTILINE)
+def test_every_page_on_a_framework_is_run():
     tests = "".join(path.read_text() for path in (ROOT / "tests" / "frameworks").glob("*.py"))
-    assert sorted(headings) == sorted(re.findall(r'run_section\(\s*"(.+?)"', tests))
+    run = re.findall(r'run_page\(\s*"(.+?)"', tests)
+    assert {page.stem for page in INTEGRATIONS} == set(run)
+    overview = (ROOT / "docs" / "integrations.md").read_text()
+    assert all(f"(integrations/{page.name})" in overview for page in INTEGRATIONS)
 
 
 @pytest.mark.parametrize("page", named(PAGES))
@@ -91,7 +93,12 @@ def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert "  - Optimizers: []" in menus  # where scripts/site/hooks.py puts that folder's pages
     pages = {page.name for page in ROOT.glob("docs/*.md")}
-    assert {page.parent.name for page in ROOT.glob("docs/**/*.md")} == {"docs", "optimizers"}
+    pages |= {f"integrations/{page.name}" for page in INTEGRATIONS}
+    assert {page.parent.name for page in ROOT.glob("docs/**/*.md")} == {
+        "docs",
+        "integrations",
+        "optimizers",
+    }
     missing = sorted(pages - set(re.findall(r": (\S+\.md)$", menus, re.MULTILINE)))
     assert not missing, f"mkdocs.yml, nav: has no line for {', '.join(missing)}"
 
@@ -314,22 +321,22 @@ def test_a_refresh_beside_an_iteration_is_that_measured():
 
 
 def test_ratios_of_wrapped_and_read_steps_are_those_measured():
-    """Figures of docs/integrations.md, and what they may be at most."""
+    """Figures of docs/performance.md and docs/integrations.md, and what they may be at most."""
     machine = ROOT / "bench" / "results" / "amd-zen4-2-cores"
     wrapped, read = (
         [each["ratio"] for each in json.loads((machine / name).read_text())["us"].values()]
         for name in ("through_accelerate.json", "read_states.json")
     )
-    page = (ROOT / "docs" / "integrations.md").read_text()
     told = f"{max(wrapped):.3g} times the direct step, with each of {len(wrapped)} classes"
-    assert told in page
+    assert told in (ROOT / "docs" / "performance.md").read_text()
+    page = (ROOT / "docs" / "integrations.md").read_text()
     assert f"{min(read):.2f} to {max(read):.2f} times, once nobody holds" in page
     assert max(*wrapped, *read) <= 1.3
 
 
 def test_ratios_of_offloaded_shards_are_those_measured():
-    """Figures of docs/integrations.md, and what they may be."""
-    page = (ROOT / "docs" / "integrations.md").read_text().replace("\n", " ")
+    """Figures of docs/performance.md, and what they may be."""
+    page = (ROOT / "docs" / "performance.md").read_text().replace("\n", " ")
     ms = results("nvidia-h200/fsdp2.json")["offloaded"]["ms"]
     adamw, adafactor = ms["AdamW"], ms["Adafactor"]
     bare, clipped = (
@@ -349,8 +356,8 @@ def test_ratios_of_offloaded_shards_are_those_measured():
 
 
 def test_ratios_of_offloaded_zero_are_those_measured():
-    """Figures of docs/integrations.md, of runs of engines that were alone in their processes."""
-    page = (ROOT / "docs" / "integrations.md").read_text().replace("\n", " ")
+    """Figures of docs/performance.md, of runs of engines that were alone in their processes."""
+    page = (ROOT / "docs" / "performance.md").read_text().replace("\n", " ")
     found = results("nvidia-h200/zero_offload.json")
     runs, names = found["ms by run"], ("DeepSpeedCPUAdam", "fusedstep")
     assert found["ms"] == rounded(medians(runs))
@@ -439,9 +446,9 @@ def test_times_beside_another_commit_are_those_measured():
 
 
 def test_times_of_small_calls_are_those_measured():
-    """Figures of docs/integrations.md."""
+    """Figures of docs/performance.md."""
     found = results("amd-zen3-2-cores/engines.json")["us"]
-    page = (ROOT / "docs" / "integrations.md").read_text()
+    page = (ROOT / "docs" / "performance.md").read_text()
     for way, times in found.items():
         ours, torchs = (f"{times[name]:.3g}" for name in ("fusedstep", "torch"))
         assert f"| {way} | **{ours}** | {torchs} |" in page
@@ -534,7 +541,7 @@ def test_figures_that_are_worked_out_of_galores_results():
 #: Pages with Python that is a part of something, and what runs that.
 PARTS = {
     "HACKING.md": "test_parts_of_lion_stand_in_its_files",
-    "integrations.md": "test_a_checkpoint_gets_its_name_when_it_is_whole",
+    "dcp.md": "test_a_checkpoint_gets_its_name_when_it_is_whole",
     "memory.md": "test_a_step_that_was_stopped_goes_on_as_the_page_says",
     "musgd.md": "test_ultralytics.py",
 }
@@ -598,7 +605,7 @@ def test_a_step_that_was_stopped_goes_on_as_the_page_says(monkeypatch):
 
 
 def test_a_checkpoint_gets_its_name_when_it_is_whole(tmp_path):
-    (part,) = parts("docs/integrations.md", "py")
+    (part,) = parts("docs/integrations/dcp.md", "py")
     names = {"os": os, "dist": dist, "dcp": dcp, "folder": tmp_path, "step": 12}
     states = {"weight": torch.arange(3.0)}
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())

@@ -12,7 +12,7 @@ import recipes
 import two_processes
 from cases import PLAIN
 from fusedstep import _ops, integrations, optim
-from pages import run_section
+from pages import run_page
 from small import (
     assert_native,
     assert_same_losses,
@@ -203,7 +203,7 @@ def test_tools_ask_for_the_optimizer_inside(accelerate, tool):
 
 
 def test_the_page(accelerate):
-    names = run_section("Accelerate", model=network(), batches=batches(), loss_of=loss_of)
+    names = run_page("accelerate", model=network(), batches=batches(), loss_of=loss_of)
     assert_native(names["optimizer"].optimizer)
 
 

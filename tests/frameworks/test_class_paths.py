@@ -7,12 +7,11 @@ import pytest
 
 import small
 from fusedstep import optim
-from pages import INTEGRATIONS, run_section
+from pages import OVERVIEW
 
 
 def section() -> str:
-    run_section("By a class path")
-    return INTEGRATIONS.read_text().partition("## By a class path")[2].partition("\n## ")[0]
+    return OVERVIEW.read_text().partition("## By a class path")[2].partition("\n## ")[0]
 
 
 def test_every_path_is_that_of_a_class():

@@ -10,7 +10,7 @@ import two_processes
 from cases import PLAIN
 from fusedstep import integrations, optim
 from fusedstep.optim import _binding, low_bit
-from pages import run_section
+from pages import run_page
 from small import (
     assert_native,
     assert_same_losses,
@@ -279,8 +279,8 @@ def the_configuration_selects_registered_classes(here):
 def the_page_is_right(here):
     set_environment(here)
     inputs, labels = batches(1, SIZE * PROCESSES)[0]
-    names = run_section(
-        "DeepSpeed", model=network(), loss_of=loss_of, batches=[(inputs[:SIZE], labels[:SIZE])]
+    names = run_page(
+        "deepspeed", model=network(), loss_of=loss_of, batches=[(inputs[:SIZE], labels[:SIZE])]
     )
     assert_native(names["optimizer"])
 

@@ -20,7 +20,7 @@ import two_processes
 from cases import PLAIN, WITH_NAMESAKE, thinned
 from fusedstep import optim
 from fusedstep.optim._imperative import MASTER
-from pages import run_section
+from pages import run_page
 from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
 from two_processes import PROCESSES, folder_of_both
 
@@ -214,8 +214,8 @@ def our_checkpoints_are_loaded_whatever_is_set(here):
 def the_page_on_fsdp2_is_right(here):
     inputs, labels = DATA[0]
     part = slice(here.rank * SIZE, (here.rank + 1) * SIZE)
-    names = run_section(
-        "FSDP2", model=network(), batches=[(inputs[part], labels[part])], loss_of=loss_of
+    names = run_page(
+        "fsdp2", model=network(), batches=[(inputs[part], labels[part])], loss_of=loss_of
     )
     assert_native(names["optimizer"])
 
@@ -225,7 +225,7 @@ def the_page_on_dcp_is_right(here):
     losses = training.train(DATA[:2])
     with folder_of_both() as folder:
         given = {"model": training.model, "optimizer": training.optimizer, "folder": folder}
-        names = run_section("DCP", **given)
+        names = run_page("dcp", **given)
     training.optimizer = names["optimizer"]
     assert type(training.optimizer) is optim.AdamW
     losses += training.train(DATA[2:])

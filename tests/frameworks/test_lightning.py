@@ -11,7 +11,7 @@ import fusedstep
 import recipes
 from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
-from pages import run_section
+from pages import run_page
 from small import (
     assert_native,
     assert_same_losses,
@@ -302,7 +302,7 @@ def test_without_registering_a_name_of_both_is_refused(lightning, registered, tm
 
 
 def test_the_page(lightning):
-    names = run_section("Lightning", model=network(), batches=batches(), loss_of=loss_of)
+    names = run_page("lightning", model=network(), batches=batches(), loss_of=loss_of)
     assert_native(names["module"].optimizers().optimizer)
 
 

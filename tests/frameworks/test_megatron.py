@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from fusedstep import integrations, optim
-from pages import ROOT, run_section
+from pages import ROOT, run_page
 from stepping import as_parameters, make_gradients, make_weights
 
 FOLDER = ROOT / "build" / "megatron"
@@ -167,5 +167,5 @@ def test_megatron_core_trains_and_resumes_as_with_torchs_classes():
 def test_the_page(core):
     integrations.megatron.unregister()
     params = as_parameters(make_weights(SHAPES, torch.float32))
-    names = run_section("Megatron", model_chunks=params)
+    names = run_page("megatron", model_chunks=params)
     assert isinstance(names["optimizer"], optim.Adam)

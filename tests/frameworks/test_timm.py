@@ -11,7 +11,7 @@ import torch
 import recipes
 from cases import PLAIN
 from fusedstep import integrations, optim
-from pages import run_section
+from pages import run_page
 from small import assert_native, assert_same_losses, need
 
 need("timm")
@@ -27,7 +27,7 @@ def timm():
     for module in ("timm.optim", "timm.scheduler"):
         importlib.import_module(module)
     timm = sys.modules["timm"]
-    run_section("timm", model=vit(timm))
+    run_page("timm", model=vit(timm))
     register, info = timm.optim._optim_factory.default_registry, timm.optim.OptimInfo
     for name in CLASSES.keys() - set(register.list_optimizers()):
         register.register(info(name=name, opt_class=getattr(torch.optim, CLASSES[name].__name__)))

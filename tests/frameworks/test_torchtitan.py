@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
-from pages import ROOT, run_section
+from pages import ROOT, run_page
 from small import assert_native, assert_same_losses, batches, loss_of, need, network
 
 FOLDER = ROOT / "build" / "torchtitan"
@@ -108,7 +108,7 @@ def test_our_checkpoints_are_loaded(titan, tmp_path, case, options):
 
 
 def test_the_page(titan):
-    names = run_section("torchtitan", model=network())
+    names = run_page("torchtitan", model=network())
     integrations.torchtitan.unregister()
     (optimizer,) = names["optimizers"]
     assert type(optimizer) is optim.AdamW

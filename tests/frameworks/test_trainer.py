@@ -9,7 +9,7 @@ import torch
 import recipes
 from cases import PLAIN
 from fusedstep import optim
-from pages import run_section
+from pages import run_page
 from small import assert_native, assert_same_losses, need, ours, reference
 from small_trainer import STEPS, arguments, gpt2, inner, losses_of, texts, trainer
 
@@ -118,7 +118,7 @@ def test_the_schedule_waits_while_steps_are_skipped(transformers, tmp_path, case
 
 def test_the_page_on_trainer(transformers, tmp_path):
     args = arguments(transformers, tmp_path)
-    names = run_section("Trainer", model=gpt2(transformers), args=args, data=texts())
+    names = run_page("transformers", "By class", model=gpt2(transformers), args=args, data=texts())
     it = names["trainer"]
     assert_native(inner(it))
     expected = trainer(transformers, args)
@@ -163,7 +163,7 @@ def test_the_page_on_peft(transformers, peft):
     torch.manual_seed(2)
     config = peft.LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True)
     model = peft.get_peft_model(gpt2(transformers), config)
-    names = run_section("peft", model=model, lines=[line["input_ids"] for line in texts(4)])
+    names = run_page("peft", model=model, lines=[line["input_ids"] for line in texts(4)])
     assert_native(names["optimizer"])
 
 

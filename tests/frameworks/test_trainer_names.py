@@ -7,7 +7,7 @@ import torch
 
 import recipes
 from fusedstep import integrations, optim
-from pages import run_section
+from pages import run_page
 from small import assert_native, assert_same_losses, need
 from small_trainer import arguments, gpt2, inner, llama, losses_of, texts, trainer
 
@@ -314,7 +314,9 @@ def test_errors_of_low_rank(transformers, tmp_path, monkeypatch, error, match, n
 
 def test_the_page(transformers, tmp_path):
     integrations.transformers.unregister()
-    names = run_section("Trainer by name", model=gpt2(transformers), data=texts(), folder=tmp_path)
+    names = run_page(
+        "transformers", "By name", model=gpt2(transformers), data=texts(), folder=tmp_path
+    )
     assert type(names["trainer"].create_optimizer()) is optim.AdamW8bit
 
 
