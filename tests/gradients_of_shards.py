@@ -1,5 +1,7 @@
 """Works of two processes of which one has no gradient of a weight, or of none."""
 
+import math
+
 import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -117,7 +119,29 @@ def matrices_without_gradients_in_all_processes_stay(here):
                 assert (local(weight).detach() == 1).all() == (index in lost)
 
 
+def a_gradient_that_is_not_finite_stops_all_processes_alike(here):
+    for make, options in STEPS:
+        for bad in (math.nan, math.inf):
+            _, spread = here.subjects(Shard(0))
+            optimizer = make(spread)
+            optimizer.step(**options)
+            before = [local(weight).detach().clone() for weight in spread]
+            if here.rank == 1:
+                local(spread[0].grad).view(-1)[0] = bad
+            local(spread[1].grad).fill_(bad)
+            with pytest.raises(
+                RuntimeError, match="gradient of parameter 0 of group 0 is"
+            ) as raised:
+                optimizer.step(**options, error_if_nonfinite=True)
+            messages = [None, None]
+            torch.distributed.all_gather_object(messages, str(raised.value))
+            assert messages[0] == messages[1]
+            for weight, kept in zip(spread, before, strict=True):
+                assert_same_bits(local(weight).detach(), kept, "weight")
+
+
 WORKS = (
+    a_gradient_that_is_not_finite_stops_all_processes_alike,
     a_gradient_of_one_process_is_refused_by_name,
     gradients_that_all_processes_lack_change_nothing,
     copies_need_no_gradient_of_the_other_process,

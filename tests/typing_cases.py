@@ -20,7 +20,7 @@ def steps(optimizer: optim.Lamb) -> float:
     optimizer.step(zero_grad="none")
     norm: Tensor = optimizer.step(max_norm=1.0)
     loss: float = optimizer.step(lambda: 1.0)
-    loss = optimizer.step(lambda: 1.0, max_norm=1.0, zero_grad=True)
+    loss = optimizer.step(lambda: 1.0, max_norm=1.0, zero_grad=True, error_if_nonfinite=True)
     text: str = optimizer.step(lambda: 1.0)  # type: ignore[assignment]
     return optimizer.step(max_norm=1.0).item() + norm.item() + loss + len(text)
 

@@ -58,8 +58,8 @@ def step_in_backward(
             ``max_grad_norm``, ``differentiable``, a second ``step_in_backward``, weights that are
             on several processes and no DTensors (DistributedDataParallel averages their gradients
             after they were stepped), and DTensors of optimizers that take norms of weights. At
-            ``optimizer.step()``: for ``max_norm`` and for a GradScaler, which learns of infinite
-            gradients when weights have been stepped.
+            ``optimizer.step()``: for ``max_norm``, ``error_if_nonfinite`` and a GradScaler, which
+            learns of infinite gradients when weights have been stepped.
 
     Example::
 
@@ -159,6 +159,11 @@ class BackwardSteps:
             raise RuntimeError(
                 "step(max_norm=…) comes after the steps in the backward pass: use "
                 "step_in_backward(…, max_previous_norm=…)"
+            )
+        if kwargs.get("error_if_nonfinite"):
+            raise RuntimeError(
+                "step(error_if_nonfinite=True) comes after the steps in the backward pass, which "
+                "have taken such a gradient by then"
             )
         if getattr(optimizer, "grad_scale", None) is not None:
             raise RuntimeError(

@@ -69,7 +69,8 @@ def offload(
         ValueError: if an argument is out of range, or a weight is a DTensor, complex, or on
             another device than the others.
         RuntimeError: for ``max_grad_norm`` with ``overlap``, and for ``capturable`` and
-            ``differentiable``. At ``step()``: for ``max_norm`` with ``overlap``.
+            ``differentiable``. At ``step()``: for ``max_norm`` and ``error_if_nonfinite`` with
+            ``overlap``.
         MemoryError: if the host has less memory than weights, gradients and states need; nothing
             has moved by then.
 
@@ -401,7 +402,11 @@ class OffloadedOptimizer(Optimizer):
                 raise error
 
     def step(
-        self, closure: Callable[[], Any] | None = None, *, max_norm: float | None = None
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+        error_if_nonfinite: bool = False,
     ) -> Any:
         """Steps the weights that the backward pass has not, and waits for all.
 
@@ -409,14 +414,17 @@ class OffloadedOptimizer(Optimizer):
             closure: reevaluates the model and returns the loss
             max_norm: clips the gradients, those of all groups together, to this 2-norm first. For
                 ``overlap=False``
+            error_if_nonfinite: raises a RuntimeError that names the first weight whose gradient is
+                not finite, before a weight is changed. For ``overlap=False``
 
         Returns:
             What the closure did; else with ``max_norm`` the norm before clipping; else None.
         """
-        if max_norm is not None and self._overlap:
+        if self._overlap and (max_norm is not None or error_if_nonfinite):
+            name = "error_if_nonfinite" if max_norm is None else "max_norm"
             raise RuntimeError(
-                "step(max_norm=…) needs all gradients before the first bucket is stepped: give "
-                "offload() overlap=False, or max_previous_norm"
+                f"step({name}=…) needs all gradients before the first bucket is stepped: give "
+                f"offload() overlap=False{'' if max_norm is None else ', or max_previous_norm'}"
             )
         loss, self._threads = None, _threads_of_a_step()
         if closure is not None:
@@ -428,14 +436,16 @@ class OffloadedOptimizer(Optimizer):
             self._finish()
             self._norm.begin_iteration()
         else:
-            norm = self._step_all(max_norm)
+            norm = self._step_all(max_norm, error_if_nonfinite)
         return norm if closure is None else loss
 
-    def _step_all(self, max_norm: float | None) -> Tensor | None:
+    def _step_all(self, max_norm: float | None, error_if_nonfinite: bool) -> Tensor | None:
         self._pass_options_on()
         stepped = [copy for copy in self._in_groups() if copy.weight.grad is not None]
         self._refresh(stepped)
-        norm = self._inner.step(max_norm=max_norm, zero_grad="none")
+        norm = self._inner.step(
+            max_norm=max_norm, zero_grad="none", error_if_nonfinite=error_if_nonfinite
+        )
         with torch.no_grad():
             self._put_back(stepped)
         self._copies.join()

@@ -24,7 +24,7 @@ from fusedstep.optim._checks import (
     make_tuples,
     numeric,
 )
-from fusedstep.optim._clip import EPSILON, factors_of, norm_of
+from fusedstep.optim._clip import EPSILON, Asked, factors_of, norm_of
 from fusedstep.optim._codes import warn_of_int4
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
@@ -34,6 +34,7 @@ from fusedstep.optim._hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
+from fusedstep.optim._nonfinite import check_norm
 from fusedstep.optim._options import OWN, own_option, without_unset
 from fusedstep.optim._plan import Bucket, GradUse, Work, same
 from fusedstep.optim._registry import classes, register
@@ -322,6 +323,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         *,
         max_norm: None = None,
         zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
     ) -> None: ...
 
     @overload
@@ -331,6 +333,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         *,
         max_norm: float,
         zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
     ) -> Tensor: ...
 
     @overload
@@ -340,6 +343,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         *,
         max_norm: float | None = None,
         zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
     ) -> _Loss: ...
 
     def step(
@@ -348,6 +352,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         *,
         max_norm: float | None = None,
         zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
     ) -> Any:
         """Perform a single optimization step.
 
@@ -362,6 +367,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 holds the clipped gradients, unless ``zero_grad`` is given or the step uses it.
             zero_grad (bool or "none", optional): True zeroes the gradients of the step in place,
                 ``"none"`` sets them to None.
+            error_if_nonfinite (bool, optional): raises an error, before anything is changed, if
+                the 2-norm of the gradients is NaN or infinite, with ``max_norm`` or without. It
+                waits for a device.
 
         Returns:
             With a closure what it returned; otherwise with ``max_norm`` the norm before clipping,
@@ -371,6 +379,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         Raises:
             ValueError: if ``max_norm`` is negative or NaN, or ``zero_grad`` is neither a bool nor
                 ``"none"``.
+            RuntimeError: with ``error_if_nonfinite``, for gradients whose norm is not finite. The
+                error names the first weight that has such a gradient.
         """
         if max_norm is not None:
             max_norm = float(max_norm)
@@ -388,13 +398,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                     loss = closure()
             # Seen as operators over lists by a compiler, and by a mode for what runs under it.
             is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-            if is_seen and max_norm is None and not zero_grad:
+            if is_seen and max_norm is None and not (zero_grad or error_if_nonfinite):
                 from fusedstep.optim import _compile  # here, for it loads torch's compiler
 
                 if _compile.trace_update(self):
                     return loss
             update = self._update_outside_graphs if is_compiling() else self._update
-            norm = update(max_norm, zero_grad)
+            norm = update(max_norm, zero_grad, bool(error_if_nonfinite))
             return norm if closure is None else loss
 
     profile_hook_step = staticmethod(functools.partial(with_hooks, own=step))
@@ -445,12 +455,17 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             for p in group["params"]:
                 p.grad = None
 
-    def _update(self, max_norm: float | None, zero_grad: bool | Literal["none"]) -> Tensor | None:
+    def _update(
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool,
+    ) -> Tensor | None:
         me = object() if any(map(self._is_composite, self._groups)) else None
         if me and vars(self).setdefault("_stepping", me) is not me:
             raise RuntimeError(_ops.IS_STEPPED)  # a plan would say so in other steps
         try:
-            return self._update_all(max_norm, zero_grad)
+            return self._update_all(max_norm, zero_grad, error_if_nonfinite)
         except RuntimeError as error:
             _ops.raise_memory_error(error)
             raise
@@ -461,25 +476,29 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _update_outside_graphs = torch._disable_dynamo(_update)
 
     def _update_all(
-        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool = False,
     ) -> Tensor | None:
         self._begin_step()
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
-        takes_norm = max_norm is not None or own_max_norm < math.inf
-        spread = self._spread_weights() if takes_norm else None
-        factors = factors_of(work, scaler, max_norm, own_max_norm, own_eps, spread)
+        asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite)
+        spread = self._spread_weights() if asked.is_norm else None
+        factors = factors_of(work, scaler, asked, spread)
+        if error_if_nonfinite:
+            check_norm(factors, work, spread, self._groups)
         norm: float | Tensor | None = None
         if max_norm is not None:  # before anything is changed: there may be no memory for it
-            norm = (factors or PLAIN).norm
+            norm = factors.norm
             if not isinstance(norm, Tensor):
                 norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
-        of_others = 0.0 if zero_grad else (factors or PLAIN).of_others
+        of_others = 0.0 if zero_grad else factors.of_others
         if not isinstance(of_others, Tensor) and of_others not in (0, 1):
             of_others = torch.tensor(of_others, dtype=torch.float64, device="cpu")  # here as well
-        if factors is None:
-            factors = PLAIN
+        if factors.is_skipped:
             untreated = [pair for item in work for pair in item.pairs()]
         else:
             untreated = self._update_groups(work, factors, zero_grad)

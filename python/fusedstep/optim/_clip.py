@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,30 +21,45 @@ from fusedstep.optim._spread import SpreadWeights, in_real_numbers, norm2, place
 EPSILON = 1e-6
 
 
+class Asked(NamedTuple):
+    """What a step needs the norm of all gradients for."""
+
+    max_norm: float | None
+    """What ``step(max_norm=…)`` clips it to."""
+    own_max_norm: float
+    """What the optimizer itself clips it to then, or infinity."""
+    own_eps: float
+    """What the optimizer adds to it."""
+    raises: bool
+    """Whether a norm that is not finite is an error."""
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the step needs it at all."""
+        return self.max_norm is not None or self.own_max_norm < math.inf or self.raises
+
+
 def factors_of(
     work: list[Work],
     scaler: tuple[Tensor | None, Tensor | None],
-    max_norm: float | None,
-    own_max_norm: float,
-    own_eps: float,
+    asked: Asked,
     spread: SpreadWeights | None,
-) -> Factors | None:
-    """Returns the factors of a step; None if it is to be skipped.
+) -> Factors:
+    """Returns the factors of a step, or that it is to be skipped.
 
-    ``scaler``: its ``found_inf`` and ``grad_scale``. ``own_max_norm`` and ``own_eps``: what the
-    optimizer itself clips the norm to, after ``max_norm`` has, and what it adds to the norm.
-    ``spread``: the weights with parts in other processes, where there is a norm.
+    ``scaler``: its ``found_inf`` and ``grad_scale``. ``spread``: the weights with parts in other
+    processes, where there is a norm.
     """
     found_inf, scale = scaler
-    asks_norm = max_norm is not None or own_max_norm < math.inf
-    if found_inf is None and scale is None and not asks_norm:
+    max_norm, own_max_norm, own_eps, _ = asked
+    if found_inf is None and scale is None and not asked.is_norm:
         return PLAIN
     if _is_on_device(work):
-        return _on_device(work, found_inf, scale, max_norm, own_max_norm, own_eps, spread)
+        return _on_device(work, found_inf, scale, asked, spread)
     if found_inf is not None and found_inf.item():
-        return None
+        return Factors(is_skipped=True)
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
-    if asks_norm:
+    if asked.is_norm:
         left = norm = _grad_norm(work, spread) * factor
         if max_norm is not None and not (part := max_norm / (norm + EPSILON)) >= 1:
             factor, left = factor * part, left * part
@@ -69,19 +84,18 @@ def _on_device(
     work: list[Work],
     found_inf: Tensor | None,
     scale: Tensor | None,
-    max_norm: float | None,
-    own_max_norm: float,
-    own_eps: float,
+    asked: Asked,
     spread: SpreadWeights | None,
 ) -> Factors:
     """The same without waiting for a device."""
     device = work[0].plan.device
+    max_norm, own_max_norm, own_eps, _ = asked
     factor: float | Tensor = 1.0
     clip: float | Tensor = 1.0
     norm: float | Tensor = math.inf
     if scale is not None:
         factor = scale.to(device, torch.float64).reciprocal()
-    if max_norm is not None or own_max_norm < math.inf:
+    if asked.is_norm:
         norm = _device_norm2(work, spread, device).sqrt()
         if scale is not None:
             norm = norm * factor

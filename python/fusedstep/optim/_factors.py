@@ -20,6 +20,8 @@ class Factors(NamedTuple):
     """The 2-norm of ``.grad`` times the scale, if it was asked for."""
     found_inf: Tensor | None = None
     """Not zero if the step is to be skipped: on the device, where the host does not know."""
+    is_skipped: bool = False
+    """True if the host knows that the step is to be skipped."""
 
     @property
     def on_device(self) -> Tensor | None:

@@ -18,7 +18,8 @@ from fusedstep.optim._checks import with_name
 from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._low_rank_groups import LowRankGroups
-from fusedstep.optim._low_rank_shards import is_anywhere, not_finite
+from fusedstep.optim._low_rank_shards import is_anywhere
+from fusedstep.optim._nonfinite import not_finite
 from fusedstep.optim._plan import Work, same
 from fusedstep.optim._products import as_matrix
 from fusedstep.optim._projection import basis_shapes, is_due, low_shape, matrix_shape
@@ -128,10 +129,13 @@ class LowRankSteps(LowRankGroups):
         return Scratch(weights, states, shapes, bases, self._kind(group, weights))
 
     def _update_all(
-        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool = False,
     ) -> Tensor | None:
         with torch._C._DisableAutocast():  # it would round the products of bases
-            return super()._update_all(max_norm, zero_grad)
+            return super()._update_all(max_norm, zero_grad, error_if_nonfinite)
 
     def _begin_step(self) -> None:
         super()._begin_step()

@@ -6,13 +6,13 @@ they are finite, these follow from the weights that have one.
 
 from __future__ import annotations
 
-import math
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._nonfinite import not_finite
 from fusedstep.optim._plan import Work
 from fusedstep.optim._projection import why_not_projected
 from fusedstep.optim._sharded_matrices import Cut, cut_of, put_whole, whole_of
@@ -160,12 +160,6 @@ class LowRankShards:
                 put_whole(tensor, whole[name])
             elif tensor is not whole[name]:
                 tensor.copy_(whole[name])
-
-
-def not_finite(tensor: Tensor) -> bool:
-    """Returns whether a tensor has elements that are NaN or infinite."""
-    total = tensor.sum(dtype=torch.float64 if tensor.dtype is torch.float64 else torch.float32)
-    return not (math.isfinite(total.item()) or bool(tensor.isfinite().all()))
 
 
 def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:

@@ -281,12 +281,16 @@ class Adafactor(FusedOptimizer):
     _noting: list[_Noted] | None = None  # those of the step under way, if it can be repeated
 
     def _update_all(
-        self, max_norm: float | None, zero_grad: bool | Literal["none"]
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool = False,
     ) -> Tensor | None:
-        if max_norm is None and not zero_grad and self._takes_noted():
+        is_plain = max_norm is None and not (zero_grad or error_if_nonfinite)
+        if is_plain and self._takes_noted():
             return None
         self._noting = []
-        norm = super()._update_all(max_norm, zero_grad)
+        norm = super()._update_all(max_norm, zero_grad, error_if_nonfinite)
         noted, self._noting = self._noting, None
         if noted and len(noted) == sum(bool(each["params"]) for each in self.param_groups):
             self._noted, self._noted_state = noted, Snapshot(self._state)
