@@ -4,6 +4,8 @@ A second moment that rounds to zero beside a first one that does not is the dang
 by the root of the other. So a positive number of an unsigned map never becomes zero.
 """
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -11,7 +13,7 @@ from torch import nn
 import fusedstep
 from cases import CASES
 from fusedstep import optim
-from fusedstep.optim._codes import storage_index
+from fusedstep.optim._codes import storage_index, warn_of_centered
 from reference.codes import NOT_NEGATIVE
 from stepping import assert_same_bits, forced_isa
 from test_cuda import needs_cuda
@@ -85,6 +87,27 @@ def test_a_small_gradient_beside_large_ones(case, kind, fused, then):
         return (param.detach() - before)[1].abs()
 
     assert move(kind) <= 2 * move(torch.float32)
+
+
+CENTERED = (
+    ({"state_dtype": "int8"}, {}, False),
+    ({"centered": True}, {}, False),
+    ({"centered": True, "state_dtype": torch.float32}, {}, False),
+    ({"centered": True}, {"state_dtype": "fp8"}, True),
+    ({"state_dtype": "int4"}, {"centered": True}, True),
+)
+
+
+@pytest.mark.parametrize(("of_all", "of_group", "warns"), CENTERED)
+def test_a_centered_step_in_codes_is_warned_of_once(of_all, of_group, warns):
+    warn_of_centered.cache_clear()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            optim.RMSprop([{"params": [torch.zeros(2, 2)], **of_group}], **of_all)
+    texts = [str(each.message) for each in found]
+    assert len(texts) == warns
+    assert all("centered=True" in text and text.startswith("RMSprop") for text in texts)
 
 
 # Trainings

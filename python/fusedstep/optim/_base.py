@@ -224,6 +224,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Options with which a group of float64 weights has its products in float64."""
         return {}
 
+    def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
+        """Warns, once for each class, of a new group whose states do not do well in codes."""
+        if kind == "int4" and not self._learns_in_int4:
+            warn_of_int4(type(self).__name__)
+
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if a state of a composite group's weights is not as the step needs it."""
         self._store.check(group, weights)
@@ -306,8 +311,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
             raise
-        if own_option(group, "state_dtype") == "int4" and not self._learns_in_int4:
-            warn_of_int4(type(self).__name__)
+        kind = own_option(group, "state_dtype")
+        if isinstance(kind, str):
+            self._warn_of_codes(group, kind)
         for kind in {p.device.type for p in group["params"]}.intersection(_ops.DEVICES):
             if self._wants_native(group) and _ops.missing_on(kind):
                 _ops.warn_missing(kind)

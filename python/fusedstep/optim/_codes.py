@@ -49,6 +49,17 @@ def warn_of_int4(name: str) -> None:
     warnings.warn(text, stacklevel=2)
 
 
+@functools.cache
+def warn_of_centered(name: str) -> None:
+    """Says once in a process, for each class, that a centered step divides by a difference."""
+    text = (
+        f"{name} with centered=True and states in codes moves weights too far: it divides by the "
+        "root of a difference of two states, which is zero where their codes are nearly equal. "
+        "Use float32 states (docs/small_states.md)."
+    )
+    warnings.warn(text, stacklevel=2)
+
+
 def absmax_of(name: str) -> str:
     """The name of the absolute maxima that belong to a state."""
     return f"{name}_absmax"

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.rmsprop import rmsprop
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._codes import warn_of_centered
 from fusedstep.optim._functional import by_torch
 from fusedstep.optim._undo import numbers_first
 
@@ -37,7 +38,8 @@ class RMSprop(FusedOptimizer):
         weight_decay (float, optional): weight decay (L2 penalty) (default: 0)
         momentum (float, optional): momentum factor (default: 0)
         centered (bool, optional): divide by an estimate of the gradient's standard
-            deviation instead of its root mean square (default: False)
+            deviation instead of its root mean square; warns once if states are in codes,
+            with which weights move too far (default: False)
 
     Example::
 
@@ -87,6 +89,11 @@ class RMSprop(FusedOptimizer):
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         return tuple(compress(cls._states, (True, group["momentum"] > 0, group["centered"])))
+
+    def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
+        super()._warn_of_codes(group, kind)
+        if group["centered"]:
+            warn_of_centered(type(self).__name__)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
