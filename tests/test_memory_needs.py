@@ -185,6 +185,32 @@ def test_states_of_low_rank(optimizer, states, expected):
     assert choice in list(choices([f"{optimizer}:rank=48"], [states], Run()))
 
 
+def test_a_rank_is_of_matrices_that_are_larger():
+    """Of both sides; an option of the optimizer's own comes before the run's."""
+    texts = ["GaLoreAdamW", "APOLLOAdamW:rank=7", "AdamW", "GaLoreAdamW8bit"]
+    found = list(choices(texts, ["default"], Run(rank=48)))
+    ranks = [choice.options.get("rank") for choice in found]
+    assert ranks == [48, 7, None, 48]
+    small = tuple(map(torch.Size, ((48, 96), (96, 4, 3), (96,))))
+    elements = sum(shape.numel() for shape in small)
+    assert state_bytes(small, torch.float32, found[0]) == (8 * elements + 12, 0)
+
+
+def test_what_an_optimizer_lacks_is_left_out():
+    texts = ["Adafactor", "RowWiseAdagrad", "AdamW8bit", "AdamW"]
+    left_out = []
+    found = list(choices(texts, ["int8"], Run(weights=BF16, masters="split"), left_out))
+    assert [choice.optimizer for choice in found] == ["AdamW8bit", "AdamW"]
+    assert left_out == [
+        "--optimizer Adafactor --states int8 --masters split: Adafactor lacks 'state_dtype'",
+        "--optimizer RowWiseAdagrad --states int8 --masters split: "
+        "RowWiseAdagrad lacks 'state_dtype'",
+    ]
+    # The option's own mistakes are errors.
+    with pytest.raises(ValueError, match="--optimizer Adafactor:rank=2: Adafactor lacks 'rank'"):
+        list(choices(["AdamW", "Adafactor:rank=2"], [], Run()))
+
+
 def test_names_of_low_bits_are_optimizers_too():
     texts = ["adamw8bit:lr=0.1", "AdamW:state_dtype=int8"]
     found = list(choices(texts, [], Run()))
@@ -232,8 +258,9 @@ PLAIN_ADAMW = Choice("AdamW", {}, "default")
 )
 def test_known_rules_are_special_cases(choice, run, bytes_each):
     """But for step counts, which are 4 bytes a tensor."""
-    found = need(load(str(N)), run, choice, None).total
-    assert 0 <= found - bytes_each * N <= 4
+    model = load(str(N))
+    found = need(model, run, choice, None).total
+    assert 0 <= found - bytes_each * N <= 4 * len(model.trained)
 
 
 @pytest.mark.parametrize(
@@ -313,6 +340,21 @@ def adapter():
     return model
 
 
+def converted():
+    """A model that is converted as it is made, the second layer's weight the first one's."""
+    model = torch.nn.Sequential(torch.nn.Linear(10, 10), torch.nn.Linear(10, 10)).double()
+    model[1].weight = model[0].weight
+    model[0].to(torch.float16)
+    return model.float()
+
+
+def test_a_factory_may_convert_its_model(monkeypatch):
+    found = trace(converted, (8, 10), tokens=False)
+    assert torch.nn.Module._apply.__module__ == "torch.nn.modules.module"
+    # Gradients: of a weight that both layers share, and two biases.
+    assert max(kept for _, kept in found.times) == 4 * (100 + 20)
+
+
 def test_models_by_path():
     found = load(f"{__name__}:convolution")
     assert (found.parameters, found.buffers) == (3 * 8 * 9 + 8 + 16 + 45, 17)
@@ -338,6 +380,15 @@ def run(capsys, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", ["fusedstep", "memory", *arguments])
     __main__.main()
     return capsys.readouterr().out
+
+
+def test_short_names_of_dtypes(capsys, monkeypatch):
+    options = ("--optimizer", "AdamW", "--json", "--states")
+    short = ("fp32", "--weights", "bf16", "--gradients", "fp16", "--autocast", "fp16")
+    long = ("float32", "--weights", "bfloat16", "--gradients", "float16", "--autocast", "float16")
+    assert run(capsys, monkeypatch, "1M", *options, *short) == run(
+        capsys, monkeypatch, "1M", *options, *long
+    )
 
 
 def test_json_has_every_choice_apart(capsys, monkeypatch):
@@ -418,10 +469,14 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
             "--optimizer Adman: no optimizer is named 'Adman': did you mean 'a",
         ),
         ("1B --optimizer PagedAdamW8bit", "--optimizer PagedAdamW8bit: no optimizer is named"),
-        ("1B --optimizer AdamW:rounding=kahn", "--states default: rounding must be"),
+        ("1B --optimizer AdamW:rounding=kahn", "--optimizer AdamW:rounding=kahn: rounding must be"),
         ("1B --optimizer SGD:momentum", "--optimizer SGD:momentum: write NAME:OPTION=VALUE"),
-        ("1B --optimizer SGD:momentum=-1", "--optimizer SGD:momentum=-1, --states default: Inv"),
-        ("1B --optimizer SGD:speed=1", "--optimizer SGD:speed=1, --states default"),
+        ("1B --optimizer SGD:momentum=-1", "--optimizer SGD:momentum=-1: Inv"),
+        ("1B --optimizer SGD:speed=1", "--optimizer SGD:speed=1: SGD lacks 'speed'"),
+        ("1B --optimizer Adafactor --states int8", "Adafactor lacks 'state_dtype'"),
+        ("1B --weights bf15", "--weights: must be one of float32 (fp32), "),
+        ("1B --autocast fp32", "--autocast must be bfloat16 or float16, not float32"),
+        ("1B --rank 0", "--rank: must be a number above 0"),
         ("1B --states int9", "--states"),
         ("1B --masters float32", "--masters needs --weights bfloat16 or float16"),
         ("1B --batch 2 --sequence 8", "--batch: a parameter count does not tell"),
@@ -441,7 +496,10 @@ def test_errors_name_the_argument(capsys, monkeypatch, arguments, error):
     with pytest.raises(SystemExit) as exit_:
         run(capsys, monkeypatch, *arguments.split())
     assert exit_.value.code == 2
-    assert error in capsys.readouterr().err
+    text = capsys.readouterr().err
+    assert error in text
+    assert text.startswith("python -m fusedstep memory: error: ")
+    assert text.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import argparse
 import re
+from typing import NoReturn
 
 import fusedstep
 from fusedstep.memory import command
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the arguments)\n")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m fusedstep",
         description=re.sub(r"^>>> ", "    ", fusedstep.__doc__, flags=re.MULTILINE),
         formatter_class=argparse.RawDescriptionHelpFormatter,

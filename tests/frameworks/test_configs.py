@@ -83,6 +83,31 @@ def test_a_step_of_gpt2_peaks_at_what_is_told(tmp_path):
     assert told == pytest.approx(peak_of(forward_and_backward), rel=0.1)
 
 
+def with_adapters():
+    """A model whose attention has adapters of rank 4."""
+    from peft import LoraConfig, get_peft_model
+
+    config = transformers.LlamaConfig(**SMALL, num_key_value_heads=2, intermediate_size=200)
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    return get_peft_model(transformers.LlamaForCausalLM(config), adapters)
+
+
+def test_adapters_of_peft_have_activations():
+    """peft moves each adapter as it adds it."""
+    pytest.importorskip("peft")
+    real, tokens = with_adapters().train(), torch.zeros(4, 128, dtype=torch.long)
+    traced = trace(with_adapters, (4, 128))
+
+    def forward_and_backward():
+        loss, output = loss_of(real, tokens)
+        loss.backward()
+        del loss, output
+
+    gradients = 4 * sum(p.numel() for p in real.parameters() if p.requires_grad)
+    told = gradients + traced.beside(gradients, 1, accumulate=False)
+    assert told == pytest.approx(peak_of(forward_and_backward), rel=0.1)
+
+
 def test_a_file_that_is_no_configuration(tmp_path):
     file = tmp_path / "config.json"
     with pytest.raises(ValueError, match=r"MODEL .*config\.json does not exist"):

@@ -69,8 +69,8 @@ def trace(
         inference (bool): without a backward
     """
     fake, on_host = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
-    with fake, on_host, torch.random.fork_rng(devices=()):
-        model = _cast(make(), dtype).train(not inference)
+    with fake, on_host, _conversions(), torch.random.fork_rng(devices=()):
+        model = make().to(dtype).train(not inference)
         if checkpointing:
             checkpoint_blocks(model)
         inputs = torch.zeros(size, dtype=torch.long if tokens else dtype, device="cpu")
@@ -117,18 +117,38 @@ def _forward(model: torch.nn.Module, inputs: Tensor, **more: Any) -> Any:
     return model(inputs, **more)
 
 
-def _cast(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Does what ``to(dtype)`` does, which cannot on fake tensors."""
-    cast: dict[Tensor, torch.nn.Parameter] = {}  # weights may be tied
-    for module in model.modules():
-        for name, weight in module._parameters.items():
-            if weight is not None and weight.is_floating_point():
-                new = torch.nn.Parameter(weight.detach().to(dtype), weight.requires_grad)
-                module._parameters[name] = cast.setdefault(weight, new)
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point():
-                module._buffers[name] = buffer.to(dtype)
-    return model
+@contextlib.contextmanager
+def _conversions() -> Iterator[None]:
+    """Makes a module's ``to()`` and its like give it new weights: torch swaps no fake tensors."""
+    own = torch.nn.Module._apply
+    converted: dict[Tensor, torch.nn.Parameter] = {}  # by what it was before: weights may be tied
+
+    def apply(
+        self: torch.nn.Module, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    ) -> torch.nn.Module:
+        for child in self.children() if recurse else ():
+            child._apply(convert)
+        for name, weight in self._parameters.items():
+            if weight is None:
+                continue
+            while weight in converted:
+                weight = converted[weight]
+            with torch.no_grad():
+                new = convert(weight)
+            if new is not weight:
+                new = torch.nn.Parameter(new.detach(), weight.requires_grad)
+                converted[weight] = new
+            self._parameters[name] = new
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = convert(buffer)
+        return self
+
+    torch.nn.Module._apply = apply
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = own
 
 
 def _stacks(module: torch.nn.Module) -> Iterator[torch.nn.ModuleList]:

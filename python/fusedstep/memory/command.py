@@ -16,6 +16,9 @@ from fusedstep.memory.report import Row, as_json, bars, plot, size, table
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 
+#: Short names of dtypes.
+_SHORT = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "fp16": "float16"}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
@@ -35,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--states",
         action="append",
         default=[],
+        type=lambda text: _SHORT.get(text, text),
         choices=[kind for kind in STATE_DTYPES if accepted(states=kind)],
         help="a dtype of the states; may be repeated (default: all that the optimizer accepts)",
     )
@@ -44,10 +48,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=[kind for kind in MASTERS if accepted(masters=kind)],
         help="master weights (default: none)",
     )
+    add(
+        "--rank",
+        type=_positive,
+        default=128,
+        metavar="R",
+        help="of the projections of GaLore and APOLLO (default: 128)",
+    )
     add = parser.add_argument_group("the run").add_argument
-    add("--weights", default="float32", choices=_DTYPES, help="their dtype (default: float32)")
-    add("--gradients", choices=_DTYPES, help="their dtype (default: that of the weights)")
-    add("--autocast", choices=("bfloat16", "float16"), help="the dtype that autocast computes in")
+    add(
+        "--weights",
+        type=_dtype,
+        default="float32",
+        metavar="DTYPE",
+        help="their dtype: float32, bfloat16, float16 or float64, or fp32, bf16, fp16 or fp64 "
+        "(default: float32)",
+    )
+    add(
+        "--gradients",
+        type=_dtype,
+        metavar="DTYPE",
+        help="their dtype (default: that of the weights)",
+    )
+    add(
+        "--autocast",
+        type=_dtype,
+        metavar="DTYPE",
+        help="the dtype that autocast computes in: bfloat16 or float16",
+    )
     add("--inference", action="store_true", help="only a forward")
     add("--accumulate", action="store_true", help="gradients are kept from backward to backward")
     add("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO (default: 0)")
@@ -84,15 +112,19 @@ def run(arguments: argparse.Namespace) -> None:
         accumulate=arguments.accumulate,
         zero=arguments.zero,
         ranks=arguments.ranks,
+        rank=arguments.rank,
     )
+    if plan.autocast and plan.autocast.itemsize > 2:
+        raise ValueError(f"--autocast must be bfloat16 or float16, not {arguments.autocast}")
     if plan.masters != "none" and plan.weights.itemsize > 2:
         raise ValueError("--masters needs --weights bfloat16 or float16")
     if plan.zero and plan.ranks == 1:
         raise ValueError("--zero needs --ranks")
     model = load(arguments.model, arguments.attention)
     activations = _activations(arguments, model, plan)
-    rows = _rows(arguments, model, plan, activations)
-    facts = _facts(arguments, model, activations)
+    left_out: list[str] = []
+    rows = _rows(arguments, model, plan, activations, left_out)
+    facts = _facts(arguments, model, activations) | ({"left_out": left_out} if left_out else {})
     if arguments.plot:
         plot(arguments.plot, model.name, rows, arguments.fit)
     if arguments.json:
@@ -108,12 +140,18 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"{text}\n\n{table(rows, arguments.fit, plan.inference)}")
     if not plan.inference:
         print(f"\n{bars(rows, arguments.fit)}")
+    for each in left_out:
+        print(f"left out: {each}")
 
 
 def _rows(
-    arguments: argparse.Namespace, model: Model, plan: Run, activations: Activations | None
+    arguments: argparse.Namespace,
+    model: Model,
+    plan: Run,
+    activations: Activations | None,
+    left_out: list[str],
 ) -> list[Row]:
-    chosen = choices(arguments.optimizer, arguments.states, plan)
+    chosen = choices(arguments.optimizer, arguments.states, plan, left_out)
     if plan.inference:
         chosen = iter([Choice("none", {}, "default")])
     stages = [stage for stage in range(4) if stage != plan.zero] if plan.ranks > 1 else []
@@ -159,8 +197,8 @@ def _activations(arguments: argparse.Namespace, model: Model, plan: Run) -> Acti
         first = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {first[0] if first else ''}"
         raise ValueError(
-            f"the activations of MODEL {model.name} cannot be found: {text}. "
-            "Without --batch and --input all else is"
+            f"the activations of MODEL {model.name} cannot be found: {text}. Leave out --batch "
+            "and --input to see weights, states and gradients"
         ) from error
 
 
@@ -179,6 +217,14 @@ def _facts(
         "arguments": given,
         "highest_activations": activations.highest if activations else None,
     } | ({"limit": arguments.fit} if arguments.fit else {})
+
+
+def _dtype(text: str) -> str:
+    name = _SHORT.get(text, text)
+    if name not in _DTYPES:
+        known = ", ".join(f"{long} ({short})" for short, long in _SHORT.items())
+        raise argparse.ArgumentTypeError(f"must be one of {known}, not {text!r}")
+    return name
 
 
 def _positive(text: str) -> int:

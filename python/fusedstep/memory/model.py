@@ -12,8 +12,8 @@ import torch
 
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
-#: The width of the matrices that a bare parameter count is divided into.
-_WIDTH = 1024
+#: A bare parameter count is that of a decoder whose width is so many times its depth.
+_WIDTH_PER_LAYER = 128
 
 
 class Model(NamedTuple):
@@ -74,8 +74,14 @@ def _count(text: str) -> int | None:
 
 
 def _of_count(name: str, count: int) -> Model:
-    rows, rest = divmod(count, _WIDTH)
-    shapes = [torch.Size([rows, _WIDTH])] * bool(rows) + [torch.Size([rest])] * bool(rest)
+    """A decoder of so many weights: layers of 12 square matrices, an embedding, and a vector."""
+    width = max(64, round((count * _WIDTH_PER_LAYER / 12) ** (1 / 3) / 64) * 64)
+    layers, rest = divmod(count, 12 * width**2)
+    rows, rest = divmod(rest, width)
+    attention = [torch.Size([width, width])] * 4
+    shapes = [torch.Size([rows, width])] * bool(rows)
+    shapes += [*attention, torch.Size([4 * width, width]), torch.Size([width, 4 * width])] * layers
+    shapes += [torch.Size([rest])] * bool(rest)
     return Model(name, tuple(shapes))
 
 

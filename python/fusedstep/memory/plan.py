@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from fusedstep import optim
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
 from fusedstep.optim._create import find
+from fusedstep.optim._projection import matrix_shape
 from fusedstep.optim._weights import BESIDE
 
 #: Values of ``state_dtype`` that a class may accept, by their names.
@@ -27,6 +30,9 @@ STATE_DTYPES: dict[str, Any] = {
 
 #: Values of ``master_weights``, by their names.
 MASTERS: dict[str, Any] = {"none": False, "float32": True, "split": "split"}
+
+#: Enough for any state_dtype, and a matrix for classes that keep states of matrices alone.
+_LARGE = (torch.Size([8192]), torch.Size([8192, 8192]))
 
 #: States that hold a part of the weight.
 _OF_WEIGHTS = tuple(BESIDE.values())
@@ -54,6 +60,8 @@ class Run(NamedTuple):
     """True if gradients are kept from one backward to the next."""
     zero: int = 0
     ranks: int = 1
+    rank: int | None = None
+    """Of the projections of optimizers that have a rank, and are given none."""
 
 
 class Need(NamedTuple):
@@ -102,36 +110,64 @@ def _value(written: ast.expr) -> Any:
     return written.id if isinstance(written, ast.Name) else ast.literal_eval(written)
 
 
-def choices(optimizers: list[str], states: list[str], run: Run) -> Iterator[Choice]:
+def choices(
+    optimizers: list[str], states: list[str], run: Run, left_out: list[str] | None = None
+) -> Iterator[Choice]:
     """The optimizers with each of the state dtypes that their classes accept.
 
     Args:
         optimizers (list[str]): texts for parse(); empty for every class as it is made by default
         states (list[str]): keys of ``STATE_DTYPES``; empty for all that differ, or for the one that
             the class is named by or its options have
+        left_out (list[str], optional): gets a line for each that a class does not accept
 
     Raises:
-        ValueError: if a class does not accept what was asked for.
+        ValueError: if a class does not accept its own options, or no class the rest.
     """
-    # Enough for any state_dtype, and a matrix for those that keep states of matrices alone.
-    shapes = (torch.Size([8192]), torch.Size([8192, 8192]))
+    left_out = [] if left_out is None else left_out
+    is_any = False
     for text in optimizers or optim.__all__:
         name, options = parse(text)
         is_given = name not in optim.__all__ or "state_dtype" in options
+        if run.rank and "rank" not in options and has_rank(name):
+            options["rank"] = run.rank
+        _check(f"--optimizer {text}", Choice(name, options, "default"), run.weights, "none")
         for kind in states or (("default",) if is_given else STATE_DTYPES):
             choice = Choice(name, options, kind)
+            given = f" --masters {run.masters}" * (run.masters != "none")
             try:
-                _build([torch.empty(1, device="meta", dtype=run.weights)], choice, run.masters)
-            except (RuntimeError, TypeError, ValueError) as error:
+                told = f"--optimizer {text} --states {kind}{given}"
+                _check(told, choice, run.weights, run.masters)
+            except ValueError as error:
                 if states or kind == "default":
-                    raise ValueError(f"--optimizer {text}, --states {kind}: {error}") from None
+                    left_out.append(str(error))
                 continue
-            sizes = {
-                state_bytes(shapes, run.weights, choice._replace(states=each), run.masters)
-                for each in (kind, "default")
-            }
-            if states or kind == "default" or len(sizes) == 2:
-                yield choice
+            if not (states or kind == "default"):
+                default = choice._replace(states="default")
+                sizes = [
+                    state_bytes(_LARGE, run.weights, each, run.masters)
+                    for each in (choice, default)
+                ]
+                if sizes[0] == sizes[1]:
+                    continue
+            is_any = True
+            yield choice
+    if not is_any:
+        raise ValueError(left_out[0])
+
+
+def has_rank(optimizer: str) -> bool:
+    """Returns whether a class projects gradients to a rank."""
+    return "rank" in inspect.signature(getattr(optim, optimizer)).parameters
+
+
+def _check(told: str, choice: Choice, weights: torch.dtype, masters: str) -> None:
+    """Raises a ValueError that begins with ``told`` if the class does not accept the options."""
+    try:
+        _build([torch.empty(1, device="meta", dtype=weights)], choice, masters)
+    except (RuntimeError, TypeError, ValueError) as error:
+        text = str(error).replace(".__init__() got an unexpected keyword argument", " lacks")
+        raise ValueError(f"{told}: {text}") from None
 
 
 def accepted(states: str = "default", masters: str = "none") -> bool:
@@ -151,7 +187,21 @@ def _build(weights: list[Tensor], choice: Choice, masters: str) -> optim.FusedOp
     if masters != "none":
         options["master_weights"] = MASTERS[masters]
     cls = getattr(optim, choice.optimizer)
-    return cls(cls._grouped([torch.nn.Parameter(w) for w in weights]), **options)
+    groups = cls._grouped([torch.nn.Parameter(w) for w in weights])
+    if has_rank(choice.optimizer) and (rank := options.get("rank")):
+        groups = [each for group in groups for each in _split(group, rank)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of how an optimizer trains
+        return cls(groups, **options)
+
+
+def _split(group: dict[str, Any], rank: int) -> list[dict[str, Any]]:
+    """A group in two: matrices that have more rows and columns than the rank, and no rank."""
+    halves: tuple[list[Tensor], list[Tensor]] = [], []
+    for weight in group["params"]:
+        halves[weight.ndim < 2 or min(matrix_shape(weight)) <= rank].append(weight)
+    split = group | {"params": halves[0]}, group | {"params": halves[1], "rank": None}
+    return [each for each in split if each["params"]]
 
 
 def state_bytes(
