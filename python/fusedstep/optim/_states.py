@@ -49,7 +49,7 @@ class StateStore:
         self._signed = signed
         # Those that a native step takes, its count first.
         self.numbers = tuple(self._first) or ("step",)
-        self._counts: dict[Tensor, Tensor] = {}  # of steps, where no dictionary holds them
+        self._counts: dict[Tensor, Tensor] = {}  # of steps, where no state is to have them
         self.was_read = False
         """True if code outside of the optimizer may hold the states, or part of them."""
 
@@ -195,9 +195,14 @@ class StateStore:
         return self._counts_steps(group) or way_of(group, weight) == "stochastic"
 
     def _count_of(self, group: dict[str, Any], weight: Tensor) -> Tensor:
-        """A count that no dictionary has. It starts at 0 beside new states, at 1 beside others."""
+        """The count of a weight whose state needs none: it starts at 0, beside states at 1.
+
+        A state that had a count before its options changed has it still.
+        """
         if weight not in self._counts:
-            self._counts[weight] = _new_number(weight, group, bool(self.by_weight.get(weight)))
+            state = self.by_weight.get(weight, {})
+            number = _new_number(weight, group, bool(state))
+            self._counts[weight] = kept if _is_like(kept := state.get("step"), number) else number
         return self._counts[weight]
 
     def forget_counts(self, kept: set[int]) -> None:
@@ -241,19 +246,30 @@ class StateStore:
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
-        counts = {} if "step" in self._first else {p: _new_number(p, group) for p in weights}
-        for p, new in made.items():
-            if "step" not in self._first and self._keeps_count(group, p):
-                state = self.by_weight.get(p, {})
-                # A rule that counts begins anew with its moments, whatever has stepped before.
-                was_counted = p in self._counts and not self._counts_steps(group)
-                has_stepped = was_counted or any(name in state for name in new)
-                new["step"] = self._count_of(group, p) if has_stepped else counts[p]
+        counts = {} if "step" in self._first else self._counts_beside(group, made)
+        in_states = [p for p in counts if self._keeps_count(group, p)]
+        for p in in_states:
+            made[p]["step"] = counts.pop(p)
         for p, new in made.items():  # all at once: memory may run out before all are there
             self.by_weight[p].update(new)
         self._counts.update(counts)
+        for p in in_states:  # a count ends with its state
+            self._counts.pop(p, None)
         for p in all_weights:
             self._drop_beside(group, p)
+
+    def _counts_beside(
+        self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]]
+    ) -> dict[Tensor, Tensor]:
+        """The counts of weights whose states are being made: moments and counts begin together."""
+        counts = {}
+        for p in made:
+            state, names = self.by_weight.get(p, {}), self._names(group, p)
+            has_moments = any(name in state for name in names)
+            goes_on = self._keeps_count(group, p) and (has_moments or not names)
+            if not (goes_on and "step" in state):
+                counts[p] = self._count_of(group, p) if goes_on else _new_number(p, group)
+        return counts
 
     def _first_value(self, group: dict[str, Any], name: str) -> float:
         """Returns the value of a number, or of every element of a state, before the first step."""
@@ -349,7 +365,7 @@ class StateStore:
             return
         for p, state in zip(weights, operands, strict=True):
             state |= {name: state[name].to(p.device) for name in self.numbers}
-            if "step" not in self._first:
+            if p in self._counts:
                 self._counts[p] = state["step"]
 
     def tidy(self, group: dict[str, Any]) -> None:
@@ -362,8 +378,9 @@ class StateStore:
                 if isinstance(state.get(name), (int, float)):
                     state[name] = _new_number(p, group, state[name])
             if "step" not in self._first:
-                self._count_of(group, p)
-                if isinstance(state.get("step"), (int, float)) and self._keeps_count(group, p):
+                if not self._keeps_count(group, p):
+                    self._count_of(group, p)
+                elif isinstance(state.get("step"), (int, float)):
                     state["step"] = _new_number(p, group, state["step"])
 
     def keep_wide(self, group: dict[str, Any], weight: Tensor, saved: dict[str, Any]) -> None:
@@ -534,6 +551,15 @@ def _state_of(name: str) -> str:
 def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
     """The memory of a 16-bit tensor as int16."""
     return _dtensor.spread_like(weight, _dtensor.local(tensor).view(torch.int16))
+
+
+def _is_like(value: Any, number: Tensor) -> bool:
+    """Returns whether a value is a number as _new_number() makes them."""
+    return isinstance(value, Tensor) and (value.dtype, value.shape, value.device) == (
+        number.dtype,
+        number.shape,
+        number.device,
+    )
 
 
 def _new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:

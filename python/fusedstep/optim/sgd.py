@@ -119,7 +119,7 @@ class SGD(FusedOptimizer):
         if grad.is_sparse:
             super()._imperative(group, weight, grad, state)
             return
-        is_first, decay = state["step"].item() == 0, float(group["weight_decay"])
+        step, decay = state["step"].item() + 1, float(group["weight_decay"])
         momentum = group["momentum"]
         if decay:
             grad = grad.add(weight, alpha=decay)
@@ -128,8 +128,8 @@ class SGD(FusedOptimizer):
             (momentum_,) = numbers_first(buffer, momentum)
             ahead = torch.empty_like(grad) if group["nesterov"] else None
             # Nothing is allocated from here on.
-            dampening = 0 if is_first else group["dampening"]
+            dampening = 0 if step == 1 else group["dampening"]
             buffer.mul_(momentum_).add_(grad, alpha=1 - dampening)
             grad = buffer if ahead is None else torch.add(grad, buffer, alpha=momentum, out=ahead)
-        state["step"].fill_(1)  # the first step is another one than those that follow
+        state["step"].fill_(step)
         weight.add_(grad, alpha=-float(group["lr"]))
