@@ -169,6 +169,10 @@ def test_weights_that_timms_muon_gives_to_adamw():
     assert not optimizer.param_groups[0]["use_muon"]
     assert optimizer.param_groups[0]["betas"] == (0.9, 0.95)
     assert optimizer.state[params[0]]["step"] == 3
+    fusedstep.import_state_dict(optimizer, of_timm(params, fallback_lr_scale=0.5))
+    assert optimizer.param_groups[0]["lr"] == 0.005
+    with pytest.raises(ValueError, match="nesterov=True of timm's Muon has NAdamW"):
+        fusedstep.import_state_dict(optimizer, of_timm(params, nesterov=True))
 
 
 @pytest.mark.parametrize(
@@ -176,7 +180,7 @@ def test_weights_that_timms_muon_gives_to_adamw():
     [
         ({"ns_coefficients": "polar_express"}, "ns_coefficients='polar_express' of timm has no"),
         ({"adjust_lr_fn": None}, "adjust_lr_fn=None of timm has no counterpart"),
-        ({"adjust_lr_fn": "rms_to_rms"}, "adjust_lr_fn must be None"),
+        ({"adjust_lr_fn": "rsqrt_in"}, "adjust_lr_fn must be None"),
         ({"safety_factor": 1.01}, r"safety_factor=1\.01 of timm has no counterpart"),
         ({"conv_mode": "batched"}, "conv_mode='batched' of timm has no counterpart"),
         ({"algo": "adamuon"}, "algo='adamuon' of timm has no counterpart"),

@@ -27,14 +27,13 @@ _OF_OPTIMI = frozenset(
 _DEBIASED = {"exp_avg": 0, "exp_avg_diff": 1, "exp_avg_sq": -1}
 
 #: Options of timm's Muon that change its steps, with the values that do not.
-_TIMM_PLAIN = {
-    "algo": "muon",
-    "conv_mode": "flatten",
-    "fallback_lr_scale": 1.0,
-    "safety_factor": 1.0,
-    "scale_eps": False,
+_TIMM_PLAIN = {"algo": "muon", "conv_mode": "flatten", "safety_factor": 1.0, "scale_eps": False}
+_OF_TIMM = frozenset({*_TIMM_PLAIN, "capturable", "fallback_lr_scale", "normalize_spatial"}) | {
+    *("use_fallback", "verbose")
 }
-_OF_TIMM = frozenset({*_TIMM_PLAIN, "capturable", "normalize_spatial", "use_fallback", "verbose"})
+
+#: timm's ways to adjust the learning rate that have another name here.
+_TIMM_ADJUSTMENTS = {"rms_to_rms": "spectral_unclamped"}
 
 #: timm's coefficients by name.
 _TIMM_COEFFICIENTS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -135,24 +134,49 @@ def _state_of_optimi(
 
 
 def _from_timms_muon(group: Mapping[str, Any], states: list[Any]) -> dict[str, Any]:
-    plain = _TIMM_PLAIN | {"ns_coefficients": group["ns_coefficients"]}
-    for name, value in plain.items():
-        given = group.get(name, value)
-        is_unknown = name == "ns_coefficients" and isinstance(given, str)
-        is_unknown = is_unknown and given not in _TIMM_COEFFICIENTS
-        if given != value or is_unknown:
-            raise ValueError(f"{name}={given!r:.40} of timm has no counterpart in Muon{REMOVE}")
-    if group["adjust_lr_fn"] is None:
-        raise ValueError(f"adjust_lr_fn=None of timm has no counterpart in Muon{REMOVE}")
-    new = {name: value for name, value in group.items() if name not in _OF_TIMM}
-    if isinstance(group["ns_coefficients"], str):
-        new["ns_coefficients"] = _TIMM_COEFFICIENTS[group["ns_coefficients"]]
     kinds = {s["use_muon"] for s in states if isinstance(s, Mapping) and "use_muon" in s}
     if len(kinds) > 1:
         raise ValueError(
             "a group has weights that timm's Muon steps and others that its AdamW does: load it "
             "into an optimizer over two groups, from a dictionary that was divided in the same way"
         )
-    if kinds or group.get("use_fallback"):
-        new["use_muon"] = bool(kinds.pop()) if kinds else False
-    return new | {"stacked": False}
+    use_muon = bool(kinds.pop()) if kinds else not group.get("use_fallback")
+    new = options_of_timms_muon(group, use_muon, REMOVE)
+    return new | ({"use_muon": False} if not use_muon else {"use_muon": True} if kinds else {})
+
+
+def options_of_timms_muon(
+    group: Mapping[str, Any], use_muon: bool, advice: str = ""
+) -> dict[str, Any]:
+    """The options of a group of timm's Muon for weights that it, or else its AdamW, steps.
+
+    Raises:
+        ValueError: for options that Muon here does not do; the text ends with the advice.
+    """
+    for name, plain in _TIMM_PLAIN.items():
+        if group.get(name, plain) != plain:
+            raise _none_of_timm(name, group[name], advice)
+    coefficients = group["ns_coefficients"]
+    if isinstance(coefficients, str):
+        if coefficients not in _TIMM_COEFFICIENTS:
+            raise _none_of_timm("ns_coefficients", coefficients, advice)
+        coefficients = _TIMM_COEFFICIENTS[coefficients]
+    adjustment = group["adjust_lr_fn"]
+    if adjustment is None:
+        raise _none_of_timm("adjust_lr_fn", None, advice)
+    new = {name: value for name, value in group.items() if name not in _OF_TIMM}
+    new |= {"ns_coefficients": coefficients, "stacked": False}
+    new["adjust_lr_fn"] = _TIMM_ADJUSTMENTS.get(adjustment, adjustment)
+    if use_muon:
+        return new
+    if group["nesterov"]:
+        raise ValueError(
+            "nesterov=True of timm's Muon has NAdamW step what is no matrix, where Muon has AdamW: "
+            f"it has a counterpart only in groups of matrices{advice}"
+        )
+    scale = group.get("fallback_lr_scale", 1.0)
+    return new if scale == 1 else new | {"lr": group["lr"] * scale}
+
+
+def _none_of_timm(name: str, value: Any, advice: str) -> ValueError:
+    return ValueError(f"{name}={value!r:.40} of timm has no counterpart in Muon{advice}")

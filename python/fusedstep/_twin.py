@@ -21,16 +21,27 @@ def imperative_twin(
     groups: list[list[Tensor]],
     state: dict[Tensor, dict[str, Any]] | None = None,
 ) -> Optimizer:
-    """Returns an optimizer like the given one, with these weights in its groups.
-
-    It is made as unpickling makes one: constructors of subclasses may take anything.
-    """
+    """Returns an optimizer like the given one, with these weights in its groups."""
     param_groups = []
     for group, weights in zip(optimizer.param_groups, groups, strict=True):
         changed = {name: value for name, value in _IMPERATIVE.items() if name in group}
         if isinstance(group.get("state_dtype"), str):  # its states are numbers
             changed["state_dtype"] = torch.float32
         param_groups.append(group | changed | {"params": weights})
+    twin = like(optimizer, param_groups, state)
+    vars(twin).update({name: vars(optimizer)[name] for name in _SCALER if name in vars(optimizer)})
+    return twin
+
+
+def like(
+    optimizer: Optimizer,
+    param_groups: list[dict[str, Any]],
+    state: dict[Tensor, dict[str, Any]] | None = None,
+) -> Optimizer:
+    """Returns an optimizer of the class and defaults of the given one, with these groups.
+
+    It is made as unpickling makes one: constructors of subclasses may take anything.
+    """
     cls = optimizer._store.optimizer  # a wrapper of it may have another class
     twin = cls.__new__(cls)
     twin.__setstate__(
@@ -39,7 +50,6 @@ def imperative_twin(
             "state": defaultdict(dict, state or {}),
             "param_groups": param_groups,
         }
-        | {name: vars(optimizer)[name] for name in _SCALER if name in vars(optimizer)}
     )
     return twin
 

@@ -1,5 +1,7 @@
 """timm: its registry of optimizers, layer decay, Lookahead and schedulers."""
 
+import copy
+import functools
 import importlib
 import inspect
 import logging
@@ -11,8 +13,11 @@ import torch
 import recipes
 from cases import PLAIN
 from fusedstep import integrations, optim
+from fusedstep.optim._create import find
 from pages import run_page
 from small import assert_native, assert_same_losses, need
+from stepping import as_parameters, make_weights
+from stepping import train as train_on
 
 need("timm")
 
@@ -108,11 +113,11 @@ def test_an_option_that_has_another_name_here(timm):
         train(timm, "fusedlamb", {"trust_clip": True})
 
 
-@pytest.mark.parametrize("name", sorted({*optim.names()} - {"muon", "rprop", "sparseadam"}))
+@pytest.mark.parametrize("name", sorted({*optim.names()} - {"rprop", "sparseadam"}))
 def test_every_name_of_ours_is_one_of_timms(timm, name):
-    """Muon's groups need another option for vectors; the page says which two have none."""
+    """The page says which two have none."""
     optimizer = timm.optim.create_optimizer_v2(vit(timm), f"fused{name}", lr=1e-3)
-    assert type(optimizer) is type(optim.create(name, vit(timm)))
+    assert type(optimizer) is find(name)
 
 
 def test_names_are_registered_once_and_removed(timm, caplog):
@@ -129,8 +134,121 @@ def test_names_are_registered_once_and_removed(timm, caplog):
         assert registry.get_optimizer_info("fusedlamb").opt_class == "apex.optimizers.FusedLAMB"
         integrations.timm.register()
     assert registry.list_optimizers() == ours
-    assert registry.get_optimizer_info("fusedlamb").opt_class is optim.Lamb
+    assert issubclass(registry.get_optimizer_info("fusedlamb").opt_class, optim.Lamb)
     assert not caplog.records
+
+
+#: Shapes on both sides of each border of timm's Muon: dimensions, units, sides and their ratio.
+MATRICES = [(8, 16), (4, 512), (4, 513), (3, 9), (1, 8), (8, 1), (5, 6, 3), (4, 8, 2, 2), (7,)]
+MATRICES += [(6, 1, 3, 3), (1, 9, 8), (5, 2, 1), (2, 9, 9), (), (4, 4)]
+
+
+class Shapes(torch.nn.Module):
+    def __init__(self, shapes, dtype):
+        super().__init__()
+        weights = as_parameters(make_weights(shapes, dtype))
+        self.weights = torch.nn.ParameterList(weights)
+
+
+def made(timm, name, dtype, **options):
+    """An optimizer after three steps, and its weights."""
+    model = Shapes(MATRICES, dtype)
+    optimizer = timm.optim.create_optimizer_v2(model, name, **{"weight_decay": 0.1} | options)
+    params = [*model.parameters()]
+    train_on(optimizer, params, [1, 2, 3])
+    return optimizer, params
+
+
+@pytest.fixture
+def dtype(timm, request, monkeypatch):
+    """Has timm's Muon compute its products in a dtype, which it takes bfloat16 for."""
+    muon = importlib.import_module("timm.optim.muon")
+    products = functools.partial(muon.zeropower_via_newtonschulz, dtype=request.param)
+    monkeypatch.setattr(muon, "zeropower_via_newtonschulz", products)
+    return request.param
+
+
+both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], indirect=True)
+
+
+@both_dtypes
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"lr": 0.01, "fallback_lr_scale": 0.25},
+        {"momentum": 0.8, "betas": (0.8, 0.9), "eps": 1e-5},
+        {"ns_coefficients": "original", "adjust_lr_fn": "original", "ns_steps": 3},
+        {"adjust_lr_fn": "rms_to_rms", "ns_coefficients": (3.0, -3.2, 1.2)},
+        {"fallback_list": ("weights.0",), "weight_decay": 0.0},
+    ],
+    ids=str,
+)
+def test_muon_is_timms(timm, dtype, options):
+    _, expected = made(timm, "muon", dtype, **options)
+    optimizer, found = made(timm, "fusedmuon", dtype, ns_dtype=dtype, **options)
+    assert type(optimizer) is optim.Muon
+    bound = 2e-6 if dtype is torch.float32 else 1e-13
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=bound, atol=bound)
+
+
+@both_dtypes
+def test_a_checkpoint_of_timms_muon_goes_on(timm, dtype):
+    theirs, expected = made(timm, "muon", dtype, fallback_lr_scale=0.5)
+    ours, found = made(timm, "fusedmuon", dtype, lr=1.0, ns_dtype=dtype)
+    with torch.no_grad():
+        for weight, saved in zip(found, expected, strict=True):
+            weight.copy_(saved)
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    for optimizer, params in ((theirs, expected), (ours, found)):
+        train_on(optimizer, params, [4, 5, 6])
+    for weight, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(weight, other, rtol=2e-6, atol=2e-6)
+    again, _ = made(timm, "fusedmuon", dtype)
+    saved = ours.state_dict()
+    again.load_state_dict(saved)
+    assert again.state_dict()["param_groups"] == saved["param_groups"]
+    torch.testing.assert_close(again.state_dict()["state"], saved["state"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["lamb", "adan", "lion", "adamw"])
+def test_a_checkpoint_of_timms_class_goes_on(timm, name):
+    """As with its dictionary, so with that of ours."""
+    theirs, expected = made(timm, name, torch.float32, lr=0.01)
+    dictionary = copy.deepcopy(theirs.state_dict())
+    train_on(theirs, expected, [4, 5])
+    for _ in range(2):
+        ours, found = made(timm, f"fused{name}", torch.float32, lr=1.0)
+        with torch.no_grad():
+            for weight, other in zip(
+                found, made(timm, name, torch.float32, lr=0.01)[1], strict=True
+            ):
+                weight.copy_(other)
+        ours.load_state_dict(dictionary)
+        dictionary = copy.deepcopy(ours.state_dict())
+        train_on(ours, found, [4, 5])
+        for weight, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(weight, other, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"safety_factor": 1.01}, r"safety_factor=1\.01 of timm has no counterpart in Muon"),
+        ({"conv_mode": "batched"}, "conv_mode='batched' of timm has no counterpart"),
+        ({"algo": "adamuon"}, "algo='adamuon' of timm has no counterpart"),
+        ({"scale_eps": True}, "scale_eps=True of timm has no counterpart"),
+        ({"capturable": True}, "capturable=True of timm has no counterpart"),
+        ({"ns_coefficients": "polar_express"}, "'polar_express' of timm has no counterpart"),
+        ({"nesterov": True}, "nesterov=True of timm's Muon has NAdamW"),
+        ({"adamw_lr": 1e-3}, "unexpected keyword argument 'adamw_lr'"),
+    ],
+    ids=str,
+)
+def test_muon_names_an_option_that_it_lacks(timm, options, text):
+    with pytest.raises((TypeError, ValueError), match=text):
+        made(timm, "fusedmuon", torch.float32, **options)
 
 
 def test_the_recipe(timm, capsys):

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import math
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from fusedstep import optim
+from fusedstep._foreign_groups import options_of_timms_muon
+from fusedstep.integrations._groups import Groups, listed, made_by, take_over, weights_of
 from fusedstep.optim._create import find
 
 if TYPE_CHECKING:
@@ -17,6 +23,19 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "galoreadafactor": {"relative_step": False},
     "lamb": {"variant": "timm"},
 }
+
+#: timm's defaults of Muon that are others here.
+_MUON: dict[str, Any] = {
+    "lr": 0.02,
+    "weight_decay": 0.0,
+    "nesterov": False,
+    "ns_coefficients": "quintic",
+    "adjust_lr_fn": "match_rms_adamw",
+    "eps": 1e-7,
+    "betas": (0.9, 0.95),
+}
+#: The shortest side of a matrix that timm's Muon steps, and how often the other may be as long.
+_LEAST_SIDE, _LARGEST_RATIO = 4, 128
 
 #: What a name stands for, and what it stood for before, by the name.
 _replaced: dict[str, tuple[OptimInfo, OptimInfo | None]] = {}
@@ -31,7 +50,9 @@ def register() -> None:
     So ``create_optimizer_v2(model, "fusedadamw")`` makes an ``optim.AdamW``; ``"fusedsgd"``,
     ``"fusedadam"``, ``"fusedadamw"`` and ``"fusedlamb"`` are no longer apex's. Defaults are those
     that timm gives its own optimizer of the name: ``"fusedsgd"`` has ``nesterov=True``, and
-    ``"fusedlamb"`` is ``variant="timm"``.
+    ``"fusedlamb"`` is ``variant="timm"``. ``"fusedmuon"`` takes the options of timm's Muon too, and
+    has AdamW step the weights that it gives to AdamW: each group is divided. Checkpoints of timm's
+    optimizer of the name can be loaded.
     """
     if _replaced:
         return
@@ -51,7 +72,7 @@ def register() -> None:
         replaced = default_registry.get_optimizer_info(fused) if fused in known else None
         info = OptimInfo(
             name=fused,
-            opt_class=cls,
+            opt_class=_in_timms_words(cls),
             description=f"fusedstep.optim.{cls.__name__}",
             has_eps="eps" in accepted,
             has_momentum="momentum" in accepted,
@@ -79,3 +100,46 @@ def unregister() -> None:
         else:
             known[name] = former
     _replaced.clear()
+
+
+def _in_timms_words(cls: type[optim.FusedOptimizer]) -> type[optim.FusedOptimizer]:
+    """Returns a class that takes timm's options, and loads what timm's class has saved."""
+
+    def make(params: Iterable[Any], **options: Any) -> optim.FusedOptimizer:
+        given = groups = listed(params)
+        if cls is optim.Muon:
+            options = _MUON | options
+            groups, options = _groups_of_muon(given, options)
+        optimizer = cls(groups, **options)
+        take_over(optimizer, weights_of(given))
+        return optimizer
+
+    return made_by(cls, make)
+
+
+def _groups_of_muon(groups: Groups, options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
+    """Returns the groups of Muon and of AdamW, and the options of the constructor."""
+    if options.pop("capturable", False):
+        raise ValueError("capturable=True of timm has no counterpart in Muon")
+    halves = []
+    for group in groups:
+        for use_muon in (True, False):
+            members = [each for each in group["params"] if _uses_muon(group, each) is use_muon]
+            if members:
+                words = options_of_timms_muon(options | group, use_muon)
+                own = {name: words[name] for name in words if name in {*group, "lr", "eps"}}
+                halves.append(own | {"use_muon": use_muon, "params": members})
+    words = options_of_timms_muon(options, use_muon=True)
+    return halves, {"adamw_eps": options["eps"]} | words
+
+
+def _uses_muon(group: dict[str, Any], member: Any) -> bool:
+    """Returns whether timm's Muon would step a weight itself."""
+    if group.get("use_fallback") or "use_muon" in group:
+        return not group.get("use_fallback") and bool(group["use_muon"])
+    weight: Tensor = member if isinstance(member, Tensor) else member[1]
+    shape = weight.shape
+    if len(shape) < 2 or 1 in shape[:2]:
+        return False
+    sides = shape[0], math.prod(shape[1:])
+    return min(sides) >= _LEAST_SIDE and max(sides) <= _LARGEST_RATIO * min(sides)

@@ -1,0 +1,92 @@
+"""Optimizers over other groups than a framework gives, and checkpoints of those that it makes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor
+
+from fusedstep import _twin, optim
+from fusedstep.convert import import_state_dict
+from fusedstep.optim._unknown import options_of
+
+Groups = list[dict[str, Any]]
+
+
+def made_by(
+    cls: type[optim.FusedOptimizer], make: Callable[..., optim.FusedOptimizer]
+) -> type[optim.FusedOptimizer]:
+    """Returns a class of the name of ``cls`` whose instances ``make(params, **options)`` makes.
+
+    Frameworks make groups after they have been given an optimizer, and want a class.
+    """
+
+    def new(_: type, params: Iterable[Any], **options: Any) -> optim.FusedOptimizer:
+        return make(params, **options)
+
+    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
+
+
+def listed(params: Iterable[Any]) -> Groups:
+    """Returns groups as an optimizer takes them, their weights in lists."""
+    given = list(params)
+    groups = given if given and isinstance(given[0], dict) else [{"params": given}]
+    lists = (
+        [g["params"]] if isinstance(g["params"], Tensor) else list(g["params"]) for g in groups
+    )
+    return [group | {"params": weights} for group, weights in zip(groups, lists, strict=True)]
+
+
+def weights_of(groups: Groups) -> list[list[Tensor]]:
+    """Returns the weights of listed groups, without names."""
+    return [
+        [each if isinstance(each, Tensor) else each[1] for each in group["params"]]
+        for group in groups
+    ]
+
+
+def take_over(optimizer: optim.FusedOptimizer, theirs: list[list[Tensor]]) -> None:
+    """Makes ``load_state_dict`` take what the optimizer of the same name in a framework has saved.
+
+    ``theirs``: the weights of that optimizer's groups; each group here is a part of one of them.
+    """
+    flat = {id(weight): place for place, weight in enumerate(w for ws in theirs for w in ws)}
+    places = [[flat[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
+    sizes = [len(weights) for weights in theirs]
+    optimizer.register_load_state_dict_pre_hook(functools.partial(_in_our_groups, sizes, places))
+
+
+def _in_our_groups(
+    sizes: list[int],
+    places: list[list[int]],
+    optimizer: optim.FusedOptimizer,
+    saved: dict[str, Any],
+) -> dict[str, Any] | None:
+    """Returns the dictionary of an optimizer here for one of another; None if it is not one.
+
+    ``sizes``: of the groups of the other. ``places``: of our weights among all of the other.
+    """
+    groups, found = optimizer.param_groups, saved["param_groups"]
+    options = options_of(type(optimizer))
+
+    def has_options(group: dict[str, Any], own: dict[str, Any]) -> bool:
+        return own.keys() & options <= group.keys()
+
+    if (
+        [len(group["params"]) for group in found] != sizes
+        or [len(group["params"]) for group in groups] != [len(each) for each in places]
+        or (len(found) == len(groups) and all(map(has_options, found, groups)))
+    ):
+        return None
+    keys = [key for group in found for key in group["params"]]
+    sources = [group for group in found for _ in group["params"]]
+    in_our_groups = [
+        {k: v for k, v in sources[own[0]].items() if k != "param_names"}
+        | {"params": [keys[place] for place in own]}
+        for own in places
+    ]
+    twin = _twin.like(optimizer, [dict(group) for group in groups])
+    import_state_dict(twin, {**saved, "param_groups": in_our_groups})
+    return twin.state_dict()
