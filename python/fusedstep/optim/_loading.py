@@ -73,7 +73,8 @@ class LoadsStates:
         if "_name" not in self.__dict__:
             self._name = register(self)
         self._forget_plans()
-        loading = vars(self).get("_loading", {"param_groups": (), "state": {}})
+        is_loading = "_loading" in vars(self)
+        loading = self._loading if is_loading else {"param_groups": (), "state": {}}
         keys = chain.from_iterable(group["params"] for group in loading["param_groups"])
         for group in self.param_groups:
             for name, value in self._later_options.items():
@@ -87,4 +88,4 @@ class LoadsStates:
                 self._store.convert(group, p)
             self._make_later_states(group, weights)
             if self._wants_native(group) and not self._why_not_native(weights):
-                self._store.place(group, weights)
+                self._store.place(group, weights, from_dictionary=is_loading)

@@ -401,20 +401,41 @@ class StateStore:
                 self.by_weight[weight][name] = value.to(device, torch.float32)
         for name in self._first.keys() - {"step"}:  # which torch casts to any dtype
             if isinstance(saved.get(name), Tensor):
-                number = saved[name].detach().reshape(())
-                self.by_weight[weight][name] = _new_number(weight, group).copy_(number)
+                number, new = saved[name].detach().reshape(()), _new_number(weight, group)
+                is_kept = number.is_cpu and number.is_shared() and _is_like(number, new)
+                self.by_weight[weight][name] = number if is_kept else new.copy_(number)
 
     @torch.no_grad()
-    def place(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        """Moves states that come from elsewhere to where the native kernels find them fastest."""
+    def place(self, group: dict[str, Any], weights: list[Tensor], *, from_dictionary: bool) -> None:
+        """Moves states that come from elsewhere to where the native kernels find them fastest.
+
+        States that other processes share stay where they are. ``from_dictionary``: whether the
+        states are those of a caller's dictionary, which a step must not change on a device.
+        """
         weights = [p for p in weights if self._has_all(group, p) and self._has_shapes(group, p)]
+
+        def stays(value: Tensor) -> bool:
+            value = _dtensor.local(value)
+            return value.is_shared() and (value.is_cpu or not from_dictionary)
+
         for p in weights:
-            count = ("step",) if self._keeps_count(group, p) else ()
+            state, count = self.by_weight[p], ("step",) if self._keeps_count(group, p) else ()
             for name in dict.fromkeys((*self._first, *count)):
-                number = self.by_weight[p][name].reshape(())  # older ones have the shape [1]
-                self.by_weight[p][name] = _new_number(p, group).copy_(number)
-        for p, name, tensor in self._zeros(group, weights, native=True):
-            self.by_weight[p][name] = in_pieces(Tensor.copy_, tensor, self.by_weight[p][name])
+                number = state[name].reshape(())  # older ones have the shape [1]
+                new = _new_number(p, group)
+                is_kept = stays(number) and _is_like(number, new)
+                state[name] = number if is_kept else new.copy_(number)
+        moved = [p for p in weights if not all(map(stays, self._of_elements(group, p)))]
+        for p, name, tensor in self._zeros(group, moved, native=True):
+            old = self.by_weight[p][name]
+            if not stays(old):
+                self.by_weight[p][name] = in_pieces(Tensor.copy_, tensor, old)
+
+    def _of_elements(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
+        """The states of a weight that are no numbers, with the absmax of those in codes."""
+        state, names = self.by_weight[weight], self.names_of(group, weight)
+        absmax = [absmax_of(name) for name in names if is_codes(state[name])]
+        return [state[name] for name in (*names, *absmax)]
 
     @torch.no_grad()
     def convert(self, group: dict[str, Any], weight: Tensor) -> None:
