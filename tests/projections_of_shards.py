@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
-from fusedstep.optim import _galore
+from fusedstep.optim import _galore, _sharded_projections
 from fusedstep.optim._dtensor import is_dtensor, local
 from matrices_of_shards import Subjects, Trained
 from stepping import assert_same_bits
@@ -245,6 +245,42 @@ def a_basis_that_fails_in_one_process_stops_all(here):
     found.step(range(3)).assert_alike("after it")
 
 
+def all_wait_for_a_gradient_that_is_not_zero(here):
+    """Not the process alone whose part is not, and again after a load."""
+
+    def zeros(gradient):
+        return gradient * 0
+
+    def zeros_but_in_a_corner(gradient):
+        found = gradient * 0
+        found[-1, -1] = gradient[-1, -1]
+        return found
+
+    changes = (zeros, zeros, zeros_but_in_a_corner, torch.clone, zeros, zeros, torch.clone)
+    ways = [{"svd": each} for each in ("exact", "randomized", "power", "lazy")]
+    ways = [(optim.GaLoreAdamW, each) for each in (*ways, {"proj_type": "full"})]
+    for number, (cls, options) in enumerate((*ways, (optim.APOLLOAdamW, {"proj": "svd"}))):
+        for fused in (None, False) if number % 2 == 0 else (None,):
+            rows = (ROWS["rows"], ROWS["columns"], ROWS["copies"], ROWS["filters"])
+            found = Projected(here, rows, cls, fused=fused, **options)
+            for step, change in enumerate(changes):
+                found.take_gradients(step, change)
+                if step in (2, 5):
+                    saved = copy.deepcopy(found.sharded.state_dict())
+                    found.sharded.load_state_dict(saved)
+                found.whole.step()
+                found.sharded.step()
+                found.assert_alike(f"{cls.__name__}, {options}, {fused}, {step}")
+
+
+def gradients_of_zeros_are_not_gathered(here):
+    found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW)
+    found.take_gradients(0, torch.zeros_like)
+    with mock.patch.object(_sharded_projections, "_gather", None):
+        found.sharded.step()
+        found.sharded.step()
+
+
 def what_cannot_be_projected_is_refused_by_name(here):
     mesh = here.mesh()
     partial = torch.nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Partial()]))
@@ -300,6 +336,8 @@ WORKS = (
     a_gradient_that_is_not_finite_is_named_by_all,
     a_gradient_of_no_shard_that_is_not_finite_stops_all,
     a_basis_that_fails_in_one_process_stops_all,
+    all_wait_for_a_gradient_that_is_not_zero,
+    gradients_of_zeros_are_not_gathered,
     what_cannot_be_projected_is_refused_by_name,
     projected_states_are_saved_and_resharded,
     states_of_projected_shards_are_loaded,

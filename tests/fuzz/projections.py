@@ -97,6 +97,8 @@ def _checked_bases(asked: Asked) -> dict[str, Tensor]:
     doublings = asked.before.get("gap_doublings")
     if due and count and svd == "lazy":
         due = (count + offset) // gap % 2 ** int(doublings) == 0
+    has_last = count and all(asked.before[side].any() for side in sides)
+    due |= bool(count and not has_last)  # a basis of zeros is made anew
     bases = {side: asked.after[side].double() for side in sides}
     cosines = []
     for side, basis in bases.items():
@@ -106,6 +108,8 @@ def _checked_bases(asked: Asked) -> dict[str, Tensor]:
             if not torch.equal(asked.before[side], asked.after[side]):
                 raise oracle.WrongError(f"{side} has changed, but is not due")
             continue
+        if not (grad.any() or basis.any()):
+            continue  # it waits for a gradient that is not zero
         vectors = basis if side == LEFT else basis.T
         off = (vectors.T @ vectors - torch.eye(vectors.shape[1], dtype=torch.float64)).abs().max()
         if not off <= 1e-4:
@@ -113,13 +117,13 @@ def _checked_bases(asked: Asked) -> dict[str, Tensor]:
         part = vectors.T @ grad if side == LEFT else grad @ vectors
         most = torch.linalg.svdvals(grad)[: group["rank"]].square().sum()
         # A random product finds most of what there is; one power step from an old basis may not.
-        share = {"exact": 1 - 1e-4, "power": 0.0 if count else 0.5}.get(svd, 0.5)
+        share = {"exact": 1 - 1e-4, "power": 0.0 if has_last else 0.5}.get(svd, 0.5)
         off = 2 * asked.error.norm()
         if not part.norm() >= (share * most).sqrt() - off:
             raise oracle.WrongError(
                 f"{side} has {part.square().sum().item():.4g} of {most.item():.4g} of the gradient"
             )
-        if count:
+        if has_last:
             old = asked.before[side].double()
             cosines.append((vectors.T @ (old if side == LEFT else old.T)).square().mean(1).sum())
             if svd == "power" and off == 0:

@@ -1,6 +1,7 @@
 """GaLore with AdamW: Zhao et al. 2024, algorithm 2, and the published galore_torch 1.0 for AdamW.
 
 There eps is added before the bias of the second moment is corrected, and the decay comes last.
+But a gradient of zeros has no basis there: it is the first axes.
 """
 
 import torch
@@ -11,6 +12,14 @@ def side_of(proj_type, rows, columns):
         return proj_type
     keeps_rows = rows >= columns if proj_type == "std" else rows < columns
     return "right" if keeps_rows else "left"
+
+
+def with_bases(state, g, step, rank, gap):
+    """The state with the bases of a step: zeros of zeros, and then new ones at the first others."""
+    if (step - 1) % gap and state["A"].any():
+        return state
+    u, _, vh = torch.linalg.svd(g, full_matrices=False)
+    return state | {"A": u[:, :rank] * g.any(), "B": vh[:rank] * g.any()}
 
 
 def adamw(weight, gradient, state, step, *, lr, betas, eps, correct_bias, back=lambda u: u):
@@ -27,9 +36,7 @@ def galore(
     g, left, right = -grad if maximize else grad, None, None
     if rank:
         g = g.reshape(grad.shape[0], -1)
-        if (step - 1) % update_proj_gap == 0:
-            u, _, vh = torch.linalg.svd(g, full_matrices=False)
-            state = state | {"A": u[:, :rank], "B": vh[:rank]}
+        state = with_bases(state, g, step, rank, update_proj_gap)
         side = side_of(proj_type, *g.shape)
         left = state["A"] if side != "right" else torch.eye(g.shape[0], dtype=g.dtype)
         right = state["B"] if side != "left" else torch.eye(g.shape[1], dtype=g.dtype)

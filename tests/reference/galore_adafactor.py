@@ -2,7 +2,7 @@
 
 import torch
 
-from reference.galore import side_of
+from reference.galore import side_of, with_bases
 
 
 def rms(x):
@@ -18,12 +18,10 @@ def galore_adafactor(
     g, back, state = -grad if maximize else grad, lambda u: u, dict(state)
     if rank:
         g = g.reshape(grad.shape[0], -1)
-        if (step - 1) % update_proj_gap == 0:
-            u, _, vh = torch.linalg.svd(g, full_matrices=False)
-            state |= {"A": u[:, :rank], "B": vh[:rank].T}
+        state = with_bases(state, g, step, rank, update_proj_gap)
         side = side_of(proj_type, *g.shape)
         a = state["A"] if side != "right" else torch.eye(g.shape[0], dtype=g.dtype)
-        b = state["B"] if side != "left" else torch.eye(g.shape[1], dtype=g.dtype)
+        b = state["B"].T if side != "left" else torch.eye(g.shape[1], dtype=g.dtype)
         g = a.T @ g @ b
         back = lambda u: (scale * a @ u @ b.T).view_as(weight)  # noqa: E731
     new, squares = step**decay_rate, g**2 + eps[0]

@@ -59,7 +59,7 @@ class GaLoreSteps(LowRankSteps):
     ) -> dict[str, torch.Size]:
         return self._more_shapes(group, weight)
 
-    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+    def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
         if not is_due(count, group["update_proj_gap"], offset):
             return False
@@ -74,7 +74,8 @@ class GaLoreSteps(LowRankSteps):
         if not is_due:
             return {}
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
-        last = {name: local(state[name]).to(grad.device) for name in side} if count else None
+        has_last = count and weight not in self._waiting
+        last = {name: local(state[name]).to(grad.device) for name in side} if has_last else None
         (place,) = whole_places_of(self._groups, group, [weight])
         key = key_of_draws(group.get("seed", 0), count, place)
         wide = grad.to(state[side[0]].dtype)

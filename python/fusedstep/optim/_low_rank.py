@@ -22,7 +22,7 @@ from fusedstep.optim._low_rank_shards import is_anywhere
 from fusedstep.optim._nonfinite import not_finite
 from fusedstep.optim._plan import Work, same
 from fusedstep.optim._products import as_matrix
-from fusedstep.optim._projection import basis_shapes, is_due, low_shape, matrix_shape
+from fusedstep.optim._projection import basis_shapes, low_shape, matrix_shape
 from fusedstep.optim._scratch import Scratch, step_all
 from fusedstep.optim._sharded_matrices import cut_of
 from fusedstep.optim._sharded_projections import basis_part, sum_parts
@@ -39,20 +39,6 @@ class LowRankSteps(LowRankGroups):
 
     def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
         """Does what moves of weights need of other processes, when the moments are stepped."""
-
-    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        """Returns whether the step after so many makes new bases."""
-        return is_due(count, group["update_proj_gap"], 0)
-
-    def _new_bases(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
-    ) -> dict[str, Tensor]:
-        """Bases and other states that a step makes, by name; nothing is changed by this.
-
-        It is asked where they are due, and where no memory holds bases that are no states.
-        ``grad``: a matrix, and finite where bases are due.
-        """
-        raise NotImplementedError
 
     def _move(
         self,
@@ -145,10 +131,15 @@ class LowRankSteps(LowRankGroups):
         self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
     ) -> list[tuple[Tensor, Tensor]]:
         try:
-            return super()._update_groups(work, factors, zero_grad)
+            untreated = super()._update_groups(work, factors, zero_grad)
+            self._follow_waiting()
+            return untreated
+        except BaseException:
+            self._waiting = None  # some new bases may have been written
+            raise
         finally:
             self._looks = []
-            self._fresh, self._ready = {}, {}
+            self._fresh, self._ready, self._is_zero = {}, {}, {}
             for scratch in self._scratch.values():
                 scratch.forget_new()
             self._last_step = None  # the numbers of the next one are others
@@ -156,6 +147,8 @@ class LowRankSteps(LowRankGroups):
     def _make_ready(self, work: list[Work], factors: Factors) -> None:
         """Makes new bases and low-rank gradients of groups with a rank, beside what there is."""
         work = [item for item in work if self._is_projected(item.group)]
+        if work:
+            self._find_waiting()
         spread = self._spread_projected()
         if spread is not None:
             self._check_shards(work, spread)
@@ -191,7 +184,8 @@ class LowRankSteps(LowRankGroups):
     def _project_early(self, item: Work, scratch: Scratch) -> None:
         """Takes products of a step that makes no bases, for a device to be busy with meanwhile."""
         count = self._count(item.weights[0])
-        if any(self._is_due(item.group, weight, count) for weight in item.weights):
+        is_known = self._waiting is not None
+        if not is_known or any(self._is_due(item.group, p, count) for p in item.weights):
             return
         if all(map(scratch.bases, range(len(item.weights)))):
             failed: list[RuntimeError] = []
@@ -233,7 +227,7 @@ class LowRankSteps(LowRankGroups):
         if (due or scratch is None) and cut_of(weight) is None:
             self._check_finite(group, weight, matrix)
         if weight not in self._fresh:
-            self._fresh[weight] = self._new_bases(group, weight, matrix, count, due)
+            self._fresh[weight] = self._made_bases(group, weight, matrix, count, due)
         return self._bases_of(group, weight)
 
     def _check_low_rank(

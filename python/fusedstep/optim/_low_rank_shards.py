@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep.optim._low_rank_bases import LowRankBases
 from fusedstep.optim._nonfinite import not_finite
 from fusedstep.optim._plan import Work
 from fusedstep.optim._projection import why_not_projected
@@ -33,17 +34,11 @@ class Norm(NamedTuple):
     """The cut of the weight that it is of, if other processes have other parts; else None."""
 
 
-class LowRankShards:
+class LowRankShards(LowRankBases):
     """The part of steps through a projection that shards need."""
 
     #: False if weights of groups with a rank cannot be DTensors.
     _takes_shards: ClassVar[bool] = True
-
-    def _shapes_from_gradients(
-        self, group: dict[str, Any], weight: Tensor
-    ) -> dict[str, torch.Size]:
-        """The shapes of what ``_new_bases`` makes of whole gradients, by name."""
-        raise NotImplementedError
 
     @classmethod
     def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
@@ -90,34 +85,44 @@ class LowRankShards:
         )
 
     def _check_shards(self, work: list[Work], spread: SpreadWeights) -> None:
-        """Raises in all processes if one has gradients of others, or not finite ones."""
-        alike: dict[Any, list[tuple[Work, Tensor, float]]] = {
+        """Raises in all processes if one has gradients of others, or not finite ones.
+
+        Finds gradients of zeros that bases are due of.
+        """
+        alike: dict[Any, list[tuple[Work, Tensor, bool, list[float]]]] = {
             place: [] for place in spread.places(native=False)
         }
         for item in work:
             scratch = self._scratch_of(item)
             for weight, grad in item.pairs():
                 if place := place_of(weight):
+                    own, is_due = local(grad), self._needs_gradient(item, weight)
                     # A NaN in other gradients shows in their low-rank gradients.
-                    looks = scratch is None or self._needs_gradient(item, weight)
-                    flag = float(looks and not_finite(local(grad)))
-                    alike.setdefault(place, []).append((item, weight, flag))
+                    is_bad = (scratch is None or is_due) and not_finite(own)
+                    flags = [float(is_bad), float(is_due and own.any())]
+                    alike.setdefault(place, []).append((item, weight, is_due, flags))
         for place, members in alike.items():
-            found = [flag for *_, flag in members]
-            flags = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 1).to(place[0])
-            (total,) = spread.sums(place, [([weight for _, weight, _ in members], flags)])
-            for (item, weight, _), number in zip(members, total.flatten().tolist(), strict=True):
-                if number:
+            found = [flags for *_, flags in members]
+            flags = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 2).to(place[0])
+            (total,) = spread.sums(place, [([weight for _, weight, *_ in members], flags)])
+            for (item, weight, is_due, _), sums in zip(members, total.tolist(), strict=True):
+                is_bad, has_any = map(bool, sums)
+                if is_bad:
                     raise self._not_finite_error(item.group, weight)
+                if is_due:
+                    self._is_zero[weight] = not has_any
 
     def _make_bases_of_shards(self, work: list[Work]) -> None:
         """Makes new bases of whole gradients, each in one process."""
-        due = [
-            (item.group, weight, grad)
-            for item in work
-            for weight, grad in item.pairs()
-            if self._needs_gradient(item, weight)
-        ]
+        due = []
+        for item in work:
+            for weight, grad in item.pairs():
+                if not self._needs_gradient(item, weight):
+                    continue
+                if self._is_zero[weight]:
+                    self._fresh[weight] = self._zero_bases(item.group, weight)
+                else:
+                    due.append((item.group, weight, grad))
 
         def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
             group, weight, _ = due[place]

@@ -200,7 +200,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
     ) -> dict[str, Tensor]:
         gap, sides = group["update_proj_gap"], self._sides(group, weight)
-        wide = self._state[weight]["exp_avg"].dtype
+        wide = torch.float64 if weight.dtype is torch.float64 else torch.float32
         if group["proj"] == "svd":
             if not is_due:
                 return {}
