@@ -1,17 +1,24 @@
-# Imported targets for a torch, that of Torch_DIR (a LibTorch without Python, or one that find_package(Torch) has found) or of
-# a Python interpreter: torch::headers, torch::cpu (what the operators need) and
-# torch::torch (all of LibTorch). torch's own CMake package wants a CUDA toolkit wherever torch was built with CUDA;
-# these targets do not. torch is located, not imported.
+# Imported targets for a torch: torch::headers, torch::cpu (what the operators need) and torch::torch (all of LibTorch). It is
+# that of Torch_DIR (a LibTorch without Python, or one that find_package(Torch) has found), of the interpreter
+# Python_EXECUTABLE, of the first folder in CMAKE_PREFIX_PATH that has one, or of a Python that is found. torch's own CMake
+# package wants a CUDA toolkit wherever torch was built with CUDA; these targets do not. torch is located, not imported.
 
 if(TARGET torch::torch)
   return()
 endif()
 
+if(NOT (TORCH_INSTALL_PREFIX OR Torch_DIR OR Python_EXECUTABLE))
+  find_file(fusedstep_torch_config TorchConfig.cmake PATHS ${CMAKE_PREFIX_PATH} ENV CMAKE_PREFIX_PATH
+            PATH_SUFFIXES Torch share/cmake/Torch NO_DEFAULT_PATH NO_CACHE)
+  if(fusedstep_torch_config)
+    cmake_path(GET fusedstep_torch_config PARENT_PATH Torch_DIR)
+  endif()
+endif()
+
 if(TORCH_INSTALL_PREFIX)
   set(fusedstep_torch_root "${TORCH_INSTALL_PREFIX}")
 elseif(Torch_DIR)
-  cmake_path(ABSOLUTE_PATH Torch_DIR OUTPUT_VARIABLE fusedstep_torch_root)
-  cmake_path(SET fusedstep_torch_root NORMALIZE "${fusedstep_torch_root}/../../..")
+  get_filename_component(fusedstep_torch_root "${Torch_DIR}/../../.." ABSOLUTE)
 else()
   find_package(Python 3.10 COMPONENTS Interpreter)
   set(fusedstep_torch_root)
@@ -27,7 +34,7 @@ if(NOT EXISTS "${fusedstep_torch_root}/lib/libtorch_cpu.so")
   message(
     FATAL_ERROR
       "torch was not found in '${fusedstep_torch_root}': set Python_EXECUTABLE to a Python with torch >= 2.11, or Torch_DIR "
-      "to the folder share/cmake/Torch of a LibTorch")
+      "to the folder share/cmake/Torch of a LibTorch, or have torch.utils.cmake_prefix_path in CMAKE_PREFIX_PATH")
 endif()
 file(STRINGS "${fusedstep_torch_root}/include/torch/headeronly/version.h" fusedstep_torch_version
      REGEX "define TORCH_VERSION_(MAJOR|MINOR) ")

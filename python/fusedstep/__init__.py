@@ -4,7 +4,9 @@
 >>> optimizer = optim.Lamb(model.parameters(), lr=1e-2)
 """
 
-from fusedstep import optim
+from typing import TYPE_CHECKING
+
+from fusedstep import _libraries, optim
 from fusedstep._ops import isa, isas
 from fusedstep._version import __version__
 from fusedstep.backward import step_in_backward
@@ -25,3 +27,17 @@ __all__ = [
     "step_in_backward",
     "verify",
 ]
+
+cmake_prefix_path: str
+"""The folder for CMake's ``CMAKE_PREFIX_PATH``, by which a C++ program finds fusedstep.
+
+The program adds ``torch.utils.cmake_prefix_path`` too. An ``AttributeError`` says what to do where
+this fusedstep was built without its CMake package.
+"""
+
+if not TYPE_CHECKING:  # else any name would be one of this module
+
+    def __getattr__(name: str) -> str:
+        if name == "cmake_prefix_path":
+            return _libraries.cmake_prefix_path()
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -45,6 +45,18 @@ def why_not_cuda() -> str | None:
     return None
 
 
+def cmake_prefix_path() -> str:
+    """The folder for CMake's ``CMAKE_PREFIX_PATH``, in which ``find_package(fusedstep)`` looks."""
+    folder = Path(__file__).parent / "share" / "cmake"
+    if not (folder / "fusedstep" / "fusedstepTargets.cmake").is_file():
+        raise AttributeError(
+            f"fusedstep has no cmake_prefix_path: its CMake package was not found in {folder}. "
+            "Install fusedstep with `pip install .`, or build it with `./run.sh build` in the "
+            "source tree."
+        )
+    return str(folder)
+
+
 def _cuda_package() -> Path | None:
     """The folder of the installed package ``fusedstep_cuda``, which is not imported."""
     spec = importlib.util.find_spec("fusedstep_cuda")

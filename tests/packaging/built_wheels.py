@@ -13,9 +13,14 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def run(*command: object, **options) -> str:
-    """Runs a command that does not see the checkout, and returns what it prints."""
+def run(*command: object, python: Path | None = None, **options) -> str:
+    """Runs a command that does not see the checkout, and returns what it prints.
+
+    ``python`` is the one that a command finds by that name.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if python:
+        environment["PATH"] = f"{python.parent}{os.pathsep}{environment['PATH']}"
     done = subprocess.run(
         [str(word) for word in command], capture_output=True, text=True, env=environment, **options
     )

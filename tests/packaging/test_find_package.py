@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+import fusedstep
 from pages import blocks
 
 HERE = Path(__file__).resolve().parent
@@ -88,6 +90,23 @@ def test_a_libtorch_without_python_is_found(tmp_path):
             *("-DPython_EXECUTABLE=/nowhere/python", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON"),
         )
         assert f"torch {torch.__version__.rpartition('.')[0]} in {libtorch}" in said
+
+
+def test_a_checkout_that_is_built_has_the_package(tmp_path):
+    """In place: with the library and the headers of the checkout. torch is the prefix's."""
+    prefixes = f"{torch.utils.cmake_prefix_path};{fusedstep.cmake_prefix_path}"
+    configure = ("cmake", "-S", HERE / "consumer", "-B", tmp_path, "-G", "Ninja")
+    run(*configure, f"-DCMAKE_PREFIX_PATH={prefixes}", "-DCMAKE_DISABLE_FIND_PACKAGE_Python=ON")
+    run("cmake", "--build", tmp_path)
+    run(tmp_path / "main")
+
+
+def test_a_package_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(fusedstep._libraries, "__file__", str(tmp_path / "_libraries.py"))
+    with pytest.raises(AttributeError, match=r"not found in \S+/share/cmake. Install fusedstep"):
+        _ = fusedstep.cmake_prefix_path
+    with pytest.raises(AttributeError, match="no attribute 'cmake_prefix'"):
+        _ = fusedstep.cmake_prefix
 
 
 def test_kernels_that_are_a_check_are_not_installed(tmp_path):

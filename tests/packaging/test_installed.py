@@ -1,6 +1,7 @@
 """The wheels in a fresh environment, with this torch and with the newest, without the checkout."""
 
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from built_wheels import ROOT, environment, run
+from pages import blocks
 
 NEWEST = ROOT / "build" / "newest-torch"
 
@@ -93,3 +95,13 @@ def test_a_part_of_the_laws_and_the_examples(installed, request, tmp_path):
     tests = [ROOT / "tests" / name for name in part]
     done = run(installed, "-c", TESTS, *options, *paths, *tests, cwd=tmp_path)
     assert re.search(r"^\d+ passed", done.splitlines()[-1]), done
+
+
+def test_a_cpp_program_takes_a_step(installed, tmp_path):
+    """By the commands of the page on C++. The program has torch of the environment alone."""
+    (commands,) = blocks(ROOT / "docs" / "cpp.md", "sh")
+    shutil.copytree(ROOT / "tests" / "packaging" / "consumer", tmp_path / "consumer")
+    said = run("bash", "-ec", commands, cwd=tmp_path / "consumer", python=installed)
+    folder = run(installed, "-c", "import torch; print(torch.__path__[0])").strip()
+    assert re.search(rf"^-- torch [\d.]+ in {re.escape(folder)}$", said, re.MULTILINE), said
+    run(tmp_path / "consumer" / "build" / "main")

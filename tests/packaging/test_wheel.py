@@ -41,7 +41,7 @@ def test_platform_of_a_wheel(wheel):
 
 
 def test_wheels_hold_a_package_and_its_libraries_only(wheel):
-    """The repaired ones have no OpenMP of their own either."""
+    """The libraries, and what C++ programs need. The repaired ones have no OpenMP of their own."""
     if "cuda" in wheel.name:
         library = "fusedstep_cuda/lib/libfusedstep_cuda.so"
         assert files(wheel) == {"fusedstep_cuda/__init__.py", library}
@@ -52,7 +52,12 @@ def test_wheels_hold_a_package_and_its_libraries_only(wheel):
     libraries = {"fusedstep/lib/libfusedstep.so"}
     if (package / "lib" / "_bind.abi3.so").is_file():
         libraries.add("fusedstep/lib/_bind.abi3.so")
-    assert files(wheel) == expected | libraries
+    include = ROOT / "include"
+    headers = {f"fusedstep/include/{path.relative_to(include)}" for path in include.rglob("*.h")}
+    config = ("Config", "ConfigVersion", "Targets", "Targets-release")
+    cmake = {f"fusedstep/share/cmake/fusedstep/fusedstep{name}.cmake" for name in config}
+    cmake.add("fusedstep/share/cmake/fusedstep/FusedstepTorch.cmake")
+    assert files(wheel) == expected | libraries | headers | cmake
 
 
 def test_kernels_of_cuda_go_with_one_version(wheels):
