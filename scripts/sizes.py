@@ -14,7 +14,7 @@ SUBJECTS = {
     "steps in the backward pass, offload": r"fusedstep/(backward|offload)|_arrivals",
     "converting, verifying, doctor, memory, other frameworks": (
         r"fusedstep/(convert|verify|doctor|_twin|_relatives|memory/|integrations/)"
-        r"|_foreign|_transformers_adamw|_(create|registry)\."
+        r"|_foreign|_transformers_adamw|/_(create|groups|names|patterns|presets|registry|roles)\."
     ),
     "steps in matrix products, factored moments, rows of tables": (
         r"adafactor|factored|matri|projec|galore|apollo|muon|musgd|came\.|low_rank|newton|rowwise"

@@ -134,6 +134,52 @@ def test_a_text_for_a_flag(case, text):
     unchanged.check()
 
 
+def flags_of(cls):
+    parameters = parameters_of(cls).values()
+    return [p.name for p in parameters if p.annotation in ("bool", "bool | None")]
+
+
+EVERY_CLASS = sorted({case.optimizer for case in PLAIN} | {optim.Muon, optim.MuSGD}, key=str)
+
+
+@pytest.mark.parametrize("cls", EVERY_CLASS)
+def test_names_for_a_flag(cls):
+    """As in ``use_muon=("bias", "norm")``, which Python takes for true."""
+    needed = {"momentum": 0.9} if "momentum" in parameters_of(cls) else {}
+    for name in flags_of(cls):
+        for value in (("bias", "norm"), ["bias"], {"bias": 1}):
+            with pytest.raises(TypeError, match=f"{name} must be a bool, not "):
+                cls([torch.zeros(2, 2)], **needed | {name: value})
+            optimizer = cls([torch.zeros(2, 2)], **needed)
+            with pytest.raises(TypeError, match=f"{name} must be a bool, not "):
+                optimizer.add_param_group({"params": [torch.zeros(2, 2)], name: value})
+            assert len(optimizer.param_groups) == 1
+
+
+TYPOS = {"weigth_decay": "weight_decay", "use_moun": "use_muon", "LR": "lr", "betsa": "betas"}
+TYPOS |= {"rnak": "rank", "maximise": "maximize", "momentums": "momentum"}
+#: Keys that others leave in groups, or that users read in a loop of their own.
+OF_OTHERS = ("lr_scale", "lr_mult", "wd_mult", "initial_lr", "is_expert_parallel", "name", "role")
+OF_OTHERS += ("weight_decay_end", "momentum_schedule", "use_muon_after", "apply_lr", "group_index")
+
+
+@pytest.mark.parametrize("cls", [*EVERY_CLASS, optim.GaLoreAdamW, optim.AdamW8bit])
+def test_keys_of_a_group_with_a_typo(cls):
+    for typo, option in TYPOS.items():
+        if option not in parameters_of(cls):
+            continue
+        optimizer = cls([torch.zeros(2, 2)])
+        group = {"params": [torch.zeros(2, 2)], typo: 0}
+        with pytest.raises(ValueError, match=f"'{typo}' of a group .* did you mean '{option}'"):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+        with pytest.raises(ValueError, match=f"'{typo}' of a group"):
+            cls([group])
+    own = dict.fromkeys(OF_OTHERS, 3) | {"what is this": "kept", 5: 6}
+    optimizer = cls([{"params": [torch.zeros(2, 2)]} | own])
+    assert own.items() <= optimizer.param_groups[0].items()
+
+
 @pytest.mark.parametrize(("case", "name"), NUMBERS)
 def test_no_number_at_all(case, name):
     if parameters_of(case.optimizer)[name].annotation == "float | None":

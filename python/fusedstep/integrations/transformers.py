@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,6 +12,8 @@ from torch import nn
 
 from fusedstep import optim
 from fusedstep.integrations._replaced import Replaced
+from fusedstep.optim._checks import did_you_mean
+from fusedstep.optim._roles import embeddings
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -112,7 +113,7 @@ def _choose(
     if low_rank:
         cls = _with_group(cls, _targets(name, args, model), ranks)
     elif name in _WITH_WIDE_EMBEDDINGS and model is not None:
-        cls = _with_group(cls, _embeddings(model), {"state_dtype": torch.float32})
+        cls = _with_group(cls, embeddings(model), {"state_dtype": torch.float32})
     if name != plain:
         if "max_grad_norm" in given:
             raise ValueError(f"optim={name!r} does not support max_grad_norm")
@@ -158,9 +159,10 @@ def _check(cls: _Class, options: Iterable[str], of_groups: list[str]) -> None:
     accepted = inspect.signature(cls).parameters.keys() - {"params"}
     for option in options:
         if option not in accepted:
-            near = difflib.get_close_matches(option, [*accepted, *of_groups])
-            advice = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
-            raise ValueError(f"optim_args: {cls.__name__} has no option {option!r}{advice}")
+            near = did_you_mean(option, [*accepted, *of_groups])
+            raise ValueError(
+                f"optim_args: {cls.__name__} has no option {option!r}{near and f': {near}'}"
+            )
 
 
 def _with_group(cls: _Class, chosen: set[int], options: dict[str, Any]) -> _Class:
@@ -182,11 +184,6 @@ def _split(groups: Iterable[dict[str, Any]], chosen: set[int], options: dict[str
         others = [weight for weight in group["params"] if id(weight) not in chosen]
         halves += [group | {"params": others}, group | options | {"params": taken}]
     return [half for half in halves if half["params"]]
-
-
-def _embeddings(model: nn.Module) -> set[int]:
-    modules = (each for each in model.modules() if isinstance(each, nn.Embedding))
-    return {id(weight) for module in modules for weight in module.parameters()}
 
 
 def _targets(name: str, args: TrainingArguments, model: nn.Module | None) -> set[int]:

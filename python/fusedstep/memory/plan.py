@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from fusedstep import optim
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
-from fusedstep.optim._create import find
+from fusedstep.optim._names import find
 from fusedstep.optim._projection import matrix_shape
 from fusedstep.optim._weights import BESIDE
 

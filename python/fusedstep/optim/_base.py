@@ -43,6 +43,7 @@ from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import NO_RESERVE, interrupted
+from fusedstep.optim._unknown import check_keys
 from fusedstep.optim._watched import WatchedState
 
 #: A closure's result.
@@ -89,6 +90,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if a training with int4 states ends near one with float32 states, as measured in
     #: docs/small_states.md. Otherwise int4 is warned of.
     _learns_in_int4: ClassVar[bool] = False
+    #: The codes of a class's states unless ``state_dtype`` is given.
+    _usual_codes: ClassVar[str | None] = None
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.
@@ -298,12 +301,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         self._groups = groups
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            check_keys(type(self), param_group)
         outside_graphs(super().add_param_group)(param_group)
         group = self.param_groups[-1]
         # Weights on the meta device may be given memory before the first step, which looks again.
         weights = [p for p in group["params"] if not p.is_meta]
         try:
-            check_options(group, self.defaults)
+            check_options(group, self._own_options | self.defaults)
             make_tuples(group)
             self._check_group(len(self.param_groups) - 1, group)
             self._is_native(group, weights)
@@ -604,7 +609,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             return ()
         try:
             if has_text(group):  # which float() might take
-                check_options(group, self.defaults)
+                check_options(group, self._own_options | self.defaults)
             if not plan:
                 if not (group.get("differentiable") or group.get("capturable")):
                     # Else autograd and graphs follow them.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -36,6 +37,12 @@ def _reads_as_number(value: Any) -> bool:
     except (TypeError, ValueError):
         return False
     return True
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question for those of the known names that are nearest to one; no text if none are."""
+    found = difflib.get_close_matches(name, list(known))
+    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
 
 
 def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: bool = True) -> None:
@@ -206,9 +213,8 @@ def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> N
 def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
     """Raises an option of a group that is of another kind than the default; its range may be any.
 
-    A number given as a text is one: float() would take it.
+    A number given as a text is one: float() would take it. ``defaults``: those of all options.
     """
-    defaults = OWN | defaults
     for name in defaults.keys() & group.keys():
         value, default = group[name], defaults[name]
         if name in _NONE_IS_NONE and value is None:
@@ -228,8 +234,16 @@ def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
             check_number(name, value)
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"Tensor {name} must be 1-element")
-        elif isinstance(value, str) and name in _NO_NUMBERS:
-            raise TypeError(f"{name} must not be a text: {value!r}")
+        elif name in _NO_NUMBERS:
+            check_flag(name, value)
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises a value that Python takes for true although it says something else."""
+    if isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must not be a text: {value!r:.60}")
+    if isinstance(value, (list, tuple, Mapping, Set)):
+        raise TypeError(f"{name} must be a bool, not {value!r:.60}")
 
 
 def check_floats(group: dict[str, Any], defaults: dict[str, Any], betas: int) -> None:

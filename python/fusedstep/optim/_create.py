@@ -1,11 +1,9 @@
-"""Optimizers by name, with groups with and without weight decay."""
+"""Makes an optimizer by its name, with the groups that it wants."""
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,59 +11,30 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep.optim._base import FusedOptimizer
+from fusedstep.optim._checks import did_you_mean
 from fusedstep.optim._foreign import FOREIGN
-
-
-def names() -> tuple[str, ...]:
-    """Returns the names that :func:`create` knows, sorted: those of the classes in lower case.
-
-    Low-bit classes are among them, such as ``"adamw8bit"``.
-
-    >>> "lamb" in optim.names()
-    True
-    """
-    return tuple(sorted(_classes()))
-
-
-def find(name: str) -> type[FusedOptimizer]:
-    """Returns the class of a name. Case, ``_`` and ``-`` do not matter.
-
-    Raises:
-        TypeError: ``name`` is no text.
-        ValueError: no class has the name; the text has those that are nearest.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a text, such as 'adamw', not {name!r}")
-    classes = _classes()
-    cls = classes.get(_plain(name))
-    if cls is None:
-        near = in_place_of(name) or _nearest(_plain(name), classes)
-        raise ValueError(f"no optimizer is named {name!r}: {near or f'names are {names()}'}")
-    return cls
-
-
-def in_place_of(name: str) -> str:
-    """Says what to write in place of bitsandbytes' name of a class, or one in another case."""
-    plain = _plain(name)
-    cls = _classes().get(plain.removeprefix("paged").removesuffix("32bit"))
-    if cls is None:
-        return ""
-    is_wide, is_paged = plain.endswith("32bit"), plain.startswith("paged")
-    wide = " with state_dtype=torch.float32" if is_wide else ""
-    paged = ", whose states are not paged: fusedstep.offload keeps them on the host"
-    return f"write {cls.__name__}{wide}{paged if is_paged else ''}"
+from fusedstep.optim._groups import DECIDING, Grouping, NoDecay, Rules, part_of
+from fusedstep.optim._names import find
+from fusedstep.optim._patterns import as_patterns, check_patterns, matches
 
 
 def create(
     name: str,
     params: torch.nn.Module | ParamsT,
     *,
-    no_decay: Sequence[str] = (),
+    no_decay: NoDecay | None = None,
+    others: Mapping[str, Any] | None = None,
+    rules: Rules | None = None,
     **options: Any,
 ) -> FusedOptimizer:
     """Returns the optimizer of a name for a model or parameters.
 
-    >>> optimizer = optim.create("adamw", model, lr=1e-3, no_decay=("bias", "norm"))
+    >>> optimizer = optim.create("adamw", model, lr=1e-3, no_decay="auto")
+    >>> optimizer = optim.create("muon", model, lr=0.02, others={"lr": 3e-4})
+
+    The weights of a model come into the groups that :func:`groups` makes for the optimizer: Muon's
+    and AdamW's, those with a rank, embeddings with float32 states beside states in codes, and those
+    with and without weight decay.
 
     Weights that ``no_decay`` matches have a group of their own, whose ``weight_decay`` is 0. A
     pattern matches a weight if a part of its name, between dots, contains it; so ``"norm"`` matches
@@ -80,92 +49,61 @@ def create(
         params (Module or iterable): a model, or what the class takes: parameters, named parameters
             or dicts that define groups. Weights of a model are named in errors and in groups
             (``param_names``)
-        no_decay (sequence of str, optional): patterns of names of weights without weight decay. It
-            needs names: a model or named parameters (default: none)
+        no_decay (sequence of str or "auto", optional): patterns of names of weights without weight
+            decay, which need names: a model or named parameters. ``"auto"``, for a model: those of
+            :func:`groups`. None is ``"auto"`` in Muon, MuSGD, GaLore and APOLLO, and ``()`` in
+            other optimizers (default: None)
+        others, rules: of :func:`groups`, for a model
         options: of the class; an option that it lacks is an error that names the nearest
 
     Raises:
-        TypeError: an option that the class lacks; ``name`` or a pattern is no text.
-        ValueError: the name is none of an optimizer; ``no_decay`` with weights without names; what
-            the class raises.
+        TypeError: an option that the class lacks; ``name`` or a pattern is no text; ``others``,
+            ``rules`` or ``no_decay="auto"`` without a model.
+        ValueError: the name is none of an optimizer; ``no_decay`` with weights without names, or
+            with a pattern that no weight matches; what :func:`groups` and the class raise.
     """
     cls = find(name)
     accepted = inspect.signature(cls).parameters
     for option in options.keys() - accepted.keys() - FOREIGN.keys():
-        near = _nearest(option, accepted)
+        near = did_you_mean(option, accepted)
         raise TypeError(f"{cls.__name__} has no option {option!r}{near and f': {near}'}")
-    # A text is a sequence of texts too.
-    if isinstance(no_decay, str) or not all(isinstance(each, str) for each in no_decay):
-        raise TypeError(
-            f"no_decay must be a sequence of texts, such as ('bias',), not {no_decay!r}"
-        )
-    kinds: dict[str, str] = {}
     if isinstance(params, torch.nn.Module):
-        if no_decay:
-            kinds = _kinds_of_modules(params)
-        params = list(params.named_parameters())
-    if no_decay:
-        patterns = tuple(each.lower() for each in no_decay)
-        params = [half for group in _groups(params) for half in _halves(group, patterns, kinds)]
+        if no_decay is None:
+            no_decay = "auto" if part_of(cls) else ()
+        deciding = {each: options[each] for each in DECIDING if each in options}
+        params = Grouping(cls, no_decay, others, rules, deciding).of(params)
+    elif others or rules or no_decay == "auto":
+        raise TypeError("others, rules and no_decay='auto' need a model: pass it for params")
+    elif patterns := as_patterns(no_decay or ()):
+        groups = _groups(params)
+        check_patterns(patterns, [([each], []) for group in groups for each in _names_of(group)])
+        params = [half for group in groups for half in _halves(group, patterns)]
     return cls(params, **options)
 
 
-def _classes() -> dict[str, type[FusedOptimizer]]:
-    exported = vars(sys.modules[__package__]).values()
-    return {
-        _plain(each.__name__): each
-        for each in exported
-        if isinstance(each, type)
-        and issubclass(each, FusedOptimizer)
-        and each is not FusedOptimizer
-    }
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(known))
-    return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
-
-
-def _kinds_of_modules(model: torch.nn.Module) -> dict[str, str]:
-    """Returns the class of the module that holds it, by each weight's name."""
-    return {
-        f"{prefix}.{name}" if prefix else name: type(module).__name__
-        for prefix, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-
-
 def _groups(params: ParamsT) -> list[dict[str, Any]]:
+    """Groups whose members are lists."""
     listed: list[Any] = list(params)
-    if listed and isinstance(listed[0], dict):
-        return listed
-    return [{"params": listed}]
+    if not (listed and isinstance(listed[0], dict)):
+        return [{"params": listed}]
+    return [
+        group | {"params": [members] if isinstance(members, Tensor) else list(members)}
+        for group in listed
+        for members in [group["params"]]
+    ]
 
 
-def _halves(
-    group: dict[str, Any], patterns: tuple[str, ...], kinds: dict[str, str]
-) -> list[dict[str, Any]]:
+def _names_of(group: dict[str, Any]) -> list[str]:
+    if any(isinstance(member, Tensor) for member in group["params"]):
+        raise ValueError("no_decay needs names: pass a model, or its named_parameters()")
+    return [name for name, _ in group["params"]]
+
+
+def _halves(group: dict[str, Any], patterns: tuple[str, ...]) -> list[dict[str, Any]]:
     """Returns those of a group with weight decay, and those without; no group is empty."""
-    members = group["params"]
     halves: tuple[list[Any], list[Any]] = [], []
-    for member in [members] if isinstance(members, Tensor) else members:
-        if isinstance(member, Tensor):
-            raise ValueError("no_decay needs names: pass a model, or its named_parameters()")
-        name, _ = member
-        halves[_matches(name, kinds.get(name, ""), patterns)].append(member)
+    for member in group["params"]:
+        halves[matches([member[0]], [], patterns)].append(member)
     with_decay, without = halves
     both = group | {"params": with_decay}, group | {"params": without, "weight_decay": 0.0}
     return [half for half in both if half["params"]]
-
-
-def _matches(name: str, kind: str, patterns: tuple[str, ...]) -> bool:
-    name = name.lower()
-    parts = [*name.split("."), kind.lower()]
-    return any(
-        pattern in name if "." in pattern else any(pattern in part for part in parts)
-        for pattern in patterns
-    )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim._checks import check_at_least_zero, check_number
+from fusedstep.optim._checks import check_at_least_zero, check_flag, check_number
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._newton_schulz import coefficients_of, usual_dtype
 from fusedstep.optim._sharded_matrices import Form, why_not_gathered
@@ -62,8 +62,7 @@ def check_muon_options(options: dict[str, Any]) -> None:
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
     for name in ("use_muon", "stacked", "cautious_decay", "normuon"):
-        if isinstance(options.get(name), str):
-            raise TypeError(f"{name} must not be a text: {options[name]!r:.40}")
+        check_flag(name, options.get(name))
     for name in ("momentum", "weight_decay"):
         check_at_least_zero(name, options[name])
     beta2 = options.get("beta2", MUON_OWN["beta2"])

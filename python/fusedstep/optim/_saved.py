@@ -114,7 +114,7 @@ def strays(states: Mapping[Any, Any], keys: Iterable[Iterable[Any]]) -> str:
 
 def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
     try:
-        check_options(saved, optimizer.defaults)
+        check_options(saved, optimizer._own_options | optimizer.defaults)
         weights = optimizer.param_groups[index]["params"]
         optimizer._check_group(index, optimizer.defaults | saved | {"params": weights})
     except (TypeError, ValueError) as error:

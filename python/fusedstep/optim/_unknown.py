@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
@@ -53,6 +54,36 @@ def unknown_options(
         for name, value in group.items()
         if name not in known and not _says_nothing(value) and not _is_default(name, value)
     ]
+
+
+def check_keys(cls: type[Optimizer], keys: Iterable[Any]) -> None:
+    """Raises a key of a group that is an option with a typo; all others are the user's own."""
+    own = options_of(cls) | cls._own_options.keys()
+    known = own | _NOTES | _OF_PARTS | FOREIGN.keys() | _of_any_class()
+    for key in keys:
+        if isinstance(key, str) and key not in known and (near := _misspelt(key, own)):
+            raise ValueError(
+                f"{key!r} of a group is no option of {cls.__name__}: did you mean {near!r}? "
+                "A key of your own needs a name that is less like an option's"
+            )
+
+
+def _misspelt(key: str, options: Set[str]) -> str | None:
+    """The option that a key is meant to be; None if the key is another word, or extends one."""
+    plain = key.lower().replace("-", "_")
+    for option in options:
+        if sorted(plain) == sorted(option):  # letters that have changed places
+            return option
+    for option in difflib.get_close_matches(plain, sorted(options), cutoff=0.8):
+        if option not in plain or len(plain) <= len(option) + 1:
+            return option
+    return None
+
+
+@functools.cache
+def _of_any_class() -> frozenset[str]:
+    """The options of all classes: groups that are meant for one may be another's."""
+    return frozenset().union(*map(options_of, classes))
 
 
 def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice: str) -> None:

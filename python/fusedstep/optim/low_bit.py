@@ -41,6 +41,7 @@ def _in_codes(kind: str) -> Callable[[_Class], _Class]:
             base.__init__(self, *args, **({"state_dtype": kind} | options))
 
         cls.__init__ = constructor
+        cls._usual_codes = kind
         cls.__doc__ = f"""{base.__name__} with states in codes: ``state_dtype="{kind}"``.
 
     Arguments are those of :class:`{base.__name__}`. ``foreach`` is taken and changes nothing.
@@ -109,6 +110,8 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
 
     The other arguments are those of :class:`GaLoreAdamW`.
     """
+
+    _usual_codes = "int8"
 
     def __init__(
         self,

@@ -1,0 +1,341 @@
+"""What each weight of a model is for: a matrix, an embedding, the head, a norm, …
+
+Classes of modules and models' own methods say so for most weights. Names and shapes are guesses,
+which a note tells.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+#: Each with its weights. Muon steps those of ``HIDDEN``; nothing decays those of ``UNDECAYED``.
+ROLES: dict[str, str] = {
+    "matrix": "of a linear layer",
+    "fused qkv": "query, key and value in one weight",
+    "fused kv": "key and value in one weight",
+    "fused gate": "gate and value of a gated layer in one weight",
+    "recurrent": "the gates of an LSTM or GRU in one weight",
+    "experts": "of experts, one by one or in one stack",
+    "stack": "three dimensions, in no module that is known",
+    "convolution": "filters",
+    "depthwise convolution": "one filter for each channel",
+    "first convolution": "patch embeddings, and the layer that reads the image",
+    "embedding": "rows that are looked up",
+    "tied embedding": "an embedding that is the head too",
+    "position": "tokens and positions that are parameters of a module",
+    "head": "the last layer",
+    "router": "chooses experts",
+    "LoRA": "low-rank weights of an adapter",
+    "norm": "of norms",
+    "bias": "biases",
+    "vector": "other weights of fewer than two dimensions",
+}
+
+HIDDEN = frozenset(
+    {"matrix", "fused qkv", "fused kv", "fused gate", "recurrent", "experts", "stack"}
+    | {"convolution"}
+)
+#: The equal blocks of rows of weights that are given such a role.
+PARTS = {"fused qkv": 3, "fused kv": 2, "fused gate": 2}
+UNDECAYED = frozenset({"norm", "bias", "vector", "position"})
+EMBEDDINGS = frozenset({"embedding", "tied embedding"})
+
+
+class Weight(NamedTuple):
+    """A weight of a model, and what it is for."""
+
+    name: str
+    weight: Tensor
+    modules: tuple[nn.Module, ...]
+    """That hold it: several, if it is tied."""
+    names: tuple[str, ...]
+    """In these modules, the first one first."""
+    role: str
+    parts: int = 1
+    """Of how many equal blocks of rows its matrices are, each a matrix of its own."""
+    guess: str = ""
+    """Why it has its role, where that was guessed."""
+    layout: str = ""
+    """What its blocks are, where that was guessed or is not seen to."""
+
+
+class _Found(NamedTuple):
+    role: str
+    parts: int = 1
+    guess: str = ""
+    layout: str = ""
+
+
+class _Place(NamedTuple):
+    """Where a weight is."""
+
+    path: tuple[str, ...]
+    """The parts of its module's name, without those that adapters put in."""
+    own: str
+    """Its name in the module."""
+    module: nn.Module
+
+
+#: Parts of names that peft, torch.compile and DDP put in.
+_WRAPPING = frozenset({"base_layer", "base_model", "modules_to_save", "original_module"}) | {
+    *("_orig_mod", "default", "module")
+}
+
+#: Names of last layers, in the order of preference.
+_HEADS = (
+    *("lm_head", "embed_out", "head", "heads", "classifier", "score", "qa_outputs", "fc", "fc_out"),
+    *("output_layer", "output", "out"),
+)
+
+_IS_POSITION = re.compile("embed|position|pos_|token|latent|prompt|register")
+_IS_ROUTER = re.compile("^(gate|gating|wg)$|router|expert_gate$")
+_IS_QKV = re.compile("qkv|^c_attn$|^query_key_value$")
+_IS_KV = re.compile("^(kv|to_kv|w_?kv|kv_proj)$")
+_IS_GATE = re.compile("gate_up|^(w12|w13|fc1|wi)$")
+_AFTER_GATE = re.compile("^(down_proj|w2|w3|fc2|wo)$")
+_AFTER_QKV = re.compile("^(o|o_proj|out_proj|proj|c_proj|dense|wo|to_out|out)$")
+
+_GATES: dict[str, int] = {"LSTM": 4, "GRU": 3}
+
+
+def roles_of(model: nn.Module) -> list[Weight]:
+    """Returns the weights of a model with their roles, in the order of ``named_parameters()``."""
+    places: dict[int, list[_Place]] = {}
+    names: dict[int, list[str]] = {}
+    for prefix, module in model.named_modules():
+        path = tuple(part for part in prefix.split(".") if part and part not in _WRAPPING)
+        for own, weight in module.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(id(weight), []).append(_Place(path, own, module))
+            names.setdefault(id(weight), []).append(f"{prefix}.{own}" if prefix else own)
+    judge = _Judge(model, places)
+    found = []
+    for name, weight in model.named_parameters():
+        of = judge.role_of(weight)
+        modules = tuple(place.module for place in places[id(weight)])
+        held = tuple(names[id(weight)])
+        found.append(Weight(name, weight, modules, held, *of))
+    return found
+
+
+def embeddings(model: nn.Module) -> set[int]:
+    """The id() of each weight that is an embedding, or tied to one."""
+    return {id(each.weight) for each in roles_of(model) if each.role in EMBEDDINGS}
+
+
+class _Judge:
+    """Finds roles; of neighbours it asks names and shapes."""
+
+    def __init__(self, model: nn.Module, places: Mapping[int, list[_Place]]) -> None:
+        self._places = places
+        weights = {id(weight): weight for weight in model.parameters()}
+        #: The sides (outputs, inputs) of linear layers and of stacks of experts, by path.
+        self._sides: dict[tuple[str, ...], tuple[int, int]] = {}
+        for key, at in places.items():
+            for path, own, module in at:
+                if weights[key].ndim in (2, 3) and "lora" not in own:
+                    path = path if own == "weight" else (*path, own)
+                    self._sides.setdefault(path, _sides_of(module, weights[key]))
+        self._has_experts = {
+            path[:cut]
+            for at in places.values()
+            for path, own, _ in at
+            for cut, part in enumerate((*path, own))
+            if "expert" in part and "gate" not in part
+        }
+        self._first = next(
+            (id(each.weight) for each in model.modules() if _is_convolution(each)), None
+        )
+        self._heads, self._guessed_head = _heads_of(model)
+
+    def role_of(self, weight: Tensor) -> _Found:
+        at = self._places[id(weight)]
+        path, own, module = at[0]
+        kinds = [type(place.module).__name__.lower() for place in at]
+        if "norm" in kinds[0] and "linear" not in kinds[0]:
+            return _Found("norm")
+        if weight.ndim < 2:
+            return _Found("bias" if own.endswith("bias") else "vector")
+        if any("lora_" in part for part in (*path, own)):
+            return _Found("LoRA")
+        held = zip(at, kinds, strict=True)
+        if any("embedding" in kind for place, kind in held if place.own == "weight"):
+            is_tied = id(weight) in self._heads or any("linear" in kind for kind in kinds)
+            return _Found("tied embedding" if is_tied else "embedding")
+        if id(weight) in self._heads:
+            guess = "guessed: the last linear layer outside of repeated blocks"
+            return _Found("head", guess=guess if self._guessed_head else "")
+        if isinstance(module, nn.modules.conv._ConvNd):
+            return self._of_convolution(path, module, weight)
+        if isinstance(module, nn.RNNBase):
+            return _Found("recurrent", _GATES.get(module.mode, 1))
+        if isinstance(module, nn.MultiheadAttention) and own == "in_proj_weight":
+            return _Found("fused qkv", 3)
+        if own != "weight" and _IS_POSITION.search(own):
+            return _Found("position")
+        return self._of_matrix(path if own == "weight" else (*path, own), module, weight)
+
+    def _of_convolution(self, path: tuple[str, ...], module: Any, weight: Tensor) -> _Found:
+        if module.groups > 1 and weight.shape[1] == 1:
+            return _Found("depthwise convolution")
+        if any("patch_embed" in part for part in path):
+            return _Found("first convolution")
+        if id(weight) == self._first:
+            return _Found("first convolution", guess="guessed: the first of the model")
+        return _Found("convolution", module.groups)
+
+    def _of_matrix(self, path: tuple[str, ...], module: nn.Module, weight: Tensor) -> _Found:
+        last = path[-1] if path else ""
+        is_router = any(map(_IS_ROUTER.search, (*path[-2:], type(module).__name__.lower())))
+        if weight.ndim == 2 and is_router and {path[:-1], path[:-2]} & self._has_experts:
+            return _Found("router")
+        is_expert = any("expert" in part for part in path)
+        if weight.ndim > 3:
+            return _Found(
+                "convolution", guess="guessed: all dimensions but the first are flattened"
+            )
+        fused = self._fused(path, last, _has_columns(module, weight))
+        if is_expert:
+            return (fused or _Found("experts"))._replace(role="experts")
+        if weight.ndim == 3:
+            return _Found("stack", guess="guessed: matrices of the last two dimensions")
+        if fused:
+            return fused
+        if _has_columns(module, weight):
+            return _Found("matrix", layout="[in, out]: the ratio of rows to columns is the inverse")
+        is_known = "linear" in type(module).__name__.lower()
+        guess = f"guessed: a parameter of {type(module).__name__}"
+        return _Found("matrix", guess="" if is_known or isinstance(module, _LINEAR) else guess)
+
+    def _fused(self, path: tuple[str, ...], last: str, in_columns: bool) -> _Found | None:
+        """What a weight is that several layers are in, by its name and its neighbours' shapes."""
+        outputs, inputs = self._sides.get(path, (0, 0))
+        if _IS_KV.search(last) and outputs % 2 == 0:
+            return _blocks("fused kv", 2, "k and v", in_columns, "by its name")
+        if _IS_GATE.search(last):
+            after, width = self._after(path, _AFTER_GATE)
+            if width and outputs == 2 * width:
+                why = f"by the {width} inputs of {after}"
+                return _blocks("fused gate", 2, "gate and value", in_columns, why)
+            return None
+        if not _IS_QKV.search(last):
+            return None
+        if last == "query_key_value":
+            return _Found("fused qkv", layout="rows of q, k and v may alternate: one matrix")
+        after, width = self._after(path, _AFTER_QKV)
+        if outputs == 3 * (width or inputs):
+            why = f"by the {width} inputs of {after}" if width else "by its sides"
+            return _blocks("fused qkv", 3, "q, k and v", in_columns, why)
+        if width and outputs > width and (outputs - width) % 2 == 0:
+            other = (outputs - width) // 2
+            rows = f"{width}, {other} and {other} rows"
+            layout = f"guessed by the {width} inputs of {after}: q, k, v of {rows} are one matrix"
+            return _Found("fused qkv", layout=layout)
+        return _Found(
+            "fused qkv",
+            layout="guessed by its name: one matrix, since nothing tells whose rows are whose",
+        )
+
+    def _after(self, path: tuple[str, ...], names: re.Pattern[str]) -> tuple[str, int]:
+        """The layer of such a name beside another one, and its inputs."""
+        for parent in (path[:-1], path[:-2]):
+            for other, (_, inputs) in self._sides.items():
+                below = other[len(parent) :]
+                is_near = other[: len(parent)] == parent and 1 <= len(below) <= 2
+                if is_near and other != path and any(names.search(part) for part in below):
+                    return ".".join(below), inputs
+        return "", 0
+
+
+def _blocks(role: str, parts: int, what: str, in_columns: bool, why: str) -> _Found:
+    if in_columns:
+        return _Found(role, layout=f"guessed {why}: {what} lie along columns, and are one matrix")
+    return _Found(role, parts, layout=f"guessed {why}: {what} are equal blocks of rows")
+
+
+_LINEAR = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+
+
+def _has_columns(module: nn.Module, weight: Tensor) -> bool:
+    """Returns whether a weight is [in, out], as in transformers' Conv1D."""
+    return weight.ndim == 2 and type(module).__name__ == "Conv1D"
+
+
+def _sides_of(module: nn.Module, weight: Tensor) -> tuple[int, int]:
+    *_, rows, columns = weight.shape
+    return (columns, rows) if _has_columns(module, weight) else (rows, columns)
+
+
+def _is_convolution(module: nn.Module) -> bool:
+    """Returns whether it may be the first one: not one of each channel alone."""
+    return isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1
+
+
+def _heads_of(model: nn.Module) -> tuple[set[int], bool]:
+    """The id() of each weight of the last layer, and whether it was guessed."""
+    found, is_told = set(), False
+    for module in model.modules():
+        for name in ("get_output_embeddings", "get_classifier"):
+            method = getattr(module, name, None)
+            if callable(method):
+                is_told = True
+                found |= {id(weight) for weight in _weights_of(method) if weight.ndim >= 2}
+    if found:
+        return found, False
+    blocks = tuple(_repeated(model))
+    linear = {
+        ".".join(part for part in path.split(".") if part not in _WRAPPING): module
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and not path.startswith(blocks)
+    }
+    for name in _HEADS:
+        named = [path for path in linear if path.rpartition(".")[2] == name]
+        if named:
+            return {id(linear[named[-1]].weight)}, False
+    if is_told or not linear:
+        return set(), False
+    return {id([*linear.values()][-1].weight)}, True
+
+
+def _weights_of(method: Callable[[], Any]) -> Iterable[Tensor]:
+    """The weights of the modules that a method of a model returns."""
+    try:
+        returned = method()
+    except (AttributeError, NotImplementedError, TypeError):  # it has none, or wants arguments
+        return []
+    modules = returned if isinstance(returned, (list, tuple)) else [returned]
+    return [
+        weight
+        for module in modules
+        if isinstance(module, nn.Module)
+        for weight in module.parameters()
+    ]
+
+
+def _repeated(model: nn.Module) -> Iterable[str]:
+    """The beginnings of names in modules of which a parent has several of a class."""
+    for prefix, module in model.named_modules():
+        children = [each for each in module.named_children() if any(each[1].children())]
+        count = Counter(type(child) for _, child in children)
+        for name, child in children:
+            if count[type(child)] > 1:
+                yield f"{prefix}.{name}." if prefix else f"{name}."
+
+
+def own_undecayed(model: nn.Module) -> set[str]:
+    """The names of weights that a model itself wants not to decay, as those of timm say."""
+    found = set()
+    for prefix, module in model.named_modules():
+        method = getattr(module, "no_weight_decay", None)
+        told = method() if callable(method) else ()
+        found |= {f"{prefix}.{name}" if prefix else name for name in told if isinstance(name, str)}
+    return found
+
+
+def is_flat(weight: Tensor, modules: Iterable[nn.Module]) -> bool:
+    """Returns whether a weight of three dimensions is one matrix: filters along one dimension."""
+    return weight.ndim == 3 and any(isinstance(each, nn.modules.conv._ConvNd) for each in modules)
