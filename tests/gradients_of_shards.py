@@ -119,28 +119,52 @@ def matrices_without_gradients_in_all_processes_stay(here):
                 assert (local(weight).detach() == 1).all() == (index in lost)
 
 
-def a_gradient_that_is_not_finite_stops_all_processes_alike(here):
+def subjects_of(here):
+    """Shards with an optimizer, and arguments of its steps."""
     for make, options in STEPS:
-        for bad in (math.nan, math.inf):
-            _, spread = here.subjects(Shard(0))
-            optimizer = make(spread)
+        _, spread = here.subjects(Shard(0))
+        yield spread, make(spread), options
+    for fused in (None, False):
+        yield *matrices_of(here, fused), {}
+    for cls in (optim.GaLoreAdamW, optim.APOLLOAdamW):
+        spread, _ = matrices_of(here, None)
+        yield spread, cls([{"params": spread[:2], "rank": 2}, {"params": spread[2:]}]), {}
+
+
+def steps_with_bad_gradients(here):
+    """Optimizers after a step: one process now has a bad gradient of the first weight."""
+    for bad in (math.nan, math.inf):
+        for spread, optimizer, options in subjects_of(here):
             optimizer.step(**options)
             before = [local(weight).detach().clone() for weight in spread]
             if here.rank == 1:
                 local(spread[0].grad).view(-1)[0] = bad
             local(spread[1].grad).fill_(bad)
-            with pytest.raises(
-                RuntimeError, match="gradient of parameter 0 of group 0 is"
-            ) as raised:
-                optimizer.step(**options, error_if_nonfinite=True)
-            messages = [None, None]
-            torch.distributed.all_gather_object(messages, str(raised.value))
-            assert messages[0] == messages[1]
+            yield optimizer, options
             for weight, kept in zip(spread, before, strict=True):
                 assert_same_bits(local(weight).detach(), kept, "weight")
 
 
+def a_gradient_that_is_not_finite_stops_all_processes_alike(here):
+    text = "gradient of parameter 0 of group 0 is not finite"
+    for optimizer, options in steps_with_bad_gradients(here):
+        with pytest.raises(RuntimeError, match=text) as raised:
+            optimizer.step(**options, error_if_nonfinite=True)
+        messages = [None, None]
+        torch.distributed.all_gather_object(messages, str(raised.value))
+        assert messages[0] == messages[1]
+
+
+def a_gradient_that_is_not_finite_has_all_processes_skip(here):
+    for optimizer, options in steps_with_bad_gradients(here):
+        for group in optimizer.param_groups:
+            group["skip_nonfinite"] = True
+        optimizer.step(**options)
+        assert optimizer.skipped_steps == 1
+
+
 WORKS = (
+    a_gradient_that_is_not_finite_has_all_processes_skip,
     a_gradient_that_is_not_finite_stops_all_processes_alike,
     a_gradient_of_one_process_is_refused_by_name,
     gradients_that_all_processes_lack_change_nothing,

@@ -257,6 +257,7 @@ def test_an_error_of_a_step_comes_out_of_the_backward_pass():
         ({}, {"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb value: nan"),
         ({}, {"max_previous_norm": -1.0}, ValueError, "max_previous_norm value: -1"),
         ({"max_grad_norm": 1.0}, {}, RuntimeError, "max_previous_norm=…"),
+        ({"skip_nonfinite": True}, {}, RuntimeError, "skip_nonfinite needs all gradients"),
         ({"differentiable": True}, {}, RuntimeError, "`differentiable`"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else None,
@@ -289,10 +290,13 @@ def test_limits_that_come_later_are_refused():
     with pytest.raises(RuntimeError, match=r"step\(max_norm=…\)"):
         optimizer.step(max_norm=1.0)
     before = [p.clone() for p in model.parameters()]
-    optimizer.param_groups[0]["max_grad_norm"] = 1.0
-    with pytest.raises(RuntimeError, match="max_grad_norm needs the gradients of all weights"):
-        backward(model, batches(1)[0])
-    assert_same(list(model.parameters()), before)
+    for name, value in (("max_grad_norm", 1.0), ("skip_nonfinite", True)):
+        optimizer.param_groups[0][name] = value
+        with pytest.raises(RuntimeError, match=f"{name} needs the gradients of all weights"):
+            backward(model, batches(1)[0])
+        assert_same(list(model.parameters()), before)
+        del optimizer.param_groups[0][name]
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("fused", [True, None])

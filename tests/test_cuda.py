@@ -154,6 +154,29 @@ def test_a_scalers_step_divides_by_the_scale_or_is_left_out(case):
 
 
 @needs_cuda
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_a_step_with_gradients_that_are_not_finite_is_left_out_without_a_wait(case):
+    _, params, optimizer, twins = subjects(case, torch.float32)
+    for group in optimizer.param_groups:
+        group["skip_nonfinite"] = True
+    for step, value in ((1, 1.0), (2, torch.nan), (3, torch.inf), (4, 1.0)):
+        set_gradients(params, twins, step)
+        twins[2].grad[0, 0] = value
+        before = [twin.detach().clone() for twin in twins]
+        torch.cuda.set_sync_debug_mode("error" if step > 1 else "default")
+        try:
+            optimizer.step(max_norm=1.0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        for twin, kept in zip(twins, before, strict=True):
+            if value != 1:
+                assert_same_bits(twin.detach(), kept, "a weight of a step that was left out")
+            assert twin.isfinite().all()
+    assert optimizer.skipped_steps == 2
+    assert_counts(case, optimizer, twins, [2] * len(twins))
+
+
+@needs_cuda
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_step_neither_waits_nor_allocates(case):
     _, params, optimizer, twins = subjects(case, torch.float32)

@@ -1,4 +1,4 @@
-"""Steps whose gradients hold NaN or infinity: the error that names the weight."""
+"""Steps whose gradients hold NaN or infinity: an error that names the weight, or no step."""
 
 import copy
 import functools
@@ -11,6 +11,7 @@ import fusedstep
 import test_composites
 from cases import PLAIN, thinned
 from fusedstep import optim
+from fusedstep.optim._registry import classes
 from stepping import assert_same_bits, assert_same_contents, contents
 from test_one_pass import MODES, build, params_of
 
@@ -124,3 +125,135 @@ def test_an_offloaded_optimizer_names_the_weight():
     with pytest.raises(RuntimeError, match=r"gradient of parameter 'weight' is not finite"):
         optimizer.step(error_if_nonfinite=True)
     assert_same_contents(model.state_dict(), before)
+
+
+# ---- skip_nonfinite ------------------------------------------------------------------------------
+
+
+def skipping(make, skips=True):
+    """The optimizer of a subject, with the option."""
+    optimizer = make()
+    for group in optimizer.param_groups:
+        group["skip_nonfinite"] = skips
+    return optimizer
+
+
+@EACH
+@pytest.mark.parametrize("value", BAD.values(), ids=BAD)
+def test_a_step_that_is_skipped_writes_nothing_and_is_counted(make, value):
+    optimizer = skipping(make)
+    spoil(optimizer, 1, value)
+    before, grads = contents(optimizer), grads_of(optimizer)
+    optimizer.step()
+    assert_same_contents(contents(optimizer), before)
+    assert_grads(optimizer, grads)
+    assert optimizer.step(max_norm=1.0).isnan() == math.isnan(value)
+    assert_grads(optimizer, grads)
+    optimizer.step(zero_grad="none")
+    assert all(param.grad is None for param in params_of(optimizer))
+    assert_same_contents(contents(optimizer), before)
+    assert optimizer.skipped_steps == 3
+
+
+@EACH
+def test_other_steps_are_as_without_the_option(make):
+    expected, optimizer = make(), skipping(make)
+    grads = grads_of(optimizer)
+    spoil(optimizer, 2, math.nan)
+    optimizer.step()
+    for arguments in ({}, {"max_norm": 0.5}, {}):
+        for each in (expected, optimizer):
+            for param, grad in zip(params_of(each), grads, strict=True):
+                param.grad = grad.clone()
+            each.step(**arguments)
+        assert_same_contents(contents(optimizer), contents(expected))
+    assert (optimizer.skipped_steps, expected.skipped_steps) == (1, 0)
+
+
+@pytest.mark.parametrize("cls", classes, ids=lambda cls: cls.__name__)
+def test_every_class_takes_the_option(cls):
+    assert cls([torch.ones(4, 4)], skip_nonfinite=True).param_groups[0]["skip_nonfinite"] is True
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_option_is_one_for_all_groups_and_is_saved_if_it_was_set(case):
+    params = [torch.nn.Parameter(torch.ones(3, 3)) for _ in range(2)]
+    plain = case.build(params)
+    assert "skip_nonfinite" not in plain.param_groups[0]
+    assert "skip_nonfinite" not in plain.state_dict()["param_groups"][0]
+    groups = [{"params": params[:1], "skip_nonfinite": True}, {"params": params[1:]}]
+    with pytest.raises(ValueError, match="skip_nonfinite must be the same in all groups"):
+        case.build(groups)
+    optimizer = case.build(params, skip_nonfinite=True)
+    saved = optimizer.state_dict()
+    assert saved["param_groups"][0]["skip_nonfinite"] is True
+    optimizer.load_state_dict(plain.state_dict())  # which has no such key
+    assert optimizer.param_groups[0]["skip_nonfinite"] is True
+    plain.load_state_dict(saved)
+    assert plain.param_groups[0]["skip_nonfinite"] is True
+    if case.namesake is not None:
+        case.build_namesake(params).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("fused", [True, None, False])
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_beside_a_scaler(case, fused):
+    optimizer = skipping(lambda: build(case, torch.float32, "fused")[0])
+    for group in optimizer.param_groups:
+        group["fused"] = fused
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    spoil(optimizer, 2, math.inf)
+    before = contents(optimizer)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same_contents(contents(optimizer), before)
+    assert scaler.get_scale() == 2.0
+    # Without fused=True the scaler does not call the step.
+    assert optimizer.skipped_steps == int(optimizer._step_supports_amp_scaling)
+    spoil(optimizer, 2, 1.0)
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    assert contents(optimizer).keys() == before.keys()
+    assert any(not torch.equal(value, before[name]) for name, value in contents(optimizer).items())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"master_weights": True}, {"rounding": "stochastic"}, {"state_dtype": "int8"}],
+    ids=str,
+)
+def test_master_copies_codes_and_compensations_stay(options):
+    param = torch.nn.Parameter(torch.ones(5000, dtype=torch.bfloat16))
+    optimizer = optim.AdamW([param], skip_nonfinite=True, **options)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = {name: torch.as_tensor(value).clone() for name, value in contents(optimizer).items()}
+    param.grad[4321] = math.nan
+    optimizer.step()
+    assert_same_contents(contents(optimizer), before)
+    assert optimizer.skipped_steps == 1
+
+
+def test_an_offloaded_optimizer_skips():
+    model = torch.nn.Linear(3, 2)
+    inner = optim.AdamW(model.parameters(), skip_nonfinite=True)
+    optimizer = fusedstep.offload(inner, overlap=False)
+    before = copy.deepcopy(model.state_dict())
+    model(torch.full((1, 3), math.nan)).sum().backward()
+    optimizer.step()
+    assert_same_contents(model.state_dict(), before)
+    assert optimizer.skipped_steps == 1
+
+
+@pytest.mark.parametrize("compiler", ["eager"])
+def test_a_compiled_step_skips(compiler):
+    param = torch.nn.Parameter(torch.ones(5))
+    optimizer = optim.AdamW([param], skip_nonfinite=True)
+    step = torch.compile(optimizer.step, backend=compiler)
+    for value, skipped in ((1.0, 0), (math.nan, 1), (1.0, 1)):
+        param.grad = torch.full_like(param, value)
+        step()
+        assert optimizer.skipped_steps == skipped
+    assert param.isfinite().all()
+    assert optimizer.state[param]["step"] == 2

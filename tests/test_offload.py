@@ -334,6 +334,7 @@ def test_what_does_not_fit_is_refused(device, monkeypatch):
         ({}, {"max_previous_norm": -1.0}, ValueError, "max_previous_norm value: -1"),
         ({}, {"overlap": False, "max_previous_norm": 1.0}, ValueError, "max_previous_norm is for"),
         ({"max_grad_norm": 1.0}, {}, RuntimeError, "max_grad_norm.*overlap=False"),
+        ({"skip_nonfinite": True}, {}, RuntimeError, "skip_nonfinite.*overlap=False"),
         ({"differentiable": True}, {}, RuntimeError, "`differentiable`"),
         ({"capturable": True}, {}, RuntimeError, "`capturable`"),
     ],

@@ -139,7 +139,7 @@ def test_has_the_signature_of_the_namesake(name):
         [(p.name, p.kind, p.default) for p in signature.values()] for signature in parameters
     ]
     shared = {"fused": None, "state_dtype": None, "master_weights": False, "rounding": None}
-    shared |= {"seed": 0, "max_grad_norm": None}
+    shared |= {"seed": 0, "max_grad_norm": None, "skip_nonfinite": False}
     assert shared.items() <= ours._own_options.items()
     assert name in COMPOSITES or shared == ours._own_options
     own = {k: v for k, v in ours._own_options.items() if k not in shared} | shared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from types import TracebackType
 from typing import Any
 
@@ -55,11 +54,12 @@ def step_in_backward(
         TypeError: if the optimizer is not one of ours, or ``accumulation_steps`` is no int.
         ValueError: if an argument is out of range.
         RuntimeError: for what needs all gradients at once or other processes' gradients:
-            ``max_grad_norm``, ``differentiable``, a second ``step_in_backward``, weights that are
-            on several processes and no DTensors (DistributedDataParallel averages their gradients
-            after they were stepped), and DTensors of optimizers that take norms of weights. At
-            ``optimizer.step()``: for ``max_norm``, ``error_if_nonfinite`` and a GradScaler, which
-            learns of infinite gradients when weights have been stepped.
+            ``max_grad_norm``, ``skip_nonfinite``, ``differentiable``, a second
+            ``step_in_backward``, weights that are on several processes and no DTensors
+            (DistributedDataParallel averages their gradients after they were stepped), and DTensors
+            of optimizers that take norms of weights. At ``optimizer.step()``: for ``max_norm``,
+            ``error_if_nonfinite`` and a GradScaler, which learns of infinite gradients when weights
+            have been stepped.
 
     Example::
 
@@ -75,10 +75,11 @@ def step_in_backward(
 
 
 def _refuse(optimizer: FusedOptimizer) -> None:
-    if optimizer._max_grad_norm() < math.inf:
+    if name := optimizer._needs_whole_norm():
+        way = "step_in_backward(…, max_previous_norm=…), or " if name == "max_grad_norm" else ""
         raise RuntimeError(
-            "max_grad_norm needs all gradients before the first step: use "
-            "step_in_backward(…, max_previous_norm=…), or steps after the backward pass"
+            f"{name} needs all gradients before the first step: use {way}steps after the backward "
+            "pass"
         )
     apart = torch.distributed.is_available() and torch.distributed.is_initialized()
     apart = apart and torch.distributed.get_world_size() > 1

@@ -59,8 +59,8 @@ def offload(
             ``backward()``. None: any number; gradients stay until ``step()``, which copies and
             steps bucket by bucket. A GradScaler and ``clip_grad_norm_`` need that (default: 1)
         overlap: step during the backward pass. False copies gradients then, and steps in
-            ``step()``, which takes ``max_norm`` then. Groups with ``max_grad_norm`` need False
-            (default: True)
+            ``step()``, which takes ``max_norm`` then. Groups with ``max_grad_norm`` or
+            ``skip_nonfinite`` need False (default: True)
         max_previous_norm: clip by the norm of the iteration before, as
             :func:`fusedstep.step_in_backward` does (default: None)
 
@@ -68,9 +68,9 @@ def offload(
         TypeError: if the optimizer is not one of ours.
         ValueError: if an argument is out of range, or a weight is a DTensor, complex, or on
             another device than the others.
-        RuntimeError: for ``max_grad_norm`` with ``overlap``, and for ``capturable`` and
-            ``differentiable``. At ``step()``: for ``max_norm`` and ``error_if_nonfinite`` with
-            ``overlap``.
+        RuntimeError: for ``max_grad_norm`` and ``skip_nonfinite`` with ``overlap``, and for
+            ``capturable`` and ``differentiable``. At ``step()``: for ``max_norm`` and
+            ``error_if_nonfinite`` with ``overlap``.
         MemoryError: if the host has less memory than weights, gradients and states need; nothing
             has moved by then.
 
@@ -86,10 +86,10 @@ def offload(
     if torch.device(device).type != "cpu":
         raise ValueError(f"device must be 'cpu', not {str(device)!r}")
     norm = PreviousNorm(max_previous_norm)
-    if overlap and optimizer._max_grad_norm() < math.inf:
+    if overlap and (name := optimizer._needs_whole_norm()):
+        way = ", or max_previous_norm in its place" if name == "max_grad_norm" else ""
         raise RuntimeError(
-            "max_grad_norm needs all gradients before the first step: give overlap=False, or "
-            "max_previous_norm in its place"
+            f"{name} needs all gradients before the first step: give overlap=False{way}"
         )
     if not overlap and max_previous_norm is not None:
         raise ValueError(
@@ -234,6 +234,11 @@ class OffloadedOptimizer(Optimizer):
         self._finish()
         self._arrivals.remove()
         self._worker.shutdown()
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps that ``skip_nonfinite=True`` has left out since this optimizer was made."""
+        return self._inner.skipped_steps
 
     # Groups and states
 

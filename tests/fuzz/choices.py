@@ -59,7 +59,7 @@ CODES = ("int8", "int4", "fp8")
 BFLOAT16_WAYS = ({"master_weights": "split"}, {"rounding": "kahan"}, {"rounding": "stochastic"})
 
 #: Options without a value that is the same for all groups, or that the states depend on.
-ONLY_AT_FIRST = {"variant", "max_grad_norm", "differentiable", *WAYS}
+ONLY_AT_FIRST = {"variant", "max_grad_norm", "skip_nonfinite", "differentiable", *WAYS}
 
 #: Arguments that a constructor needs beside an option that is set.
 NEEDS = {"nesterov": {"momentum": 0.9, "dampening": 0.0}}

@@ -37,7 +37,7 @@ ANY = "any"
 NOT_IN_FORMULAS = {
     "params", "foreach", "capturable", "differentiable", "fused", "state_dtype", "master_weights",
     "rounding", "seed",
-    "keep_grad", "max_grad_norm",
+    "keep_grad", "max_grad_norm", "skip_nonfinite",
 }  # fmt: skip
 
 #: The epsilon that torch.nn.utils.clip_grad_norm_ adds to the norm that it divides by.

@@ -34,7 +34,7 @@ from fusedstep.optim._hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
 from fusedstep.optim._lists import init_group
 from fusedstep.optim._loading import LoadsStates
-from fusedstep.optim._nonfinite import check_norm
+from fusedstep.optim._nonfinite import SkippedSteps, check_norm
 from fusedstep.optim._options import OWN, own_option, without_unset
 from fusedstep.optim._plan import Bucket, GradUse, Work, same
 from fusedstep.optim._registry import classes, register
@@ -251,6 +251,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
         return max(norms, default=math.inf)
 
+    def _skips_nonfinite(self) -> bool:
+        """Returns whether steps are left out whose gradients have no finite norm."""
+        given = {bool(own_option(group, "skip_nonfinite")) for group in self._groups}
+        if len(given) > 1:
+            raise ValueError("skip_nonfinite must be the same in all groups")
+        return True in given
+
+    def _needs_whole_norm(self) -> str | None:
+        """Returns the name of an option that takes the norm of all gradients before a step."""
+        if self._max_grad_norm() < math.inf:
+            return "max_grad_norm"
+        return "skip_nonfinite" if self._skips_nonfinite() else None
+
     def _grad_norm_eps(self) -> float:
         """Returns what the norm is raised by before the division, as by clip_grad_norm_."""
         return EPSILON
@@ -312,7 +325,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             make_tuples(group)
             self._check_group(len(self.param_groups) - 1, group)
             self._is_native(group, weights)
-            self._max_grad_norm()
+            self._needs_whole_norm()
         except (RuntimeError, TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -496,7 +509,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
         own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
-        asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite)
+        skips = self._skips_nonfinite()
+        asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite, skips)
         spread = self._spread_weights() if asked.is_norm else None
         factors = factors_of(work, scaler, asked, spread)
         if error_if_nonfinite:
@@ -513,6 +527,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             untreated = [pair for item in work for pair in item.pairs()]
         else:
             untreated = self._update_groups(work, factors, zero_grad)
+        if skips:
+            self._skipped.add(factors)
         if zero_grad == "none":
             for item in work:
                 for weight in item.weights:
@@ -522,6 +538,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
         return norm
+
+    @functools.cached_property
+    def _skipped(self) -> SkippedSteps:
+        return SkippedSteps()
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps that ``skip_nonfinite=True`` has left out since this optimizer was made.
+
+        Of them are those that a GradScaler has the optimizer leave out, by ``fused=True``. A device
+        counts its own, and reading the number waits for it. No dictionary holds the number.
+        """
+        return self._skipped.count()
 
     def _begin_step(self) -> None:
         if "_loading" in self.__dict__:
@@ -534,9 +563,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         ``clip``: a factor of the gradients; their norm without it is returned, else inf.
         """
         self._begin_step()
-        if self._max_grad_norm() < math.inf:
+        if name := self._needs_whole_norm():
             raise RuntimeError(
-                "max_grad_norm needs the gradients of all weights, of which a step in the backward "
+                f"{name} needs the gradients of all weights, of which a step in the backward "
                 "pass has a bucket"
             )
         work, factors = self._bind_groups(bucket), PLAIN

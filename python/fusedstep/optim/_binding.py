@@ -133,9 +133,9 @@ class BindsGroups:
         return Plan(weights, states, counts, **of)
 
     def _may_be_skipped(self) -> bool:
-        """Returns whether a number on a device tells if a step is skipped."""
+        """Returns whether a number on a device may tell if a step is skipped."""
         found_inf = getattr(self, "found_inf", None)
-        return found_inf is not None and not found_inf.is_cpu
+        return (found_inf is not None and not found_inf.is_cpu) or self._skips_nonfinite()
 
     # The operands of a step
 

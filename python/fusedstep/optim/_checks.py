@@ -306,6 +306,7 @@ _NO_NUMBERS = frozenset(
         "maximize",
         "nesterov",
         "no_prox",
+        "skip_nonfinite",
         "state_dtype",
     }
 )

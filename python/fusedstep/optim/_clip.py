@@ -32,11 +32,14 @@ class Asked(NamedTuple):
     """What the optimizer adds to it."""
     raises: bool
     """Whether a norm that is not finite is an error."""
+    skips: bool
+    """Whether a step with such a norm is left out."""
 
     @property
     def is_norm(self) -> bool:
         """Whether the step needs it at all."""
-        return self.max_norm is not None or self.own_max_norm < math.inf or self.raises
+        clips = self.max_norm is not None or self.own_max_norm < math.inf
+        return clips or self.raises or self.skips
 
 
 def factors_of(
@@ -51,7 +54,7 @@ def factors_of(
     processes, where there is a norm.
     """
     found_inf, scale = scaler
-    max_norm, own_max_norm, own_eps, _ = asked
+    max_norm, own_max_norm, own_eps, *_ = asked
     if found_inf is None and scale is None and not asked.is_norm:
         return PLAIN
     if _is_on_device(work):
@@ -61,6 +64,8 @@ def factors_of(
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
     if asked.is_norm:
         left = norm = _grad_norm(work, spread) * factor
+        if asked.skips and not math.isfinite(norm):
+            return Factors(norm=norm, is_skipped=True)
         if max_norm is not None and not (part := max_norm / (norm + EPSILON)) >= 1:
             factor, left = factor * part, left * part
         left += own_eps
@@ -89,7 +94,7 @@ def _on_device(
 ) -> Factors:
     """The same without waiting for a device."""
     device = work[0].plan.device
-    max_norm, own_max_norm, own_eps, _ = asked
+    max_norm, own_max_norm, own_eps, *_ = asked
     factor: float | Tensor = 1.0
     clip: float | Tensor = 1.0
     norm: float | Tensor = math.inf
@@ -112,6 +117,8 @@ def _on_device(
         found_inf = found_inf.to(device)
         if isinstance(norm, Tensor):
             norm = torch.where(found_inf != 0, math.inf, norm)
+    if asked.skips:
+        found_inf = (norm < math.inf).logical_not().to(torch.float32)
     return Factors(factor, clip, norm, found_inf)
 
 

@@ -6,7 +6,6 @@ a plan is nothing that a compiler could follow.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ def trace_update(optimizer: Optimizer) -> bool:
         return False
     if any(getattr(optimizer, name, None) is not None for name in ("found_inf", "grad_scale")):
         return False
-    if optimizer._max_grad_norm() < math.inf:
+    if optimizer._needs_whole_norm():
         return False
     name, work = optimizer._name, []
     compiles = torch.compiler.is_compiling()

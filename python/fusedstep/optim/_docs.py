@@ -57,6 +57,11 @@ max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all
     together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
     leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
     ``step(max_norm=...)`` clips before it (default: None)""",
+    "skip_nonfinite": """\
+skip_nonfinite (bool, optional): leaves a step out if the 2-norm of the gradients, those of
+    all groups together, is NaN or infinite: weights, states and step counts stay as they
+    are, and :attr:`skipped_steps` counts the step. It is one value for all groups
+    (default: False)""",
 }
 
 _WEIGHTS = """\

@@ -44,7 +44,7 @@ class Factors(NamedTuple):
     @property
     def of_others(self) -> float | Tensor:
         """Returns the factor of those gradients that the step does not multiply."""
-        if self.found_inf is None:
+        if self.found_inf is None or is_one(self.grad):
             return self.grad
         return torch.where(self.found_inf != 0, 1.0, self.grad)
 

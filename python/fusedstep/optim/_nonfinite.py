@@ -1,4 +1,4 @@
-"""Gradients that are not finite: which weight has one."""
+"""Gradients that are not finite: which weight has one, and how many steps they left out."""
 
 from __future__ import annotations
 
@@ -13,6 +13,27 @@ from fusedstep.optim._dtensor import local
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._plan import Work
 from fusedstep.optim._spread import SpreadWeights, in_real_numbers, place_of
+
+
+class SkippedSteps:
+    """A count of steps that were left out, on a device where the host does not know of them."""
+
+    def __init__(self) -> None:
+        self._here = 0
+        self._there: Tensor | None = None
+
+    def add(self, factors: Factors) -> None:
+        """Takes note of a step with these factors, without waiting for a device."""
+        self._here += factors.is_skipped
+        if factors.found_inf is None:
+            return
+        if self._there is None:
+            self._there = torch.zeros_like(factors.found_inf, dtype=torch.float64)
+        # In place: a captured graph counts as well.
+        self._there += factors.found_inf.to(self._there.device)
+
+    def count(self) -> int:
+        return self._here + (0 if self._there is None else int(self._there.item()))
 
 
 def not_finite(tensor: Tensor) -> bool:

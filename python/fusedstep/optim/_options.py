@@ -15,6 +15,7 @@ OWN: dict[str, Any] = {
     "rounding": None,
     "seed": 0,
     "max_grad_norm": None,
+    "skip_nonfinite": False,
 }
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -153,6 +152,7 @@ class Adafactor(FusedOptimizer):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
         clip_threshold: float | None = None,
         decay_rate: float | None = None,
         beta1: float | None = None,
@@ -304,7 +304,7 @@ class Adafactor(FusedOptimizer):
             or len(groups) != len(noted)
             or "_loading" in self.__dict__
             or torch._C._len_torch_dispatch_stack()
-            or self._max_grad_norm() < math.inf
+            or self._needs_whole_norm()
             or any(getattr(self, name, None) is not None for name in ("found_inf", "grad_scale"))
             or self._noted_state is None
             or not self._noted_state.is_of(self._state)

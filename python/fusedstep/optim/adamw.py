@@ -63,6 +63,7 @@ class AdamW(Adam):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         FusedOptimizer.__init__(self, params, locals() | {"decoupled_weight_decay": True})
 

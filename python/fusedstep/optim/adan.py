@@ -105,6 +105,7 @@ class Adan(FusedOptimizer):
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
 

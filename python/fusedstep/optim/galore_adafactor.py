@@ -134,6 +134,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         own = {k: v for k, v in locals().items() if k not in ("self", "params", "__class__")}
         own = of_a_variant(own)

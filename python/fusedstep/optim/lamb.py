@@ -149,6 +149,7 @@ class Lamb(FusedOptimizer):
         master_weights: bool | str = False,
         rounding: str | None = None,
         seed: int = 0,
+        skip_nonfinite: bool = False,
     ) -> None:
         if variant not in VARIANTS:
             raise ValueError(f"variant must be one of {', '.join(VARIANTS)}, not {variant!r}")
@@ -181,6 +182,7 @@ class Lamb(FusedOptimizer):
             "master_weights": master_weights,
             "rounding": rounding,
             "seed": seed,
+            "skip_nonfinite": skip_nonfinite,
         }
         super().__init__(params, options)
 

@@ -61,6 +61,7 @@ class Lion(FusedOptimizer):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
 

@@ -142,6 +142,7 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         own = set(inspect.signature(GaLoreAdamW).parameters)
         options = {name: value for name, value in locals().items() if name in own}

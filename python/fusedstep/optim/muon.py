@@ -168,6 +168,7 @@ class Muon(MuonSteps, Adam):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         FusedOptimizer.__init__(self, params, locals())
 

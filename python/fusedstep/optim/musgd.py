@@ -145,6 +145,7 @@ class MuSGD(MuonSteps, SGD):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         FusedOptimizer.__init__(self, params, locals())
 

@@ -83,6 +83,7 @@ class RMSprop(FusedOptimizer):
         rounding: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
 

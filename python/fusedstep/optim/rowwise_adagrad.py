@@ -89,6 +89,7 @@ class RowWiseAdagrad(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
 

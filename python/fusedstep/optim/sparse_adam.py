@@ -77,6 +77,7 @@ class SparseAdam(FusedOptimizer):
         fused: bool | None = None,
         weight_decay: float = 0.0,
         max_grad_norm: float | None = None,
+        skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
 
