@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from fusedstep import optim
+from fusedstep.optim._presets import PRESETS
 
 
 class Model(nn.Module):
@@ -220,3 +221,59 @@ def test_a_pattern_that_no_name_matches(wrap):
 def test_roles_need_a_model(given):
     with pytest.raises(TypeError, match=r"others, rules and no_decay='auto' need a model"):
         optim.create("muon", Model().named_parameters(), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "preset"), [(name, preset) for name, of in PRESETS.items() for preset in of]
+)
+def test_presets(name, preset):
+    """Options of the class; given ones replace them, and groups do not decay norms and biases."""
+    published = PRESETS[name][preset]
+    created = optim.create(name, Model(), preset=preset)
+    main = created.param_groups[0]
+    assert published.options.items() <= (created.defaults | main).items()
+    beside = [group for group in created.param_groups if group.get("use_muon") is False]
+    assert all(published.others.items() <= group.items() for group in beside)
+    undecayed = [n for g in created.param_groups if not g["weight_decay"] for n in members(g)]
+    if published.options["weight_decay"]:
+        assert undecayed == ["layers.0.bias", "layers.1.bias", "layers.1.weight"]
+    changed = optim.create(name, Model(), preset=preset, lr=0.5, no_decay=())
+    assert changed.param_groups[0]["lr"] == 0.5
+    assert {g["weight_decay"] for g in changed.param_groups} == {published.options["weight_decay"]}
+
+
+def test_every_preset_has_a_source_in_the_docstring():
+    table = optim.create.__doc__.partition("``preset``      optimizer")[2].partition("Norm is")[0]
+    rows = re.findall(r"^    ``([\w-]+)`` +(\w+) ", table, re.MULTILINE)
+    assert sorted((cls.lower(), preset) for preset, cls in rows) == sorted(
+        (name, preset) for name, of in PRESETS.items() for preset in of
+    )
+    sources = set(re.findall(r"`([^`]+)`_", table))
+    assert sources == set(re.findall(r"\.\. _([^:]+):\n +https://", optim.create.__doc__))
+
+
+def test_states_in_codes_have_the_presets_of_their_base():
+    created = optim.create("adamw8bit", Model(), preset="gpt")
+    assert created.defaults["betas"] == (0.9, 0.95)
+    assert optim.create("galoreadamw8bit", Model(), preset="llama").defaults["lr"] == 0.01
+    assert optim.create("adamw", list(Model().parameters()), preset="gpt").defaults["lr"] == 6e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "preset", "text"),
+    [
+        ("adamw", "gtp", r"AdamW has no preset 'gtp': did you mean 'gpt'\?"),
+        ("adamw", "bert-lamb", r"'bert-lamb': .*; lamb has bert-lamb;"),
+        ("adamw", "xyz", r"presets of AdamW are gpt, llama, bert, finetune, vit"),
+        ("lion", "gpt", r"Lion has no preset 'gpt': it has none \(adamw has gpt, llama"),
+        ("adamw", 3, r"AdamW has no preset 3: presets of"),
+    ],
+)
+def test_presets_that_there_are_not(name, preset, text):
+    with pytest.raises(ValueError, match=text):
+        optim.create(name, Model(), preset=preset)
+
+
+def test_a_preset_with_options_of_two_parts_needs_a_model():
+    with pytest.raises(TypeError, match=r"others.* need a model"):
+        optim.create("muon", [nn.Parameter(torch.ones(4, 4))], preset="gpt")

@@ -137,6 +137,11 @@ def told() -> tuple[str, ...]:
 def created(model: torch.nn.Module) -> tuple[str, ...]:
     fused: optim.FusedOptimizer = optim.create("lamb", model, lr=0.1, no_decay=("bias", "norm"))
     optim.create("adamw", [{"params": parameters}], no_decay=0)  # type: ignore[arg-type]
+    optim.create("muon", model, preset="gpt", no_decay="auto", others={"lr": 1e-4})
+    optim.create("adamw", model, preset=1)  # type: ignore[arg-type]
+    groups = optim.groups(model, for_="muon", rules={"h.*": "matrix", torch.nn.GRU: {"lr": 1}})
+    optim.Muon(groups, lr=0.1)
+    optim.groups(model, rules={})  # type: ignore[call-arg]
     fused.step()
     return optim.names()
 

@@ -16,12 +16,14 @@ from fusedstep.optim._foreign import FOREIGN
 from fusedstep.optim._groups import DECIDING, Grouping, NoDecay, Rules, part_of
 from fusedstep.optim._names import find
 from fusedstep.optim._patterns import as_patterns, check_patterns, matches
+from fusedstep.optim._presets import preset_of
 
 
 def create(
     name: str,
     params: torch.nn.Module | ParamsT,
     *,
+    preset: str | None = None,
     no_decay: NoDecay | None = None,
     others: Mapping[str, Any] | None = None,
     rules: Rules | None = None,
@@ -43,16 +45,46 @@ def create(
     part too: ``"norm"`` matches the weights of a ``LayerNorm`` whatever their names. Case does not
     matter. Shapes do not either.
 
+    A preset is what a paper has published; options that are given replace its own. The learning
+    rate is that of the paper's model and batch, and the schedule is left to you:
+
+    ==============  ============  ================================================================
+    ``preset``      optimizer     numbers, and their source
+    ==============  ============  ================================================================
+    ``gpt``         AdamW         lr 6e-4 (125 M parameters), betas (0.9, 0.95), eps 1e-8, decay
+                                  0.1, norm 1: `GPT-3`_, table 2.1 and appendix B
+    ``llama``       AdamW         lr 3e-4 (7 B), betas (0.9, 0.95), eps 1e-5, decay 0.1, norm 1:
+                                  `Llama 2`_, table 1 and section 2.2
+    ``bert``        AdamW         lr 1e-4 (batch 256), betas (0.9, 0.999), decay 0.01: `BERT`_,
+                                  appendix A.2; eps 1e-6, norm 1: its `code`_
+    ``finetune``    AdamW         lr 2e-5, the lowest of the three that `BERT`_ advises in appendix
+                                  A.3 for batches of 16 and 32; others as in ``bert``
+    ``vit``         AdamW         lr 1e-3 (5e-4 for a batch of 512), decay 0.05: `DeiT`_, table 9,
+                                  with its batch of 1,024
+    ``bert-lamb``   Lamb          lr 6.25e-4 (batch 512), betas (0.9, 0.999), decay 0.01: `LAMB`_,
+                                  its table of batches and rates in the appendix, and section 4
+    ``resnet``      SGD           lr 0.1 (batch 256), Nesterov's momentum 0.9, decay 1e-4:
+                                  `ImageNet in 1 Hour`_, section 5.1
+    ``gpt``         Muon          lr 0.02, momentum 0.95, decay 0.01, and lr 3e-4 with betas (0.9,
+                                  0.95) in groups of AdamW: the README of its `authors`_
+    ``llama``       GaLoreAdamW   lr 0.01, a basis every 200 steps, scale 0.25, no decay: the README
+                                  of its `authors of GaLore`_
+    ==============  ============  ================================================================
+
+    Norm is ``max_grad_norm``. A class with states in codes has the presets of its base. With a
+    preset ``no_decay`` of a model is ``"auto"`` unless it is given.
+
     Args:
         name (str): one of :func:`names`. Case, ``_`` and ``-`` do not matter: ``"AdamW_8bit"`` is
             ``"adamw8bit"``
         params (Module or iterable): a model, or what the class takes: parameters, named parameters
             or dicts that define groups. Weights of a model are named in errors and in groups
             (``param_names``)
+        preset (str, optional): a name of the table above (default: none)
         no_decay (sequence of str or "auto", optional): patterns of names of weights without weight
             decay, which need names: a model or named parameters. ``"auto"``, for a model: those of
-            :func:`groups`. None is ``"auto"`` in Muon, MuSGD, GaLore and APOLLO, and ``()`` in
-            other optimizers (default: None)
+            :func:`groups`. None is ``"auto"`` in Muon, MuSGD, GaLore and APOLLO and with a preset,
+            else ``()`` (default: None)
         others, rules: of :func:`groups`, for a model
         options: of the class; an option that it lacks is an error that names the nearest
 
@@ -60,16 +92,39 @@ def create(
         TypeError: an option that the class lacks; ``name`` or a pattern is no text; ``others``,
             ``rules`` or ``no_decay="auto"`` without a model.
         ValueError: the name is none of an optimizer; ``no_decay`` with weights without names, or
-            with a pattern that no weight matches; what :func:`groups` and the class raise.
+            with a pattern that no weight matches; the optimizer has no such preset; what
+            :func:`groups` and the class raise.
+
+    .. _GPT-3:
+        https://arxiv.org/abs/2005.14165
+    .. _Llama 2:
+        https://arxiv.org/abs/2307.09288
+    .. _BERT:
+        https://arxiv.org/abs/1810.04805
+    .. _code:
+        https://github.com/google-research/bert/blob/master/optimization.py
+    .. _DeiT:
+        https://arxiv.org/abs/2012.12877
+    .. _LAMB:
+        https://arxiv.org/abs/1904.00962
+    .. _ImageNet in 1 Hour:
+        https://arxiv.org/abs/1706.02677
+    .. _authors:
+        https://github.com/KellerJordan/Muon
+    .. _authors of GaLore:
+        https://github.com/jiaweizzhao/GaLore
     """
     cls = find(name)
+    if preset is not None:
+        published = preset_of(cls, preset)
+        options, others = published.options | options, published.others | dict(others or {})
     accepted = inspect.signature(cls).parameters
     for option in options.keys() - accepted.keys() - FOREIGN.keys():
         near = did_you_mean(option, accepted)
         raise TypeError(f"{cls.__name__} has no option {option!r}{near and f': {near}'}")
     if isinstance(params, torch.nn.Module):
         if no_decay is None:
-            no_decay = "auto" if part_of(cls) else ()
+            no_decay = "auto" if part_of(cls) or preset is not None else ()
         deciding = {each: options[each] for each in DECIDING if each in options}
         params = Grouping(cls, no_decay, others, rules, deciding).of(params)
     elif others or rules or no_decay == "auto":

@@ -48,10 +48,15 @@ def in_place_of(name: str) -> str:
     return f"write {cls.__name__}{wide}{paged if is_paged else ''}"
 
 
+def name_of_class(cls: type[FusedOptimizer]) -> str:
+    """The name of a class, as :func:`names` has it."""
+    return _plain(cls.__name__)
+
+
 def _classes() -> dict[str, type[FusedOptimizer]]:
     exported = vars(sys.modules[__package__]).values()
     return {
-        _plain(each.__name__): each
+        name_of_class(each): each
         for each in exported
         if isinstance(each, type)
         and issubclass(each, FusedOptimizer)
