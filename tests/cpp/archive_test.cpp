@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <type_traits>
@@ -331,6 +332,40 @@ TYPED_TEST(ArchiveTest, AStateThatNoStepTakesIsRefused) {
     take_steps(optimizer, others, 2, 3);
     take_steps(twin, twins, 2, 3);
     expect_equal(others, twins);
+  }
+}
+
+// Steps of one would be another's.
+TYPED_TEST(ArchiveTest, TwoOptimizersThatLoadOneArchiveShareNothing) {
+  for (const char* const storage : {"", "float32", "split", "int8"}) {
+    const bool is_numbers = storage != std::string("int8");
+    auto options = TypeParam::options();
+    options.state_dtype(is_numbers ? "" : storage).master_weights(is_numbers ? storage : "");
+    const Tensors weights = {torch::randn({64, 64}, torch::kBFloat16)};
+    typename TypeParam::Optimizer saved(weights, options), first(weights, options), second(weights, options);
+    take_steps(saved, weights, 0, 1);
+    torch::serialize::OutputArchive written;
+    saved.save(written);
+    std::stringstream file;
+    written.save_to(file);
+    torch::serialize::InputArchive archive;
+    archive.load_from(file);
+    first.load(archive);
+    second.load(archive);
+    const auto &one = this->state_of(first, weights[0]), &other = this->state_of(second, weights[0]);
+    const auto expect_apart = [&](const Tensor& a, const Tensor& b) {
+      EXPECT_EQ(a.defined(), b.defined());
+      EXPECT_TRUE(!a.defined() || !a.is_alias_of(b)) << storage;
+    };
+    for (size_t k = 0; k < std::size(TypeParam::State::kNumbers); ++k) {
+      expect_apart(one.number(k), other.number(k));
+    }
+    for (size_t k = 0; k < std::size(TypeParam::State::kStates); ++k) {
+      expect_apart(one.slot(k), other.slot(k));
+      expect_apart(one.absmax(k), other.absmax(k));
+    }
+    expect_apart(one.master_param(), other.master_param());
+    expect_apart(one.low_param(), other.low_param());
   }
 }
 

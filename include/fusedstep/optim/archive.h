@@ -102,6 +102,11 @@ inline torch::Tensor fit_number(const std::string& what, const torch::Tensor& te
   return torch::full({}, value, torch::kFloat32);
 }
 
+// A tensor of an archive on a weight's device, in memory of its own: two optimizers may load one archive.
+inline torch::Tensor copied(const torch::Tensor& tensor, const torch::Tensor& weight, torch::Dtype dtype) {
+  return tensor.to(weight.device(), dtype, /*non_blocking=*/false, /*copy=*/true);
+}
+
 // Numbers for each element of a weight, of this dtype and in memory of their own. Throws c10::Error for other
 // numbers than real ones, or another shape.
 inline torch::Tensor fit_numbers(const std::string& what, const torch::Tensor& tensor,
@@ -111,8 +116,7 @@ inline torch::Tensor fit_numbers(const std::string& what, const torch::Tensor& t
               name_of_dtype(tensor.scalar_type()));
   TORCH_CHECK(tensor.sizes() == weight.sizes(), what, " has the shape ", tensor.sizes(),
               ", but the weight has ", weight.sizes());
-  const torch::Tensor dense = tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous();
-  return dense.to(weight.device(), dtype);
+  return copied(tensor.is_non_overlapping_and_dense() ? tensor : tensor.contiguous(), weight, dtype);
 }
 
 // Checks all tensors of a weight's state that comes from an archive, and casts them as a step takes them. If
@@ -138,8 +142,8 @@ void fit_state(const std::string& name, const torch::Tensor& weight, State& stat
       check_memory(what, tensor);
       if (state.absmax(k).defined()) check_memory("the absmax of " + what, state.absmax(k));
       check_codes(what, tensor, state.absmax(k), weight);
-      state.slot(k, tensor.contiguous().to(weight.device()));
-      state.absmax(k, state.absmax(k).contiguous().to(weight.device()));
+      state.slot(k, copied(tensor.contiguous(), weight, tensor.scalar_type()));
+      state.absmax(k, copied(state.absmax(k).contiguous(), weight, torch::kFloat32));
     } else {
       state.slot(k, fit_numbers(what, tensor, weight, is_wide ? torch::kFloat32 : dtype));
       state.absmax(k, torch::Tensor());
@@ -156,7 +160,7 @@ void fit_state(const std::string& name, const torch::Tensor& weight, State& stat
                   name_of_dtype(tensor.scalar_type()));
       TORCH_CHECK(tensor.sizes() == weight.sizes(), what, " has the shape ", tensor.sizes(),
                   ", but the weight has ", weight.sizes());
-      state.beside(way, tensor.to(weight.device()));
+      state.beside(way, copied(tensor, weight, torch::kInt16));
     } else {
       state.beside(way, fit_numbers(what, tensor, weight, way == Way::kFloat32 ? torch::kFloat32 : dtype));
     }
