@@ -257,3 +257,69 @@ def test_a_compiled_step_skips(compiler):
         assert optimizer.skipped_steps == skipped
     assert param.isfinite().all()
     assert optimizer.state[param]["step"] == 2
+
+
+# ---- grad_norm -----------------------------------------------------------------------------------
+
+
+@EACH
+def test_the_norm_of_a_step_that_took_it_can_be_read(make):
+    optimizer = make()
+    is_clipping = any(group.get("max_grad_norm") for group in optimizer.param_groups)
+    assert is_clipping or optimizer.grad_norm is None
+    norm = optimizer.step(max_norm=0.5)
+    assert_same_bits(optimizer.grad_norm, norm, "norm")
+    optimizer.step()  # takes none
+    assert_same_bits(optimizer.grad_norm, norm, "norm")
+    for name, value in (("max_grad_norm", 0.25), ("skip_nonfinite", True)):
+        other = make()
+        expected = make().step(max_norm=1.0)
+        for group in other.param_groups:
+            group[name] = value
+        other.step()
+        assert_same_bits(other.grad_norm, expected, name)
+
+
+def test_a_step_that_raises_leaves_the_norm_of_the_last_one():
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([param])
+    param.grad = torch.ones(4)
+    optimizer.step(max_norm=1.0)
+    param.grad[2] = math.nan
+    with pytest.raises(RuntimeError, match="not finite"):
+        optimizer.step(error_if_nonfinite=True)
+    assert optimizer.grad_norm == 2
+
+
+@pytest.mark.parametrize("fused", [True, None])
+def test_the_norm_of_scaled_gradients_is_that_of_the_unscaled(fused):
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([param], fused=fused, max_grad_norm=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))
+    param.grad = torch.full((4,), 8.0)
+    scaler.step(optimizer)
+    assert optimizer.grad_norm == 2
+
+
+def test_the_norm_of_an_iteration_of_steps_in_the_backward_pass():
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Linear(8, 2))
+        optimizer = optim.SGD(model.parameters(), lr=0.0)
+        found = wrap(optimizer)
+        optimizer = found if isinstance(found, torch.optim.Optimizer) else optimizer
+        model(torch.ones(4, 3)).square().sum().backward()
+        return optimizer
+
+    expected = trained(lambda optimizer: None).step(max_norm=0.5)
+    previous = {"max_previous_norm": 0.5}
+    for wrap, arguments in (
+        (lambda each: fusedstep.step_in_backward(each, bucket_cap_mb=0, **previous), {}),
+        (lambda each: fusedstep.offload(each, bucket_cap_mb=0, **previous), {}),
+        (lambda each: fusedstep.offload(each, overlap=False), {"max_norm": 0.5}),
+    ):
+        optimizer = trained(wrap)
+        assert optimizer.grad_norm is None
+        optimizer.step(**arguments)
+        torch.testing.assert_close(optimizer.grad_norm, expected, rtol=1e-6, atol=0)

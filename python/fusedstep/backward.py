@@ -186,4 +186,6 @@ class BackwardSteps:
         }
 
     def _after_step(self, *_: Any) -> None:
-        self._norm.begin_iteration()
+        norm = self._norm.begin_iteration()
+        if norm is not None:
+            self._optimizer._norm = norm

@@ -240,6 +240,11 @@ class OffloadedOptimizer(Optimizer):
         """The steps that ``skip_nonfinite=True`` has left out since this optimizer was made."""
         return self._inner.skipped_steps
 
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of all gradients at the last step that clipped, before that."""
+        return self._inner.grad_norm
+
     # Groups and states
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -439,7 +444,8 @@ class OffloadedOptimizer(Optimizer):
         norm = None
         if self._overlap:
             self._finish()
-            self._norm.begin_iteration()
+            if (norm_of_all := self._norm.begin_iteration()) is not None:
+                self._inner._norm = norm_of_all
         else:
             norm = self._step_all(max_norm, error_if_nonfinite)
         return norm if closure is None else loss

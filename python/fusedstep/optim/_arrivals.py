@@ -329,7 +329,9 @@ class PreviousNorm:
         if self._limit is not None:
             self._norms.append(norm)
 
-    def begin_iteration(self) -> None:
+    def begin_iteration(self) -> float | Tensor | None:
+        """Returns the norm of the iteration that ends; None where nothing is clipped."""
+        norm: float | Tensor | None = None
         norms, self._norms = self._norms, []
         if any(isinstance(norm, Tensor) for norm in norms):
             first = next(norm for norm in norms if isinstance(norm, Tensor))
@@ -338,5 +340,7 @@ class PreviousNorm:
             norm = torch.linalg.vector_norm(stacked)
             self._factor = (self._limit / (norm + EPSILON)).clamp(max=1.0)
         elif norms:
-            factor = self._limit / (math.hypot(*norms) + EPSILON)
+            norm = math.hypot(*norms)
+            factor = self._limit / (norm + EPSILON)
             self._factor = 1.0 if factor >= 1 else factor  # NaN of a norm that is
+        return norm

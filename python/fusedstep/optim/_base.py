@@ -527,6 +527,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             untreated = [pair for item in work for pair in item.pairs()]
         else:
             untreated = self._update_groups(work, factors, zero_grad)
+        if asked.is_norm:
+            self._norm = factors.norm
         if skips:
             self._skipped.add(factors)
         if zero_grad == "none":
@@ -538,6 +540,21 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             if zero_grad:
                 cut_off([grad for item in work for grad in item.grads])
         return norm
+
+    _norm: float | Tensor | None = None  # of the gradients, at the last step that took it
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of all gradients at the last step that took it, before it was clipped.
+
+        A 0-dimensional float64 tensor, where ``step(max_norm=...)`` returns it: to make it waits
+        for nothing. Steps with ``max_norm``, ``max_grad_norm``, ``skip_nonfinite`` or
+        ``error_if_nonfinite`` take it, and steps in the backward pass with ``max_previous_norm``;
+        None before the first of them.
+        """
+        if self._norm is None or isinstance(self._norm, Tensor):
+            return self._norm
+        return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
 
     @functools.cached_property
     def _skipped(self) -> SkippedSteps:
