@@ -1,6 +1,7 @@
 """bfloat16 and float16 weights that are rounded from a float32 copy."""
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -252,3 +253,26 @@ def test_sparse_gradients_touch_only_the_copies_of_their_rows():
     assert touched.tolist() == [3, 7]
     assert_same_bits(master_of(optimizers[0], table), master_of(optimizers[1], twin), "copy")
     assert_same_bits(table, twin, "weight")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"master_weights": True}, {"master_weights": "split"}, {"rounding": "kahan"}],
+    ids=str,
+)
+@pytest.mark.parametrize("name", optim.__all__)
+def test_the_text_says_where_the_option_changes_nothing(name, option):
+    cls = getattr(optim, name)
+    if option.keys() - inspect.signature(cls).parameters.keys():
+        pytest.skip("it has no such option")
+    wide = {"params": [torch.zeros(4, 4)]}
+    mixed = {"params": [torch.zeros(4, 4), torch.zeros(4, 4, dtype=torch.bfloat16)]}
+    ((key, value),) = option.items()
+    note = f"Group 1: {key}={value!r} changes nothing, for no weight of the group has 16 bits"
+    told = repr(cls([mixed, wide], **option))
+    assert told.endswith(f"\n{note}\n)")
+    assert "Group 0:" not in told
+    assert told.replace(f"{note}\n", "") == torch.optim.Optimizer.__repr__(
+        cls([mixed, wide], **option)
+    )
+    assert "changes nothing" not in repr(cls([{"params": [torch.zeros(4, 4)]}]))

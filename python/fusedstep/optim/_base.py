@@ -303,6 +303,15 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     # Groups and states
 
+    def __repr__(self) -> str:
+        """torch's text, and options that change nothing."""
+        notes = [
+            f"Group {index}: {note}\n"
+            for index, group in enumerate(self._groups)
+            if (note := _weights.note_of(group))
+        ]
+        return f"{super().__repr__().removesuffix(')')}{''.join(notes)})"
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self._groups

@@ -40,7 +40,8 @@ master_weights (bool or str, optional): ``"float32"``, or True, keeps a float32 
     states are float32. A weight that is changed otherwise is taken as it is then.
     ``"split"``, for bfloat16 weights, keeps the lower 16 bits of the copy in ``low_param``
     in its place: the weight has the upper ones, rounded to nearest. To a weight that is
-    changed otherwise these still count: less than half a unit in its last place
+    changed otherwise these still count: less than half a unit in its last place. Weights of
+    32 or 64 bits have no copy: where a group has no others, ``repr`` says so
     (default: False)""",
     "rounding": """\
 rounding (str, optional): how weights of 16 bits are rounded, if not to nearest.

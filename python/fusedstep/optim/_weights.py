@@ -14,6 +14,7 @@ The native library does the same with the same bits (src/core/weight_code.h).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -69,6 +70,15 @@ def asked_way(group: dict[str, Any]) -> str | None:
         return None
     check_ways(group)
     return rounding or (masters if isinstance(masters, str) else "float32")
+
+
+def note_of(group: Mapping[str, Any]) -> str:
+    """Says that options ask for the value of 16-bit weights where there are none; or no text."""
+    masters, rounding = own_option(group, "master_weights"), own_option(group, "rounding")
+    if not (masters or rounding) or any(p.dtype in _SIXTEEN_BITS for p in group["params"]):
+        return ""
+    asked = f"master_weights={masters!r}" if masters else f"rounding={rounding!r}"
+    return f"{asked} changes nothing, for no weight of the group has 16 bits"
 
 
 def way_of(group: dict[str, Any], weight: Tensor) -> str | None:
