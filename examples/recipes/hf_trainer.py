@@ -97,7 +97,7 @@ def by_object(model, arguments, data):
         model,
         lr=arguments.learning_rate,
         weight_decay=arguments.weight_decay,
-        no_decay=("bias", "norm", "ln_"),
+        no_decay="auto",
     )
     return Trainer(model=model, args=arguments, train_dataset=data, optimizers=(optimizer, None))
 

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> recipe.Run:
         model,
         lr=2e-2 * (args.batch / 256) ** 0.5,
         weight_decay=0.01,
-        no_decay=("bias", "norm"),
+        no_decay="auto",
     )
     warmup = max(1, args.steps // 10)
     schedule = optim.lr_scheduler.SequentialLR(

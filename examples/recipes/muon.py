@@ -8,14 +8,7 @@ from fusedstep import optim
 def main(argv: list[str] | None = None) -> recipe.Run:
     args = recipe.arguments(__doc__).parse_args(argv)
     model = recipe.LanguageModel().to(args.device)
-    matrices = [weight for weight in model.layers.parameters() if weight.ndim == 2]
-    of_muon = set(matrices)
-    others = [weight for weight in model.parameters() if weight not in of_muon]
-    groups = [
-        {"params": matrices, "lr": 0.02, "weight_decay": 0.01},
-        {"params": others, "use_muon": False, "lr": 3e-3, "weight_decay": 0.01},
-    ]
-    optimizer = optim.Muon(groups)
+    optimizer = optim.create("muon", model, lr=0.02, weight_decay=0.01, others={"lr": 3e-3})
     with recipe.Run(args.device, args.steps) as run:
         for tokens in recipe.batches(args.steps, args.batch, args.device):
             loss = model.loss(tokens)

@@ -114,9 +114,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
 
     Example::
 
-        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
-        >>> others = [p for p in model.parameters() if p.ndim != 2]
-        >>> groups = [{"params": others}, {"params": matrices, "rank": 256}]
+        >>> groups = optim.groups(model, for_="apolloadamw", rank=256)
         >>> optimizer = optim.APOLLOAdamW(groups, lr=1e-2)
 
     .. _APOLLO:

@@ -88,9 +88,7 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
 
     Example::
 
-        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
-        >>> others = [p for p in model.parameters() if p.ndim != 2]
-        >>> groups = [{"params": others}, {"params": matrices, "rank": 128}]
+        >>> groups = optim.groups(model, for_="galoreadamw", rank=128)
         >>> optimizer = optim.GaLoreAdamW(groups, lr=1e-2)
 
     .. _GaLore:

@@ -92,9 +92,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
 
     Example::
 
-        >>> matrices = [p for p in model.parameters() if p.ndim == 2]
-        >>> others = [p for p in model.parameters() if p.ndim != 2]
-        >>> groups = [{"params": others}, {"params": matrices, "rank": 128}]
+        >>> groups = optim.groups(model, for_="galoreadafactor", rank=128)
         >>> optimizer = optim.GaLoreAdafactor(groups)
 
     .. _GaLore:

@@ -104,13 +104,9 @@ class Muon(MuonSteps, Adam):
 
     Example::
 
-        >>> matrices = [w for w in model.layers.parameters() if w.ndim == 2]
-        >>> others = [*model.embedding.parameters(), *model.head.parameters()]
-        >>> groups = [
-        ...     {"params": matrices, "lr": 0.02},
-        ...     {"params": others, "use_muon": False, "lr": 3e-4},
-        ... ]
-        >>> optimizer = optim.Muon(groups)
+        >>> groups = optim.groups(model, for_="muon", others={"lr": 3e-4})
+        >>> print(groups)
+        >>> optimizer = optim.Muon(groups, lr=0.02)
         >>> optimizer.zero_grad()
         >>> loss_fn(model(input), target).backward()
         >>> optimizer.step()

@@ -97,12 +97,7 @@ class MuSGD(MuonSteps, SGD):
 
     Example::
 
-        >>> matrices = [w for w in model.parameters() if w.ndim in (2, 4)]
-        >>> others = [w for w in model.parameters() if w.ndim not in (2, 4)]
-        >>> groups = [
-        ...     {"params": matrices, "use_muon": True, "weight_decay": 5e-4},
-        ...     {"params": others},
-        ... ]
+        >>> groups = optim.groups(model, for_="musgd")
         >>> optimizer = optim.MuSGD(
         ...     groups, lr=0.01, momentum=0.9, nesterov=True, muon=0.2, sgd=1.0
         ... )
