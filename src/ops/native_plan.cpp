@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <deque>
 #include <mutex>
 #include <stdexcept>
@@ -405,6 +406,30 @@ bool Rebinding::finish(bool look_at_states) {
 
 namespace {
 
+// float32 has every integer up to 2^24. From there on a count is the largest float32 number that is not above
+// it, and behind that number in its memory is -1 minus the rest: no other number of a state is below 0.
+// python/fusedstep/optim/_counts.py does the same.
+constexpr double kLastCount = 1 << 24;
+constexpr float kNoRest = -1;
+
+bool has_rest(const Tensor& step, const float* place) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(step.get(), &bytes));
+  return bytes == 2 * sizeof(float) && step.storage_offset() == 0 && place[1] <= kNoRest;
+}
+
+double read_count(const Tensor& step, const float* place) {
+  const double count = place[0];
+  return std::isfinite(count) && has_rest(step, place) ? count + (kNoRest - place[1]) : count;
+}
+
+void write_count(const Tensor& step, double count, float* place) {
+  auto floor = static_cast<float>(count);
+  if (floor > count) floor = std::nextafter(floor, 0.0F);
+  place[0] = floor;
+  if (std::isfinite(count) && has_rest(step, place)) place[1] = static_cast<float>(kNoRest - (count - floor));
+}
+
 // Checks that the plan is ready for a step of the rule, and reads its counts.
 StepOptions checked_options(NativePlan& native, int rule_states, size_t rule_numbers,
                             const GradArguments& grads) {
@@ -425,7 +450,13 @@ StepOptions checked_options(NativePlan& native, int rule_states, size_t rule_num
   const bool host_counts = native.steps[0].is_cpu();
   check(!(host_counts && native.found_inf), "the count of a step that may be skipped must be on its device");
   for (size_t i = 0; host_counts && i < native.counts.size(); ++i) {
-    native.counts[i] = *native.count_places[i] + (i < tensors ? 1.0 : 0.0);
+    const double value = *native.count_places[i];
+    if (i >= tensors) {
+      native.counts[i] = value;
+    } else {
+      native.counts[i] =
+          1 + (value < kLastCount ? value : read_count(native.steps[i], native.count_places[i]));
+    }
   }
   return {.threads = num_threads(),
           .grad_factor = grads.factor,
@@ -436,8 +467,13 @@ StepOptions checked_options(NativePlan& native, int rule_states, size_t rule_num
 // Writes the counts, each one more than before.
 void raise_counts(NativePlan& native) {
   if (!native.steps[0].is_cpu()) return;
+  const size_t tensors = native.plan.tensors();
   for (size_t i = 0; i < native.counts.size(); ++i) {
-    *native.count_places[i] = static_cast<float>(native.counts[i]);
+    if (i < tensors && native.counts[i] >= kLastCount) {
+      write_count(native.steps[i], native.counts[i], native.count_places[i]);
+    } else {
+      *native.count_places[i] = static_cast<float>(native.counts[i]);
+    }
   }
 }
 

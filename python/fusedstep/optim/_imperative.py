@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable, numeric
 from fusedstep.optim._codes import is_codes
+from fusedstep.optim._counts import LAST, read_count, write_count
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._factors import Factors
+from fusedstep.optim._hooks import is_compiling
 from fusedstep.optim._plan import Work
 from fusedstep.optim._rehearsal import is_usual, made_stand_ins
 from fusedstep.optim._undo import NO_RESERVE, Reserve, is_out_of_memory, undone_on_error
@@ -143,7 +145,10 @@ class ImperativeTwin:
         """Steps a weight, or changes nothing if memory runs out."""
         kept = self._store.with_count(group, weight)
         if self._is_direct(group, weight, grad, kept):
+            count = _long_count(kept["step"])
             self._imperative(group, weight, -grad if group.get("maximize") else grad, kept)
+            if count is not None:
+                write_count(kept["step"], count + 1)
         else:
             written = self._written_early(group, weight, grad, kept)
             with undone_on_error(written, self._written_rows(group, weight, grad)):
@@ -195,8 +200,11 @@ class ImperativeTwin:
         grad = grad.to(wide.dtype)
         count = None if seed_of(group, weight) is None else state["step"].clone()
         if not (group.get("differentiable") or group.get("capturable")):
+            long = _long_count(state["step"])
             self._imperative(group, wide, grad, state)
-            if count is not None:  # formulas without bias corrections leave it alone
+            if long is not None:
+                write_count(state["step"], long + 1)
+            elif count is not None:  # formulas without bias corrections leave it alone
                 state["step"].copy_(count + 1)
             self._write_back(group, weight, wide, state)
             return
@@ -233,7 +241,16 @@ class ImperativeTwin:
             put_value(way, weight, wide, state)
         else:
             (place,) = places_of(self._groups, group, [weight])
-            put_value(way, weight, wide, state, key_of_draws(seed, int(state["step"]), place))
+            put_value(
+                way, weight, wide, state, key_of_draws(seed, int(read_count(state["step"])), place)
+            )
+
+
+def _long_count(step: Tensor) -> float | None:
+    """The value of a step count that formulas cannot raise by one; None for others."""
+    if not step.is_cpu or is_compiling() or not step.item() >= LAST:
+        return None
+    return read_count(step)
 
 
 def size_of(weight: Tensor, grad: Tensor) -> int:

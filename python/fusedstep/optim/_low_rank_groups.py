@@ -15,6 +15,7 @@ from torch import Tensor
 from fusedstep import _ops
 from fusedstep.optim._checks import check_at_least_zero, floats, name_of
 from fusedstep.optim._codes import absmax_of, are_codes_of, is_codes, of_shape
+from fusedstep.optim._counts import read_count
 from fusedstep.optim._dtensor import is_dtensor, spread_of
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._grads import by_place
@@ -165,7 +166,8 @@ class LowRankGroups(LowRankShards):
 
     def _count(self, weight: Tensor) -> int:
         """The steps of a weight so far; -1 for a count that is NaN, which is refused later."""
-        count = float(self._state.get(weight, {}).get("step", 0))
+        step = self._state.get(weight, {}).get("step", 0)
+        count = read_count(step) if isinstance(step, Tensor) else float(step)
         return -1 if math.isnan(count) else int(count)
 
     def _launches(

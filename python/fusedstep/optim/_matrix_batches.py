@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusedstep.optim._counts import count_steps
 from fusedstep.optim._dtensor import is_dtensor, local
 from fusedstep.optim._imperative import MOST_COPIES, size_of
 from fusedstep.optim._muon_groups import (
@@ -429,7 +430,7 @@ class MatrixBatches:
         """Puts moved values, and averages, where weights and states keep them."""
         for each in moving:
             if seed_of(group, each.weight) is not None:
-                each.state["step"] += 1
+                count_steps([each.state["step"]])
             self._write_back(group, each.weight, each.wide, each.state)
             self._store.encode(group, each.weight, each.kept, each.state)
         if any(map(is_dtensor, (each.weight for each in moving))):  # by way of their shards

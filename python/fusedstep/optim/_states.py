@@ -12,6 +12,7 @@ from torch import Tensor
 from fusedstep.optim import _codes, _dtensor
 from fusedstep.optim._checks import check_state_dtype
 from fusedstep.optim._codes import absmax_of, is_codes
+from fusedstep.optim._counts import new_count, read_count, with_memory, write_count
 from fusedstep.optim._options import own_option
 from fusedstep.optim._pieces import in_pieces
 from fusedstep.optim._weights import BESIDE, LOW, MASTER, has_master, start_beside, value_of, way_of
@@ -257,6 +258,8 @@ class StateStore:
             self._counts.pop(p, None)
         for p in all_weights:
             self._drop_beside(group, p)
+            if "step" in (state := self.by_weight.get(p, {})):
+                state["step"] = with_memory(state["step"])
 
     def _counts_beside(
         self, group: dict[str, Any], made: dict[Tensor, dict[str, Tensor]]
@@ -423,8 +426,13 @@ class StateStore:
             for name in dict.fromkeys((*self._first, *count)):
                 number = state[name].reshape(())  # older ones have the shape [1]
                 new = _new_number(p, group)
-                is_kept = stays(number) and _is_like(number, new)
-                state[name] = number if is_kept else new.copy_(number)
+                if stays(number) and _is_like(number, new):
+                    new = number
+                elif name == "step" and number.is_cpu:
+                    write_count(new, read_count(number))
+                else:
+                    new.copy_(number)
+                state[name] = new
         moved = [p for p in weights if not all(map(stays, self._of_elements(group, p)))]
         for p, name, tensor in self._zeros(group, moved, native=True):
             old = self.by_weight[p][name]
@@ -586,4 +594,4 @@ def _is_like(value: Any, number: Tensor) -> bool:
 def _new_number(weight: Tensor, group: dict[str, Any], value: float = 0.0) -> Tensor:
     """A number beside a weight, on the host unless a device graph counts the steps."""
     device = weight.device if group.get("capturable") else "cpu"
-    return torch.tensor(value, dtype=torch.float32, device=device)
+    return new_count(value, device)

@@ -32,6 +32,7 @@ from fusedstep.optim._adafactor_options import (
 )
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of, numeric, with_name
+from fusedstep.optim._counts import count_steps
 from fusedstep.optim._dtensor import (
     is_dtensor,
     local,
@@ -54,7 +55,6 @@ from fusedstep.optim._weights import way_of
 __all__ = ["Adafactor"]
 
 #: An operation would make a tensor of a number, and perhaps have no memory for it.
-_ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 
 class Adafactor(FusedOptimizer):
@@ -376,7 +376,7 @@ class Adafactor(FusedOptimizer):
 
     def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
         """Counts a step that has been taken. On a device it may still be at work."""
-        torch._foreach_add_(counts, [_ONE] * len(counts))
+        count_steps(counts)
         increment_version(weights)
         increment_version(self._accessed_states(weights))
 

@@ -14,6 +14,7 @@ from fusedstep.optim._checks import (
     as_number,
     check_number,
 )
+from fusedstep.optim._counts import read_count, write_count
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._imperative import MOST_COPIES, size_of
 from fusedstep.optim._plan import Work
@@ -214,7 +215,7 @@ class Adan(FusedOptimizer):
         exp_avgs, exp_avg_sqs, exp_avg_diffs, neg_pre_grads = (
             [state[name] for state in states] for name in self._state_names(group)
         )
-        steps = [state["step"].item() + 1 for state in states]
+        steps = [read_count(state["step"]) + 1 for state in states]
         decay = lr * float(group["weight_decay"])
 
         # All memory first: without it nothing is written.
@@ -233,7 +234,7 @@ class Adan(FusedOptimizer):
         denoms = torch._foreach_mul(exp_avg_sqs, beta3_)
 
         for state, step in zip(states, steps, strict=True):
-            state["step"].fill_(step)
+            write_count(state["step"], step)
         torch._foreach_add_(neg_pre_grads, grads)
         for difference, step in zip(neg_pre_grads, steps, strict=True):
             if step == 1:
