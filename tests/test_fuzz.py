@@ -4,12 +4,13 @@ import copy
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cases import PLAIN
-from fuzz import choices, composites, oracle, properties, run, shrink
+from fuzz import choices, composites, oracle, projections, properties, run, shrink
 from fuzz.__main__ import main as fuzz_main
 from fuzz.bounded import Arithmetic, Bounded, judge
 from fuzz.memory import DTYPES, Area, overlaps
@@ -149,6 +150,23 @@ ONCE_REFUSED |= {
 @pytest.mark.parametrize("what", ONCE_REFUSED)
 def test_results_that_are_right_are_taken(what):
     properties.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())
+
+
+def test_products_of_rounding_may_be_zero():
+    """Vectors beyond the rank of a gradient have these; Adafactor makes them as large as others."""
+    asked = SimpleNamespace(grad=torch.ones(8, 35, dtype=torch.float64), dtype=torch.bfloat16)
+    basis = torch.zeros(8, 2, dtype=torch.float64)
+    basis[:, 0], basis[0, 1], basis[1, 1] = 8**-0.5, 0.5**0.5 + 1e-8, -(0.5**0.5)
+    low = projections._Low.of(asked, {projections.LEFT: basis})
+    alone = low.value * torch.tensor([[1.0], [0.0]])
+    assert 0 < (low.value - alone).abs().max() < 1e-7
+
+    def update(low):
+        found = low / low.square().mean(1, keepdim=True).clamp(min=1e-30).sqrt()
+        return found / max(1.0, found.square().mean().sqrt() / 0.5)
+
+    bound = projections._farthest(update(low.value), [update(each) for each in low.nearby(0)])
+    assert ((update(alone) - update(low.value)).abs() <= bound).all()
 
 
 # Planted errors

@@ -63,10 +63,15 @@ class _Low:
         return _Low(value, unit * sizes + least * (1 + ones), bases, unit)
 
     def nearby(self, seed: int) -> list[Tensor]:
-        """Low-rank gradients within the error: all to one side, and at random."""
+        """Low-rank gradients within the error: all to one side, at random, and as near to zero.
+
+        Vectors beyond the rank of the gradient have products of rounding alone, or of zero.
+        Adafactor divides a row by its size, and clips by all rows: such a row counts fully or not.
+        """
         generator = torch.Generator().manual_seed(seed)
         signs = [1, -1, *(formulas.noise(self.value, generator).sign() for _ in range(2))]
-        return [self.value + sign * self.error for sign in signs]
+        nearest = self.value - self.value.clamp(-self.error, self.error)
+        return [*(self.value + sign * self.error for sign in signs), nearest]
 
     def back(self, update: Tensor) -> Tensor:
         for side, basis in self.bases.items():
