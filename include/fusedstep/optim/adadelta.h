@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_ADADELTA_OPTIONS(X) \
   X(double, lr, 1)                    \
   X(double, rho, 0.9)                 \
@@ -28,8 +27,6 @@ struct AdadeltaParamState : ParamState<AdadeltaParamState, rules::Adadelta> {
 //   v = rho v + (1 - rho) g^2,   d = sqrt(a + eps) / sqrt(v + eps) g
 //   a = rho a + (1 - rho) d^2
 //   p = p - lr d
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Adadelta : public FusedOptimizer<Adadelta, AdadeltaOptions, AdadeltaParamState, rules::Adadelta> {
  public:
   using FusedOptimizer::FusedOptimizer;

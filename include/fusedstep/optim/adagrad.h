@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_ADAGRAD_OPTIONS(X)      \
   X(double, lr, 1e-2)                     \
   X(double, lr_decay, 0)                  \
@@ -29,8 +28,7 @@ struct AdagradParamState : ParamState<AdagradParamState, rules::Adagrad> {
 //   p = p - lr / (1 + (t - 1) lr_decay) g / (sqrt(s) + eps)
 //
 // s starts at initial_accumulator_value. Of a parameter with a sparse gradient (torch::nn::Embedding has
-// such) only the rows that it is for are read and written; weight_decay must then be 0. Parameters, states
-// and errors are those of FusedOptimizer.
+// such) only the rows that it is for are read and written; weight_decay must then be 0.
 class Adagrad : public FusedOptimizer<Adagrad, AdagradOptions, AdagradParamState, rules::Adagrad> {
  public:
   using FusedOptimizer::FusedOptimizer;

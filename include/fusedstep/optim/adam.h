@@ -3,16 +3,18 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
-#define FUSEDSTEP_ADAM_OPTIONS(X)                 \
-  X(double, lr, 1e-3)                             \
-  X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
-  X(double, eps, 1e-8)                            \
-  X(double, weight_decay, 0)                      \
-  X(bool, amsgrad, false)                         \
-  X(bool, maximize, false)                        \
-  X(bool, decoupled_weight_decay, false)          \
+// Those that AdamW has too, with another weight_decay.
+#define FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, weight_decay_of_class) \
+  X(double, lr, 1e-3)                                          \
+  X(TwoBetas, betas, std::make_tuple(0.9, 0.999))              \
+  X(double, eps, 1e-8)                                         \
+  X(double, weight_decay, weight_decay_of_class)               \
+  X(bool, amsgrad, false)                                      \
+  X(bool, maximize, false)                                     \
   X(double, max_grad_norm, kNoLimit)
+#define FUSEDSTEP_ADAM_OPTIONS(X)    \
+  FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, 0) \
+  X(bool, decoupled_weight_decay, false)
 
 struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
   FUSEDSTEP_OPTIONS(AdamOptions, FUSEDSTEP_ADAM_OPTIONS)
@@ -33,8 +35,6 @@ struct AdamParamState : ParamState<AdamParamState, rules::Adam> {
 //   p = p - lr m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps)
 //
 // With amsgrad (Reddi et al., 2018) the largest v so far stands in for v in the last line.
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Adam : public FusedOptimizer<Adam, AdamOptions, AdamParamState, rules::Adam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_ADAMAX_OPTIONS(X)               \
   X(double, lr, 2e-3)                             \
   X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
@@ -27,8 +26,6 @@ struct AdamaxParamState : ParamState<AdamaxParamState, rules::Adamax> {
 //   g = g + weight_decay p
 //   m = beta1 m + (1 - beta1) g,   u = max(beta2 u, |g| + eps)
 //   p = p - lr m / ((1 - beta1^t) u)
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Adamax : public FusedOptimizer<Adamax, AdamaxOptions, AdamaxParamState, rules::Adamax> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -3,8 +3,7 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the norm of all gradients together for the step; 0: not at all. With no_prox the decay
-// shrinks p before the step, as AdamW's.
+// max_grad_norm 0 clips nothing. With no_prox the decay shrinks p before the step, as AdamW's.
 #define FUSEDSTEP_ADAN_OPTIONS(X)                         \
   X(double, lr, 1e-3)                                     \
   X(ThreeBetas, betas, std::make_tuple(0.98, 0.92, 0.99)) \
@@ -33,8 +32,6 @@ struct AdanParamState : ParamState<AdanParamState, rules::Adan> {
 //   n = beta3 n + (1 - beta3) (g + beta2 d)^2
 //   u = (m / (1 - beta1^t) + beta2 v / (1 - beta2^t)) / (sqrt(n / (1 - beta3^t)) + eps)
 //   p = (p - lr u) / (1 + lr weight_decay),   with no_prox   p = (1 - lr weight_decay) p - lr u
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Adan : public FusedOptimizer<Adan, AdanOptions, AdanParamState, rules::Adan> {
  public:
   using FusedOptimizer::FusedOptimizer;

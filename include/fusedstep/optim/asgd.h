@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_ASGD_OPTIONS(X) \
   X(double, lr, 1e-2)             \
   X(double, lambd, 1e-4)          \
@@ -30,7 +29,7 @@ struct ASGDParamState : ParamState<ASGDParamState, rules::ASGD> {
 //   p = (1 - lambd eta) p - eta g,   ax = ax + mu (p - ax)
 //   eta = lr / (1 + lambd lr t)^alpha,   mu = 1 / max(1, t - t0)      for the next step
 //
-// eta starts at lr, mu at 1. Parameters, states and errors are those of FusedOptimizer.
+// eta starts at lr, mu at 1.
 class ASGD : public FusedOptimizer<ASGD, ASGDOptions, ASGDParamState, rules::ASGD> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -25,7 +25,6 @@
 #include <torch/types.h>
 #include <torch/utils.h>
 
-#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <map>
@@ -40,6 +39,7 @@
 #include "fusedstep/grad_use.h"
 #include "fusedstep/optim/archive.h"
 #include "fusedstep/optim/errors.h"
+#include "fusedstep/optim/gradients.h"
 #include "fusedstep/optim/operators.h"
 #include "fusedstep/optim/options.h"
 #include "fusedstep/optim/param_state.h"
@@ -54,7 +54,7 @@ namespace fusedstep::optim {
 // of any layout that does not overlap itself. States have the parameter's shape and, unless options ask for
 // another storage (FUSEDSTEP_STORAGE_OPTIONS), its dtype; the step count is one float32 number. Constructors
 // throw c10::Error for options out of range, step() for parameters and gradients that the kernels cannot
-// update, with nothing changed by then.
+// update, with nothing changed by then. A class's own comment has its formula, and what is special to it.
 //
 // `Derived` has
 //   static constexpr const char* kRule            the rule's name,
@@ -101,7 +101,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
   static GradUse grad_use(const Options&) { return GradUse::kLeave; }
   static double max_grad_norm(const Options& options) { return options.max_grad_norm(); }
-  static double grad_norm_eps(const Options&) { return 1e-6; }  // as torch::nn::utils::clip_grad_norm_
+  static double grad_norm_eps(const Options&) { return detail::kClippingEps; }
   static const char* sparse_error(const Options&) { return "sparse gradients are not supported"; }
   static void convert(torch::optim::OptimizerParamGroup&) {}
 
@@ -110,15 +110,28 @@ class FusedOptimizer : public torch::optim::Optimizer {
   // changed: for a gradient that does not match its parameter in shape, dtype or device or is sparse (but see
   // Adagrad), for parameters that overlap themselves or one another in memory, for options that are out of
   // range or of another class, and for a state that is null or of another class.
-  torch::Tensor step(LossClosure closure = nullptr) override {
+  torch::Tensor step(LossClosure closure = nullptr) override { return step(StepOptions(), closure); }
+
+  // The same, which also clips and zeroes the gradients, as Python's step(max_norm=…, zero_grad=…):
+  //
+  //   const torch::Tensor norm = optimizer.step({.max_norm = 1, .zero_grad = ZeroGrad::kSetToNone});
+  //
+  // Returns the closure's loss; without a closure, and with max_norm, the norm before clipping: one float64
+  // number, on the weights' device if all of them are on one, else on the CPU; else an undefined tensor.
+  // Throws c10::Error also for a max_norm that is negative or NaN, before the closure is called. A template,
+  // for step({}) to be the other.
+  template <class = void>
+  torch::Tensor step(const StepOptions& options, const LossClosure& closure = nullptr) {
+    TORCH_CHECK(!options.max_norm || *options.max_norm >= 0, "Invalid max_norm value: ", *options.max_norm);
     torch::NoGradGuard no_grad;
     torch::Tensor loss;
     if (closure) {
       at::AutoGradMode enable_grad(true);
       loss = closure();
     }
-    if (!param_groups_.empty()) detail::as_c10([&] { update(); });
-    return loss;
+    torch::Tensor norm;
+    detail::as_c10([&] { norm = update(options); });
+    return closure ? loss : norm;
   }
 
   // Throws c10::Error for a group or a state that step() refuses for its class.
@@ -149,28 +162,50 @@ class FusedOptimizer : public torch::optim::Optimizer {
   using Tensors = std::vector<torch::Tensor>;
   static constexpr auto& kStates = Rule<0>::kAllStates;
 
-  void update() {
+  // Returns the norm of the gradients if max_norm asks for it.
+  torch::Tensor update(const StepOptions& asked) {
     std::vector<const Options*> options;
     for (size_t i = 0; i < param_groups_.size(); ++i) {
       options.push_back(&checked_options(i, param_groups_[i]));
     }
     const double max_norm = max_norm_of_groups(options);
-    std::vector<BoundGroup> bound;
+    const double eps = options.empty() ? 0 : Derived::grad_norm_eps(*options.back());
+    std::vector<detail::Bound> bound;
     for (size_t i = 0; i < param_groups_.size(); ++i) bind_group(i, *options[i], bound);
-    find_aliasing_grads(bound);
-    const torch::Tensor factor = grad_factor(bound, max_norm, Derived::grad_norm_eps(*options.back()));
+    const detail::Factors factors = detail::factors_of(bound, asked.max_norm, max_norm, eps);
+    for (detail::Bound& each : bound) each.use = use_of_grads(*options[each.group], factors, asked.zero_grad);
+    const std::vector<int64_t> aliasing = detail::aliasing_grads(bound);
+    const bool clears = asked.zero_grad == ZeroGrad::kInPlace;
+    const bool leaves = asked.zero_grad == ZeroGrad::kNo;
+    const torch::Tensor of_grads = clears ? torch::zeros({}) : leaves ? factors.grad : torch::Tensor();
+    const Tensors unwritten = of_grads.defined() ? detail::with_unwritten_grads(bound, aliasing) : Tensors();
     std::vector<int64_t> plans;
-    for (const BoundGroup& group : bound) {
-      prepare(*group.options, group.plan, take_factor(group, factor));
-      plans.push_back(group.plan);
+    for (const detail::Bound& each : bound) {
+      prepare(*options[each.group], each, detail::take_factor(each, factors.product()));
+      plans.push_back(each.plan);
     }
     static const auto take_steps = detail::find_op<void(at::IntArrayRef)>("fusedstep::plans_step");
     take_steps.call(plans);
-    for (const BoundGroup& group : bound) {
-      bump_versions(group.weights);
-      bump_versions(group.states);
-      if (Derived::grad_use(*group.options) != GradUse::kLeave) bump_versions(group.grads);
+    for (const detail::Bound& each : bound) {
+      bump_versions(each.weights);
+      bump_versions(each.states);
+      if (each.use != GradUse::kLeave) bump_versions(each.grads);
     }
+    if (!unwritten.empty()) detail::multiply_grads(unwritten, of_grads);
+    if (clears) {
+      for (const detail::Bound& each : bound) detail::cut_off_grads(each.weights);
+    }
+    if (asked.zero_grad == ZeroGrad::kSetToNone) torch::optim::Optimizer::zero_grad();
+    return asked.max_norm ? factors.norm : torch::Tensor();
+  }
+
+  // What a step does with the memory of gradients. A kernel leaves them as it takes them: clipped for the
+  // step alone, too.
+  static GradUse use_of_grads(const Options& options, const detail::Factors& factors, ZeroGrad zero_grad) {
+    if (zero_grad == ZeroGrad::kInPlace) return GradUse::kClear;
+    const GradUse own = Derived::grad_use(options);
+    const bool scales = factors.grad.defined() && !factors.clip.defined() && zero_grad == ZeroGrad::kNo;
+    return own == GradUse::kLeave && scales ? GradUse::kScale : own;
   }
 
   void take_from(torch::serialize::InputArchive& archive) {
@@ -258,21 +293,14 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return found;
   }
 
-  static void prepare(const Options& options, int64_t plan, double grad_factor) {
+  static void prepare(const Options& options, const detail::Bound& bound, double grad_factor) {
     static const auto op = detail::find_op<void(int64_t, int64_t, at::ArrayRef<double>, double, int64_t)>(
         "fusedstep::plan_prepare");
     static const int64_t rule =
         detail::find_op<int64_t(std::string_view)>("fusedstep::rule_index").call(Derived::kRule);
-    op.call(plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
-            static_cast<int64_t>(Derived::grad_use(options)));
+    op.call(bound.plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
+            static_cast<int64_t>(bound.use));
   }
-
-  // A group that has gradients, bound.
-  struct BoundGroup {
-    const Options* options;
-    int64_t plan;
-    Tensors weights, grads, states;
-  };
 
   // Weights of a group with gradients, those that keep their values in one way.
   struct Launch {
@@ -280,7 +308,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
     std::vector<int64_t> places;  // among all weights of the optimizer: the group, and the weight in it
   };
 
-  void bind_group(size_t index, const Options& options, std::vector<BoundGroup>& bound) {
+  void bind_group(size_t index, const Options& options, std::vector<detail::Bound>& bound) {
     const torch::optim::OptimizerParamGroup& group = param_groups_[index];
     const detail::Storage storage = detail::storage_of(options);
     const char* const sparse_error = Derived::sparse_error(options);
@@ -292,7 +320,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       check_kinds(place, weight, weight.grad(), sparse_error);
       Launch& launch = launches[way_of(storage, index, i, weight)];
       launch.weights.push_back(weight);
-      launch.grads.push_back(in_memory(weight.grad()));
+      launch.grads.push_back(detail::in_memory(weight.grad()));
       launch.places.push_back(place);
     }
     if (launches.empty()) return;
@@ -303,7 +331,7 @@ class FusedOptimizer : public torch::optim::Optimizer {
       return each.first.first == index && !launches.contains(each.first.second);
     });
     for (auto& [way, launch] : launches) {
-      bind_launch(options, way, std::move(launch), plans_[{index, way}], bound);
+      bind_launch(index, options, way, std::move(launch), bound);
     }
   }
 
@@ -328,15 +356,16 @@ class FusedOptimizer : public torch::optim::Optimizer {
     }
   }
 
-  void bind_launch(const Options& options, detail::Way way, Launch launch,
-                   std::unique_ptr<detail::Plan>& plan, std::vector<BoundGroup>& bound) {
+  void bind_launch(size_t index, const Options& options, detail::Way way, Launch launch,
+                   std::vector<detail::Bound>& bound) {
+    std::unique_ptr<detail::Plan>& plan = plans_[{index, way}];
     detail::PlanOperands operands = operands_of(options, way, std::move(launch.weights), launch.places);
     const auto text = [&](std::string_view said) {
       return text_of(said, options, way, {operands.weights, launch.grads, launch.places});
     };
     detail::with_text(text, [&] { bind(operands, launch.grads, plan); });
     operands.states.insert(operands.states.end(), operands.steps.begin(), operands.steps.end());
-    bound.push_back({&options, plan->handle(), std::move(operands.weights), std::move(launch.grads),
+    bound.push_back({index, plan->handle(), std::move(operands.weights), std::move(launch.grads),
                      std::move(operands.states)});
   }
 
@@ -392,26 +421,6 @@ class FusedOptimizer : public torch::optim::Optimizer {
     return found;
   }
 
-  // A gradient as kernels read it: one of which the memory holds other values is copied, and lives as long as
-  // the step.
-  static torch::Tensor in_memory(const torch::Tensor& grad) {
-    if (grad._is_zerotensor()) return torch::zeros(grad.sizes(), grad.options());
-    return grad.is_neg() ? grad.resolve_neg() : grad;
-  }
-
-  // Over all groups: a gradient that one of them wrote would be another's.
-  static void find_aliasing_grads(const std::vector<BoundGroup>& bound) {
-    std::vector<int64_t> plans;
-    bool writes = false;
-    for (const BoundGroup& group : bound) {
-      plans.push_back(group.plan);
-      writes = writes || Derived::grad_use(*group.options) != GradUse::kLeave;
-    }
-    static const auto op =
-        detail::find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_aliasing_grads");
-    if (writes) op.call(plans);
-  }
-
   static double max_norm_of_groups(const std::vector<const Options*>& options) {
     double max_norm = std::numeric_limits<double>::infinity();
     for (size_t i = 0; i < options.size(); ++i) {
@@ -421,45 +430,6 @@ class FusedOptimizer : public torch::optim::Optimizer {
       max_norm = of_group;
     }
     return max_norm;
-  }
-
-  // Returns the factor that clips the norm of all gradients, on the weights' device; undefined if nothing
-  // clips.
-  static torch::Tensor grad_factor(const std::vector<BoundGroup>& bound, double max_norm, double eps) {
-    if (!std::isfinite(max_norm)) return {};
-    static const auto add_norm2 =
-        detail::find_op<void(int64_t, at::Tensor)>("fusedstep::plan_add_grad_norm2");
-    static const auto norm_of = detail::find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
-    std::vector<int64_t> on_cpu;
-    torch::Tensor norm2;
-    for (const BoundGroup& group : bound) {
-      const torch::Tensor& weight = group.weights[0];
-      if (weight.is_cpu()) {
-        on_cpu.push_back(group.plan);
-      } else if (norm2.defined() && norm2.device() == weight.device()) {
-        add_norm2.call(group.plan, norm2);
-      } else {
-        torch::Tensor sum = torch::zeros({}, weight.options().dtype(torch::kFloat64));
-        add_norm2.call(group.plan, sum);
-        norm2 = norm2.defined() ? sum + norm2.to(sum.device()) : sum;
-      }
-    }
-    torch::Tensor norm = norm2.defined() ? norm2.sqrt() : torch::zeros({}, torch::kFloat64);
-    if (!on_cpu.empty()) norm = torch::hypot(norm, torch::full_like(norm, norm_of.call(on_cpu)));
-    norm = norm + eps;
-    return torch::where(norm > max_norm, max_norm / norm, torch::ones_like(norm));
-  }
-
-  // The factor as a number for a step on the CPU; another finds it on its device.
-  static double take_factor(const BoundGroup& group, const torch::Tensor& factor) {
-    if (!factor.defined()) return 1;
-    const torch::Device device = group.weights[0].device();
-    if (device.is_cpu()) return factor.item<double>();
-    static const auto inputs =
-        detail::find_op<void(int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>,
-                             std::optional<at::Tensor>)>("fusedstep::plan_device_inputs");
-    inputs.call(group.plan, std::nullopt, factor.to(device), std::nullopt);
-    return 1;
   }
 
   State& state_of(const torch::Tensor& weight) {

@@ -10,7 +10,6 @@ namespace fusedstep::optim {
 //   debias            m and v are divided by 1 - beta^t
 //   debias_lr         lr is multiplied by sqrt(1 - beta2^t) / (1 - beta1^t)
 //   always_adapt      false: the ratio is 1 in groups without weight decay
-//   max_grad_norm     clips the norm of all gradients together for the step
 //   max_weight_norm   |p| counts as no more than this
 //   min_ratio, max_ratio   bounds of the ratio where neither norm is 0
 #define FUSEDSTEP_LAMB_OPTIONS(X)                 \
@@ -57,8 +56,6 @@ struct LambParamState : ParamState<LambParamState, rules::Lamb> {
 //   m = beta1 m + (1 - beta1) g,   v = beta2 v + (1 - beta2) g^2
 //   u = m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay p
 //   p = p - lr |p| / |u| u         (the ratio is 1 where either norm is 0)
-//
-// Parameters, states and errors are those of FusedOptimizer.
 //
 //   const auto options = fusedstep::optim::LambOptions(1e-2).weight_decay(0.01);
 //   fusedstep::optim::Lamb optimizer(model->parameters(), options);

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_LION_OPTIONS(X)                \
   X(double, lr, 1e-4)                            \
   X(TwoBetas, betas, std::make_tuple(0.9, 0.99)) \
@@ -24,8 +23,6 @@ struct LionParamState : ParamState<LionParamState, rules::Lion> {
 //
 //   p = (1 - lr weight_decay) p - lr sign(beta1 m + (1 - beta1) g)
 //   m = beta2 m + (1 - beta2) g
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Lion : public FusedOptimizer<Lion, LionOptions, LionParamState, rules::Lion> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_NADAM_OPTIONS(X)                \
   X(double, lr, 2e-3)                             \
   X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
@@ -34,7 +33,7 @@ struct NAdamParamState : ParamState<NAdamParamState, rules::NAdam> {
 //   p = p - lr weight_decay p                                (if decoupled_weight_decay)
 //   p = p - lr u / (sqrt(v / (1 - beta2^t)) + eps)
 //
-// The state mu_product is q_t. Parameters, states and errors are those of FusedOptimizer.
+// The state mu_product is q_t.
 class NAdam : public FusedOptimizer<NAdam, NAdamOptions, NAdamParamState, rules::NAdam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -17,7 +17,8 @@ namespace fusedstep::optim {
 
 // Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
 // is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks stays as it
-// is: later versions have more of them.
+// is: later versions have more of them. max_grad_norm clips the 2-norm of all gradients together, for the
+// step alone; kNoLimit: not at all.
 #define FUSEDSTEP_OPTIONS(Options, LIST)                                                                \
  public:                                                                                                \
   Options() = default;                                                                                  \

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_RADAM_OPTIONS(X)                \
   X(double, lr, 1e-3)                             \
   X(TwoBetas, betas, std::make_tuple(0.9, 0.999)) \
@@ -32,8 +31,6 @@ struct RAdamParamState : ParamState<RAdamParamState, rules::RAdam> {
 //
 // r rectifies the variance. In the first steps, which are too few to estimate that (with the default betas
 // the first five), p = p - lr m / (1 - beta1^t).
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class RAdam : public FusedOptimizer<RAdam, RAdamOptions, RAdamParamState, rules::RAdam> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_RMSPROP_OPTIONS(X) \
   X(double, lr, 1e-2)                \
   X(double, alpha, 0.99)             \
@@ -32,8 +31,6 @@ struct RMSpropParamState : ParamState<RMSpropParamState, rules::RMSprop> {
 //   u = g / (sqrt(v) + eps)                    centered: g / (sqrt(v - a^2) + eps)
 //   b = momentum b + u                         (if momentum > 0)
 //   p = p - lr b                               (otherwise p - lr u)
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class RMSprop : public FusedOptimizer<RMSprop, RMSpropOptions, RMSpropParamState, rules::RMSprop> {
  public:
   using FusedOptimizer::FusedOptimizer;

@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_RPROP_OPTIONS(X)                     \
   X(double, lr, 1e-2)                                  \
   X(TwoNumbers, etas, std::make_tuple(0.5, 1.2))       \
@@ -27,8 +26,6 @@ struct RpropParamState : ParamState<RpropParamState, rules::Rprop> {
 //   d = d etaplus if g has the sign of prev, d etaminus if it has the other, within step_sizes
 //   g = 0 if it has the other
 //   p = p - d sign(g),   prev = g
-//
-// Parameters, states and errors are those of FusedOptimizer.
 class Rprop : public FusedOptimizer<Rprop, RpropOptions, RpropParamState, rules::Rprop> {
  public:
   using FusedOptimizer::FusedOptimizer;

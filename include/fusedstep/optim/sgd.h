@@ -3,7 +3,6 @@
 
 namespace fusedstep::optim {
 
-// max_grad_norm clips the 2-norm of all gradients together for the step; inf: not at all.
 #define FUSEDSTEP_SGD_OPTIONS(X) \
   X(double, lr, 1e-3)            \
   X(double, momentum, 0)         \
@@ -37,7 +36,6 @@ struct SGDParamState : ParamState<SGDParamState, rules::SGD> {
 //
 // Without momentum there is no b: p = p - lr g. Of a parameter with a sparse gradient (torch::nn::Embedding
 // has such) only the rows that it is for are read and written; momentum and weight_decay must then be 0.
-// Parameters, states and errors are those of FusedOptimizer.
 class SGD : public FusedOptimizer<SGD, SGDOptions, SGDParamState, rules::SGD> {
  public:
   using FusedOptimizer::FusedOptimizer;
