@@ -13,7 +13,7 @@ SUBJECTS = {
     "shards": r"shard|_(dtensor|units|spread|factored_blocks)\.",
     "steps in the backward pass, offload": r"fusedstep/(backward|offload)|_arrivals",
     "converting, verifying, doctor, memory, other frameworks": (
-        r"fusedstep/(convert|verify|doctor|_twin|_relatives|memory/|integrations/)"
+        r"fusedstep/(convert|verify|_?doctor|_twin|_relatives|memory/|integrations/)"
         r"|_foreign|_transformers_adamw|/_(create|groups|names|patterns|presets|registry|roles)\."
     ),
     "steps in matrix products, factored moments, rows of tables": (

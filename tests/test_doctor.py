@@ -1,6 +1,7 @@
 """The doctor's report: one line each, true, with advice where something costs speed."""
 
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,10 @@ import pytest
 import torch
 
 import fusedstep
+from cases import WITH_STATES
+from fusedstep import _ops, optim
 from fusedstep.__main__ import main
+from fusedstep.optim._registry import classes
 
 doctor = importlib.import_module("fusedstep.doctor")  # fusedstep.doctor is the function
 
@@ -107,12 +111,42 @@ def test_run_sh_is_advised_in_a_source_tree_only(monkeypatch, tmp_path, installe
     for name in ("MALLOC_CONF", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "jemalloc_decay", lambda _: 10000)
-    for mapped in ([], ["libjemalloc.so.2"]):
-        monkeypatch.setattr(doctor, "mapped_libraries", lambda _, mapped=mapped: mapped)
-        for found in (doctor.check_jemalloc(), doctor.check_huge_pages()):
-            assert "MALLOC_CONF=" in found.advice
-            assert found.advice.endswith(" (./run.sh SCRIPT.py does)") != installed
-            assert ("run.sh" in found.advice) != installed
+    monkeypatch.setattr(doctor, "mapped_libraries", lambda _: ["libjemalloc.so.2"])
+    for found in (doctor.check_jemalloc(), doctor.check_huge_pages()):
+        assert "MALLOC_CONF=" in found.advice
+        assert found.advice.endswith(" (./run.sh SCRIPT.py does)") != installed
+        assert ("run.sh" in found.advice) != installed
+
+
+@pytest.mark.parametrize(
+    ("mapped", "variables", "line"),
+    [
+        ([], {}, "OMP_NUM_THREADS=4 GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python …"),
+        ([], {"GLIBC_TUNABLES": "a=1"}, "GLIBC_TUNABLES=a=1:glibc.malloc.hugetlb=1 python …"),
+        (
+            ["libjemalloc.so.2"],
+            {"MALLOC_CONF": "x:1"},
+            "MALLOC_CONF=x:1,dirty_decay_ms:-1,muzzy_decay_ms:-1,thp:always python …",
+        ),
+    ],
+)
+def test_the_environment_is_one_line_to_paste(monkeypatch, mapped, variables, line):
+    for name in ("MALLOC_CONF", "GLIBC_TUNABLES", "OMP_NUM_THREADS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(doctor, "usable_cpus", lambda: list(range(4)))
+    monkeypatch.setattr(doctor, "siblings", str)
+    monkeypatch.setattr(doctor, "cpu_quota", lambda: None)
+    monkeypatch.setattr(Path, "read_text", lambda _: "always [madvise] never\n")
+    monkeypatch.setattr(doctor, "mapped_libraries", lambda _: mapped)
+    monkeypatch.setattr(doctor, "jemalloc_decay", lambda _: 10000)
+    assert doctor.check_environment().advice.endswith(line)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(Path, "read_text", lambda _: "[always] madvise never\n")
+    monkeypatch.setattr(doctor, "jemalloc_decay", lambda _: -1)
+    assert doctor.check_environment().advice is None
 
 
 def test_help_shows_the_example_as_an_example(monkeypatch, capsys):
@@ -123,6 +157,12 @@ def test_help_shows_the_example_as_an_example(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "    from fusedstep import optim\n    optimizer = optim.Lamb(" in shown
     assert ">>>" not in shown
+    package = Path(fusedstep.__file__).parent
+    programs = [path.parent.relative_to(package.parent) for path in package.rglob("__main__.py")]
+    assert all(f"python -m {'.'.join(path.parts)}" in shown for path in programs)
+    assert all(
+        re.search(rf"^ +{command} ", shown, re.MULTILINE) for command in ("doctor", "memory")
+    )
 
 
 def test_command_line(subprocess_environment):
@@ -141,3 +181,104 @@ def test_command_line(subprocess_environment):
     if len(fusedstep.isas()) > 1:
         assert "unset FUSEDSTEP_ISA" in lines["ISA"]
     assert lines["threads"].split()[1] == "1"
+
+
+# ---- of an optimizer -----------------------------------------------------------------------------
+
+
+def lines_of(optimizer):
+    """The lines about an optimizer, as topics with what is printed behind them."""
+    machine = {check().topic for check in doctor.CHECKS}
+    found = [each for each in fusedstep.doctor(optimizer) if each.topic not in machine]
+    return [(each.topic, f"{each.finding} → {each.advice}") for each in found]
+
+
+def parameter(*shape, dtype=torch.float32):
+    return torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+
+
+@pytest.mark.parametrize("cls", classes, ids=lambda cls: cls.__name__)
+def test_a_line_for_each_group_says_how_it_is_stepped(cls, capsys):
+    optimizer = cls([{"params": [parameter(4, 4)]}, {"params": [parameter(4, 4)]}])
+    for index, (topic, line) in enumerate(lines_of(optimizer)):
+        assert topic == f"group {index}"
+        assert line.startswith(f"{cls.__name__}, 1 weight, 16 elements, float32 on cpu: native")
+        assert f"{topic}      {cls.__name__}" in capsys.readouterr().out or index
+    optimizer.param_groups[1]["fused"] = False
+    lines = lines_of(optimizer)
+    assert "torch operations: fused=False → set fused to None in this group" in lines[1][1]
+    assert lines[2][0] == "group 1"
+    assert "fused=False, while the optimizer was made with fused=None" in lines[2][1]
+
+
+def test_options_of_a_checkpoint_are_told():
+    params = [parameter(4, 4)]
+    optimizer = optim.AdamW(params)
+    optimizer.load_state_dict(torch.optim.AdamW(params, foreach=True).state_dict())
+    (_, first), (_, second) = lines_of(optimizer)
+    assert "torch operations: foreach=True → set foreach to None" in first
+    assert "foreach=True, while the optimizer was made with foreach=None: the group, or a" in second
+    assert len(lines_of(optim.AdamW(params, foreach=True))) == 1
+
+
+def test_a_reason_is_the_errors_text():
+    ((_, line),) = lines_of(optim.AdamW([parameter(3, dtype=torch.complex64)]))
+    assert "torch operations: `fused=True` requires all the params to be floating" in line
+
+
+@pytest.mark.parametrize(
+    ("dtype", "parts", "lr", "share"),
+    [
+        (torch.bfloat16, 512, 2.0**-10, "100%"),
+        (torch.bfloat16, 512, 2.0**-6, "0%"),
+        (torch.float16, 4096, 2.0**-13, "100%"),
+    ],
+)
+def test_what_16_bit_weights_lose_is_told(dtype, parts, lr, share):
+    """A weight of 1 is the first of those whose neighbours are eps apart."""
+    optimizer = optim.AdamW([parameter(10, dtype=dtype)], lr=lr)
+    (_, (_, line)) = lines_of(optimizer)
+    assert f"a move of less than 1/{parts} of a weight is lost" in line
+    assert f"one of lr={lr:g} in {share} of their elements" in line
+    name = str(dtype).removeprefix("torch.")
+    assert f"1 weight in {name} alone" in line
+    small = (torch.ones((), dtype=dtype) * (2 - torch.finfo(dtype).eps)).float()
+    assert (small + small / (1.01 * parts)).to(dtype) == small.to(dtype)
+    kept = optim.AdamW([parameter(10, dtype=dtype)], lr=lr, master_weights=True)
+    assert len(lines_of(kept)) == 1
+    assert len(lines_of(optim.Adafactor([parameter(3, 3, dtype=dtype)], lr=None))) == 2
+
+
+@pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_dictionary_that_is_held_is_told_until_it_is_not(case):
+    params = [parameter(4, 4)]
+    optimizer = case.build(params)
+
+    def step():
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+
+    step()
+    held = optimizer.state_dict()
+    for _ in range(2):
+        step()
+    topics = [topic for topic, _ in lines_of(optimizer)]
+    assert ("state" in topics) == (optimizer._last_step is not None)
+    del held
+    assert [topic for topic, _ in lines_of(optimizer)] == ["group 0"]
+
+
+def test_steps_that_were_left_out_are_told():
+    optimizer = optim.AdamW([parameter(3)], skip_nonfinite=True)
+    optimizer.param_groups[0]["params"][0].grad = torch.full((3,), torch.nan)
+    optimizer.step()
+    assert lines_of(optimizer)[1][1].startswith("1 step by skip_nonfinite → step(error_if_")
+
+
+def test_offloaded_and_other_optimizers():
+    offloaded = fusedstep.offload(optim.AdamW([parameter(3)]))
+    assert [topic for topic, _ in lines_of(offloaded)] == ["group 0"]
+    with pytest.raises(TypeError, match=r"must be one of fusedstep.optim, not SGD"):
+        fusedstep.doctor(torch.optim.SGD([parameter(3)]))

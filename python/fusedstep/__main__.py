@@ -22,6 +22,7 @@ def main() -> None:
         prog="python -m fusedstep",
         description=re.sub(r"^>>> ", "    ", fusedstep.__doc__, flags=re.MULTILINE),
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="another program: python -m fusedstep.galore times GaLore's products (--help)",
     )
     parser.add_argument("--version", action="version", version=fusedstep.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -7,37 +7,42 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 
 from fusedstep import _ops
+from fusedstep._doctor_of_optimizer import Finding, count, findings_of
 from fusedstep._libraries import CUDA, library_path, why_not_cuda
 from fusedstep._version import __version__
 
 
-class Finding(NamedTuple):
-    """One line of the report."""
-
-    topic: str
-    finding: str
-    advice: str | None = None
-
-
-def doctor() -> list[Finding]:
+def doctor(optimizer: Any = None) -> list[Finding]:
     """Prints, one line each, what was found on this machine and what to do about what costs speed.
+
+    Args:
+        optimizer (optional): one of :mod:`fusedstep.optim`, perhaps offloaded. Lines for each of
+            its groups follow: native kernels or torch operations, and why; what bfloat16 weights
+            lose of their moves; ``foreach`` and ``fused`` that a checkpoint brought; and for
+            states that code outside holds, and steps that ``skip_nonfinite`` left out. It waits
+            for devices, and changes nothing
 
     Returns:
         list of (topic, finding, advice), where advice is None if there is nothing to do
 
+    Raises:
+        TypeError: if the optimizer is of another library.
+
     Example::
 
-        >>> fusedstep.doctor()
+        >>> fusedstep.doctor(optimizer)
         fusedstep    0.1.0
         torch        2.11.0+cu130
         ...
+        group 0      AdamW, 148 weights, 124,439,808 elements, bfloat16 on cuda: native
     """
-    findings = [check() for check in CHECKS]
+    of_optimizer = [] if optimizer is None else findings_of(optimizer)
+    findings = [check() for check in CHECKS] + of_optimizer
     width = max(len(topic) for topic, _, _ in findings) + 2
     for topic, finding, advice in findings:
         print(f"{topic:<{width}}{finding}{f' → {advice}' if advice else ''}")
@@ -107,8 +112,7 @@ def check_jemalloc() -> Finding:
     if mapped is None:
         return Finding("jemalloc", UNKNOWN)
     if not mapped:
-        advice = f"preload it: LD_PRELOAD=libjemalloc.so.2 {KEEP_PAGES}"
-        return Finding("jemalloc", "not mapped", or_by_launcher(advice))
+        return Finding("jemalloc", "not mapped: only steps in torch operations gain by it")
     decay = jemalloc_decay(mapped[0])
     settings = os.environ.get("MALLOC_CONF", "no MALLOC_CONF")
     return Finding(
@@ -153,9 +157,25 @@ def check_huge_pages() -> Finding:
         "huge pages",
         f"{mode}: states have them, weights and gradients not",
         or_by_launcher(
-            "GLIBC_TUNABLES=glibc.malloc.hugetlb=1, or jemalloc with MALLOC_CONF=thp:always"
+            "MALLOC_CONF=thp:always"
+            if mapped_libraries(r"libjemalloc")
+            else "GLIBC_TUNABLES=glibc.malloc.hugetlb=1"
         ),
     )
+
+
+def check_environment() -> Finding:
+    """The variables that other lines advise to set, together."""
+    advised = [check().advice or "" for check in (check_threads, check_jemalloc, check_huge_pages)]
+    found: dict[str, str] = {}
+    for name, value in re.findall(r"\b([A-Z][A-Z_]+)=(\S+)", " ".join(advised)):
+        set_already = os.environ.get(name) if name in _LISTS else None
+        before = found.get(name, set_already)
+        found[name] = f"{before}{_LISTS[name]}{value}" if before else value
+    if not found:
+        return Finding("environment", "nothing to set")
+    values = " ".join(f"{name}={value}" for name, value in found.items())
+    return Finding("environment", "to paste before the command", f"{values} python …")
 
 
 def check_cuda() -> Finding:
@@ -185,7 +205,11 @@ CHECKS: tuple[Callable[[], Finding], ...] = (
     check_openmp,
     check_huge_pages,
     check_cuda,
+    check_environment,
 )
+
+#: Variables that hold several settings, of which the last counts, with what is between two.
+_LISTS = {"GLIBC_TUNABLES": ":", "MALLOC_CONF": ","}
 
 UNKNOWN = "unknown on this system"
 
@@ -251,7 +275,3 @@ def jemalloc_decay(path: str) -> int | None:
     except (OSError, AttributeError):
         return None
     return None if failed else value.value
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -22,15 +22,20 @@ from fusedstep.optim._clip import EPSILON
 from fusedstep.optim._plan import Bucket, same
 
 
-def check_arguments(
-    optimizer: FusedOptimizer, bucket_cap_mb: float, accumulation_steps: int
-) -> None:
-    """Raises for an optimizer of another library, and for an argument that is out of range."""
+def check_ours(optimizer: Any) -> None:
+    """Raises for an optimizer of another library."""
     if not isinstance(optimizer, FusedOptimizer):
         raise TypeError(
             f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
             "that wraps, or convert() it"
         )
+
+
+def check_arguments(
+    optimizer: FusedOptimizer, bucket_cap_mb: float, accumulation_steps: int
+) -> None:
+    """Raises for an optimizer of another library, and for an argument that is out of range."""
+    check_ours(optimizer)
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, not {accumulation_steps!r:.40}")
     if accumulation_steps < 1:

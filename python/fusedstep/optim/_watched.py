@@ -62,11 +62,16 @@ class WatchedState:
         if not store.is_look_due():
             return
         store.was_read = False  # before counting: another thread's read makes it True
+        if self._is_state_held():
+            store.was_read = True
+
+    def _is_state_held(self) -> bool:
+        """Returns whether code outside holds states, if the last step can be repeated."""
+        if self._last_step is None:
+            return False
         # The record of the last step has a list of the states, if they had been read by then.
         in_record = any(part.states for part in self._last_step.parts)
-        unread = _holders_of_unread_states()
-        if not _is_held_as(self._state, unread, in_record):
-            store.was_read = True
+        return not _is_held_as(self._state, _holders_of_unread_states(), in_record)
 
 
 def _is_held_as(
