@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import fusedstep
 from fusedstep import optim
 from fusedstep.optim._roles import HIDDEN, ROLES, UNDECAYED, roles_of
 
@@ -60,6 +61,14 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([block, copy.deepcopy(block)])
         for name, module in others.items():
             self.register_module(name, module)
+
+
+class Words(nn.Embedding):
+    """A class whose name does not say that it is an embedding."""
+
+
+class Layer(nn.Linear):
+    """Nor this one that it is linear."""
 
 
 class Tied(Model):
@@ -202,6 +211,12 @@ EXPECTED = {
         {"blocks.0.weight_ih_l0": "recurrent", "blocks.0.bias_hh_l0": "vector"},
         {"blocks.0.weight_ih_l0": {"split_heads": 4}, "blocks.0.weight_hh_l0": {"split_heads": 4}},
         "",
+    ),
+    "other names of classes": (
+        lambda: nn.Sequential(Words(9, 8), Layer(8, 8), Layer(8, 4)),
+        {"0.weight": "embedding", "1.weight": "matrix", "2.weight": "head"},
+        {},
+        "2.weight: guessed: the last linear layer",
     ),
     "a model that says it": (Said, {"a.weight": "head", "b.weight": "matrix"}, {}, ""),
 }
@@ -386,6 +401,28 @@ def test_errors(error, text, given):
         optim.groups(given.pop("model"), **given)
 
 
+def of_fsdp1():
+    cls = type("FullyShardedDataParallel", (nn.Module,), {})
+    model = cls()
+    model.inner = nn.Linear(4, 4)
+    return model
+
+
+def of_zero3():
+    model = nn.Linear(4, 4)
+    model.weight.ds_shape = torch.Size([4, 4])
+    return model
+
+
+@pytest.mark.parametrize(("make", "text"), [(of_fsdp1, "FSDP2"), (of_zero3, "before deepspeed")])
+def test_weights_that_have_lost_their_shapes(make, text):
+    for name, options in (("muon", {}), ("adamw", {"no_decay": "auto"}), ("galoreadamw", {})):
+        with pytest.raises(ValueError, match=rf"roles of weights .*{text}"):
+            optim.create(name, make(), **options)
+    groups = optim.create("adamw", make(), no_decay=("bias",)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.01, 0.0]
+
+
 TABLE = """\
 Groups for Muon
 group  role        weights  elements  options                                      names
@@ -436,7 +473,11 @@ def test_dictionaries_of_groups(name):
     later, other = made()
     later.load_state_dict(model.state_dict())
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each in ((model, optimizer), (later, other)):
+    imported, third = made()
+    imported.load_state_dict(model.state_dict())
+    fusedstep.import_state_dict(third, copy.deepcopy(optimizer.state_dict()))
+    for each in ((model, optimizer), (later, other), (imported, third)):
         step(*each, 2)
-    for mine, its in zip(model.parameters(), later.parameters(), strict=True):
+    for mine, its, imports in zip(*(m.parameters() for m in (model, later, imported)), strict=True):
         assert torch.equal(mine, its)
+        assert torch.equal(mine, imports)

@@ -26,6 +26,7 @@ from fusedstep.optim._roles import (
     is_flat,
     own_undecayed,
     roles_of,
+    why_no_roles,
 )
 from fusedstep.optim._unknown import check_keys
 from fusedstep.optim.muon import Muon
@@ -175,7 +176,7 @@ def groups(
         TypeError: ``model`` is no Module; an option that decides nothing; ``others`` for an
             optimizer that has no such groups.
         ValueError: the name is none of an optimizer; a pattern, a class or a role that matches
-            nothing; keys of options that are misspelt.
+            nothing; keys of options that are misspelt; weights that FSDP1 or ZeRO-3 has flattened.
     """
     cls = find(for_)
     if not isinstance(model, nn.Module):
@@ -265,6 +266,8 @@ class Grouping:
                 raise ValueError(f"rules: {rule!r:.60} is no role: {near}")
 
     def of(self, model: nn.Module) -> Groups:
+        if (self._part or self._is_auto) and (reason := why_no_roles(model)):
+            raise ValueError(f"roles of weights follow from their shapes, but {reason}")
         weights = [self._by_rule(weight) for weight in roles_of(model)]
         self._check_rules(weights)
         check_patterns(self._patterns, [(each.names, _kinds(each)) for each in weights])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -140,6 +141,11 @@ class _Judge:
                 if weights[key].ndim in (2, 3) and "lora" not in own:
                     path = path if own == "weight" else (*path, own)
                     self._sides.setdefault(path, _sides_of(module, weights[key]))
+        #: The layers below a module, by what comes after its path, with their inputs.
+        self._below: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
+        for path, (_, inputs) in self._sides.items():
+            for depth in (1, 2)[: len(path)]:
+                self._below.setdefault(path[:-depth], {})[path[-depth:]] = inputs
         self._has_experts = {
             path[:cut]
             for at in places.values()
@@ -155,16 +161,14 @@ class _Judge:
     def role_of(self, weight: Tensor) -> _Found:
         at = self._places[id(weight)]
         path, own, module = at[0]
-        kinds = [type(place.module).__name__.lower() for place in at]
-        if "norm" in kinds[0] and "linear" not in kinds[0]:
+        if "norm" in type(module).__name__.lower() and not _is_linear(module):
             return _Found("norm")
         if weight.ndim < 2:
             return _Found("bias" if own.endswith("bias") else "vector")
         if any("lora_" in part for part in (*path, own)):
             return _Found("LoRA")
-        held = zip(at, kinds, strict=True)
-        if any("embedding" in kind for place, kind in held if place.own == "weight"):
-            is_tied = id(weight) in self._heads or any("linear" in kind for kind in kinds)
+        if any(_is_embedding(place.module) for place in at if place.own == "weight"):
+            is_tied = id(weight) in self._heads or any(_is_linear(place.module) for place in at)
             return _Found("tied embedding" if is_tied else "embedding")
         if id(weight) in self._heads:
             guess = "guessed: the last linear layer outside of repeated blocks"
@@ -207,9 +211,8 @@ class _Judge:
             return fused
         if _has_columns(module, weight):
             return _Found("matrix", layout="[in, out]: the ratio of rows to columns is the inverse")
-        is_known = "linear" in type(module).__name__.lower()
         guess = f"guessed: a parameter of {type(module).__name__}"
-        return _Found("matrix", guess="" if is_known or isinstance(module, _LINEAR) else guess)
+        return _Found("matrix", guess="" if _is_linear(module) else guess)
 
     def _fused(self, path: tuple[str, ...], last: str, in_columns: bool) -> _Found | None:
         """What a weight is that several layers are in, by its name and its neighbours' shapes."""
@@ -243,10 +246,8 @@ class _Judge:
     def _after(self, path: tuple[str, ...], names: re.Pattern[str]) -> tuple[str, int]:
         """The layer of such a name beside another one, and its inputs."""
         for parent in (path[:-1], path[:-2]):
-            for other, (_, inputs) in self._sides.items():
-                below = other[len(parent) :]
-                is_near = other[: len(parent)] == parent and 1 <= len(below) <= 2
-                if is_near and other != path and any(names.search(part) for part in below):
+            for below, inputs in self._below.get(parent, {}).items():
+                if (*parent, *below) != path and any(map(names.search, below)):
                     return ".".join(below), inputs
         return "", 0
 
@@ -257,7 +258,14 @@ def _blocks(role: str, parts: int, what: str, in_columns: bool, why: str) -> _Fo
     return _Found(role, parts, layout=f"guessed {why}: {what} are equal blocks of rows")
 
 
-_LINEAR = (nn.Linear, nn.Bilinear, nn.MultiheadAttention)
+def _is_embedding(module: nn.Module) -> bool:
+    is_torchs = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+    return is_torchs or "embedding" in type(module).__name__.lower()
+
+
+def _is_linear(module: nn.Module) -> bool:
+    is_torchs = isinstance(module, (nn.Linear, nn.MultiheadAttention))
+    return is_torchs or "linear" in type(module).__name__.lower()
 
 
 def _has_columns(module: nn.Module, weight: Tensor) -> bool:
@@ -286,11 +294,11 @@ def _heads_of(model: nn.Module) -> tuple[set[int], bool]:
                 found |= {id(weight) for weight in _weights_of(method) if weight.ndim >= 2}
     if found:
         return found, False
-    blocks = tuple(_repeated(model))
+    blocks = set(_repeated(model))
     linear = {
         ".".join(part for part in path.split(".") if part not in _WRAPPING): module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and not path.startswith(blocks)
+        if isinstance(module, nn.Linear) and blocks.isdisjoint(accumulate(path.split("."), _joined))
     }
     for name in _HEADS:
         named = [path for path in linear if path.rpartition(".")[2] == name]
@@ -316,14 +324,27 @@ def _weights_of(method: Callable[[], Any]) -> Iterable[Tensor]:
     ]
 
 
+def _joined(path: str, part: str) -> str:
+    return f"{path}.{part}"
+
+
 def _repeated(model: nn.Module) -> Iterable[str]:
-    """The beginnings of names in modules of which a parent has several of a class."""
+    """The names of modules of which a parent has several of a class."""
     for prefix, module in model.named_modules():
         children = [each for each in module.named_children() if any(each[1].children())]
         count = Counter(type(child) for _, child in children)
         for name, child in children:
             if count[type(child)] > 1:
-                yield f"{prefix}.{name}." if prefix else f"{name}."
+                yield f"{prefix}.{name}" if prefix else name
+
+
+def why_no_roles(model: nn.Module) -> str:
+    """Says why the shapes of a model's weights tell nothing; no text if they do."""
+    if any(type(each).__name__ == "FullyShardedDataParallel" for each in model.modules()):
+        return "FSDP1 has flattened the weights: FSDP2 (fully_shard) keeps their shapes"
+    if any(hasattr(weight, "ds_shape") for weight in model.parameters()):
+        return "ZeRO-3 has taken the weights apart: make the groups before deepspeed.initialize()"
+    return ""
 
 
 def own_undecayed(model: nn.Module) -> set[str]:
