@@ -1,12 +1,17 @@
 """transformers: what `python -m fusedstep memory` reads of a config.json."""
 
+import json
+import sys
+
 import pytest
 import torch
 
+from fusedstep import __main__
 from fusedstep.memory.activations import loss_of, trace
 from fusedstep.memory.model import load
 from probes.memory_of_a_step import peak_of
 from small import need
+from test_memory_fit import peak_of_training
 
 need("transformers")
 
@@ -106,6 +111,20 @@ def test_adapters_of_peft_have_activations():
     gradients = 4 * sum(p.numel() for p in real.parameters() if p.requires_grad)
     told = gradients + traced.beside(gradients, 1, accumulate=False)
     assert told == pytest.approx(peak_of(forward_and_backward), rel=0.1)
+
+
+@pytest.mark.parametrize("more", [(), ("--checkpointing", "--weights", "bf16")], ids=["", "less"])
+def test_lines_of_adapters_run_and_peak_at_what_is_told(tmp_path, capsys, monkeypatch, more):
+    pytest.importorskip("peft")
+    saved(tmp_path, "llama")
+    asked = ("--optimizer", "AdamW", "--batch", "2", "--sequence", "64", "--lora", "4", "--json")
+    fit = ("--fit", "100MB", "--headroom", "0B", *more)
+    monkeypatch.setattr(sys, "argv", ["fusedstep", "memory", str(tmp_path), *asked, *fit])
+    __main__.main()
+    found = json.loads(capsys.readouterr().out)
+    (way,) = (each for each in found["fits"] if each["lora"])
+    peak = peak_of_training(way, load(str(tmp_path)).make, (2, 64))
+    assert way["bytes"]["total"] == pytest.approx(peak, rel=0.1)
 
 
 def test_a_file_that_is_no_configuration(tmp_path):

@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from fusedstep.optim._arrivals import buckets_of
+
 
 class Activations(NamedTuple):
     """Bytes that live in a forward and a backward beside the weights, at times of high demand.
@@ -55,6 +57,8 @@ def trace(
     attention: str = "flash",
     checkpointing: bool = False,
     inference: bool = False,
+    trained: torch.dtype | None = None,
+    bucket: float | None = None,
 ) -> Activations:
     """Runs a model's forward and backward on fake tensors, and counts what lives.
 
@@ -67,10 +71,19 @@ def trace(
         attention (str): ``"flash"`` keeps no matrix of attention, ``"eager"`` does
         checkpointing (bool): the blocks of each stack are computed again in the backward
         inference (bool): without a backward
+        trained (torch.dtype, optional): of weights that are trained, if not ``dtype``
+        bucket (float, optional): bytes of gradients that are stepped together in the backward pass,
+            and freed
     """
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        return tensor.to(trained if trained and tensor.requires_grad else dtype)
+
     fake, on_host = FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu")
     with fake, on_host, _conversions(), torch.random.fork_rng(devices=()):
-        model = make().to(dtype).train(not inference)
+        model = make()._apply(cast).train(not inference)
         if checkpointing:
             checkpoint_blocks(model)
         inputs = torch.zeros(size, dtype=torch.long if tokens else dtype, device="cpu")
@@ -80,7 +93,7 @@ def trace(
                 with torch.no_grad(), casts:
                     _forward(model, inputs)
             else:
-                live.watch_gradients(model)
+                live.watch_gradients(model, bucket)
                 with casts:
                     loss, output = loss_of(model, inputs)
                 loss.backward()
@@ -151,17 +164,17 @@ def _conversions() -> Iterator[None]:
         torch.nn.Module._apply = own
 
 
-def _stacks(module: torch.nn.Module) -> Iterator[torch.nn.ModuleList]:
-    """The outermost lists of modules."""
-    for child in module.children():
+def stacks(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
+    """The outermost lists of modules, with their names."""
+    for name, child in module.named_children():
         if isinstance(child, torch.nn.ModuleList):
-            yield child
+            yield prefix + name, child
         else:
-            yield from _stacks(child)
+            yield from stacks(child, f"{prefix}{name}.")
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> None:
-    blocks = [block for stack in _stacks(model) for block in stack]
+    blocks = [block for _, stack in stacks(model) for block in stack]
     if not blocks:
         raise ValueError("--checkpointing: MODEL has no ModuleList of blocks")
     for block in blocks:
@@ -196,6 +209,14 @@ def _attention(kind: str) -> Iterator[None]:
         F.scaled_dot_product_attention = own
 
 
+def _free(bucket: list[Tensor], missing: set[Tensor], weight: Tensor) -> None:
+    """Frees the gradients of a bucket when the last one is there."""
+    missing.discard(weight)
+    if not missing:
+        for each in bucket:
+            each.grad = None
+
+
 class _Live(TorchDispatchMode):
     """Counts the bytes of storages that operators make, until they die."""
 
@@ -206,10 +227,16 @@ class _Live(TorchDispatchMode):
         self._other = self._kept = 0
         self._times: set[tuple[int, int]] = set()
 
-    def watch_gradients(self, model: torch.nn.Module) -> None:
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.register_post_accumulate_grad_hook(self._keep)
+    def watch_gradients(self, model: torch.nn.Module, bucket: float | None = None) -> None:
+        weights = [weight for weight in model.parameters() if weight.requires_grad]
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self._keep)
+        if bucket is None:
+            return
+        for each in buckets_of([{"params": weights}], bucket):
+            missing = set(each.weights)
+            for weight in each.weights:
+                weight.register_post_accumulate_grad_hook(partial(_free, each.weights, missing))
 
     def times(self) -> tuple[tuple[int, int], ...]:
         """The times that no other one exceeds in both kinds of bytes."""

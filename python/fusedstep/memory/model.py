@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusedstep.memory.activations import stacks
+
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 #: A bare parameter count is that of a decoder whose width is so many times its depth.
@@ -28,6 +30,12 @@ class Model(NamedTuple):
     """Elements of the buffers."""
     make: Callable[[], torch.nn.Module] | None = None
     """Makes the model, on whatever device torch then makes tensors. None for a parameter count."""
+    adapted: tuple[torch.Size, ...] = ()
+    """The shapes of the matrices that adapters are for, of a parameter count."""
+    stacks: tuple[str, ...] = ()
+    """The names of the lists of blocks."""
+    is_transformers: bool = False
+    """True for a model that has transformers' gradient_checkpointing_enable()."""
 
     @property
     def trained_elements(self) -> int:
@@ -82,7 +90,30 @@ def _of_count(name: str, count: int) -> Model:
     shapes = [torch.Size([rows, width])] * bool(rows)
     shapes += [*attention, torch.Size([4 * width, width]), torch.Size([width, 4 * width])] * layers
     shapes += [torch.Size([rest])] * bool(rest)
-    return Model(name, tuple(shapes))
+    matrices = shapes[bool(rows) :][: 6 * layers]
+    return Model(name, tuple(shapes), adapted=tuple(matrices))
+
+
+def with_adapters(model: Model, rank: int) -> Model:
+    """The model with LoRA's adapters at all linear layers, the only weights that are trained.
+
+    Raises:
+        ValueError: without peft, or if it finds no linear layer.
+    """
+    if model.make is None:
+        shapes = [torch.Size(each) for o, i in model.adapted for each in ((rank, i), (o, rank))]
+        return Model(model.name, tuple(shapes), model.parameters)
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError:
+        raise ValueError("LoRA needs peft: pip install peft") from None
+    make = model.make
+
+    def adapted() -> torch.nn.Module:
+        return peft.get_peft_model(make(), peft.LoraConfig(r=rank, target_modules="all-linear"))
+
+    found = _of_module(model.name, adapted)
+    return found._replace(stacks=model.stacks, is_transformers=model.is_transformers)
 
 
 def _of_module(name: str, make: Callable[[], torch.nn.Module]) -> Model:
@@ -98,6 +129,8 @@ def _of_module(name: str, make: Callable[[], torch.nn.Module]) -> Model:
         sum(weight.numel() for weight in weights if not weight.requires_grad),
         sum(buffer.numel() for buffer in module.buffers()),
         make,
+        stacks=tuple(name for name, _ in stacks(module)),
+        is_transformers=hasattr(module, "gradient_checkpointing_enable"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from fusedstep import optim
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
+from fusedstep.optim._arrivals import buckets_of
 from fusedstep.optim._names import find
 from fusedstep.optim._projection import matrix_shape
 from fusedstep.optim._weights import BESIDE
@@ -62,6 +64,16 @@ class Run(NamedTuple):
     ranks: int = 1
     rank: int | None = None
     """Of the projections of optimizers that have a rank, and are given none."""
+    trained: torch.dtype | None = None
+    """Of weights that are trained, where others are not. None: as those."""
+    bucket: float | None = None
+    """Bytes of the buckets of gradients that are stepped in the backward pass. None: no bucket."""
+    buckets: int = 1
+    """Buckets of gradients at a time: one is filled, others are copied."""
+
+    @property
+    def of_trained(self) -> torch.dtype:
+        return self.trained or self.weights
 
 
 class Need(NamedTuple):
@@ -72,6 +84,8 @@ class Need(NamedTuple):
     """Weights as autocast casts them."""
     masters: int
     states: int
+    scratch: int
+    """What a step takes beside the states."""
     gradients: int
     activations: int
     """The rest of the peak, beyond the other parts."""
@@ -79,6 +93,16 @@ class Need(NamedTuple):
     @property
     def total(self) -> int:
         return sum(self)
+
+
+class Scratch(NamedTuple):
+    """Bytes that an optimizer takes beside its states: from step to step, and during a step."""
+
+    kept: int
+    taken: int
+
+
+NO_SCRATCH = Scratch(0, 0)
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -156,6 +180,28 @@ def choices(
         raise ValueError(left_out[0])
 
 
+def kinds(choice: Choice, run: Run, asked: tuple[str, ...] = ()) -> list[str]:
+    """The dtypes of states that an optimizer learns with, from the most bytes; ``asked``: of these.
+
+    They are float32 at most, by its default where that is float32, and as precise at least: int4
+    where it trains as well by that. Empty if the class does not accept the options.
+    """
+    cls = getattr(optim, choice.optimizer)
+    found: dict[str, tuple[int, int]] = {}
+    for kind in asked or ("default", "float32", "int8", "int4"):
+        if kind == "int4" and not asked and not cls._learns_in_int4:
+            continue
+        each = choice._replace(states=kind)
+        try:
+            _check("", each, run.of_trained, run.masters)
+        except ValueError:
+            continue
+        found[kind] = state_bytes(_LARGE, run.of_trained, each, run.masters)
+    if not asked and "float32" in found:
+        del found["float32" if found["float32"] == found["default"] else "default"]
+    return list(found)
+
+
 def has_rank(optimizer: str) -> bool:
     """Returns whether a class projects gradients to a rank."""
     return "rank" in inspect.signature(getattr(optim, optimizer)).parameters
@@ -164,7 +210,7 @@ def has_rank(optimizer: str) -> bool:
 def _check(told: str, choice: Choice, weights: torch.dtype, masters: str) -> None:
     """Raises a ValueError that begins with ``told`` if the class does not accept the options."""
     try:
-        _build([torch.empty(1, device="meta", dtype=weights)], choice, masters)
+        build([torch.empty(1, device="meta", dtype=weights)], choice, masters)
     except (RuntimeError, TypeError, ValueError) as error:
         text = str(error).replace(".__init__() got an unexpected keyword argument", " lacks")
         raise ValueError(f"{told}: {text}") from None
@@ -174,13 +220,13 @@ def accepted(states: str = "default", masters: str = "none") -> bool:
     """Returns whether there are such states and master weights: whether AdamW accepts them."""
     weights = [torch.empty(1, device="meta", dtype=torch.bfloat16)]
     try:
-        _build(weights, Choice("AdamW", {}, states), masters)
+        build(weights, Choice("AdamW", {}, states), masters)
     except (TypeError, ValueError):
         return False
     return True
 
 
-def _build(weights: list[Tensor], choice: Choice, masters: str) -> optim.FusedOptimizer:
+def build(weights: list[Tensor], choice: Choice, masters: str) -> optim.FusedOptimizer:
     options = dict(choice.options)
     if choice.states != "default":
         options["state_dtype"] = STATE_DTYPES[choice.states]
@@ -209,23 +255,31 @@ def state_bytes(
 ) -> tuple[int, int]:
     """The bytes of the states that an optimizer makes for weights, and of their master weights.
 
-    The optimizer makes them, on the meta device.
+    The optimizer makes them, on the meta device, for one weight of each shape.
     """
-    weights = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    counts = Counter(shapes)
+    weights = [torch.empty(shape, dtype=dtype, device="meta") for shape in counts]
     if not weights:
         return 0, 0
-    optimizer = _build(weights, choice, masters)
+    optimizer = build(weights, choice, masters)
     for group in optimizer.param_groups:
         optimizer._store.create(group, group["params"], native=False)
     sizes = {True: 0, False: 0}
-    for state in optimizer.state.values():
+    for weight, state in optimizer.state.items():
         for name, value in state.items():
             tensors = [each for each in tree_leaves(value) if isinstance(each, Tensor)]
-            sizes[name in _OF_WEIGHTS] += sum(each.nbytes for each in tensors)
+            size = sum(each.nbytes for each in tensors)
+            sizes[name in _OF_WEIGHTS] += size * counts[weight.shape]
     return sizes[False], sizes[True]
 
 
-def need(model: Model, run: Run, choice: Choice, activations: Activations | None) -> Need:
+def need(
+    model: Model,
+    run: Run,
+    choice: Choice,
+    activations: Activations | None,
+    scratch: Scratch = NO_SCRATCH,
+) -> Need:
     """The bytes of a run on each of its ranks.
 
     ZeRO 1 shards states and masters, ZeRO 2 the gradients as well, ZeRO 3 the weights too.
@@ -235,17 +289,29 @@ def need(model: Model, run: Run, choice: Choice, activations: Activations | None
         return -(-size // run.ranks) if run.zero >= stage else size
 
     elements = model.parameters
-    weights = share((elements + model.buffers) * run.weights.itemsize, 3)
+    weights = (model.frozen + model.buffers) * run.weights.itemsize
+    weights = share(weights + model.trained_elements * run.of_trained.itemsize, 3)
     copies = share(elements * run.autocast.itemsize, 3) if run.autocast else 0
     if run.inference:
         beside = activations.beside(copies, 0, False) if activations else 0
-        return Need(weights, copies, 0, 0, 0, beside)
-    states, masters = state_bytes(model.trained, run.weights, choice, run.masters)
-    dtype = run.gradients or run.weights
+        return Need(weights, copies, 0, 0, 0, 0, beside)
+    states, masters = state_bytes(model.trained, run.of_trained, choice, run.masters)
+    dtype = run.gradients or run.of_trained
     gradients = share(model.trained_elements * dtype.itemsize, 2)
-    full = model.trained_elements * run.weights.itemsize
+    full = model.trained_elements * run.of_trained.itemsize
+    if run.bucket is not None:
+        full = largest_bucket(model.trained, run.of_trained, run.bucket)
+        gradients = share(full, 2) * run.buckets
     beside = 0
     if activations:
         beside = activations.beside(gradients, gradients / max(full, 1), run.accumulate)
-        beside = max(beside - copies, 0)
-    return Need(weights, copies, share(masters, 1), share(states, 1), gradients, beside)
+        beside = max(beside - copies - scratch.taken, 0)  # a step comes after the highest time
+    held = share(scratch.kept + scratch.taken, 1)
+    return Need(weights, copies, share(masters, 1), share(states, 1), held, gradients, beside)
+
+
+def largest_bucket(shapes: tuple[torch.Size, ...], dtype: torch.dtype, cap: float) -> int:
+    """The bytes of the gradients of the largest bucket of weights in a group."""
+    weights = [torch.empty(shape, dtype=dtype, device="meta") for shape in shapes]
+    buckets = buckets_of([{"params": weights}], cap)
+    return max((sum(weight.nbytes for weight in each.weights) for each in buckets), default=0)

@@ -71,7 +71,7 @@ def name_in(groups: list[dict[str, Any]], weight: Tensor) -> str:
     )
 
 
-def _buckets_of(groups: list[dict[str, Any]], cap: float) -> Iterator[Bucket]:
+def buckets_of(groups: list[dict[str, Any]], cap: float) -> Iterator[Bucket]:
     """Divides the weights of each group: as many as have room in so many bytes, one at least."""
     for group in groups:
         number, weights, size = 0, [], 0.0
@@ -174,7 +174,7 @@ class Arrivals:
         before, self._seen = self._seen, {}
         self._groups = [*self._optimizer.param_groups]
         self._weights = [[*group["params"]] for group in self._groups]
-        self._buckets = [_Waiting(each) for each in _buckets_of(self._groups, self._cap)]
+        self._buckets = [_Waiting(each) for each in buckets_of(self._groups, self._cap)]
         for each in self._buckets:
             for weight in each.bucket.weights:
                 seen = self._seen[weight] = before.pop(weight, None) or new()
