@@ -121,6 +121,8 @@ def told() -> tuple[str, ...]:
     topics = [finding.topic for finding in fusedstep.doctor()]
     advice: str | None = fusedstep.doctor()[0].advice
     report = fusedstep.verify(optim.Lamb(parameters), steps=2)
+    gain = fusedstep.compare(optim.Lamb(parameters), rounds=1, iteration_ms=20)
+    share: float | None = gain.share
     ok: bool = report.ok
     speedup: float = report.speedup
     differing = [(each.largest, each.excess) for each in report.differing]
@@ -130,7 +132,7 @@ def told() -> tuple[str, ...]:
         fusedstep.isa(),
         *topics,
         str(advice),
-        str((ok, speedup, differing, version)),
+        str((ok, speedup, differing, share, version)),
     )
 
 

@@ -12,11 +12,13 @@ from fusedstep._version import __version__
 from fusedstep.backward import step_in_backward
 from fusedstep.convert import convert, import_state_dict
 from fusedstep.doctor import doctor
+from fusedstep.gain import compare
 from fusedstep.offload import offload
 from fusedstep.verify import verify
 
 __all__ = [
     "__version__",
+    "compare",
     "convert",
     "doctor",
     "import_state_dict",

@@ -1,4 +1,4 @@
-"""Command line: ``python -m fusedstep doctor``, ``python -m fusedstep memory``."""
+"""Command line: ``python -m fusedstep COMMAND``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import NoReturn
 
 import fusedstep
-from fusedstep.memory import command
+from fusedstep.memory import command, gain
 
 
 class _Parser(argparse.ArgumentParser):
@@ -21,6 +21,7 @@ def main() -> None:
     parser = _Parser(
         prog="python -m fusedstep",
         description=re.sub(r"^>>> ", "    ", fusedstep.__doc__, flags=re.MULTILINE),
+        epilog="python -m fusedstep.galore checks and times GaLore's step of one matrix.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="another program: python -m fusedstep.galore times GaLore's products (--help)",
     )
@@ -29,14 +30,17 @@ def main() -> None:
     commands.add_parser("doctor", help="tell what was found on this machine, and what costs speed")
     memory = commands.add_parser("memory", help="tell what a training run needs in memory")
     command.add_arguments(memory)
+    gains = commands.add_parser("gain", help="time steps beside torch's, and tell what is gained")
+    gain.add_arguments(gains)
     arguments = parser.parse_args()
     if arguments.command == "doctor":
         fusedstep.doctor()
         return
+    module, parser = (command, memory) if arguments.command == "memory" else (gain, gains)
     try:
-        command.run(arguments)
+        module.run(arguments)
     except ValueError as error:
-        memory.error(str(error))
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

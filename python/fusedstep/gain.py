@@ -1,0 +1,217 @@
+"""Times steps beside those of torch's class, and tells what a training gains."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fusedstep import _twin
+from fusedstep.convert import check_is_ours
+
+#: Names of the ways in which optimizers step.
+OURS, FUSED, FOREACH, LOOP, FORMULA = "fusedstep", "fused", "foreach", "for-loop", "formula"
+
+#: The options of torch's classes that choose a way.
+_OPTIONS = {
+    FUSED: {"fused": True},
+    FOREACH: {"foreach": True},
+    LOOP: {"foreach": False},
+}
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Milliseconds of a step, and of an iteration."""
+
+    optimizer: str
+    """The name of the class."""
+    ms: dict[str, float]
+    """The median of a step by what took it: ``"fusedstep"``; ``"fused"``, ``"foreach"`` and
+    ``"for-loop"`` of torch's class; or ``"formula"`` in torch operations where torch has none."""
+    iteration_ms: float | None = None
+    """Of an iteration with the step of :attr:`other`."""
+
+    @property
+    def other(self) -> str:
+        """The fastest of the other ways."""
+        return min((name for name in self.ms if name != OURS), key=self.ms.__getitem__)
+
+    @property
+    def saved_ms(self) -> float:
+        """What a step of ours takes less than that of :attr:`other`."""
+        return self.ms[self.other] - self.ms[OURS]
+
+    @property
+    def share(self) -> float | None:
+        """The part of an iteration that is saved, below 1."""
+        return None if self.iteration_ms is None else self.saved_ms / self.iteration_ms
+
+    def __str__(self) -> str:
+        width = max(map(len, self.ms))
+        lines = [f"{self.optimizer}, milliseconds a step"]
+        lines += [
+            f"  {name:<{width}}  {ms:9.3f}  {ms / self.ms[OURS]:6.2f} x"
+            for name, ms in self.ms.items()
+        ]
+        return "\n".join([*lines, self.sentence()])
+
+    def sentence(self) -> str:
+        """What a training gains, in a sentence."""
+        other = "the formula in torch operations" if FORMULA in self.ms else f"torch's {self.other}"
+        if self.share is None:
+            return f"A step takes {self.saved_ms:.3f} ms less than by {other}."
+        percent = 100 * self.share
+        if percent < 0.05:
+            return f"A training becomes no faster than by {other}: you come for memory."
+        end = ": you come for memory" if percent < 2 else ""
+        return f"A training becomes {percent:.1f} % faster than by {other}{end}."
+
+
+def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None = None) -> Gain:
+    """Times steps of an optimizer beside those of torch's class, prints what was found, returns it.
+
+    Copies of the weights are stepped: by a new optimizer of the same class and options, and by
+    torch's class with ``fused=True``, or ``foreach=True`` where it has no fused way, with those of
+    the options that it has. Where torch has no such class, the formula in torch operations is
+    timed. They take turns, a step each in every round. Weights, gradients, states, hooks and the
+    random generators of the run are not touched. Until it returns, the copies take twice the memory
+    of weights and states, and once that of gradients.
+
+    A weight without a gradient is stepped with one of 1e-3 if no weight has one, and else not.
+
+    Args:
+        optimizer (Optimizer): one of :mod:`fusedstep.optim`
+        rounds (int, optional): steps that are timed; of their times the median counts (default: 5)
+        iteration_ms (float, optional): what an iteration of the training takes with torch's step,
+            in milliseconds: the share of it that is saved is told then
+
+    Raises:
+        TypeError: if the optimizer is not one of :mod:`fusedstep.optim`.
+        ValueError: if ``rounds`` or ``iteration_ms`` is not above 0.
+
+    >>> fusedstep.compare(optimizer, iteration_ms=217)
+    """
+    check_is_ours(optimizer)
+    if rounds < 1:
+        raise ValueError(f"Invalid rounds value: {rounds}")
+    if iteration_ms is not None and not iteration_ms > 0:
+        raise ValueError(f"Invalid iteration_ms value: {iteration_ms}")
+    groups = optimizer.param_groups
+    has_gradients = any(p.grad is not None for group in groups for p in group["params"])
+
+    def copies() -> list[dict[str, Any]]:
+        return [
+            group | {"params": [_copy_of(p, has_gradients) for p in group["params"]]}
+            for group in groups
+        ]
+
+    ours = _twin.like(optimizer, copies(), {})
+    cls, name = torch_class(type(optimizer)), FORMULA
+    if cls is None:
+        weights = [group["params"] for group in copies()]
+        other = _twin.imperative_twin(optimizer, weights)
+    else:
+        name = next(way for way, options in _OPTIONS.items() if _has(cls, options))
+        other = _of_torch(cls, copies(), optimizer.defaults, _OPTIONS[name])
+    ms = time_steps({OURS: ours, name: other}, rounds)
+    found = Gain(type(optimizer).__name__, ms, iteration_ms)
+    print(found)
+    return found
+
+
+def torch_class(cls: type[Optimizer]) -> type[Optimizer] | None:
+    """Returns the class of torch.optim whose formula a class has, or None.
+
+    ``AdamW8bit`` has that of ``AdamW``.
+    """
+    names = [each.__name__ for each in cls.__mro__ if each.__module__.startswith("fusedstep.optim")]
+    return next((getattr(torch.optim, name) for name in names if hasattr(torch.optim, name)), None)
+
+
+def ways_of(
+    cls: type[Optimizer], weights: Callable[[], list[Any]], options: dict[str, Any]
+) -> dict[str, Optimizer]:
+    """Returns optimizers of a class of ours and of torch's, each with weights of its own."""
+    found: dict[str, Optimizer] = {OURS: cls(weights(), **options)}
+    other = torch_class(cls)
+    if other is None:
+        return found | {FORMULA: cls(weights(), **options | {"fused": False})}
+    for name, way in _OPTIONS.items():
+        if _has(other, way):
+            found[name] = _of_torch(other, [{"params": weights()}], options, way)
+    return found
+
+
+def _of_torch(
+    cls: Any, groups: list[dict[str, Any]], defaults: dict[str, Any], way: dict[str, Any]
+) -> Optimizer:
+    known = inspect.signature(cls).parameters.keys() - {"fused", "foreach", "differentiable"}
+    known |= {"params"}
+    kept = [{k: v for k, v in group.items() if k in known} for group in groups]
+    options = {k: v for k, v in defaults.items() if k in known and k != "params"}
+    return cls(kept, **options | way)
+
+
+def _has(cls: Any, options: dict[str, Any]) -> bool:
+    return options.keys() <= inspect.signature(cls).parameters.keys()
+
+
+def _copy_of(weight: Tensor, has_gradients: bool) -> Tensor:
+    copy = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    if weight.grad is not None:
+        copy.grad = weight.grad.detach().clone()
+    elif not has_gradients and weight.requires_grad:
+        copy.grad = torch.full_like(copy, 1e-3, requires_grad=False)
+    return copy
+
+
+def time_steps(
+    optimizers: dict[str, Optimizer],
+    rounds: int,
+    tell: Callable[[int, int], object] = lambda done, of: None,
+) -> dict[str, float]:
+    """Returns the median milliseconds of a step of each optimizer; they take turns.
+
+    Two rounds come before those that are timed. ``tell`` is called with the rounds that are done,
+    and with those that there are.
+    """
+    devices = {
+        p.device
+        for each in optimizers.values()
+        for group in each.param_groups
+        for p in group["params"]
+        if p.is_cuda
+    }
+    times: dict[str, list[float]] = defaultdict(list)
+    names = list(optimizers)
+    was_collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for index in range(rounds + 2):
+            for name in names if index % 2 else names[::-1]:
+                _wait(devices)
+                started = time.perf_counter()
+                _twin.step(optimizers[name])
+                _wait(devices)
+                if index >= 2:
+                    times[name].append(1000 * (time.perf_counter() - started))
+            tell(index + 1, rounds + 2)
+    finally:
+        if was_collecting:
+            gc.enable()
+    return {name: statistics.median(times[name]) for name in names}
+
+
+def _wait(devices: set[torch.device]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
