@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -209,7 +208,7 @@ def time_steps(
     finally:
         if was_collecting:
             gc.enable()
-    return {name: statistics.median(times[name]) for name in names}
+    return {name: sorted(times[name])[rounds // 2] for name in names}
 
 
 def _wait(devices: set[torch.device]) -> None:
