@@ -6,10 +6,10 @@ STEPS = 4
 WORDS = 32
 
 
-def gpt2(transformers):
+def gpt2(transformers, width=16):
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=WORDS, n_positions=16, n_embd=16, n_layer=1, n_head=2, use_cache=False
+        vocab_size=WORDS, n_positions=16, n_embd=width, n_layer=1, n_head=2, use_cache=False
     )
     return transformers.GPT2LMHeadModel(config)
 

@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 
+import fusedstep
 from fusedstep import optim
 from low_rank import (
     SHAPES,
@@ -72,6 +73,17 @@ def test_adafactor_of_bfloat16():
         torch.testing.assert_close(found.detach().double(), weight, rtol=0.02, atol=0.02)
     for p in optimizer.param_groups[1]["params"]:
         assert {value.dtype for value in optimizer.state[p].values()} == {torch.float32}
+
+
+def test_moments_of_vectors_are_imported_too():
+    optimizer = optim.GaLoreAdafactor(adafactor_groups(), **ADAFACTOR)
+    run(optimizer, range(3))
+    new = optim.GaLoreAdafactor(adafactor_groups())
+    saved = optimizer.state_dict()["state"]
+    fusedstep.import_state_dict(new, optimizer.state_dict())
+    found = new.state_dict()["state"]
+    assert found.keys() == saved.keys()
+    torch.testing.assert_close(found, saved, rtol=0, atol=0)
 
 
 def test_arguments_of_adafactor_are_the_published_ones():

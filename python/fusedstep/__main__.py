@@ -23,7 +23,6 @@ def main() -> None:
         description=re.sub(r"^>>> ", "    ", fusedstep.__doc__, flags=re.MULTILINE),
         epilog="python -m fusedstep.galore checks and times GaLore's step of one matrix.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="another program: python -m fusedstep.galore times GaLore's products (--help)",
     )
     parser.add_argument("--version", action="version", version=fusedstep.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

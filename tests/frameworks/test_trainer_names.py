@@ -1,11 +1,13 @@
 """transformers: the optimizers that `TrainingArguments(optim=...)` selects once registered."""
 
 import importlib
+import sys
 
 import pytest
 import torch
 
 import recipes
+from foreign_codes import FOLDER, need_library
 from fusedstep import integrations, optim
 from pages import run_page
 from small import assert_native, assert_same_losses, need
@@ -310,6 +312,68 @@ def test_errors_of_low_rank(transformers, tmp_path, monkeypatch, error, match, n
     monkeypatch.setattr(optim, "GaLoreAdamW", GaLoreAdamW, raising=False)
     with pytest.raises(error, match=match):
         class_of(transformers, tmp_path, name, llama(transformers), **options)
+
+
+def wide_gpt2(transformers):
+    """One whose matrices are large enough for states in codes."""
+    return gpt2(transformers, width=64)
+
+
+#: Names of optimizers that are not torch's, the package they are in, the model, and the bound.
+OF_OTHERS = [
+    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-5),
+    ("lion_8bit", "bitsandbytes", wide_gpt2, 1e-5),
+    ("lion_32bit", "bitsandbytes", gpt2, 1e-5),
+    ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, 1e-5),
+    ("adafactor", "transformers", gpt2, 1e-5),
+    ("galore_adamw", "galore_torch", llama, 1e-5),
+    ("galore_adafactor", "galore_torch", llama, 1e-5),
+    ("apollo_adamw", "apollo_torch", llama, 1e-3),  # goes on with other random projections
+]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "reduce_lr_on_plateau"])
+@pytest.mark.parametrize(("name", "package", "model", "rtol"), OF_OTHERS)
+def test_a_folder_of_trainers_own_optimizer_is_resumed(
+    transformers, tmp_path, monkeypatch, name, package, model, rtol, schedule
+):
+    """With the losses that it would have had; and one of ours is too."""
+    low_bit = need_library(monkeypatch, package)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+    options |= {"lr_scheduler_type": schedule, "metric_for_best_model": "loss"}
+    if schedule == "reduce_lr_on_plateau":
+        options |= {"eval_strategy": "steps", "eval_steps": 1}
+    if package in ("galore_torch", "apollo_torch"):
+        options |= {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=4"}
+        allow_projectors(low_bit)
+
+    def run(folder, resume=None):
+        args = arguments(transformers, folder, optim=name, **options)
+        it = trainer(transformers, args, model, eval_dataset=texts(4))
+        it.train(resume_from_checkpoint=resume and str(resume))
+        return it, losses_of(it)
+
+    integrations.transformers.unregister()
+    try:
+        it, losses = run(tmp_path / "theirs")
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"Trainer cannot train with its own class: {error}")
+    assert not isinstance(inner(it), optim.FusedOptimizer)
+    integrations.transformers.register()
+    for folder in ("theirs/checkpoint-3", "ours/checkpoint-5"):
+        it, found = run(tmp_path / "ours", tmp_path / folder)
+        assert isinstance(inner(it), optim.FusedOptimizer)
+        assert_same_losses(found, losses, rtol)
+    rates = {group["lr"] for group in inner(it).param_groups}
+    assert len(rates) == 1
+
+
+def allow_projectors(package):
+    """Lets Trainer read what it has written: projectors are Python objects."""
+    modules = [module for name, module in sys.modules.items() if name.startswith(package.__name__)]
+    found = {v for m in modules for v in vars(m).values() if isinstance(v, type)}
+    torch.serialization.add_safe_globals([each for each in found if "Projector" in each.__name__])
 
 
 def test_the_page(transformers, tmp_path):

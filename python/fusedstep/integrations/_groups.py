@@ -90,3 +90,19 @@ def _in_our_groups(
     twin = _twin.like(optimizer, [dict(group) for group in groups])
     import_state_dict(twin, {**saved, "param_groups": in_our_groups})
     return twin.state_dict()
+
+
+def fit_schedule(schedule: Any, optimizer: Any) -> None:
+    """Gives a schedule that was loaded the rates of an optimizer of more groups than the saved one.
+
+    Both may be wrapped by Accelerate. ``initial_lr`` and ``lr`` of the groups have been loaded.
+    """
+    schedule = getattr(schedule, "scheduler", schedule)
+    groups = getattr(optimizer, "optimizer", optimizer).param_groups
+    for name, option in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+        rates = getattr(schedule, name, groups)
+        if len(rates) < len(groups):
+            setattr(schedule, name, [group.get(option, group["lr"]) for group in groups])
+    least = getattr(schedule, "min_lrs", groups)
+    if len(least) < len(groups):  # Trainer gives all groups the same
+        schedule.min_lrs = least[:1] * len(groups)

@@ -11,15 +11,22 @@ import torch
 from torch import nn
 
 from fusedstep import optim
+from fusedstep.integrations._groups import (
+    Groups,
+    fit_schedule,
+    listed,
+    made_by,
+    take_over,
+    weights_of,
+)
 from fusedstep.integrations._replaced import Replaced
 from fusedstep.optim._checks import did_you_mean
 from fusedstep.optim._roles import embeddings
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import Trainer, TrainingArguments
 
 _Class = type[optim.FusedOptimizer]
-_Groups = list[dict[str, Any]]
 
 #: Names of transformers' option, and the classes that they select where there is the class. Paged
 #: optimizers stay bitsandbytes': these move states between the GPU and the host.
@@ -46,6 +53,8 @@ _NAMES = {
 }
 #: Names of bitsandbytes' with states of 8 bits. Trainer keeps the embeddings' in 32 bits.
 _WITH_WIDE_EMBEDDINGS = frozenset({"adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb_8bit"})
+#: Names of torch's classes, whose dictionaries ours load by themselves.
+_OF_TORCH = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd"})
 _LAYERWISE = "_layerwise"
 #: The options that transformers gives Adafactor.
 _ADAFACTOR = {"scale_parameter": False, "relative_step": False}
@@ -76,6 +85,9 @@ def register() -> None:
     GaLore as well. ``optim_args`` sets any option of the class:
     ``"master_weights=split, max_grad_norm=1"``.
 
+    A folder that Trainer has saved with its own optimizer of the name is resumed with ours: states
+    and options go to the same weights, also where ours has more groups.
+
     Every release of transformers from 4.40 on asks the public method
     ``Trainer.get_optimizer_cls_and_kwargs``, which this replaces. A subclass of ``Trainer`` that
     overrides the method decides by itself.
@@ -86,7 +98,17 @@ def register() -> None:
 
     theirs = Trainer.get_optimizer_cls_and_kwargs
     ours = functools.wraps(theirs)(functools.partial(_choose, theirs))
-    _replaced.put((Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours)))
+    load = Trainer._load_optimizer_and_scheduler
+
+    @functools.wraps(load)
+    def resume(trainer: Trainer, checkpoint: str | None) -> None:
+        load(trainer, checkpoint)
+        fit_schedule(trainer.lr_scheduler, trainer.optimizer)
+
+    _replaced.put(
+        (Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours)),
+        (Trainer, "_load_optimizer_and_scheduler", resume),
+    )
 
 
 def unregister() -> None:
@@ -111,9 +133,11 @@ def _choose(
     _check(cls, given, [*low_rank])
     options = _options(cls, args) | given
     if low_rank:
-        cls = _with_group(cls, _targets(name, args, model), ranks)
+        cls = _with_group(cls, _targets(name, args, model), ranks, model)
     elif name in _WITH_WIDE_EMBEDDINGS and model is not None:
         cls = _with_group(cls, embeddings(model), {"state_dtype": torch.float32})
+    elif name not in _OF_TORCH:
+        cls = _with_group(cls, set(), {})
     if name != plain:
         if "max_grad_norm" in given:
             raise ValueError(f"optim={name!r} does not support max_grad_norm")
@@ -165,19 +189,34 @@ def _check(cls: _Class, options: Iterable[str], of_groups: list[str]) -> None:
             )
 
 
-def _with_group(cls: _Class, chosen: set[int], options: dict[str, Any]) -> _Class:
+def _with_group(
+    cls: _Class,
+    chosen: set[int],
+    options: dict[str, Any],
+    model: nn.Module | None = None,
+) -> _Class:
     """Returns a class that makes a ``cls`` of groups that are split: chosen weights have options.
 
-    Trainer makes the groups after it has been given the class, and wants a class.
+    It loads what Trainer's own class has saved, whose groups are those that Trainer makes; with a
+    ``model`` all other weights of that, and the chosen ones.
     """
 
-    def new(_: _Class, groups: Iterable[dict[str, Any]], **others: Any) -> optim.FusedOptimizer:
-        return cls(_split(groups, chosen, options), **others)
+    def make(params: Iterable[Any], **others: Any) -> optim.FusedOptimizer:
+        groups = listed(params)
+        optimizer = cls(_split(groups, chosen, options), **others)
+        theirs = weights_of(groups)
+        if model is not None:
+            theirs = [
+                [weight for weight in model.parameters() if (id(weight) in chosen) is is_chosen]
+                for is_chosen in (False, True)
+            ]
+        take_over(optimizer, theirs)
+        return optimizer
 
-    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
+    return made_by(cls, make)
 
 
-def _split(groups: Iterable[dict[str, Any]], chosen: set[int], options: dict[str, Any]) -> _Groups:
+def _split(groups: Groups, chosen: set[int], options: dict[str, Any]) -> Groups:
     halves = []
     for group in groups:
         taken = [weight for weight in group["params"] if id(weight) in chosen]
@@ -218,7 +257,7 @@ def _layerwise(cls: _Class, name: str, args: TrainingArguments) -> _Class:
     if args.parallel_mode == ParallelMode.DISTRIBUTED:
         raise NotImplementedError(f"optim={name!r} does not support DDP")
 
-    def new(_: _Class, groups: Iterable[dict[str, Any]], **options: Any) -> optim.FusedOptimizer:
+    def make(groups: Iterable[dict[str, Any]], **options: Any) -> optim.FusedOptimizer:
         optimizer = cls(groups, **options)
 
         def step(_: torch.Tensor) -> None:
@@ -231,4 +270,4 @@ def _layerwise(cls: _Class, name: str, args: TrainingArguments) -> _Class:
                     weight.register_post_accumulate_grad_hook(step)
         return optimizer
 
-    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
+    return made_by(cls, make)

@@ -141,7 +141,7 @@ class LowRankGroups(LowRankShards):
     ) -> dict[str, Any]:
         """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
         shapes = self._state_shapes(group, weight)
-        if state.keys().isdisjoint(self._states):  # it has taken no step
+        if state.keys().isdisjoint({*self._states, *(shapes or ())}):  # it has taken no step
             return {}
         if not self._is_projected(group):
             return {name: value for name, value in state.items() if name != "seed"}
