@@ -250,6 +250,47 @@ TEST(ValueTest, SmallStepsOfA16BitWeightAddUp) {
   }
 }
 
+// float32 has the integers up to 2^24. With the same random numbers at each step few weights would move.
+TEST(ValueTest, RandomNumbersGoOnPastTheIntegersOfFloat32) {
+  const Tensor weight = torch::ones({1000}, torch::kBFloat16).requires_grad_();
+  AdamW optimizer({weight}, AdamWOptions(1e-3).weight_decay(0).rounding("stochastic"));
+  const auto take = [&](int steps) {
+    for (int step = 0; step < steps; ++step) {
+      weight.mutable_grad() = torch::ones_like(weight);
+      optimizer.step();
+    }
+  };
+  take(1);
+  const auto state = [&]() -> AdamWParamState& { return state_of<AdamWRow>(optimizer, weight); };
+  for (const bool is_replaced : {false, true}) {
+    if (is_replaced) {
+      state().step(int64_t{1} << 24);
+    } else {
+      state().step().fill_(1 << 24);
+    }
+    {
+      const torch::NoGradGuard guard;
+      weight.fill_(1);
+    }
+    take(30);
+    EXPECT_GT(weight.lt(1).sum().item<int64_t>(), 990);
+  }
+}
+
+TEST(ValueTest, AMomentumThatComesLaterBeginsWithItsFirstStep) {
+  for (const char* rounding : {"", "stochastic"}) {
+    const Tensor weight = torch::ones({4}, torch::kBFloat16).requires_grad_();
+    SGD optimizer({weight}, SGDOptions(0.5).dampening(0.5).rounding(rounding));
+    for (const double momentum : {0.0, 0.0, 0.5}) {
+      static_cast<SGDOptions&>(optimizer.param_groups()[0].options()).momentum(momentum);
+      weight.mutable_grad() = torch::ones_like(weight);
+      optimizer.step();
+    }
+    const Tensor& buffer = state_of<SGDRow>(optimizer, weight).momentum_buffer();
+    EXPECT_TRUE(torch::equal(buffer, torch::ones_like(weight))) << rounding;
+  }
+}
+
 TYPED_TEST(StorageTest, RandomNumbersFollowFromTheSeed) {
   const Tensors weights = large_weights(torch::kBFloat16), same = clones(weights), other = clones(weights);
   const auto options = TypeParam::options().rounding("stochastic");

@@ -99,7 +99,7 @@ inline torch::Tensor fit_number(const std::string& what, const torch::Tensor& te
               name_of_dtype(tensor.scalar_type()), " of the shape ", tensor.sizes());
   const auto value = tensor.item<double>();
   TORCH_CHECK(std::isfinite(value) && value >= 0, what, " must be finite and at least 0, not ", value);
-  return torch::full({}, value, torch::kFloat32);
+  return new_number(value);
 }
 
 // A tensor of an archive on a weight's device, in memory of its own: two optimizers may load one archive.

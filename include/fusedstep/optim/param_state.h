@@ -18,6 +18,17 @@
 #include "fusedstep/rules/list.h"
 
 namespace fusedstep::optim {
+namespace detail {
+
+// A number of a state. Behind it in its memory a step keeps what float32 lacks of a long step count, from -1
+// down: src/ops/native_plan.cpp.
+inline torch::Tensor new_number(double value) {
+  torch::Tensor number = torch::full({2}, -1, torch::kFloat32);
+  number.resize_({});
+  return number.fill_(value);
+}
+
+}  // namespace detail
 
 // The numbers that a rule keeps for each parameter. The first is the step count.
 template <class Rule>
@@ -50,7 +61,7 @@ class ParamState : public torch::optim::OptimizerCloneableParamState<Derived> {
     number(0, std::move(step));
     return static_cast<Derived&>(*this);
   }
-  Derived& step(int64_t step) { return this->step(torch::full({}, step, torch::kFloat32)); }
+  Derived& step(int64_t step) { return this->step(detail::new_number(static_cast<double>(step))); }
   const torch::Tensor& number(size_t i) const { return numbers_[i]; }
   void number(size_t i, torch::Tensor tensor) { numbers_[i] = std::move(tensor); }
   const torch::Tensor& slot(size_t i) const { return slots_[i]; }

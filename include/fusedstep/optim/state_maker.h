@@ -150,7 +150,7 @@ class StateMaker {
     const Tensors narrow = has_narrow ? new_states(weights, 1, /*wide=*/false) : Tensors();
     for (size_t i = 0; i < count; ++i) {
       State& state = states[places[i]];
-      complete_numbers(state, way);
+      complete_numbers(state);
       for (size_t s = 0; s < slots; ++s) {
         const torch::Tensor& tensor = (kind.empty() ? numbers : codes)[s * count + i];
         complete_slot(slots_[s], weights[i], tensor, kind.empty() ? tensor : codes[(slots + s) * count + i],
@@ -167,14 +167,13 @@ class StateMaker {
     }
   }
 
-  void complete_numbers(State& state, Way way) const {
-    // Steps before there was any state to keep do not count: SGD's momentum may come later. But random
-    // numbers follow from the count.
-    const bool is_first = !state.has_slots() && !slots_.empty() && way != Way::kStochastic;
+  void complete_numbers(State& state) const {
+    // Steps before there was any state to keep do not count: SGD's momentum may come later.
+    const bool is_first = !state.has_slots() && !slots_.empty();
     for (size_t k = 0; k < State::kNumbers.size(); ++k) {
       if (!is_first && state.number(k).defined()) continue;
       const auto [name, first] = State::kNumbers[k];
-      state.number(k, torch::full({}, initial_(name, first), torch::kFloat32));
+      state.number(k, new_number(initial_(name, first)));
     }
   }
 
