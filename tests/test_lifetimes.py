@@ -10,6 +10,7 @@ import weakref
 import pytest
 import torch
 
+import fusedstep
 from cases import CASES, dealt, first_of_each
 from test_composites import ROWS as COMPOSED
 
@@ -198,3 +199,39 @@ def test_the_weights_of_a_group_that_is_removed_are_freed_at_the_next_step(row, 
     optimizer.param_groups.pop()
     optimizer.step()
     assert gone() is None
+
+
+def list_shortened(groups):
+    groups[1]["params"].pop()
+
+
+def group_removed(groups):
+    groups.pop()
+
+
+@EACH
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "alone"])
+@pytest.mark.parametrize("remove", [list_shortened, group_removed])
+def test_a_weight_that_has_left_an_offloaded_optimizer_is_freed_at_the_next_step(
+    row, overlap, remove
+):
+    weights = [new_weight(row) for _ in range(2)]
+    optimizer = row.build(weights[:1])
+    group = optimizer.param_groups[0]
+    optimizer.add_param_group(group | {"params": weights[1:]})
+    optimizer = fusedstep.offload(optimizer, overlap=overlap)
+    optimizer.step()
+    remove(optimizer.param_groups)
+    for _ in range(2):  # it may be in a group again, as long as somebody has it
+        weights[0].grad = new_weight(row).grad
+        optimizer.step()
+        assert len(optimizer._on_cpu) == 2
+    copy_of = weakref.ref(optimizer._on_cpu[weights[1]].weight)
+    optimizer.state.pop(weights[1], None)
+    gone = weakref.ref(weights.pop())
+    weights[0].grad = new_weight(row).grad
+    optimizer.step()
+    assert gone() is None
+    assert copy_of() is None
+    assert len(optimizer._on_cpu) == 1
+    optimizer.remove()

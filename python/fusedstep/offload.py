@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -210,6 +212,7 @@ class OffloadedOptimizer(Optimizer):
         self._on_cpu = {p: self._copies.of(p) for group in groups for p in group["params"]}
         self._inner.__setstate__(_as_unpickled(optimizer, self._groups_on_cpu(groups)))
         self._grouped = [*groups]  # as those of the copies
+        self._removed: list[_Copy] = []  # of weights that have left the groups
         self._overlap, self._norm = overlap, norm
         self._worker = ThreadPoolExecutor(1, "fusedstep-offload")
         self._pending: list[Future[None]] = []
@@ -279,9 +282,26 @@ class OffloadedOptimizer(Optimizer):
         self._inner._forget_plans()  # weights have other places, by which they are rounded
         self._grouped = [*self.param_groups]
         kept = self._in_groups()
-        for copy in self._on_cpu.values():
-            if copy.weight.grad is not None and copy not in kept:
+        self._removed = [copy for copy in self._on_cpu.values() if copy not in kept]
+        for copy in self._removed:
+            if copy.weight.grad is not None:
                 copy.give_gradient_back()
+
+    def _forget_removed(self) -> None:
+        """Lets go of weights that have left the groups and that neither a state nor a user has.
+
+        Others may be in a group again.
+        """
+        probe = SimpleNamespace(source=object())
+        held = {probe.source: probe}  # as a copy of a weight that nobody else has
+        of_nobody = sys.getrefcount(probe.source)
+        for copy in self._removed:
+            is_known = copy.weight in self._inner._state
+            if not is_known and sys.getrefcount(copy.source) == of_nobody:
+                del self._on_cpu[copy.source]
+        self._removed = [copy for copy in self._removed if copy.source in self._on_cpu]
+        self._inner._forget_removed()
+        held.clear()
 
     def _in_groups(self) -> dict[_Copy, None]:
         """The copies of the weights that a group has now, in their order."""
@@ -448,6 +468,8 @@ class OffloadedOptimizer(Optimizer):
                 self._inner._norm = norm_of_all
         else:
             norm = self._step_all(max_norm, error_if_nonfinite)
+        if self._removed:
+            self._forget_removed()
         return norm if closure is None else loss
 
     def _step_all(self, max_norm: float | None, error_if_nonfinite: bool) -> Tensor | None:
