@@ -77,6 +77,15 @@ def test_a_run_that_is_compared_is_left_alone(case, has_gradients, capsys):
         assert all(optimizer.state[param][name] is value for name, value in state.items())
 
 
+def test_weights_that_torchs_class_does_not_take_are_compared_with_the_formula():
+    """Torch's Muon takes matrices alone."""
+    params = parameters()
+    optimizer = optim.Muon(optim.Muon._grouped(params))
+    assert list(fusedstep.compare(optimizer, rounds=1).ms) == [OURS, FORMULA]
+    found = ways_of(optim.Muon, lambda: optim.Muon._grouped(parameters()), {})
+    assert list(found) == [OURS, FORMULA]
+
+
 def test_what_compare_does_not_take():
     with pytest.raises(TypeError, match=r"one of fusedstep\.optim"):
         fusedstep.compare(torch.optim.AdamW(parameters()))

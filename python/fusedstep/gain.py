@@ -6,7 +6,7 @@ import gc
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,10 +81,10 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
 
     Copies of the weights are stepped: by a new optimizer of the same class and options, and by
     torch's class with ``fused=True``, or ``foreach=True`` where it has no fused way, with those of
-    the options that it has. Where torch has no such class, the formula in torch operations is
-    timed. They take turns, a step each in every round. Weights, gradients, states, hooks and the
-    random generators of the run are not touched. Until it returns, the copies take twice the memory
-    of weights and states, and once that of gradients.
+    the options that it has. Where torch has no such class, or it does not take the weights, the
+    formula in torch operations is timed. They take turns, a step each in every round. Weights,
+    gradients, states, hooks and the random generators of the run are not touched. Until it returns,
+    the copies take twice the memory of weights, gradients and states.
 
     A weight without a gradient is stepped with one of 1e-3 if no weight has one, and else not.
 
@@ -114,15 +114,15 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
             for group in groups
         ]
 
-    ours = _twin.like(optimizer, copies(), {})
-    cls, name = torch_class(type(optimizer)), FORMULA
-    if cls is None:
-        weights = [group["params"] for group in copies()]
-        other = _twin.imperative_twin(optimizer, weights)
+    timed: dict[str, Optimizer] = {OURS: _twin.like(optimizer, copies(), {})}
+    for name, way in _ways_of_torch(type(optimizer)):
+        if other := _of_torch(type(optimizer), copies(), optimizer.defaults, way):
+            timed[name] = other
+            break
     else:
-        name = next(way for way, options in _OPTIONS.items() if _has(cls, options))
-        other = _of_torch(cls, copies(), optimizer.defaults, _OPTIONS[name])
-    ms = time_steps({OURS: ours, name: other}, rounds)
+        weights = [group["params"] for group in copies()]
+        timed[FORMULA] = _twin.imperative_twin(optimizer, weights)
+    ms = time_steps(timed, rounds)
     found = Gain(type(optimizer).__name__, ms, iteration_ms)
     print(found)
     return found
@@ -142,27 +142,36 @@ def ways_of(
 ) -> dict[str, Optimizer]:
     """Returns optimizers of a class of ours and of torch's, each with weights of its own."""
     found: dict[str, Optimizer] = {OURS: cls(weights(), **options)}
-    other = torch_class(cls)
-    if other is None:
-        return found | {FORMULA: cls(weights(), **options | {"fused": False})}
-    for name, way in _OPTIONS.items():
-        if _has(other, way):
-            found[name] = _of_torch(other, [{"params": weights()}], options, way)
+    for name, way in _ways_of_torch(cls):
+        if other := _of_torch(cls, weights(), options, way):
+            found[name] = other
+    if len(found) == 1:
+        found[FORMULA] = cls(weights(), **options | {"fused": False})
     return found
 
 
+def _ways_of_torch(cls: type[Optimizer]) -> Iterator[tuple[str, dict[str, bool]]]:
+    """The ways that torch's class has, from the fastest, with the options that choose them."""
+    other: Any = torch_class(cls)
+    known = inspect.signature(other).parameters.keys() if other else set()
+    return ((name, way) for name, way in _OPTIONS.items() if way.keys() <= known)
+
+
 def _of_torch(
-    cls: Any, groups: list[dict[str, Any]], defaults: dict[str, Any], way: dict[str, Any]
-) -> Optimizer:
-    known = inspect.signature(cls).parameters.keys() - {"fused", "foreach", "differentiable"}
-    known |= {"params"}
-    kept = [{k: v for k, v in group.items() if k in known} for group in groups]
-    options = {k: v for k, v in defaults.items() if k in known and k != "params"}
-    return cls(kept, **options | way)
-
-
-def _has(cls: Any, options: dict[str, Any]) -> bool:
-    return options.keys() <= inspect.signature(cls).parameters.keys()
+    cls: type[Optimizer], params: list[Any], defaults: dict[str, Any], way: dict[str, bool]
+) -> Optimizer | None:
+    """Torch's optimizer of these groups or weights, or None if its class does not take them."""
+    other: Any = torch_class(cls)
+    known = inspect.signature(other).parameters.keys() - {"fused", "foreach", "differentiable"}
+    groups = [
+        {k: v for k, v in each.items() if k in known} if isinstance(each, dict) else each
+        for each in params
+    ]
+    options = {k: v for k, v in defaults.items() if k in known}
+    try:
+        return other(groups, **options | way)
+    except (RuntimeError, TypeError, ValueError):
+        return None  # as torch's Muon, which takes matrices alone
 
 
 def _copy_of(weight: Tensor, has_gradients: bool) -> Tensor:
