@@ -235,3 +235,48 @@ def test_a_weight_that_has_left_an_offloaded_optimizer_is_freed_at_the_next_step
     assert copy_of() is None
     assert len(optimizer._on_cpu) == 1
     optimizer.remove()
+
+
+def data_exchanged(optimizer, weight):
+    other, grad = optimizer.param_groups[0]["params"][0], weight.grad
+    other.data, other.grad = weight.data, grad
+
+
+def data_grown(optimizer, weight):
+    """As a table that grows: all states are made anew."""
+    optimizer.state.clear()
+    other = optimizer.param_groups[0]["params"][0]
+    rows = 16 if len(other) == SHAPE[0] else SHAPE[0]
+    kind = {"dtype": torch.float32, "device": "cpu"}
+    other.grad = None
+    other.data = torch.ones(rows, SHAPE[1], **kind)
+    other.grad = weight.grad.new_zeros(other.shape) if weight.grad.is_sparse else other.data * 0.5
+
+
+def group_added(optimizer, weight):
+    """A group comes at the end, and the first one of these goes."""
+    group = optimizer.param_groups[0]
+    optimizer.add_param_group(group | {"params": [weight]})
+    if len(optimizer.param_groups) > 3:
+        for each in optimizer.param_groups.pop(1)["params"]:
+            optimizer.state.pop(each, None)
+
+
+EXCHANGES = [another_list, in_its_place, data_exchanged, data_grown, group_added]
+
+
+@pytest.mark.parametrize(("row", "exchange"), dealt(ROWS, EXCHANGES, 5), ids=str_of)
+def test_many_exchanges_of_weights_take_no_memory(row, exchange):
+    """The tensors that the optimizer holds become no more."""
+    weight = new_weight(row)
+    optimizer = row.build([weight, new_weight(row)])
+    held = []
+    for count in range(100):
+        optimizer.step()
+        if count in (49, 99):
+            held.append(len(tensors_of(optimizer)))
+        if exchange in (another_list, in_its_place):
+            optimizer.state.pop(weight, None)
+        weight = new_weight(row)
+        exchange(optimizer, weight)
+    assert held[1] == held[0]
