@@ -19,7 +19,7 @@ from fusedstep.memory.model import Model, load
 from fusedstep.memory.plan import Choice, build, parse
 
 #: Steps of more weights than so many are timed on a part of them.
-_ELEMENTS = 2**24
+_ELEMENTS = 2**23
 
 #: Iterations of the model that are timed, after one that is not.
 _ITERATIONS = 3
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--weights", type=dtype, default="float32", metavar="DTYPE", help="(default: float32)")
     add("--device", help="of the steps (default: cuda if there is one, else cpu)")
-    add("--rounds", type=positive, default=7, help="steps that are timed (default: 7)")
+    add("--rounds", type=positive, default=5, help="steps that are timed (default: 5)")
     add(
         "--iteration-ms",
         type=float,
