@@ -10,6 +10,7 @@ import torch
 import fusedstep
 import recipes
 import two_processes
+import wrapped
 from cases import PLAIN
 from fusedstep import _ops, integrations, optim
 from pages import run_page
@@ -112,6 +113,24 @@ def test_with_fused_the_schedule_goes_on(accelerate, case):
     for kind in kinds:
         *seen, _ = train_with_overflows(accelerate, kind)
         assert seen == [[False] * 4, 0.5**4]
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_wrapper_is_followed(accelerate, case):
+    """States that are replaced, exchanged or cleared through it."""
+    wrap = accelerate.Accelerator(cpu=True).prepare
+    wrapped.assert_events_are_followed(wrap, ours(case))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_what_takes_the_optimizer_inside_of_the_wrapper(accelerate, case):
+    accelerator = accelerate.Accelerator(cpu=True)
+
+    def inside(model, optimizer):
+        model, optimizer = accelerator.prepare(model, optimizer)
+        return model, optimizer.optimizer
+
+    wrapped.assert_functions_take_it(inside, ours(case))
 
 
 def train_with_overflows(accelerate, kind):

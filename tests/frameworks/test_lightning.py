@@ -1,5 +1,6 @@
 """Lightning: Trainer, manual optimization and Fabric."""
 
+import functools
 import importlib
 import sys
 from unittest import mock
@@ -9,6 +10,7 @@ import torch
 
 import fusedstep
 import recipes
+import wrapped
 from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
 from pages import run_page
@@ -215,6 +217,22 @@ def test_fabric_refuses_to_clip_with_fused_as_for_torchs_class(lightning):
     for cls in (optim.AdamW, torch.optim.AdamW):
         with pytest.raises(NotImplementedError, match="handling the unscaling"):
             train_in_fabric(lightning, (cls, {"fused": True}))
+
+
+def in_fabric(lightning, model, optimizer):
+    return lightning.Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_fabrics_wrapper_is_followed(lightning, case):
+    """States that are replaced, exchanged or cleared through it."""
+    wrap = functools.partial(in_fabric, lightning)
+    wrapped.assert_events_are_followed(wrap, ours(case))
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_fabrics_wrapper_in_place_of_an_optimizer(lightning, case):
+    wrapped.assert_functions_take_it(functools.partial(in_fabric, lightning), ours(case))
 
 
 @pytest.fixture
