@@ -212,6 +212,44 @@ def test_a_checkpoint_of_timms_muon_goes_on(timm, dtype):
     torch.testing.assert_close(again.state_dict()["state"], saved["state"], rtol=0, atol=0)
 
 
+#: Shapes that timm's Adafactor factors as ours does: a long matrix, a vector, and filters.
+FACTORED = [(24, 20), (7,), (17, 40), (9, 20, 24)]
+
+
+@pytest.mark.parametrize("of", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr": 0.01},
+        {"lr": None},
+        {"lr": None, "warmup_init": True, "scale_parameter": False},
+        {"lr": 0.02, "betas": (0.8, 0.9), "eps": 1e-6, "clip_threshold": 0.7, "decay_rate": -0.6},
+        {"lr": None, "eps_scale": 0.5},
+    ],
+    ids=str,
+)
+def test_adafactor_is_timms(timm, of, options):
+    weights = []
+    for name in ("adafactor", "fusedadafactor"):
+        model = Shapes(FACTORED, of)
+        optimizer = timm.optim.create_optimizer_v2(model, name, weight_decay=0.1, **options)
+        weights.append([*model.parameters()])
+        train_on(optimizer, weights[-1], [1, 2, 3])
+    assert type(optimizer) is optim.Adafactor
+    bound = 2e-6 if of is torch.float32 else 1e-12
+    for found, expected in zip(*reversed(weights), strict=True):
+        torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_dim_size_to_factor": 32}, {"caution": True}, {"min_dim_size_to_factor": 16}]
+)
+def test_adafactor_names_an_option_that_it_lacks(timm, options):
+    (name,) = options
+    with pytest.raises(ValueError, match=f"{name} of timm has no counterpart in Adafactor"):
+        timm.optim.create_optimizer_v2(vit(timm), "fusedadafactor", lr=1e-3, **options)
+
+
 @pytest.mark.parametrize("name", ["lamb", "adan", "lion", "adamw"])
 def test_a_checkpoint_of_timms_class_goes_on(timm, name):
     """As with its dictionary, so with that of ours."""

@@ -34,6 +34,8 @@ _MUON: dict[str, Any] = {
     "eps": 1e-7,
     "betas": (0.9, 0.95),
 }
+#: timm's defaults of Adafactor's two eps.
+_EPS, _EPS_SCALE = 1e-30, 1e-3
 #: The shortest side of a matrix that timm's Muon steps, and how often the other may be as long.
 _LEAST_SIDE, _LARGEST_RATIO = 4, 128
 
@@ -76,7 +78,7 @@ def register() -> None:
             description=f"fusedstep.optim.{cls.__name__}",
             has_eps="eps" in accepted,
             has_momentum="momentum" in accepted,
-            has_betas="betas" in accepted,
+            has_betas="betas" in accepted or cls is optim.Adafactor,
             num_betas=cls._betas,
             defaults=defaults | _OPTIONS.get(name, {}),
         )
@@ -110,11 +112,28 @@ def _in_timms_words(cls: type[optim.FusedOptimizer]) -> type[optim.FusedOptimize
         if cls is optim.Muon:
             options = _MUON | options
             groups, options = _groups_of_muon(given, options)
+        elif cls is optim.Adafactor:
+            options = _options_of_adafactor(options)
         optimizer = cls(groups, **options)
         take_over(optimizer, weights_of(given))
         return optimizer
 
     return made_by(cls, make)
+
+
+def _options_of_adafactor(options: dict[str, Any]) -> dict[str, Any]:
+    """Returns our options for timm's: a given lr is not scaled, and without one steps are relative."""
+    for name, plain in (("caution", False), ("min_dim_size_to_factor", None)):
+        if options.pop(name, plain) != plain:
+            raise ValueError(f"{name} of timm has no counterpart in Adafactor")
+    new = {"variant": "transformers"} | options
+    if options.get("lr") is not None:
+        new |= {"relative_step": False, "scale_parameter": False}
+    eps, least = new.pop("eps", _EPS), new.pop("eps_scale", _EPS_SCALE)
+    new["eps"] = eps if isinstance(eps, (list, tuple)) else (eps, least)
+    if (betas := new.pop("betas", None)) is not None:
+        new["beta1"] = betas[0]
+    return new
 
 
 def _groups_of_muon(groups: Groups, options: dict[str, Any]) -> tuple[Groups, dict[str, Any]]:
