@@ -18,6 +18,7 @@ TAKEN = [
     ("optimi", "Adam", "Adam", OPTIMI | {"decouple_wd": True}),
     ("optimi", "AdamW", "AdamW", OPTIMI | {"decouple_lr": True, "max_lr": 0.5}),
     ("lion_pytorch", "Lion", "Lion", {"weight_decay": 0.1}),
+    ("pytorch_optimizer", "Lion", "Lion", {"lr": 0.01}),
 ]
 REFUSED = [
     ("optimi", "StableAdamW", "AdamW", OPTIMI, "optimi's StableAdamW"),
@@ -25,6 +26,13 @@ REFUSED = [
     ("prodigyopt", "Prodigy", "AdamW", {}, "d_coef=1.0, .* is one of prodigyopt"),
     ("schedulefree", "AdamWScheduleFree", "AdamW", {}, "is one of schedulefree"),
     ("schedulefree", "SGDScheduleFree", "SGD", {}, "is one of schedulefree"),
+    ("pytorch_optimizer", "Adan", "Adan", {}, "has no neg_pre_grad: it is not one of Adan"),
+    ("pytorch_optimizer", "Lamb", "Lamb", {}, "has weight_norm, adam_norm, trust_ratio, which"),
+    ("pytorch_optimizer", "StableAdamW", "AdamW", {}, "kahan_sum=True has no counterpart"),
+    ("pytorch_optimizer", "LaProp", "AdamW", {}, "has exp_avg_lr_1, exp_avg_lr_2, which"),
+    ("pytorch_optimizer", "MARS", "AdamW", {}, "gamma=0.025, .* have no counterpart"),
+    ("pytorch_optimizer", "SOAP", "AdamW", {}, "max_precondition_dim=10000 have no counterpart"),
+    ("pytorch_optimizer", "CAME", "CAME", {}, "eps1=1e-30, eps2=1e-16 have no counterpart"),
 ]
 
 

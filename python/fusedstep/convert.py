@@ -392,7 +392,8 @@ def _translated(
         states = [{k: v for k, v in state.items() if k != "RMS"} for state in states]
     if issubclass(cls, optim.Adan):
         # Zeros that its authors' restart_opt() has made before a first gradient.
-        states = [s if "neg_pre_grad" in s or "exp_avg_diff" not in s else {} for s in states]
+        before = {"step", "exp_avg", "exp_avg_diff", "exp_avg_sq"}
+        states = [s if "exp_avg_diff" not in s or s.keys() - before else {} for s in states]
     if not cls._counts_steps(group):
         return [{k: value for k, value in state.items() if k != "step"} for state in states]
     counts = [group.get("step"), *(state.get("step") for state in states)]

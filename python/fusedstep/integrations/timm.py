@@ -122,7 +122,7 @@ def _in_timms_words(cls: type[optim.FusedOptimizer]) -> type[optim.FusedOptimize
 
 
 def _options_of_adafactor(options: dict[str, Any]) -> dict[str, Any]:
-    """Returns our options for timm's: a given lr is not scaled, and without one steps are relative."""
+    """Returns our options for timm's: a given lr is not scaled; without one steps are relative."""
     for name, plain in (("caution", False), ("min_dim_size_to_factor", None)):
         if options.pop(name, plain) != plain:
             raise ValueError(f"{name} of timm has no counterpart in Adafactor")
