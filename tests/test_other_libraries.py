@@ -19,6 +19,9 @@ TAKEN = [
     ("optimi", "AdamW", "AdamW", OPTIMI | {"decouple_lr": True, "max_lr": 0.5}),
     ("lion_pytorch", "Lion", "Lion", {"weight_decay": 0.1}),
     ("pytorch_optimizer", "Lion", "Lion", {"lr": 0.01}),
+    ("timm.optim", "Lion", "Lion", {"weight_decay": 0.1}),
+    ("timm.optim", "Adan", "Adan", {"weight_decay": 0.1}),
+    ("timm.optim", "AdamWLegacy", "AdamW", {}),
 ]
 REFUSED = [
     ("optimi", "StableAdamW", "AdamW", OPTIMI, "optimi's StableAdamW"),
@@ -26,6 +29,11 @@ REFUSED = [
     ("prodigyopt", "Prodigy", "AdamW", {}, "d_coef=1.0, .* is one of prodigyopt"),
     ("schedulefree", "AdamWScheduleFree", "AdamW", {}, "is one of schedulefree"),
     ("schedulefree", "SGDScheduleFree", "SGD", {}, "is one of schedulefree"),
+    *(("timm.optim", name, "AdamW", {"lr": 0.01}, "") for name in ("NAdamW", "Adopt", "LaProp")),
+    ("timm.optim", "Mars", "AdamW", {}, ""),
+    ("timm.optim", "SGDP", "SGD", {"lr": 0.01, "momentum": 0.9}, ""),
+    ("timm.optim", "RMSpropTF", "RMSprop", {}, "lr_in_momentum=True"),
+    ("timm.optim", "Lion", "Lion", {"caution": True}, "caution=True has no counterpart"),
     ("pytorch_optimizer", "Adan", "Adan", {}, "has no neg_pre_grad: it is not one of Adan"),
     ("pytorch_optimizer", "Lamb", "Lamb", {}, "has weight_norm, adam_norm, trust_ratio, which"),
     ("pytorch_optimizer", "StableAdamW", "AdamW", {}, "kahan_sum=True has no counterpart"),
@@ -67,3 +75,17 @@ def test_refuses_the_other(monkeypatch, package, name, ours, options, text):
     with pytest.raises(ValueError, match=r"no counterpart|has no|one of"):
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     assert optimizer.state_dict() == before
+
+
+def test_refuses_lora_fa_of_peft(monkeypatch):
+    """Its states have names for keys."""
+    peft, optimizers = (need_library(monkeypatch, name) for name in ("peft", "peft.optimizers"))
+    config = peft.LoraConfig(r=2, target_modules=["0"])
+    model = peft.get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 16)), config)
+    other = optimizers.create_lorafa_optimizer(model, r=2, lora_alpha=4, lr=0.01)
+    model(torch.ones(4, 8)).square().mean().backward()
+    other.step()
+    optimizer = optim.AdamW([weight for g in other.param_groups for weight in g["params"]])
+    with pytest.raises(ValueError, match="which 'params' of no group has"):
+        fusedstep.import_state_dict(optimizer, other.state_dict())
+    assert not optimizer.state
