@@ -19,7 +19,8 @@ from low_rank import (
     weights_of,
 )
 from reference.apollo import apollo
-from reference.galore import galore, side_of
+from reference.galore import galore
+from reference.low_rank_bases import side_of
 
 OPTIONS = {"lr": 0.02, "betas": (0.8, 0.95), "eps": 1e-4, "weight_decay": 0.1}
 SHAPES = [(12, 7), (6, 15), (8, 8)]

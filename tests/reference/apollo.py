@@ -1,6 +1,7 @@
 """APOLLO: Zhu et al. 2024, algorithm 1, and the published apollo_torch 1.0.3."""
 
-from reference.galore import adamw, side_of
+from reference.galore import adamw
+from reference.low_rank_bases import side_of
 
 
 def apollo(

@@ -2,7 +2,7 @@
 
 import torch
 
-from reference.galore import side_of, with_bases
+from reference.low_rank_bases import side_of, with_bases
 
 
 def rms(x):
