@@ -18,8 +18,8 @@ from fuzz.formulas import Asked, Stepped
 from reference.adafactor import adafactor
 from reference.apollo import apollo
 from reference.galore import adamw
-from reference.low_rank_bases import side_of
 from reference.galore_adafactor import rms
+from reference.low_rank_bases import side_of
 
 LEFT, RIGHT = "projector_left", "projector_right"
 
