@@ -238,8 +238,8 @@ def test_what_16_bit_weights_lose_is_told(dtype, parts, lr, share):
     """A weight of 1 is the first of those whose neighbours are eps apart."""
     optimizer = optim.AdamW([parameter(10, dtype=dtype)], lr=lr)
     (_, (_, line)) = lines_of(optimizer)
-    assert f"a move of less than 1/{parts} of a weight is lost" in line
-    assert f"one of lr={lr:g} in {share} of their elements" in line
+    assert f"a move of less than 1/{parts} of an element rounds away" in line
+    assert f"{share} of the elements are too large to move by lr={lr:g}" in line
     name = str(dtype).removeprefix("torch.")
     assert f"1 weight in {name} alone" in line
     small = (torch.ones((), dtype=dtype) * (2 - torch.finfo(dtype).eps)).float()

@@ -100,8 +100,10 @@ def test_what_compare_does_not_take():
     [
         ({"fused": 5.0, "foreach": 9.0}, 240, "becomes 1.2 % faster than by torch's fused: you co"),
         ({"fused": 9.0, "foreach": 5.0}, 30, "becomes 10.0 % faster than by torch's foreach."),
-        ({"fused": 1.0}, 240, "becomes no faster than by torch's fused: you come for memory."),
+        ({"fused": 2.0}, 240, "becomes no faster than by torch's fused: you come for memory."),
+        ({"fused": 1.0}, 240, "becomes 0.4 % slower than by torch's fused: you come for memory."),
         ({"formula": 5.0}, None, "A step takes 3.000 ms less than by the formula in torch op"),
+        ({"foreach": 1.5}, None, "A step takes 0.500 ms more than by torch's foreach."),
     ],
 )
 def test_the_sentence(ms, iteration_ms, sentence):

@@ -254,6 +254,32 @@ def test_steps_of_whole_matrices_agree(name, dtype):
     assert report.isa == fusedstep.isa()
 
 
+@pytest.mark.parametrize("master_weights", [False, "split"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adafactors_epsilon_is_that_of_the_weights(dtype, master_weights):
+    """Not that of the reference's float64, with which small gradients count."""
+    weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    optimizer = optim.Adafactor([weight], master_weights=master_weights)
+    weight.grad = torch.tensor([1e-2, 1e-9, 1e-2], dtype=dtype)
+    report = fusedstep.verify(optimizer, steps=1)
+    optimizer.step()
+    assert report.ok, report
+
+
+def test_steps_in_the_backward_pass_are_not_compared():
+    layer = torch.nn.Linear(64, 64)
+    optimizer = optim.AdamW(layer.parameters())
+    fusedstep.verify(optimizer, steps=1)
+    handle = fusedstep.step_in_backward(optimizer)
+    layer(torch.ones(4, 64)).square().mean().backward()
+    with pytest.raises(RuntimeError, match="is stepped in the backward pass already"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="is stepped in the backward pass already"):
+        fusedstep.verify(optimizer)
+    handle.remove()
+    fusedstep.verify(optimizer)
+
+
 @pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_directions_that_roundings_make_agree(ns_dtype):
     """A gradient of rank one has no other directions than those that roundings make."""

@@ -130,12 +130,12 @@ def _of_rounding(group: dict[str, Any]) -> tuple[str, str | None] | None:
     parts = round(4 / torch.finfo(dtype).eps)
     name = str(dtype).removeprefix("torch.")
     text = (
-        f"{count(len(plain), 'weight')} in {name} alone, whose neighbours are 1/{parts // 2} to "
-        f"1/{parts // 4} of a number apart: a move of less than 1/{parts} of a weight is lost"
+        f"{count(len(plain), 'weight')} in {name} alone: a move of less than 1/{parts} of an "
+        "element rounds away"
     )
     if (lr := group.get("lr")) is not None and float(lr) > 0:
         share = _lost_share(plain, float(lr))
-        text += f", and one of lr={float(lr):g} in {share:.0%} of their elements"
+        text += f", and {share:.0%} of the elements are too large to move by lr={float(lr):g}"
     ways = 'master_weights="split" or rounding="stochastic"'
     if dtype is torch.float16:
         ways = "master_weights=True"

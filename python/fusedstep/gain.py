@@ -68,8 +68,13 @@ class Gain:
         """What a training gains, in a sentence."""
         other = "the formula in torch operations" if FORMULA in self.ms else f"torch's {self.other}"
         if self.share is None:
-            return f"A step takes {self.saved_ms:.3f} ms less than by {other}."
+            word = "less" if self.saved_ms >= 0 else "more"
+            return f"A step takes {abs(self.saved_ms):.3f} ms {word} than by {other}."
         percent = 100 * self.share
+        if percent <= -0.05:
+            return (
+                f"A training becomes {-percent:.1f} % slower than by {other}: you come for memory."
+            )
         if percent < 0.05:
             return f"A training becomes no faster than by {other}: you come for memory."
         end = ": you come for memory" if percent < 2 else ""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from fusedstep import _twin
 from fusedstep.convert import check_is_ours
 from fusedstep.optim import _dtensor
+from fusedstep.optim._arrivals import check_free
 from fusedstep.optim._codes import is_codes
 from fusedstep.optim._weights import BESIDE, MASTER, value_of, way_of
 
@@ -69,6 +70,8 @@ def verify(
     Raises:
         TypeError: if ``optimizer`` is not of this package.
         ValueError: if ``steps`` is less than 1.
+        RuntimeError: if the backward pass steps a weight, now or at a step that is to be compared:
+            ``optimizer.step()`` does nothing then. Compare before ``step_in_backward()``.
 
     Example::
 
@@ -81,6 +84,7 @@ def verify(
     check_is_ours(optimizer)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
+    check_free(optimizer.param_groups)
     watch = _Watch(optimizer, steps, tolerance)
     if closure is not None:
         try:
@@ -244,6 +248,7 @@ class _Watch:
             return None
         if self._call() is not None:  # torch runs hooks for a subclass's step, and for ours in it
             return None
+        check_free(optimizer.param_groups)
         bound = inspect.signature(type(optimizer).step).bind(*args, **kwargs)
         closure = bound.arguments.pop("closure", None)
         (_, *others), options = bound.args, bound.kwargs
@@ -272,8 +277,8 @@ class _Watch:
         call, ways, owners = self._call(), _ways_of(optimizer), _groups_of(optimizer)
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
-            for group in twin.param_groups:
-                group.update(twin._exact_products(group))
+            for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
+                group.update(optimizer._exact_options(own))
             _twin.step(twin, *args, **kwargs)
             for p, weight in copies.items():
                 found = {"weight": weight}

@@ -30,7 +30,7 @@ SHOWN = 5
 #: The optimizers that are searched if none is named.
 OPTIMIZERS = (
     Choice("AdamW", {}, "default"),
-    Choice("Adafactor", {}, "default"),
+    Choice("Adafactor", {"relative_step": False, "scale_parameter": False}, "default"),
     Choice("GaLoreAdamW", {"svd": "randomized"}, "default"),
 )
 

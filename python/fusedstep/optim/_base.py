@@ -223,8 +223,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """The precision of the matrix products that a weight moves by; None for other weights."""
         return None
 
-    def _exact_products(self, group: dict[str, Any]) -> dict[str, Any]:
-        """Options with which a group of float64 weights has its products in float64."""
+    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Options with which float64 copies of a group's weights take the same step, exactly."""
         return {}
 
     def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:

@@ -93,7 +93,7 @@ class MuonSteps(MatrixBatches):
         products = ns_dtype_of(group, weight.device)
         return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
-    def _exact_products(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         return {"ns_dtype": torch.float64} if uses_muon(group) else {}
 
     def _is_native(

@@ -567,6 +567,11 @@ class Adafactor(FusedOptimizer):
         counts = [state["step"] for state in states]
         return Call(places, eps, weights, values, rows, columns, moments, counts)
 
+    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        first, least = group["eps"]
+        found = {first_eps(group, weight) for weight in group["params"]}
+        return {"eps": (found.pop(), least)} if first is None and len(found) == 1 else {}
+
     def _step_on_numbers(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
