@@ -333,17 +333,26 @@ FACTORED = {
 }
 
 
+#: Classes whose states are means of rows or columns, without a rank: none fits no elements.
+MEANS = {name: row for name, row in FACTORED.items() if name != "GaLoreAdafactor"} | {
+    "NorMuon": (optim.Muon, {}, {"normuon": True}),
+    "RowWiseAdagrad": (optim.RowWiseAdagrad, {}, {}),
+}
+
+
 @MODES
 @pytest.mark.parametrize("shape", [(0, 6), (8, 0), (3, 0, 5), (0,)], ids=str)
-@pytest.mark.parametrize("name", [name for name in FACTORED if name != "GaLoreAdafactor"])
+@pytest.mark.parametrize("name", MEANS)
 def test_states_of_a_weight_without_elements_are_numbers(name, shape, fused):
-    cls, of_group, options = FACTORED[name]
+    cls, of_group, options = MEANS[name]
+    if name == "NorMuon" and len(shape) == 1:
+        of_group = {"use_muon": False}
     empty = torch.nn.Parameter(torch.empty(shape))
     optimizer = cls([{"params": [empty]} | of_group], fused=fused, **options)
     for _ in range(2):
         empty.grad = torch.empty(shape)
         optimizer.step()
-    assert optimizer.state[empty]["step"] == 2
+    assert optimizer.state[empty].get("step", 2) == 2  # no count of NorMuon's is a state
     assert all(state.isfinite().all() for state in optimizer.state[empty].values())
 
 
@@ -385,6 +394,18 @@ def test_no_step_follows_autocast(name, fused):
                 optimizer.step()
         ends.append(weight.detach())
     assert_same_bits(*ends, "weight")
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Lion])
+def test_a_count_of_no_state_that_a_step_in_inference_mode_made_goes_on(cls):
+    first, second = params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = cls(params, lr=0.5, fused=False)
+    second.grad = torch.ones(3)
+    with torch.inference_mode():
+        optimizer.step()
+    first.grad = torch.ones(3)
+    optimizer.step()
+    assert (first[0], second[0]) == (0.5, 0.0)
 
 
 @pytest.mark.parametrize("modes", ["IO", "OIO", "OOIOO", "OIIO"])

@@ -571,3 +571,19 @@ def test_refuses_the_decay_of_deepspeeds_adagrad():
     other.param_groups[0]["weight_decay"] = 0.1
     with pytest.raises(ValueError, match="weight_decay has no counterpart"):
         fusedstep.convert(other)
+
+
+@pytest.mark.parametrize("name", ["previous_grad", "another_grad"])
+def test_a_state_of_adan_under_another_name_is_taken_or_refused(name):
+    weight = torch.nn.Parameter(torch.ones(3))
+    old, new = optim.Adan([weight]), optim.Adan([weight])
+    weight.grad = torch.ones(3)
+    old.step()
+    saved = copy.deepcopy(old.state_dict())
+    saved["state"][0][name] = saved["state"][0].pop("neg_pre_grad")
+    if name == "another_grad":
+        with pytest.raises(ValueError, match=r"another_grad|neg_pre_grad"):
+            fusedstep.import_state_dict(new, saved)
+        return
+    fusedstep.import_state_dict(new, saved)
+    assert torch.equal(new.state[weight]["neg_pre_grad"], -weight.grad)

@@ -22,6 +22,7 @@ TAKEN = [
     ("timm.optim", "Lion", "Lion", {"weight_decay": 0.1}),
     ("timm.optim", "Adan", "Adan", {"weight_decay": 0.1}),
     ("timm.optim", "AdamWLegacy", "AdamW", {}),
+    ("pytorch_optimizer", "Adan", "Adan", {}),
 ]
 REFUSED = [
     ("optimi", "StableAdamW", "AdamW", OPTIMI, "optimi's StableAdamW"),
@@ -34,7 +35,6 @@ REFUSED = [
     ("timm.optim", "SGDP", "SGD", {"lr": 0.01, "momentum": 0.9}, ""),
     ("timm.optim", "RMSpropTF", "RMSprop", {}, "lr_in_momentum=True"),
     ("timm.optim", "Lion", "Lion", {"caution": True}, "caution=True has no counterpart"),
-    ("pytorch_optimizer", "Adan", "Adan", {}, "has no neg_pre_grad: it is not one of Adan"),
     ("pytorch_optimizer", "Lamb", "Lamb", {}, "has weight_norm, adam_norm, trust_ratio, which"),
     ("pytorch_optimizer", "StableAdamW", "AdamW", {}, "kahan_sum=True has no counterpart"),
     ("pytorch_optimizer", "LaProp", "AdamW", {}, "has exp_avg_lr_1, exp_avg_lr_2, which"),

@@ -391,9 +391,14 @@ def _translated(
     if issubclass(cls, (optim.Adafactor, optim.CAME)):  # others keep a number that nothing reads
         states = [{k: v for k, v in state.items() if k != "RMS"} for state in states]
     if issubclass(cls, optim.Adan):
+        # pytorch_optimizer calls the last gradient, with the sign changed, by another name.
+        states = [
+            {"neg_pre_grad" if name == "previous_grad" else name: x for name, x in state.items()}
+            for state in states
+        ]
         # Zeros that its authors' restart_opt() has made before a first gradient.
-        before = {"step", "exp_avg", "exp_avg_diff", "exp_avg_sq"}
-        states = [s if "exp_avg_diff" not in s or s.keys() - before else {} for s in states]
+        zeros = {"exp_avg", "exp_avg_sq", "exp_avg_diff"}
+        states = [{} if state.keys() - {"step"} == zeros else state for state in states]
     if not cls._counts_steps(group):
         return [{k: value for k, value in state.items() if k != "step"} for state in states]
     counts = [group.get("step"), *(state.get("step") for state in states)]

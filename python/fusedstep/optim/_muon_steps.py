@@ -163,7 +163,8 @@ class MuonSteps(MatrixBatches):
                 orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
         if group.get("normuon"):
             moments = state["second_momentum_buffer"]
-            means, beta2 = orthogonal.square().mean(-1, keepdim=True), beta2_of(group)
+            mean = torch.mean if orthogonal.numel() else torch.sum  # none without elements
+            means, beta2 = mean(orthogonal.square(), -1, keepdim=True), beta2_of(group)
             averages = moments.view(means.shape).lerp(means, 1 - beta2)
             state["second_momentum_buffer"] = averages.view(moments.shape)
             norm = orthogonal.norm(dim=(1, 2), keepdim=True)

@@ -202,7 +202,8 @@ class StateStore:
         """
         if weight not in self._counts:
             state = self.by_weight.get(weight, {})
-            number = _new_number(weight, group, bool(state))
+            with torch.inference_mode(False):  # steps outside of it go on with the count
+                number = _new_number(weight, group, bool(state))
             self._counts[weight] = kept if _is_like(kept := state.get("step"), number) else number
         return self._counts[weight]
 

@@ -164,7 +164,9 @@ class RowWiseAdagrad(FusedOptimizer):
             grad = grad.add(values, alpha=decay)
         dims = tuple(range(1, grad.dim()))
         squares = grad * grad
-        total = total + (squares.mean(dims, keepdim=True) if dims else squares)
+        if dims:  # a row without elements has no mean
+            squares = (torch.mean if grad.numel() else torch.sum)(squares, dims, keepdim=True)
+        total = total + squares
         if decay != 0 and group["decoupled_weight_decay"]:
             values = values * (1 - lr * decay)
         state["sum"][rows] = total
