@@ -17,6 +17,7 @@ OPTIONS = [
     (optim.CAME, "eps", [1e-30, 1e-16]),
     (optim.AdamW, "betas", [0.5, 0.75]),
     (optim.Adan, "betas", [0.5, 0.75, 0.875]),
+    (optim.Muon, "ns_coefficients", [3.5, -4.75, 2.0]),
 ]
 
 
@@ -38,6 +39,14 @@ def test_any_sequence_of_numbers(cls, name, numbers, sequence, in_group):
     assert loaded["param_groups"][0][name] == tuple(numbers)
 
 
+@pytest.mark.parametrize("sequence", [UserList, numpy.array], ids=["a list", "an array"])
+def test_sequences_in_a_sequence(sequence):
+    steps = [[3.5, -4.75, 2.0], [3.0, -4.0, 2.0]]
+    given = sequence([sequence(step) for step in steps])
+    optimizer = optim.Muon([torch.nn.Parameter(torch.ones(4, 4))], ns_coefficients=given)
+    assert optimizer.param_groups[0]["ns_coefficients"] == tuple(map(tuple, steps))
+
+
 @pytest.mark.parametrize("wrong", ["ab", {0.5: 1, 1.25: 2}, {0.5, 1.25}, [0.5], 0.5], ids=str)
 def test_two_of_anything_are_no_pair(wrong):
     with pytest.raises(TypeError, match="etas must be two numbers"):
@@ -51,3 +60,9 @@ def test_a_nested_gradient_is_not_called_sparse(fused):
     weight.grad = torch.ones_like(nested)
     with pytest.raises(RuntimeError, match="does not support nested tensors"):
         optim.AdamW([weight], fused=fused).step()
+
+
+def test_muon_names_a_nested_weight():
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is a nested tensor"):
+        optim.Muon([torch.nn.Parameter(nested)])

@@ -162,14 +162,25 @@ _PAIRS = ("etas", "step_sizes")
 
 def make_tuples(options: dict[str, Any]) -> None:
     """Makes tuples of numbers of other sequences, whose types torch.load() may not take."""
-    for name in ("betas", "eps", *_PAIRS):
+    for name in ("betas", "eps", *_PAIRS, "ns_coefficients"):
         value = options.get(name)
-        if value is None or (is_number(value) and getattr(value, "shape", ()) in ((), (1,))):
+        if value is None or isinstance(value, str) or _is_one_number(value):
             continue
-        numbers = tuple(float(each) if isinstance(each, float) else each for each in value)
+        numbers = tuple(map(_plain, value))
         is_plain = isinstance(value, (list, tuple))
         if not is_plain or list(map(type, value)) != list(map(type, numbers)):
             options[name] = numbers
+
+
+def _is_one_number(value: Any) -> bool:
+    return is_number(value) and getattr(value, "shape", ()) in ((), (1,))
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own, and the numbers of a sequence, or of several in it, in tuples."""
+    if value is None or _is_one_number(value):
+        return float(value) if isinstance(value, float) else value
+    return tuple(map(_plain, value))
 
 
 #: Options that are numbers and have a range of their own, or any.

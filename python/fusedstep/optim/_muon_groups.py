@@ -78,6 +78,8 @@ def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | No
             f"has the shape {list(weight.shape)}, and Muon steps matrices: put biases, the weights "
             f"of norms and other vectors into a group with use_muon=False, which {other} steps"
         )
+    if weight.is_nested:
+        return f"is a nested tensor, which neither Muon nor {other} supports"
     if weight.is_complex():
         return f"is complex, which Muon does not support; use_muon=False has {other} step it"
     if reason := why_not_gathered(weight):
