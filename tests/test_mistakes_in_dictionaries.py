@@ -179,11 +179,11 @@ def test_nothing_changes_when_memory_runs_out(case, load, monkeypatch):
     unchanged, calls = Unchanged(optimizer), []
     place = StateStore.place
 
-    def runs_out_at_the_second(self, group, weights):
+    def runs_out_at_the_second(self, group, weights, **options):
         calls.append(group)
         if len(calls) == 2:
             raise RuntimeError("out of memory")
-        place(self, group, weights)
+        place(self, group, weights, **options)
 
     monkeypatch.setattr(StateStore, "place", runs_out_at_the_second)
     with pytest.raises(RuntimeError, match="out of memory"):

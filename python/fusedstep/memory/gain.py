@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--iteration-ms must be above 0, not {arguments.iteration_ms:g}")
     device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        torch.empty(1, device=device)
+        torch.empty(1, device=device, dtype=torch.float32)
     except (AssertionError, RuntimeError) as error:
         raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
     model, weights = load(arguments.model), DTYPES[arguments.weights]
@@ -139,7 +139,7 @@ def _passes(
     try:
         with torch.device(device), torch.random.fork_rng(devices=()):
             module = model.make().to(weights).train()
-            tokens = torch.zeros(size, dtype=torch.long)
+            tokens = torch.zeros(size, dtype=torch.long, device=device)
         found = []
         for index in range(_ITERATIONS + 1):
             started = time.perf_counter()

@@ -55,7 +55,9 @@ def rehearse(model: Model, run: Run, choice: Choice) -> Scratch:
 
 def is_composite(choice: Choice) -> bool:
     """Returns whether an optimizer steps by matrix products or factored moments."""
-    return bool(build([torch.empty(1, device="meta")], choice, "none")._composite)
+    return bool(
+        build([torch.empty(1, device="meta", dtype=torch.float32)], choice, "none")._composite
+    )
 
 
 def _divided(shape: torch.Size, divisor: int) -> torch.Size:
@@ -73,7 +75,7 @@ def _measured(shapes: tuple[torch.Size, ...], run: Run, choice: Choice, divisor:
     bucket = math.inf if run.bucket is None else run.bucket / divisor**2
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        weights = [torch.randn(shape, dtype=run.of_trained) for shape in shapes]
+        weights = [torch.randn(shape, dtype=run.of_trained, device="cpu") for shape in shapes]
         gradients = [torch.randn_like(weight) for weight in weights]
     optimizer = build(weights, choice, run.masters)
     found = [p for group in optimizer.param_groups for p in group["params"]]

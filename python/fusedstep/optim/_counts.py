@@ -25,6 +25,8 @@ _ONE = torch.ones((), dtype=torch.float32, device="cpu")
 
 def new_count(value: float, device: torch.device | str) -> Tensor:
     """A number of no dimensions, with memory for a rest behind it."""
+    if torch._C._len_torch_dispatch_stack():  # it knows the numbers of tensors made of numbers
+        return torch.tensor(value, dtype=torch.float32, device=device)
     memory = torch.tensor([0.0, _NO_REST], dtype=torch.float32, device=device)
     count = memory.resize_(())  # a view would keep the other one alive
     write_count(count, value)
@@ -58,12 +60,21 @@ def count_steps(steps: list[Tensor]) -> None:
         torch._foreach_add_(steps, [_ONE] * len(steps))
 
 
+def is_long(step: Any) -> bool:
+    """Returns whether a count on the CPU is past what float32 has.
+
+    False for fake tensors, and for all tensors under a mode, which may have no numbers.
+    """
+    if type(step) is not Tensor or not step.is_cpu or torch._C._len_torch_dispatch_stack():
+        return False
+    return step.item() >= LAST
+
+
 def with_memory(step: Any) -> Any:
     """A count with memory for a rest, if it needs that and is not shared; else the count itself."""
     if (
-        not isinstance(step, Tensor)
-        or not (step.is_cpu and step.numel() == 1 and step.dtype is torch.float32)
-        or not LAST <= step.item() < math.inf
+        not is_long(step)
+        or not (step.numel() == 1 and step.dtype is torch.float32 and step.item() < math.inf)
         or step.is_shared()
         or _with_rest(step) is not None
     ):

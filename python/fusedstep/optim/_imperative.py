@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fusedstep.optim._checks import check_capturable, numeric
 from fusedstep.optim._codes import is_codes
-from fusedstep.optim._counts import LAST, read_count, write_count
+from fusedstep.optim._counts import is_long, read_count, write_count
 from fusedstep.optim._dtensor import is_dtensor
 from fusedstep.optim._factors import Factors
 from fusedstep.optim._hooks import is_compiling
@@ -248,9 +248,7 @@ class ImperativeTwin:
 
 def _long_count(step: Tensor) -> float | None:
     """The value of a step count that formulas cannot raise by one; None for others."""
-    if not step.is_cpu or is_compiling() or not step.item() >= LAST:
-        return None
-    return read_count(step)
+    return read_count(step) if not is_compiling() and is_long(step) else None
 
 
 def size_of(weight: Tensor, grad: Tensor) -> int:
