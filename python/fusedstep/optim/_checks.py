@@ -178,7 +178,7 @@ def _is_one_number(value: Any) -> bool:
 
 def _plain(value: Any) -> Any:
     """A number as Python's own, and the numbers of a sequence, or of several in it, in tuples."""
-    if value is None or _is_one_number(value):
+    if not isinstance(value, Iterable) or isinstance(value, str) or _is_one_number(value):
         return float(value) if isinstance(value, float) else value
     return tuple(map(_plain, value))
 

@@ -67,14 +67,14 @@ def is_long(step: Any) -> bool:
     """
     if type(step) is not Tensor or not step.is_cpu or torch._C._len_torch_dispatch_stack():
         return False
-    return step.item() >= LAST
+    return step.numel() == 1 and step.item() >= LAST
 
 
 def with_memory(step: Any) -> Any:
     """A count with memory for a rest, if it needs that and is not shared; else the count itself."""
     if (
         not is_long(step)
-        or not (step.numel() == 1 and step.dtype is torch.float32 and step.item() < math.inf)
+        or not (step.dtype is torch.float32 and step.item() < math.inf)
         or step.is_shared()
         or _with_rest(step) is not None
     ):
