@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw and tabulate what the optimizer takes of an iteration, in four trainings.
+"""Draw and tabulate which share of an iteration the optimizer step takes, in four trainings.
 
 iterations.py      writes bench/results/iterations.svg, and prints the table of docs/performance.md
 """
