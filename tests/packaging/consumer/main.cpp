@@ -1,5 +1,5 @@
 // An installed fusedstep: one LAMB step in numbers that can be worked out by hand.
-#include <fusedstep/optim/lamb.h>
+#include <fusedstep/optim.h>
 #include <torch/torch.h>
 
 #include <cmath>
