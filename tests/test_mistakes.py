@@ -6,6 +6,7 @@ Nothing has changed by then: options, states, counts and weights are as they wer
 import copy
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
@@ -248,6 +249,42 @@ def test_each_name_has_advice(case):
             case.optimizer([torch.zeros(2)], **{name: 3})
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'no_such_option'$"):
         case.optimizer([torch.zeros(2)], no_such_option=3)
+
+
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_an_option_of_the_constructor_in_step_and_the_other_way(case):
+    params, optimizer = trained(case)
+    unchanged = Unchanged(optimizer)
+    given = {
+        "skip_nonfinite": "it is an option of the constructor and of groups, skip_nonfinite=True",
+        "max_grad_norm": "write max_norm=True instead",
+        "lr": "it is an option of the constructor and of groups, lr=True",
+        "max_norn": "did you mean 'max_norm'?",
+        "speed": "its options are max_norm, zero_grad, error_if_nonfinite",
+    }
+    for name, text in given.items():
+        with pytest.raises(TypeError, match=re.escape(".step() got an unexpected ke")) as error:
+            optimizer.step(**{name: True})
+        assert f"{name!r}: {text}" in str(error.value)
+    unchanged.check()
+    given = {
+        "max_norm": "write max_grad_norm=1.0 instead, or step(max_norm=1.0)",
+        "error_if_nonfinite": "it is an option of step(), step(error_if_nonfinite=1.0)",
+        "zero_grad": "it is an option of step(), step(zero_grad=1.0)",
+        "maximise": "did you mean 'maximize'?",
+    }
+    for name, text in given.items():
+        with pytest.raises(TypeError, match=re.escape(f"{name!r}: {text}")):
+            case.build(params, **{name: 1.0})
+
+
+def test_an_offloaded_step_says_so_too():
+    optimizer = fusedstep.offload(optim.AdamW([torch.nn.Parameter(torch.ones(3))]))
+    for name in ("skip_nonfinite", "betas"):
+        with pytest.raises(TypeError, match=f"{name!r}: it is an option of the constructor"):
+            optimizer.step(**{name: True})
+    with pytest.raises(TypeError, match="'zero_grad': its options are max_norm, error_if_nonfin"):
+        optimizer.step(zero_grad=True)
 
 
 class WithAConstructor(optim.AdamW):

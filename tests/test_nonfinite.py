@@ -280,6 +280,26 @@ def test_the_norm_of_a_step_that_took_it_can_be_read(make):
         assert_same_bits(other.grad_norm, expected, name)
 
 
+@EACH
+def test_an_infinite_limit_takes_the_norm_and_clips_nothing(make):
+    expected = make().step(max_norm=1.0)
+    plain = make()
+    clips_itself = plain._max_grad_norm() is not None
+    plain.step()
+    optimizer = make()
+    assert_same_bits(optimizer.step(max_norm=math.inf), expected, "norm")
+    assert_same_bits(optimizer.grad_norm, expected, "norm")
+    assert_same_contents(contents(optimizer), contents(plain))
+    if clips_itself or isinstance(optimizer, optim.Lamb):  # whose default is infinite
+        return
+    optimizer = make()
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = math.inf
+    optimizer.step()
+    assert_same_bits(optimizer.grad_norm, expected, "norm")
+    assert_same_contents(contents(optimizer), contents(plain))
+
+
 def test_a_step_that_raises_leaves_the_norm_of_the_last_one():
     param = torch.nn.Parameter(torch.ones(4))
     optimizer = optim.AdamW([param])

@@ -21,7 +21,9 @@ from fusedstep.optim._arrivals import Arrivals, PreviousNorm, check_arguments, n
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._dtensor import is_dtensor
+from fusedstep.optim._foreign import not_of_step
 from fusedstep.optim._plan import Bucket
+from fusedstep.optim._unknown import options_of
 from fusedstep.optim._weights import asked_way
 
 __all__ = ["OffloadedOptimizer", "offload"]
@@ -437,6 +439,7 @@ class OffloadedOptimizer(Optimizer):
         *,
         max_norm: float | None = None,
         error_if_nonfinite: bool = False,
+        **unknown: Any,
     ) -> Any:
         """Steps the weights that the backward pass has not, and waits for all.
 
@@ -446,10 +449,14 @@ class OffloadedOptimizer(Optimizer):
                 ``overlap=False``
             error_if_nonfinite: raises a RuntimeError that names the first weight whose gradient is
                 not finite, before a weight is changed. For ``overlap=False``
+            unknown: any other option is a TypeError, which says where the option belongs
 
         Returns:
             What the closure did; else with ``max_norm`` the norm before clipping; else None.
         """
+        if unknown:
+            inner = type(self._inner)
+            raise not_of_step(self, unknown, options_of(inner) | inner._own_options.keys())
         if self._overlap and (max_norm is not None or error_if_nonfinite):
             name = "error_if_nonfinite" if max_norm is None else "max_norm"
             raise RuntimeError(

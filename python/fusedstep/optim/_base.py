@@ -28,7 +28,7 @@ from fusedstep.optim._clip import EPSILON, Asked, factors_of, norm_of
 from fusedstep.optim._codes import warn_of_int4
 from fusedstep.optim._docs import complete
 from fusedstep.optim._factors import PLAIN, Factors, is_one
-from fusedstep.optim._foreign import with_advice
+from fusedstep.optim._foreign import not_of_step, with_advice
 from fusedstep.optim._grads import by_place, cut_off, treat_grads
 from fusedstep.optim._hooks import is_compiling, outside_graphs, with_hooks
 from fusedstep.optim._imperative import ImperativeTwin
@@ -43,7 +43,7 @@ from fusedstep.optim._states import StateStore
 from fusedstep.optim._step import take
 from fusedstep.optim._support import why_not_native
 from fusedstep.optim._undo import NO_RESERVE, interrupted
-from fusedstep.optim._unknown import check_keys
+from fusedstep.optim._unknown import check_keys, options_of
 from fusedstep.optim._watched import WatchedState
 
 #: A closure's result.
@@ -240,8 +240,11 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Returns whether a native step may leave anything in the gradients."""
         return False
 
-    def _max_grad_norm(self) -> float:
-        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone."""
+    def _max_grad_norm(self) -> float | None:
+        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone.
+
+        None does not even take the norm.
+        """
         given = [own_option(group, "max_grad_norm") for group in self._groups]
         for norm in given:
             if norm is not None:
@@ -249,7 +252,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         norms = {math.inf if norm is None else float(norm) for norm in given}
         if len(norms) > 1:
             raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
-        return max(norms, default=math.inf)
+        return max(norms) if any(norm is not None for norm in given) else None
 
     def _skips_nonfinite(self) -> bool:
         """Returns whether steps are left out whose gradients have no finite norm."""
@@ -260,7 +263,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _needs_whole_norm(self) -> str | None:
         """Returns the name of an option that takes the norm of all gradients before a step."""
-        if self._max_grad_norm() < math.inf:
+        if self._max_grad_norm() is not None:
             return "max_grad_norm"
         return "skip_nonfinite" if self._skips_nonfinite() else None
 
@@ -386,6 +389,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         max_norm: float | None = None,
         zero_grad: bool | Literal["none"] = False,
         error_if_nonfinite: bool = False,
+        **unknown: Any,
     ) -> Any:
         """Perform a single optimization step.
 
@@ -398,11 +402,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             max_norm (float, optional): clips the gradients, those of all groups together, to
                 this 2-norm first, as :func:`torch.nn.utils.clip_grad_norm_` does. ``.grad`` then
                 holds the clipped gradients, unless ``zero_grad`` is given or the step uses it.
+                ``math.inf`` takes the norm and clips nothing.
             zero_grad (bool or "none", optional): True zeroes the gradients of the step in place,
                 ``"none"`` sets them to None.
             error_if_nonfinite (bool, optional): raises an error, before anything is changed, if
                 the 2-norm of the gradients is NaN or infinite, with ``max_norm`` or without. It
                 waits for a device.
+            unknown: any other option is an error, which says where the option belongs
 
         Returns:
             With a closure what it returned; otherwise with ``max_norm`` the norm before clipping,
@@ -410,11 +416,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             on the CPU; otherwise None.
 
         Raises:
+            TypeError: for an option of the constructor, and any other unknown one.
             ValueError: if ``max_norm`` is negative or NaN, or ``zero_grad`` is neither a bool nor
                 ``"none"``.
             RuntimeError: with ``error_if_nonfinite``, for gradients whose norm is not finite. The
                 error names the first weight that has such a gradient.
         """
+        if unknown:
+            raise not_of_step(self, unknown, options_of(type(self)) | self._own_options.keys())
         if max_norm is not None:
             max_norm = float(max_norm)
             if not max_norm >= 0:
@@ -517,7 +526,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         self._begin_step()
         own_max_norm, work = self._max_grad_norm(), self._bind_groups()
         scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
-        own_eps = self._grad_norm_eps() if own_max_norm < math.inf else 0.0
+        own_eps = 0.0 if own_max_norm is None else self._grad_norm_eps()
         skips = self._skips_nonfinite()
         asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite, skips)
         spread = self._spread_weights() if asked.is_norm else None

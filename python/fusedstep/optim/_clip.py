@@ -26,8 +26,8 @@ class Asked(NamedTuple):
 
     max_norm: float | None
     """What ``step(max_norm=…)`` clips it to."""
-    own_max_norm: float
-    """What the optimizer itself clips it to then, or infinity."""
+    own_max_norm: float | None
+    """What the optimizer itself clips it to then."""
     own_eps: float
     """What the optimizer adds to it."""
     raises: bool
@@ -38,7 +38,7 @@ class Asked(NamedTuple):
     @property
     def is_norm(self) -> bool:
         """Whether the step needs it at all."""
-        clips = self.max_norm is not None or self.own_max_norm < math.inf
+        clips = self.max_norm is not None or self.own_max_norm is not None
         return clips or self.raises or self.skips
 
 
@@ -69,7 +69,7 @@ def factors_of(
         if max_norm is not None and not (part := max_norm / (norm + EPSILON)) >= 1:
             factor, left = factor * part, left * part
         left += own_eps
-        if left > own_max_norm:
+        if own_max_norm is not None and left > own_max_norm:
             clip = own_max_norm / left
     return Factors(factor, clip, norm)
 
@@ -108,7 +108,7 @@ def _on_device(
         if max_norm is not None:
             part = (max_norm / (norm + EPSILON)).clamp(max=1.0)
             factor = part if scale is None else part * factor
-        if own_max_norm < math.inf:
+        if own_max_norm is not None and own_max_norm < math.inf:
             if max_norm is not None:
                 left = left * part
             left = left + own_eps

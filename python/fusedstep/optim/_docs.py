@@ -56,8 +56,9 @@ seed (int, optional): of the random numbers of ``rounding="stochastic"``. They f
     "max_grad_norm": """\
 max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
     together, to this for the step, as :func:`torch.nn.utils.clip_grad_norm_` does, but
-    leaves ``.grad`` alone. It is one number for all groups, and None clips nothing.
-    ``step(max_norm=...)`` clips before it (default: None)""",
+    leaves ``.grad`` alone. It is one number for all groups. None clips nothing, and neither does
+    ``math.inf``, which takes the norm for :attr:`grad_norm`. ``step(max_norm=...)`` clips
+    before it (default: None)""",
     "skip_nonfinite": """\
 skip_nonfinite (bool, optional): leaves a step out if the 2-norm of the gradients, those of
     all groups together, is NaN or infinite: weights, states and step counts stay as they

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fusedstep.optim._checks import did_you_mean
+
 _Init = TypeVar("_Init", bound=Callable[..., None])
 
 
@@ -149,8 +151,33 @@ def in_our_words(
     return {} if says_nothing or (foreign.of_decay and not decays) else None
 
 
+def options_of_step(optimizer: type[Any]) -> list[str]:
+    """The names of the options of a class's step()."""
+    parameters = inspect.signature(optimizer.step).parameters.values()
+    return [each.name for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
+
+
+def not_of_step(optimizer: Any, unknown: Mapping[str, Any], options: Iterable[str]) -> TypeError:
+    """The error of a step() that was given options which it lacks.
+
+    ``options``: those of the constructor.
+    """
+    name, value = next(iter(unknown.items()))
+    cls, known = type(optimizer).__name__, options_of_step(type(optimizer))
+    if name == "max_grad_norm":
+        advice = f"write max_norm={value!r:.40} instead"
+    elif name in options:
+        advice = f"it is an option of the constructor and of groups, {name}={value!r:.40}"
+    else:
+        advice = did_you_mean(name, known) or f"its options are {', '.join(known)}"
+    return TypeError(f"{cls}.step() got an unexpected keyword argument {name!r}: {advice}")
+
+
 def with_advice(init: _Init) -> _Init:
-    """Makes a constructor say what to write in place of another library's option."""
+    """Makes a constructor say what to write in place of an option that it lacks.
+
+    Such an option is another library's, one of step(), or has a typo.
+    """
     parameters = inspect.signature(init).parameters
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values()):
         return init  # it passes options on to one that says it
@@ -158,8 +185,7 @@ def with_advice(init: _Init) -> _Init:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807
         for name, value in options.items():
-            if name not in parameters and name in FOREIGN and FOREIGN[name].is_advised:
-                advice = _advice(name, value, type(self).__name__, parameters.keys())
+            if name not in parameters and (advice := _advice(name, value, type(self), parameters)):
                 raise TypeError(
                     f"{init.__qualname__}() got an unexpected keyword argument {name!r}: {advice}"
                 )
@@ -168,8 +194,18 @@ def with_advice(init: _Init) -> _Init:
     return __init__
 
 
-def _advice(name: str, value: Any, cls: str, accepted: Set[str]) -> str:
-    options = in_our_words(name, value, cls, accepted)
+def _advice(name: str, value: Any, optimizer: type[Any], parameters: Mapping[str, Any]) -> str:
+    """What to write in place of an option that a constructor lacks; no text if nobody knows."""
+    if name == "max_norm":
+        return f"write max_grad_norm={value!r:.40} instead, or step(max_norm={value!r:.40})"
+    if name in options_of_step(optimizer):
+        return f"it is an option of step(), step({name}={value!r:.40})"
+    if name not in FOREIGN:
+        return did_you_mean(name, parameters)
+    if not FOREIGN[name].is_advised:
+        return ""
+    cls = optimizer.__name__
+    options = in_our_words(name, value, cls, parameters.keys())
     if options is None:
         return f"{name}={value!r} has no counterpart in {cls}"
     if not options:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -135,8 +134,8 @@ class Adan(FusedOptimizer):
             for p in group["params"]:
                 self._store.restart(group, p)
 
-    def _max_grad_norm(self) -> float:
-        return super()._max_grad_norm() or math.inf
+    def _max_grad_norm(self) -> float | None:
+        return super()._max_grad_norm() or None
 
     def _grad_norm_eps(self) -> float:
         return float(self._groups[-1]["eps"])

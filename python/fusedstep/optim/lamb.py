@@ -94,7 +94,8 @@ class Lamb(FusedOptimizer):
             (default: True; False with apex and timm)
         max_grad_norm (float, optional): clips the 2-norm of the gradients, those of all groups
             together, to this for the step; ``.grad`` is not changed by it. It is one number for
-            all groups, and ``math.inf`` clips nothing. ``step(max_norm=...)`` clips before it
+            all groups, and ``math.inf`` clips nothing and takes no norm:
+            ``step(max_norm=math.inf)`` takes it. ``step(max_norm=...)`` clips before it
             (default: inf; 1 with apex, nvlamb and timm)
         max_weight_norm (float, optional): a weight's norm counts as no more than this in the
             ratio (default: inf; 10 with cybertron)
@@ -204,6 +205,10 @@ class Lamb(FusedOptimizer):
                 "Lamb got weights of FSDP1, which are parts of a flat parameter: the trust ratio "
                 "is then that of a process's part, not of a weight. fully_shard keeps weights."
             )
+
+    def _max_grad_norm(self) -> float | None:
+        norm = super()._max_grad_norm()
+        return None if norm == math.inf else norm  # the default, which costs nothing
 
     def _grad_norm_eps(self) -> float:
         return 0.0
