@@ -280,5 +280,24 @@ def test_steps_that_were_left_out_are_told():
 def test_offloaded_and_other_optimizers():
     offloaded = fusedstep.offload(optim.AdamW([parameter(3)]))
     assert [topic for topic, _ in lines_of(offloaded)] == ["group 0"]
-    with pytest.raises(TypeError, match=r"must be one of fusedstep.optim, not SGD"):
+    with pytest.raises(TypeError, match=r"must be one of fusedstep.optim, not torch.optim.sgd.SGD"):
         fusedstep.doctor(torch.optim.SGD([parameter(3)]))
+
+
+@pytest.mark.parametrize(
+    "tool", [fusedstep.doctor, fusedstep.verify, fusedstep.compare, fusedstep.convert]
+)
+def test_what_holds_an_optimizer_is_an_error_that_says_where(tool, capsys):
+    optimizer = optim.AdamW([parameter(3)])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(TypeError, match=r"StepLR, which wraps the optimizer: give its \.optimizer"):
+        tool(schedule)
+
+    class Holder:
+        optimizers = (optimizer,)
+
+    with pytest.raises(TypeError, match=r"Holder, which wraps .*: give its \.optimizers\[0\]"):
+        tool(Holder())
+    if tool is not fusedstep.doctor:
+        with pytest.raises(TypeError, match=r"OffloadedOptimizer, .* call this before offload\(\)"):
+            tool(fusedstep.offload(optim.AdamW([parameter(3)])))

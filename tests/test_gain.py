@@ -42,6 +42,9 @@ def test_a_class_is_compared_with_torchs_of_its_name(case):
     for name, other in found.items():
         (group,) = other.param_groups
         assert group["lr"] == 1e-3
+        if "foreach" not in group:
+            assert list(found) == ["for-loop"]
+            continue
         assert bool(group.get("fused")) == (name == "fused")
         assert bool(group["foreach"]) == (name == "foreach")
     assert time_steps(found, 1).keys() == found.keys()
@@ -84,11 +87,57 @@ def test_weights_that_torchs_class_does_not_take_are_compared_with_the_formula()
     assert list(fusedstep.compare(optimizer, rounds=1).ms) == [OURS, FORMULA]
     found = ways_of(optim.Muon, lambda: optim.Muon._grouped(parameters()), {})
     assert list(found) == [OURS, FORMULA]
+    gain = fusedstep.compare(optim.Muon(parameters()[:1]), rounds=1)
+    assert (list(gain.ms), gain.notes) == ([OURS, "for-loop"], ())
+
+
+@pytest.mark.parametrize("options", [{"fused": False}, {"foreach": True}], ids=str)
+def test_a_step_in_torch_operations_is_told(options, capsys):
+    assert fusedstep.compare(optim.AdamW(parameters()), rounds=1).notes == ()
+    (name, value), *_ = options.items()
+    found = fusedstep.compare(optim.AdamW(parameters(), **options), rounds=1)
+    assert found.notes == (f"Torch operations step group 0: {name}={value}.",)
+    assert capsys.readouterr().out.endswith(f"{found.notes[0]}\n")
+
+
+KEPT = [
+    (optim.AdamW8bit, {}, "states in int8, torch's fused states in the weights' dtype"),
+    (optim.Lamb8bit, {}, "states in int8, the formula states in float32"),
+    (
+        optim.AdamW,
+        {"master_weights": "split"},
+        "states in the weights' dtype and master_weights='split', torch's fused states in the",
+    ),
+    (optim.AdamW, {"state_dtype": torch.float32}, "states in float32, torch's fused states in"),
+]
+
+
+@pytest.mark.parametrize(("cls", "options", "text"), KEPT, ids=[row[2] for row in KEPT])
+def test_states_in_another_form_are_told(cls, options, text):
+    param = torch.nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    (note,) = fusedstep.compare(cls([param], **options), rounds=1).notes
+    assert note.startswith(f"fusedstep has {text}")
+
+
+def test_weights_that_torchs_fused_step_refuses_are_compared_with_foreach():
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    found = fusedstep.compare(optim.AdamW([param]), rounds=1)
+    assert list(found.ms) == [OURS, "foreach"]
+    assert "complex64" in found.notes[0]
+
+
+def test_the_command_tells_the_same(capsys, monkeypatch):
+    asked = ("1K", "--rounds", "1", "--device", "cpu", "--optimizer", "AdamW8bit", "--json")
+    notes = json.loads(gain(capsys, monkeypatch, *asked))["notes"]
+    assert len(notes) == 3  # of torch's fused, foreach and for-loop
+    assert all(note.startswith("fusedstep has states in int8, torch's ") for note in notes)
 
 
 def test_what_compare_does_not_take():
     with pytest.raises(TypeError, match=r"one of fusedstep\.optim"):
         fusedstep.compare(torch.optim.AdamW(parameters()))
+    with pytest.raises(TypeError, match=r"call this before offload\(\)"):
+        fusedstep.compare(fusedstep.offload(optim.AdamW(parameters())))
     optimizer = optim.AdamW(parameters())
     for name in ("rounds", "iteration_ms"):
         with pytest.raises(ValueError, match=f"Invalid {name} value: 0"):

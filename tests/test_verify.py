@@ -623,6 +623,32 @@ def test_a_step_without_native_kernels_is_no_proof():
     assert "No native kernels ran" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"foreach": True, "fused": None}, "foreach=True"), ({"fused": False}, "fused=False")],
+    ids=str,
+)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_the_report_says_why_torch_operations_step_a_group(case, options, reason):
+    params, optimizer = build(case)
+    assert not verified(params, optimizer, steps=1).by_torch
+    optimizer.param_groups[0].update(options)
+    report = verified(params, optimizer, steps=1)
+    expected = [f"Torch operations step group 0: {reason}."]
+    if "foreach" in options and not optimizer._foreach_means_unfused:
+        expected = []
+    assert report.by_torch == expected
+    assert all(line in str(report).splitlines() for line in expected)
+
+
+def test_weights_without_kernels_are_a_reason():
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    report = verified([param], optim.AdamW([param]), steps=1)
+    (line,) = report.by_torch
+    assert line.startswith("Torch operations step group 0: ")
+    assert "complex64" in line
+
+
 def test_tolerance():
     """An error of a hundred units is one of a hundred units."""
 

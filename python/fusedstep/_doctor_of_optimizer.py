@@ -63,16 +63,30 @@ def _of_steps(optimizer: FusedOptimizer, group: dict[str, Any]) -> tuple[str, st
     elements = sum(p.numel() for p in weights)
     name = optimizer._store.optimizer.__name__
     subject = f"{name}, {count(len(weights), 'weight')}, {elements:,} elements, {', '.join(kinds)}"
-    asked = _asks_for_torch(optimizer, group)
-    reason = asked or _why_not_native(optimizer, group)
+    reason = why_torch_operations(optimizer, group)
     if reason is None:
         kernels = "native, where the class has kernels" if optimizer._composite else "native"
         return f"{subject}: {kernels}", None
     text = f"{subject}: torch operations: {reason}"
-    if asked and not group.get("differentiable"):
-        option = asked.partition("=")[0]
+    if _asks_for_torch(optimizer, group) and not group.get("differentiable"):
+        option = reason.partition("=")[0]
         return text, f"set {option} to None in this group"
     return text, None
+
+
+def why_torch_operations(optimizer: Any, group: dict[str, Any]) -> str | None:
+    """Why torch operations step the weights of a group; None if native kernels do."""
+    return _asks_for_torch(optimizer, group) or _why_not_native(optimizer, group)
+
+
+def groups_by_torch(optimizer: Any) -> list[str]:
+    """A sentence for each group that torch operations step, with the reason."""
+    reasons = (why_torch_operations(optimizer, group) for group in optimizer.param_groups)
+    return [
+        f"Torch operations step group {index}: {reason.rstrip('.')}."
+        for index, reason in enumerate(reasons)
+        if reason is not None
+    ]
 
 
 def _asks_for_torch(optimizer: FusedOptimizer, group: dict[str, Any]) -> str | None:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fusedstep import optim
 from fusedstep.optim import low_bit
+from fusedstep.optim._arrivals import inside
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._codes import LEAST_ELEMENTS
 from fusedstep.optim._dtensor import local
@@ -37,16 +38,16 @@ def successor(optimizer: Optimizer) -> _Successor:
     if relative:
         return relative(optimizer)
 
+    what = f"optimizer is a {cls.__module__}.{cls.__qualname__}"
+    if advice := inside(optimizer):
+        raise TypeError(f"{what}{advice}")
     known = sorted(f"torch.optim.{namesake.__name__}" for namesake in namesakes)
     known += sorted(
         f"{package}'{'s' * (package[-1] != 's')} {name}" for package, name in _RELATIVES
     )
     parents = [parent for parent in cls.__mro__ if parent in ours or parent in namesakes]
     why = f" (what it adds to {parents[0].__name__} would be lost)" if parents else ""
-    raise TypeError(
-        f"optimizer is a {cls.__module__}.{cls.__qualname__}{inside(optimizer) or why}. Taken are "
-        f"the classes of fusedstep.optim, {', '.join(known)}"
-    )
+    raise TypeError(f"{what}{why}. Taken are the classes of fusedstep.optim, {', '.join(known)}")
 
 
 def in_groups_of_storage(optimizer: Any) -> list[dict[str, Any]]:
@@ -86,13 +87,6 @@ def _is_odd(optimizer: Any, weight: Tensor) -> bool:
         return False
     block = getattr(optimizer, "block_size", 1)
     return bool(_large([weight])) and local(weight).numel() % block > 0
-
-
-def inside(optimizer: Any) -> str:
-    """Tells where an optimizer is that Accelerate or Lightning has wrapped."""
-    if isinstance(getattr(optimizer, "optimizer", None), Optimizer):
-        return ", which wraps the one in its attribute .optimizer: give that"
-    return ""
 
 
 def _adan(optimizer: Any) -> _Successor:

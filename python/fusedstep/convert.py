@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from fusedstep import optim
 from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
 from fusedstep._foreign_groups import in_our_options, in_our_states
-from fusedstep._relatives import in_groups_of_storage, inside, storage_of, successor
+from fusedstep._relatives import in_groups_of_storage, storage_of, successor
+from fusedstep.optim._arrivals import check_ours
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
 from fusedstep.optim._codes import absmax_of, is_codes, of_shape
@@ -222,7 +223,7 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         >>> optimizer = optim.AdamW(model.parameters(), lr=1e-3)
         >>> fusedstep.import_state_dict(optimizer, torch.load("apex.pt")["optimizer"])
     """
-    check_is_ours(optimizer)
+    check_ours(optimizer)
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
             "state_dict must have 'state' and 'param_groups', as the optimizer's own dictionary "
@@ -255,14 +256,6 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     if out_of_range:
         raise out_of_range
     _give_states(optimizer, states, new_groups)
-
-
-def check_is_ours(optimizer: Any) -> None:
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not a {torch.typename(optimizer)}"
-            f"{inside(optimizer)}"
-        )
 
 
 def _by_place(states: Any, groups: list[dict[str, Any]]) -> list[list[Any]]:

@@ -15,7 +15,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import _twin
-from fusedstep.convert import check_is_ours
+from fusedstep._doctor_of_optimizer import groups_by_torch
+from fusedstep.optim._arrivals import check_ours
+from fusedstep.optim._weights import ASKED, way_of
 
 #: Names of the ways in which optimizers step.
 OURS, FUSED, FOREACH, LOOP, FORMULA = "fusedstep", "fused", "foreach", "for-loop", "formula"
@@ -39,6 +41,8 @@ class Gain:
     ``"for-loop"`` of torch's class; or ``"formula"`` in torch operations where torch has none."""
     iteration_ms: float | None = None
     """Of an iteration with the step of :attr:`other`."""
+    notes: tuple[str, ...] = ()
+    """Sentences on what makes the times no comparison of like with like."""
 
     @property
     def other(self) -> str:
@@ -62,7 +66,7 @@ class Gain:
             f"  {name:<{width}}  {ms:9.3f}  {ms / self.ms[OURS]:6.2f} x"
             for name, ms in self.ms.items()
         ]
-        return "\n".join([*lines, self.sentence()])
+        return "\n".join([*lines, self.sentence(), *self.notes])
 
     def sentence(self) -> str:
         """What a training gains, in a sentence."""
@@ -85,11 +89,15 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
     """Times steps of an optimizer beside those of torch's class, prints what was found, returns it.
 
     Copies of the weights are stepped: by a new optimizer of the same class and options, and by
-    torch's class with ``fused=True``, or ``foreach=True`` where it has no fused way, with those of
-    the options that it has. Where torch has no such class, or it does not take the weights, the
-    formula in torch operations is timed. They take turns, a step each in every round. Weights,
-    gradients, states, hooks and the random generators of the run are not touched. Until it returns,
-    the copies take twice the memory of weights, gradients and states.
+    torch's class with ``fused=True``, or ``foreach=True`` where it has no fused way or that does
+    not take the weights, or its only way, with those of the options that it has. Where torch has no
+    such class, or it does not take the weights, the formula in torch operations is timed. They take
+    turns, a step each in every round. Weights, gradients, states, hooks and the random generators
+    of the run are not touched. Until it returns, the copies take twice the memory of weights,
+    gradients and states.
+
+    Sentences below the times say what makes them no comparison of like with like: groups that
+    torch operations step, with the reason, and states in codes beside those of torch's class.
 
     A weight without a gradient is stepped with one of 1e-3 if no weight has one, and else not.
 
@@ -105,7 +113,7 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
 
     >>> fusedstep.compare(optimizer, iteration_ms=217)
     """
-    check_is_ours(optimizer)
+    check_ours(optimizer)
     if rounds < 1:
         raise ValueError(f"Invalid rounds value: {rounds}")
     if iteration_ms is not None and not iteration_ms > 0:
@@ -128,9 +136,36 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
         weights = [group["params"] for group in copies()]
         timed[FORMULA] = _twin.imperative_twin(optimizer, weights)
     ms = time_steps(timed, rounds)
-    found = Gain(type(optimizer).__name__, ms, iteration_ms)
+    found = Gain(type(optimizer).__name__, ms, iteration_ms, notes_of(timed))
     print(found)
     return found
+
+
+def notes_of(timed: dict[str, Optimizer]) -> tuple[str, ...]:
+    """Sentences on what makes the step of ours another one than those that are timed beside it."""
+    ours = timed[OURS]
+    notes = dict.fromkeys(groups_by_torch(ours))
+    for name, other in timed.items():
+        for group, own in zip(other.param_groups, ours.param_groups, strict=True):
+            kept, here = _kept(group), _kept(own)
+            if kept != here:
+                whose = "the formula" if name == FORMULA else f"torch's {name}"
+                text = f"fusedstep has {here}, {whose} {kept}: the steps move unequal memory."
+                notes.setdefault(text)
+    theirs = torch_class(type(ours))
+    if FORMULA in timed and theirs is not None:
+        notes.setdefault(f"torch.optim.{theirs.__name__} does not take these weights or options.")
+    return tuple(notes)
+
+
+def _kept(group: dict[str, Any]) -> str:
+    """What a group has beside its weights, in words."""
+    kind = group.get("state_dtype")
+    states = (
+        f"states in {str(kind).removeprefix('torch.')}" if kind else "states in the weights' dtype"
+    )
+    ways = dict.fromkeys(way_of(group, weight) for weight in group["params"])
+    return " and ".join([states, *(ASKED[way] for way in ways if way)])
 
 
 def torch_class(cls: type[Optimizer]) -> type[Optimizer] | None:
@@ -158,7 +193,11 @@ def ways_of(
 def _ways_of_torch(cls: type[Optimizer]) -> Iterator[tuple[str, dict[str, bool]]]:
     """The ways that torch's class has, from the fastest, with the options that choose them."""
     other: Any = torch_class(cls)
-    known = inspect.signature(other).parameters.keys() if other else set()
+    if other is None:
+        return iter(())
+    known = inspect.signature(other).parameters.keys()
+    if "foreach" not in known:  # Muon, SparseAdam
+        return iter([(LOOP, {})])
     return ((name, way) for name, way in _OPTIONS.items() if way.keys() <= known)
 
 
@@ -173,10 +212,16 @@ def _of_torch(
         for each in params
     ]
     options = {k: v for k, v in defaults.items() if k in known}
+    if any(isinstance(each, dict) and each.get("use_muon") is False for each in params):
+        return None  # torch's Muon steps matrices alone
     try:
-        return other(groups, **options | way)
+        made = other(groups, **options | way)
+        _twin.step(made)  # fused classes look at dtypes there
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError):
-        return None  # as torch's Muon, which takes matrices alone
+        return None
+    return made
 
 
 def _copy_of(weight: Tensor, has_gradients: bool) -> Tensor:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep import _twin
-from fusedstep.convert import check_is_ours
+from fusedstep._doctor_of_optimizer import groups_by_torch
 from fusedstep.optim import _dtensor
-from fusedstep.optim._arrivals import check_free
+from fusedstep.optim._arrivals import check_free, check_ours
 from fusedstep.optim._codes import is_codes
 from fusedstep.optim._weights import BESIDE, MASTER, value_of, way_of
 
@@ -81,7 +81,7 @@ def verify(
         Adam, 3 of 3 steps, largest errors in ulp:
         ...
     """
-    check_is_ours(optimizer)
+    check_ours(optimizer)
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     check_free(optimizer.param_groups)
@@ -143,6 +143,8 @@ class Report:
     """The fastest step of the same formula in torch operations, in the weights' dtype."""
     rows: list[Difference] = field(default_factory=list)
     """One for each parameter, in the optimizer's order."""
+    by_torch: list[str] = field(default_factory=list)
+    """A sentence for each group that torch operations stepped, with the reason."""
 
     @property
     def ok(self) -> bool:
@@ -183,12 +185,13 @@ class Report:
 
     def _summary(self) -> list[str]:
         if self.isa is None:
-            return ["No native kernels ran: this compares the reference with itself."]
+            return [*self.by_torch, "No native kernels ran: the reference is compared with itself."]
         agree = f"All {len(self.rows)} parameters agree"
         differ = (
             f"{len(self.differing)} of {len(self.rows)} parameters differ by more than rounding"
         )
         return [
+            *self.by_torch,
             f"{differ if self.differing else agree}: at most {self.worst}.",
             f"A native step ({self.isa}) takes {self.native_ms:.3g} ms, the reference "
             f"{self.reference_ms:.3g} ms: {self.speedup:.1f} times as long.",
@@ -310,6 +313,7 @@ class _Watch:
             report.isa = optimizer._isa()
         except RuntimeError:
             report.isa = None
+        report.by_torch = groups_by_torch(optimizer)
         self._compare(optimizer, kwargs.expected)
         report.steps += 1
         if report.steps == report.wanted:

@@ -213,7 +213,10 @@ def test_the_weights_of_the_groups_are_exchanged(accelerate, case):
     assert_same_contents(contents(resumed), contents(straight))
 
 
-@pytest.mark.parametrize("tool", [fusedstep.verify, fusedstep.convert])
+TOOLS = [fusedstep.doctor, fusedstep.verify, fusedstep.compare, fusedstep.convert]
+
+
+@pytest.mark.parametrize("tool", TOOLS)
 def test_tools_ask_for_the_optimizer_inside(accelerate, tool):
     optimizer = accelerate.Accelerator(cpu=True).prepare(optim.AdamW(network().parameters()))
     with pytest.raises(TypeError, match=r"wraps .*\.optimizer"):

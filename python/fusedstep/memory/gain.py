@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from fusedstep import optim
-from fusedstep.gain import Gain, time_steps, ways_of
+from fusedstep.gain import Gain, notes_of, time_steps, ways_of
 from fusedstep.memory.activations import loss_of
 from fusedstep.memory.command import DTYPES, dtype, positive
 from fusedstep.memory.model import Model, load
@@ -94,12 +94,14 @@ def run(arguments: argparse.Namespace) -> None:
         return getattr(optim, name)._grouped(found)
 
     told = _Progress()
-    ms = time_steps(ways_of(getattr(optim, name), made, options), arguments.rounds, told.rounds)
+    timed = ways_of(getattr(optim, name), made, options)
+    notes = notes_of(timed)
+    ms = time_steps(timed, arguments.rounds, told.rounds)
     ms = {way: factor * each for way, each in ms.items()}
-    gain = Gain(name, ms, arguments.iteration_ms)
+    gain = Gain(name, ms, arguments.iteration_ms, notes)
     if gain.iteration_ms is None and arguments.batch:
         passes = _passes(model, weights, device, (arguments.batch, arguments.sequence), told)
-        gain = Gain(name, ms, passes + ms[gain.other])
+        gain = Gain(name, ms, passes + ms[gain.other], notes)
     told.end()
     if arguments.plot:
         _plot(arguments.plot, model, gain)
@@ -201,6 +203,7 @@ def _facts(
         "iteration_ms": gain.iteration_ms,
         "share": gain.share,
         "sentence": gain.sentence(),
+        "notes": gain.notes,
     }
 
 

@@ -23,12 +23,33 @@ from fusedstep.optim._plan import Bucket, same
 
 
 def check_ours(optimizer: Any) -> None:
-    """Raises for an optimizer of another library."""
-    if not isinstance(optimizer, FusedOptimizer):
-        raise TypeError(
-            f"optimizer must be one of fusedstep.optim, not {type(optimizer).__name__}: pass what "
-            "that wraps, or convert() it"
-        )
+    """Raises for an optimizer of another library, and for an object that has one inside."""
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    advice = inside(optimizer)
+    if not advice and isinstance(optimizer, Optimizer):
+        advice = ": fusedstep.convert() makes one of it"
+    raise TypeError(
+        f"optimizer must be one of fusedstep.optim, not {torch.typename(optimizer)}{advice}"
+    )
+
+
+def inside(wrapper: Any) -> str:
+    """Tells where the optimizer is that an object has inside; no text if it has none.
+
+    Accelerate and Lightning wrap optimizers, schedulers hold them, and ``offload()`` moves them.
+    """
+    if isinstance(getattr(wrapper, "_inner", None), FusedOptimizer):
+        return ", which offload() made of one: call this before offload()"
+    path, found = "", wrapper
+    while True:
+        several = getattr(found, "optimizers", None)
+        if isinstance(inner := getattr(found, "optimizer", None), Optimizer):
+            path, found = f"{path}.optimizer", inner
+        elif isinstance(several, (list, tuple)) and several and isinstance(several[0], Optimizer):
+            path, found = f"{path}.optimizers[0]", several[0]
+        else:
+            return path and f", which wraps the optimizer: give its {path}"
 
 
 def check_arguments(

@@ -36,7 +36,7 @@ BESIDE = {"float32": MASTER, "split": LOW, "kahan": "compensation"}
 _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 #: Options that ask for a way.
-_ASKED = {
+ASKED = {
     "float32": "master_weights='float32'",
     "split": "master_weights='split'",
     "kahan": "rounding='kahan'",
@@ -87,7 +87,7 @@ def way_of(group: dict[str, Any], weight: Tensor) -> str | None:
         return None
     way = asked_way(group)
     if way in ("split", "stochastic") and weight.dtype is not torch.bfloat16:
-        raise RuntimeError(f"{_ASKED[way]} takes bfloat16 weights, but one is float16")
+        raise RuntimeError(f"{ASKED[way]} takes bfloat16 weights, but one is float16")
     return way
 
 
@@ -104,7 +104,7 @@ def seed_of(group: dict[str, Any], weight: Tensor) -> int | None:
 def refuse_differentiable(group: dict[str, Any]) -> None:
     way = asked_way(group)
     if way not in (None, "float32"):
-        raise RuntimeError(f"{_ASKED[way]} does not support `differentiable`")
+        raise RuntimeError(f"{ASKED[way]} does not support `differentiable`")
 
 
 # Values, in operations of torch
