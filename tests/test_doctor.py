@@ -301,3 +301,19 @@ def test_what_holds_an_optimizer_is_an_error_that_says_where(tool, capsys):
     if tool is not fusedstep.doctor:
         with pytest.raises(TypeError, match=r"OffloadedOptimizer, .* call this before offload\(\)"):
             tool(fusedstep.offload(optim.AdamW([parameter(3)])))
+
+
+def test_a_notebook_shows_a_line_below_what_was_printed(capsys):
+    """The text of what is returned repeats nothing."""
+    params = [parameter(3)]
+    params[0].grad = torch.ones(3)
+    optimizer = optim.AdamW(params)
+    report = fusedstep.verify(optimizer, steps=1)
+    assert repr(report) == "<Report of AdamW: 0 of 1 steps, ok=False>"
+    optimizer.step()
+    found = fusedstep.doctor(optimizer), fusedstep.compare(optimizer, rounds=1), report
+    printed = capsys.readouterr().out
+    for each in found:
+        assert re.fullmatch("<.*>", repr(each))
+        assert repr(each) not in printed
+    assert repr(report) == "<Report of AdamW: 1 of 1 steps, ok=True>"

@@ -1,6 +1,8 @@
 """Law: a dictionary that does not fit is an error that names what does not, and changes nothing."""
 
 import copy
+import functools
+import re
 
 import pytest
 import torch
@@ -451,3 +453,30 @@ def test_a_group_without_weights_keeps_its_options(case):
     assert resumed.param_groups[0] == expected
     assert_same_contents(contents(resumed), contents(optimizer))
     train(resumed, [other.weight], [2])
+
+
+#: Checkpoints around an optimizer's dictionary, and what to pass of them.
+WHOLE = {
+    "a script's": (lambda own: {"model": {}, "optimizer": own, "epoch": 3}, "['optimizer']"),
+    "Lightning's": (lambda own: {"state_dict": {}, "optimizer_states": [own]}, "_states'][0]"),
+    "in two folders": (lambda own: {"run": {"optim": own}}, "['run']['optim']"),
+    "several": (lambda own: {"a": own, "b": own}, "['a'] or state_dict['b']"),
+    "a list": (lambda own: [{"optimizer": own}], "pass state_dict[0]['optimizer']"),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@EACH
+def test_a_whole_checkpoint_is_an_error_that_names_the_key(case, name):
+    wrap, text = WHOLE[name]
+    _, optimizer = trained(case)
+    unchanged, whole = Unchanged(optimizer), wrap(copy.deepcopy(optimizer.state_dict()))
+    for load in (
+        optimizer.load_state_dict,
+        functools.partial(fusedstep.import_state_dict, optimizer),
+    ):
+        with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
+            load(whole)
+        unchanged.check()
+    with pytest.raises(TypeError, match="must be the dictionary of an optimizer, not list"):
+        fusedstep.import_state_dict(optimizer, [3])

@@ -282,7 +282,8 @@ def test_ranks():
     assert options["blocks.0.qkv.weight"] == {"rank": 4}
     assert options["head.weight"] == options["tokens.weight"] == {"rank": None}
     assert options["blocks.0.qkv.bias"] == {"rank": None, "weight_decay": 0.0}
-    groups = optim.groups(model, for_="apolloadamw", rank=17)
+    with pytest.warns(UserWarning, match="rank=17 is larger than the shorter side of every"):
+        groups = optim.groups(model, for_="apolloadamw", rank=17)
     assert "a side is shorter than the rank of 17" in str(groups)
     assert {group["rank"] for group in groups} == {None}
     for name in ("galoreadamw", "galoreadafactor", "apolloadamw", "galoreadamw8bit"):
@@ -481,3 +482,18 @@ def test_dictionaries_of_groups(name):
     for mine, its, imports in zip(*(m.parameters() for m in (model, later, imported)), strict=True):
         assert torch.equal(mine, its)
         assert torch.equal(mine, imports)
+
+
+@pytest.mark.parametrize("name", ["galoreadamw", "galoreadafactor", "apolloadamw"])
+def test_a_rank_that_no_weight_can_have_is_warned_of(name):
+    model = Model(Attention(48), head=nn.Linear(16, 20))
+    with pytest.warns(UserWarning, match="rank=1000 is larger than the shorter side of every mat"):
+        optimizer = optim.create(name, model, rank=1000)
+    assert {group["rank"] for group in optimizer.param_groups} == {None}
+
+
+def test_a_pattern_of_a_part_of_names_is_an_error_that_has_the_pattern_to_write():
+    with pytest.raises(
+        ValueError, match=r"matches 'qkv': patterns are of whole names, as '\*qkv\*'"
+    ):
+        optim.groups(Model(Attention(48)), for_="muon", rules={"qkv": "matrix"})

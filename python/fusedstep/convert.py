@@ -28,6 +28,7 @@ from fusedstep.optim._registry import classes
 from fusedstep.optim._saved import (
     REMOVE,
     check_count_of_steps,
+    check_is_dictionary,
     check_is_state,
     check_names,
     check_saved_options,
@@ -224,11 +225,7 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
         >>> fusedstep.import_state_dict(optimizer, torch.load("apex.pt")["optimizer"])
     """
     check_ours(optimizer)
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(
-            "state_dict must have 'state' and 'param_groups', as the optimizer's own dictionary "
-            f"has; this one has {sorted(map(str, state_dict))}"
-        )
+    check_is_dictionary(state_dict)
     groups, cls = state_dict["param_groups"], type(optimizer)
     sizes = [[len(g["params"]) for g in each] for each in (groups, optimizer.param_groups)]
     if sizes[0] != sizes[1]:

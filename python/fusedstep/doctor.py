@@ -17,7 +17,17 @@ from fusedstep._libraries import CUDA, library_path, why_not_cuda
 from fusedstep._version import __version__
 
 
-def doctor(optimizer: Any = None) -> list[Finding]:
+class Findings(list[Finding]):
+    """The lines of a report."""
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows it below the lines that doctor() has printed."""
+        return (
+            f"<{len(self)} findings, {sum(each.advice is not None for each in self)} with advice>"
+        )
+
+
+def doctor(optimizer: Any = None) -> Findings:
     """Prints, one line each, what was found on this machine and what to do about what costs speed.
 
     Args:
@@ -42,7 +52,7 @@ def doctor(optimizer: Any = None) -> list[Finding]:
         group 0      AdamW, 148 weights, 124,439,808 elements, bfloat16 on cuda: native
     """
     of_optimizer = [] if optimizer is None else findings_of(optimizer)
-    findings = [check() for check in CHECKS] + of_optimizer
+    findings = Findings([check() for check in CHECKS] + of_optimizer)
     width = max(len(topic) for topic, _, _ in findings) + 2
     for topic, finding, advice in findings:
         print(f"{topic:<{width}}{finding}{f' → {advice}' if advice else ''}")

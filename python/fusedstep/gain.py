@@ -30,7 +30,7 @@ _OPTIONS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Gain:
     """Milliseconds of a step, and of an iteration."""
 
@@ -58,6 +58,11 @@ class Gain:
     def share(self) -> float | None:
         """The part of an iteration that is saved, below 1."""
         return None if self.iteration_ms is None else self.saved_ms / self.iteration_ms
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows it below the table that compare() has printed."""
+        times = ", ".join(f"{name} {ms:.3g} ms" for name, ms in self.ms.items())
+        return f"<Gain of {self.optimizer}: {times}>"
 
     def __str__(self) -> str:
         width = max(map(len, self.ms))

@@ -126,7 +126,7 @@ class Difference:
         return f"{self.ulp[what]:.3g} ulp in {what} of {self.name}"
 
 
-@dataclass
+@dataclass(repr=False)
 class Report:
     """The findings of :func:`verify` so far."""
 
@@ -165,6 +165,11 @@ class Report:
     def speedup(self) -> float:
         """The time of a reference step over that of a native step."""
         return self.reference_ms / self.native_ms
+
+    def __repr__(self) -> str:
+        """One line: a notebook shows it below the table that verify() has printed."""
+        steps = f"{self.steps} of {self.wanted} steps"
+        return f"<Report of {self.optimizer}: {steps}, ok={self.ok}>"
 
     def __str__(self) -> str:
         title = f"{self.optimizer}, {self.steps} of {self.wanted} steps"

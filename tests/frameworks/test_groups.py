@@ -50,6 +50,14 @@ def lora():
     return peft.get_peft_model(of_transformers("LlamaForCausalLM", "LlamaConfig", **LLAMA), config)
 
 
+def lora_of_fused_layers():
+    """Of query, key and value with unequal rows, and of a gate with its value."""
+    peft = pytest.importorskip("peft")
+    model = of_transformers("Phi3ForCausalLM", "Phi3Config", **LLAMA, pad_token_id=0)
+    config = peft.LoraConfig(r=4, target_modules=["qkv_proj", "gate_up_proj"])
+    return peft.get_peft_model(model, config)
+
+
 #: For each model how many weights have a role, how many have an option in Muon's groups, and what
 #: is told.
 MODELS = {
@@ -121,6 +129,13 @@ MODELS = {
         {"matrix": 14, "embedding": 1, "LoRA": 8, "head": 1, "norm": 5},
         {},
         "",
+    ),
+    "adapters of fused layers": (
+        lora_of_fused_layers,
+        {"matrix": 4, "fused qkv": 2, "fused gate": 2, "embedding": 1, "LoRA": 8, "head": 1}
+        | {"norm": 5},
+        {("split_heads", 2): 2},
+        "qkv_proj.base_layer.weight: guessed by the 32 inputs of o_proj: q, k, v of 32, 16 and 16",
     ),
 }
 

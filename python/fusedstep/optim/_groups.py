@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple
@@ -172,6 +173,9 @@ def groups(
             ``adjust_lr_fn``. The groups have them. With ``adjust_lr_fn="match_rms_adamw"`` one
             ``lr`` is that of all groups
 
+    Warns:
+        of a ``rank`` that is larger than the shorter side of every matrix: no weight has it.
+
     Raises:
         TypeError: ``model`` is no Module; an option that decides nothing; ``others`` for an
             optimizer that has no such groups.
@@ -282,6 +286,7 @@ class Grouping:
             group = found.setdefault(key, {"params": []} | options)
             group["params"].append((weight.name, weight.weight))
             told.append(_Told(weight, part.notes))
+        self._check_rank(found.values())
         ordered = [found[key] for key in sorted(found, key=lambda key: key[:2])]
         return Groups(self._cls.__name__, ordered, told)
 
@@ -313,11 +318,23 @@ class Grouping:
     def _has_codes(self) -> bool:
         return self._options.get("state_dtype", self._cls._usual_codes) in BLOCKS
 
+    def _check_rank(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Warns of a rank that no weight has, though it was given."""
+        rank = self._options.get("rank")
+        if rank is not None and all(group.get("rank") is None for group in groups):
+            warnings.warn(
+                f"rank={rank} is larger than the shorter side of every matrix of the model: "
+                f"{self._cls.__name__} projects no weight, and its states have full size",
+                stacklevel=4,
+            )
+
     def _check_rules(self, weights: list[Weight]) -> None:
         for key in self._rules:
             if any(_is_meant(key, weight) for weight in weights):
                 continue
-            if isinstance(key, str):
+            if isinstance(key, str) and any(_is_meant(f"*{key}*", weight) for weight in weights):
+                near = f"patterns are of whole names, as {f'*{key}*'!r}"
+            elif isinstance(key, str):
                 near = did_you_mean(key, [name for weight in weights for name in weight.names])
             else:
                 near = did_you_mean(key.__name__, {k for each in weights for k in _kinds(each)})

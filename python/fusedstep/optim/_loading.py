@@ -11,7 +11,11 @@ from torch.optim import Optimizer
 from fusedstep import _ops
 from fusedstep.optim._options import fill_own
 from fusedstep.optim._registry import register
-from fusedstep.optim._saved import check_dictionary, with_options_of_empty_groups
+from fusedstep.optim._saved import (
+    check_dictionary,
+    check_is_no_checkpoint,
+    with_options_of_empty_groups,
+)
 
 
 class LoadsStates:
@@ -32,6 +36,7 @@ class LoadsStates:
         self._loading: dict[str, Any] = {}
 
         def look(optimizer: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
+            check_is_no_checkpoint(dictionary)
             dictionary = with_options_of_empty_groups(optimizer, dictionary)
             check_dictionary(optimizer, dictionary)
             optimizer._loading.update(dictionary)

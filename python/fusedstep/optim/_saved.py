@@ -43,6 +43,53 @@ REMOVE = "; to go on without it, remove it from the parameter group"
 _IMPORT = ". fusedstep.import_state_dict loads dictionaries of other optimizers"
 
 
+def check_is_dictionary(state_dict: Any) -> None:
+    """Raises for what is no dictionary of an optimizer; the text names one that is inside."""
+    check_is_no_checkpoint(state_dict)
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"state_dict must be the dictionary of an optimizer, not {torch.typename(state_dict)}"
+        )
+    if not state_dict.keys() >= _KEYS:
+        raise _no_dictionary(state_dict)
+
+
+def check_is_no_checkpoint(state_dict: Any) -> None:
+    """Raises for a checkpoint that has dictionaries of optimizers inside."""
+    paths = _dictionaries_in(state_dict)
+    if paths and "" not in paths:
+        raise _no_dictionary(state_dict, " or ".join(f"state_dict{path}" for path in paths))
+
+
+def _no_dictionary(state_dict: Iterable[Any], inside: str = "") -> ValueError:
+    names = [repr(name) for name in state_dict] if isinstance(state_dict, Mapping) else ["a list"]
+    shown = ", ".join(names[:8]) + (", …" if len(names) > 8 else "")
+    return ValueError(
+        "state_dict must have 'state' and 'param_groups', as the optimizer's own dictionary has; "
+        f"this one has [{shown}]{inside and f': pass {inside}'}"
+    )
+
+
+#: The keys of an optimizer's dictionary.
+_KEYS = frozenset({"state", "param_groups"})
+
+
+def _dictionaries_in(parent: Any, depth: int = 3) -> list[str]:
+    """The ways to dictionaries of optimizers in a checkpoint, as one writes them in Python."""
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(parent, Mapping):
+        if parent.keys() >= _KEYS:
+            return [""]
+        members = parent.items()
+    elif isinstance(parent, (list, tuple)):
+        members = enumerate(parent)
+    return [
+        f"[{key!r}]{path}"
+        for key, each in (members if depth else ())
+        for path in _dictionaries_in(each, depth - 1)
+    ]
+
+
 def with_options_of_empty_groups(
     optimizer: Optimizer, dictionary: dict[str, Any]
 ) -> dict[str, Any]:
