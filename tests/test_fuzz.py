@@ -147,6 +147,40 @@ ONCE_REFUSED |= {
 }
 
 
+def _first_step_of_float16(row, seed, of_group):
+    """A step in operations of torch, where a second moment is zero and so is float16's eps."""
+    weights = [{"id": 2, "dtype": "float16", "shape": [430]}]
+    return {
+        "seed": seed,
+        "row": row,
+        "options": {"fused": False},
+        "groups": [{"options": of_group, "weights": weights}],
+        "steps": [{"n": 3, "changes": [], "grads": {}, "call": {}}],
+    }
+
+
+ONCE_REFUSED |= {
+    "an eps of AdamW that float16 rounds to zero": _first_step_of_float16(
+        "muon", 29002168, {"use_muon": False}
+    ),
+    "an eps of transformers' AdamW that float16 rounds to zero": _first_step_of_float16(
+        "galore", 29002168, {"eps": 1e-8}
+    ),
+    "codes of NorMuon's moments, which are not negative": {
+        "seed": 119002492,
+        "row": "muon",
+        "options": {"state_dtype": "int8"},
+        "groups": [
+            {
+                "options": {"normuon": True},
+                "weights": [{"id": 1, "dtype": "bfloat16", "shape": [15, 274, 1]}],
+            }
+        ],
+        "steps": [{"n": 2, "changes": [], "grads": {}, "call": {}}],
+    },
+}
+
+
 @pytest.mark.parametrize("what", ONCE_REFUSED)
 def test_results_that_are_right_are_taken(what):
     properties.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())

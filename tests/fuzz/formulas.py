@@ -107,16 +107,19 @@ def of_product(asked: Asked, alpha: float, value: Tensor, error: Tensor | float 
     return found if abs(alpha) == 1 else found + asked.unit * (rounded * value).abs()
 
 
-def direction_of(
-    asked: Asked, of: Callable[[Tensor, Tensor], Tensor]
-) -> tuple[Tensor, Tensor | float]:
-    """A quotient of AdamW's moments as they are stored, and its error.
+def direction_of(asked: Asked, bias2: float = 1.0) -> tuple[Tensor, Tensor]:
+    """AdamW's direction, by its moments as they are stored, and its error.
 
     Three results are rounded: the root, its sum with eps, and the root over its bias or the
-    quotient.
+    quotient. The sum is a denormal number where the second moment is zero. It is then off by half
+    of the least number, more than which eps=1e-8 is not in float16: the sum may be zero.
     """
-    value = of(*(asked.after[name].double() for name in ("exp_avg", "exp_avg_sq")))
-    return value, ((1 - asked.unit) ** -3 - 1) * value.abs()
+    m, v = (asked.after[name].double() for name in ("exp_avg", "exp_avg_sq"))
+    divisor = (v / bias2).sqrt() + asked.group["eps"]
+    info = torch.finfo(asked.after["exp_avg_sq"].dtype)
+    least = (divisor - info.smallest_normal * info.eps / 2).clamp(min=0)
+    value = m / divisor
+    return value, m.abs() / least * (1 - asked.unit) ** -3 - value.abs()
 
 
 # ---- By rows -------------------------------------------------------------------------------------
@@ -280,11 +283,10 @@ def of_muon(asked: Asked) -> Stepped:
         errors = {}
         if asked.unit:
             bias1, bias2 = (1 - beta**asked.step for beta in group["betas"])
-            update, error = direction_of(
-                asked, lambda m, v: group["lr"] * (m / bias1) / ((v / bias2).sqrt() + group["eps"])
-            )
+            length = group["lr"] / bias1
+            update, error = direction_of(asked, bias2)
             kept = weight * (1 - group["lr"] * group["weight_decay"])
-            errors["weight"] = (kept - update - new).abs() + error
+            errors["weight"] = (kept - length * update - new).abs() + length * error
         return Stepped({"weight": new} | states, errors)
     stack = _stack_of(group, weight.shape)
     of_rows = torch.Size((*(weight.shape[:-1] if _is_stacked(group, weight.shape)

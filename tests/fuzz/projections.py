@@ -187,9 +187,7 @@ def _adamw(asked: Asked) -> Stepped:
         length = asked.group["lr"]
         if asked.group["correct_bias"]:
             length *= (1 - beta2**asked.step) ** 0.5 / (1 - beta1**asked.step)
-        update, error = formulas.direction_of(
-            asked, lambda m, v: m / (v.sqrt() + asked.group["eps"])
-        )
+        update, error = formulas.direction_of(asked)
         kept = 1 - asked.group["lr"] * asked.group["weight_decay"]
         error = kept * formulas.of_product(asked, length, update, error)
         errors["weight"] = (kept * (asked.weight - length * update) - new).abs() + error

@@ -33,6 +33,7 @@ MAPS["fp8", False] = MAPS["fp8", True]
 #: States that no rule makes negative.
 NOT_NEGATIVE = {
     "exp_avg_sq", "max_exp_avg_sq", "sum", "square_avg", "acc_delta", "exp_inf", "step_size",
+    "second_momentum_buffer",
 }  # fmt: skip
 
 
