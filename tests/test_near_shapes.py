@@ -6,7 +6,7 @@ import torch
 from fusedstep import optim
 from fusedstep.optim import _matrix_batches as module
 from fusedstep.optim._near_shapes import joined, newton_schulz_operations
-from fusedstep.optim._newton_schulz import takes_gram_form
+from fusedstep.optim._newton_schulz import coefficients_of, takes_gram_form
 from stepping import assert_same_bits
 
 #: Wide and tall ones, one shape twice, a stack, and long ones, convolutions among them.
@@ -103,13 +103,16 @@ def test_rows_with_moments_and_heads_are_not_padded(options, monkeypatch):
 # The choice
 
 
+QUINTIC = coefficients_of("quintic", 5)
+
+
 def choice(counts, most=1 << 22, saved=1 << 26, dtype=torch.bfloat16):
     return joined(
         counts,
         most,
         saved,
         lambda shape: newton_schulz_operations(shape, 5),
-        lambda shape: takes_gram_form(shape, dtype, 5),
+        lambda shape: takes_gram_form(shape, dtype, QUINTIC),
     )
 
 
@@ -130,7 +133,8 @@ def test_joined_shapes_have_so_many_elements_at_most():
 def test_shapes_of_other_forms_and_sides_stay_apart():
     assert choice({(12, 16): 1, (16, 12): 1}) == [[(12, 16)], [(16, 12)]]
     long, square = (10, 200), (12, 12)
-    assert takes_gram_form(long, torch.bfloat16, 5) != takes_gram_form(square, torch.bfloat16, 5)
+    forms = [takes_gram_form(shape, torch.bfloat16, QUINTIC) for shape in (long, square)]
+    assert forms == [True, False]
     assert len(choice({long: 1, square: 1})) == 2
 
 

@@ -190,7 +190,8 @@ class MatrixBatches:
         """Shapes that go through products together, padded to the largest sides among them."""
         if len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1:
             return [[shape] for shape in by_shape]
-        steps, dtype = int(group["ns_steps"]), ns_dtype_of(group, device)
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        dtype = ns_dtype_of(group, device)
         return joined(
             {
                 shape: sum(matrices_of(group, local(weights[i]))[0] for i in places)
@@ -198,7 +199,7 @@ class MatrixBatches:
             },
             _most_at_once(device),
             _CALLS.get(device.type, _CALLS_ELSEWHERE),
-            lambda shape: newton_schulz_operations(shape, steps),
+            lambda shape: newton_schulz_operations(shape, len(steps)),
             lambda shape: takes_gram_form(shape, dtype, steps),
         )
 

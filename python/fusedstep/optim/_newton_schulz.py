@@ -5,11 +5,12 @@ and leaves the singular vectors alone. In the usual form it is ``X ← a X + (b 
 Gram matrix ``A = X Xᵀ``. In the *Gram form* only the small matrices are iterated, A and the product
 Q of all polynomials, and one product ``Q X`` follows. It has fewer operations for long matrices,
 but A has the squares of the singular values, and a rounding that makes a small one negative grows
-from step to step. So after a run of two or three Q is multiplied by X, and A computed anew.
+from step to step. So after a run of one to three Q is multiplied by X, and A computed anew.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +40,12 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
 #: not make one larger. All steps but the last divide them by this first.
 _SAFETY = 1.01
 
-#: Steps from one Gram matrix of the whole to the next, in the Gram form. A run of three in bfloat16
-#: diverges within eight steps where singular values differ much. With these the error is up to
-#: about twice (bfloat16) and four times that of the usual form.
-_RUN_OF_BFLOAT16, _RUN = 2, 3
+#: The most steps from one Gram matrix of the whole to the next, in the Gram form, and the most that
+#: a rounding of this matrix may grow to in them. A step multiplies small values by a², and adds
+#: roundings of its other terms: the mean of |a|, |b| and |c| counts where it is larger. Two steps
+#: of `_QUINTIC` in bfloat16 (0.55) err about as much as the usual form. The first two of Polar
+#: Express (16) diverge, as the next two do (1.0); in float16 the first err 17 times as much (2.0).
+_RUN, _GROWN = 3, 0.6
 
 #: Sets of coefficients by name.
 NAMES = ("quintic", "polar_express")
@@ -130,8 +133,8 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has else torch.float32
 
 
-def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, count: int) -> bool:
-    """Returns whether the Gram form of so many steps has fewer operations than the usual one.
+def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, steps: Sequence[Step]) -> bool:
+    """Returns whether the Gram form of these steps has fewer operations than the usual one.
 
     float32 has to be that: where products round it to fewer bits, as
     ``torch.set_float32_matmul_precision`` allows, the usual form is taken.
@@ -140,20 +143,30 @@ def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, count: int) -> boo
         return False
     ratio = max(shape[-2:]) / max(min(shape[-2:]), 1)
     # In products of two matrices of the small size.
-    usual, gram = count * (1 + 2 * ratio), ratio
-    for index in range(count):
-        begins, ends = index % _run(dtype) == 0, _ends(index, dtype, count)
-        gram += 1 + (not begins) + (ratio if ends else 2) + ratio * (ends and index < count - 1)
+    usual, gram, begins = len(steps) * (1 + 2 * ratio), 0.0, True
+    for ends in _ends_of(steps, dtype):
+        gram += 1 + (ratio if begins else 1) + (ratio if ends else 2)
+        begins = ends
     return gram < usual
 
 
-def _run(dtype: torch.dtype) -> int:
-    return _RUN_OF_BFLOAT16 if dtype is torch.bfloat16 else _RUN
+def _ends_of(steps: Sequence[Step], dtype: torch.dtype) -> tuple[bool, ...]:
+    """Tells of each step whether it ends a run: the whole matrix is multiplied after it."""
+    return _ends_of_tuple(tuple(steps), torch.finfo(dtype).eps / 2)
 
 
-def _ends(index: int, dtype: torch.dtype, count: int) -> bool:
-    """Returns whether the polynomials are multiplied by the whole matrix after a step."""
-    return index == count - 1 or (index + 1) % _run(dtype) == 0
+@functools.lru_cache(maxsize=64)
+def _ends_of_tuple(steps: tuple[Step, ...], unit: float) -> tuple[bool, ...]:
+    ends: list[bool] = []
+    grown, length = unit, 0
+    for step in steps:
+        growth = max(abs(step[0]), sum(map(abs, step)) / 3) ** 2
+        grown, length = grown * growth, length + 1
+        if length > 1 and (length > _RUN or grown > _GROWN):
+            ends[-1] = True
+            grown, length = unit * growth, 1
+        ends.append(False)
+    return (*ends[:-1], True)
 
 
 def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
@@ -166,7 +179,7 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
     spare = scratch.take("other", x.shape, x.dtype, x.device)
     names = ["gram", "polynomial"]
     form = _usual_form
-    if takes_gram_form(x.shape, x.dtype, len(steps)):
+    if takes_gram_form(x.shape, x.dtype, steps):
         form, names = _gram_form, [*names, "product", "other product"]
     squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
     return form(x, spare, squares, steps)
@@ -220,22 +233,26 @@ def _usual_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence
 
 def _gram_form(x: Tensor, spare: Tensor, squares: list[Tensor], steps: Sequence[Step]) -> Tensor:
     gram, polynomial, product, other = squares
-    count = len(steps)
-    _gram(x, out=gram)
-    for index, (a, b, c) in enumerate(steps):
+    begins = True
+    for (a, b, c), ends in zip(steps, _ends_of(steps, x.dtype), strict=True):
+        if begins:
+            _gram(x, out=gram)
         # The step multiplies by a I + this. All these matrices are polynomials of one, and commute.
         torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
-        if index % _run(x.dtype) == 0:
+        if begins and ends:
+            _times(polynomial, x, a, out=spare)
+            x, spare = spare, x
+            continue
+        if begins:
             product.copy_(polynomial).diagonal(dim1=1, dim2=2).add_(a)
         else:
             torch.baddbmm(product, product, polynomial, beta=a, out=other)
             product, other = other, product
-        if not _ends(index, x.dtype, count):
+        begins = ends
+        if not ends:
             torch.baddbmm(gram, gram, polynomial, beta=a, out=other)
             torch.baddbmm(other, other, polynomial, beta=a, out=gram)
             continue
         _times(product, x, 0.0, out=spare)
         x, spare = spare, x
-        if index < count - 1:
-            _gram(x, out=gram)
     return x
