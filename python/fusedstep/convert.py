@@ -37,6 +37,7 @@ from fusedstep.optim._saved import (
     strays,
 )
 from fusedstep.optim._unknown import (
+    check_look_alike,
     check_states_known,
     check_unknown,
     is_dictionary_of,
@@ -210,6 +211,12 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     left behind. float32 states of 16-bit weights stay float32. Hooks of ``load_state_dict`` are
     not run.
 
+    A dictionary has no name of its class. Optimizers of timm, pytorch_optimizer and torch_optimizer
+    are known by their options, and refused where their formula is not the one of the class chosen
+    here. Options of ``lr``, ``betas``, ``eps`` and ``weight_decay`` alone beside Adam's moments do
+    not tell the formula: an option of the class in each group, as ``maximize=False``, says that it
+    is the one of the class.
+
     Args:
         optimizer (Optimizer): one of :mod:`fusedstep.optim`, over the parameters of the other
         state_dict (dict): what the other's ``state_dict()`` returned
@@ -252,6 +259,8 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     states = _taken(optimizer, groups, new_groups, given)  # says better what another class is
     if out_of_range:
         raise out_of_range
+    for group, members in zip(groups, given, strict=True):
+        check_look_alike(cls, group, members)
     _give_states(optimizer, states, new_groups)
 
 

@@ -106,26 +106,78 @@ _MAKERS = {
 }
 
 
-#: Optimizers whose dictionaries have no option or state of their own: those that they have, those
-#: that they lack of what a class here has, and whether the difference is one of weight decay.
-_ALIKE: tuple[tuple[str, frozenset[str], frozenset[str], bool], ...] = (
-    (
-        "timm's NAdamW",
-        frozenset({"betas", "capturable", "eps", "maximize"}),
-        frozenset({"amsgrad", "differentiable"}),
-        False,
+class _Library(NamedTuple):
+    """A library with optimizers whose dictionaries look alike although their formulas differ."""
+
+    name: str
+    marks: tuple[frozenset[str], ...]
+    """Options of its groups: a group that has all of one set is one of this library."""
+    never: frozenset[str]
+    """Options that its groups never have, but other groups with the same marks."""
+    taken: Mapping[str, tuple[frozenset[str], frozenset[str]]]
+    """The classes that have its formula, with options by which such a group is known from the
+    library's others: those that it has, and those that it has not."""
+    decoupled: frozenset[str] = frozenset()
+    """Those of these classes with whose weight decay the formula is another one."""
+
+
+_TIMM = {
+    "Adan": (frozenset({"no_prox"}), frozenset()),
+    **dict.fromkeys(("AdamW", "APOLLOAdamW", "GaLoreAdamW"), (frozenset({"amsgrad"}), frozenset())),
+    "Lamb": (frozenset({"trust_clip"}), frozenset()),
+    "Lion": (frozenset({"betas"}), frozenset({"eps"})),
+    "SGD": (frozenset({"dampening"}), frozenset()),
+}
+_LOOK_ALIKE = (
+    _Library(
+        "timm",
+        (frozenset({"corrected_weight_decay"}), frozenset({"caution", "dampening"})),
+        frozenset(),
+        _TIMM,
+        decoupled=frozenset({"SGD"}),
     ),
-    ("timm's SGDW", frozenset({"caution", "dampening"}), frozenset(), True),
+    _Library(
+        "timm",
+        (frozenset({"caution"}),),
+        frozenset({"differentiable", "fused"}),
+        _TIMM,
+    ),
+    _Library(
+        "pytorch_optimizer or torch_optimizer",
+        (frozenset({"weight_decouple"}), frozenset({"foreach", "step"})),
+        frozenset({"caution", "decouple_lr", "differentiable", "fused", "no_prox"}),
+        {
+            "Adadelta": (frozenset({"rho"}), frozenset()),
+            "Adamax": (frozenset({"betas", "eps", "fixed_decay"}), frozenset()),
+            "Adan": (frozenset({"max_grad_norm"}), frozenset()),
+            "Lion": (frozenset({"betas", "fixed_decay"}), frozenset({"eps"})),
+            "SGD": (frozenset({"dampening"}), frozenset()),
+        },
+    ),
 )
 
 
-def look_alike_of(group: Mapping[str, Any], accepted: Set[str]) -> str | None:
-    """An optimizer that a group is one of although it looks like one of a class here."""
-    for name, has, lacks, of_decay in _ALIKE:
-        decays = bool(group.get("weight_decay", True))
-        is_one = has <= group.keys() and lacks <= accepted - group.keys()
-        if is_one and (decays or not of_decay):
-            return name
+#: All options of groups that tell nothing: timm's RAdamLegacy and many papers' code have no others.
+_BARE = frozenset({"betas", "eps", "lr", "weight_decay"})
+
+
+def is_bare(group: Mapping[str, Any], states: Iterable[Any]) -> bool:
+    """Returns whether neither options nor states tell Adam's formula from others of its states."""
+    moments = {"exp_avg", "exp_avg_sq"}
+    found = [state.keys() - {"step"} for state in states if isinstance(state, Mapping)]
+    return group.keys() - {"params", "param_names"} == _BARE and moments in found
+
+
+def look_alike_of(group: Mapping[str, Any], cls: str) -> str | None:
+    """The library of a group that is of no optimizer with the formula of a class; None if none."""
+    keys = group.keys()
+    for library in _LOOK_ALIKE:
+        if keys & library.never or not any(marks <= keys for marks in library.marks):
+            continue
+        has, lacks = library.taken.get(cls, (None, frozenset()))
+        decays = cls in library.decoupled and bool(group.get("weight_decay", True))
+        if has is None or decays or not has <= keys or lacks & keys:
+            return library.name
     return None
 
 

@@ -24,6 +24,7 @@ from fusedstep.optim._codes import (
 from fusedstep.optim._registry import classes
 from fusedstep.optim._unknown import (
     check_foreign_options,
+    check_look_alike,
     check_states_known,
     check_unknown,
     is_dictionary_of,
@@ -33,7 +34,8 @@ from fusedstep.optim._weights import BESIDE, LOW, asked_way
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
 _ALWAYS_SAVED = frozenset(
-    {"alpha", "betas", "eps", "lr", "lr_decay", "momentum_decay", "weight_decay"}
+    {"alpha", "betas", "eps", "etas", "lambd", "lr", "lr_decay", "momentum", "momentum_decay"}
+    | {"rho", "step_sizes", "t0", "weight_decay"}
 )
 
 
@@ -116,7 +118,8 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
         return
     _check_keys(optimizer, states, saved_groups)
     for index, (group, saved) in enumerate(zip(groups, saved_groups, strict=True)):
-        _check_kind(optimizer, index, saved, [states.get(key, {}) for key in saved["params"]])
+        members = [states.get(key, {}) for key in saved["params"]]
+        _check_kind(optimizer, index, saved, members)
         is_own = is_dictionary_of(optimizer, saved)
         check_foreign_options(type(optimizer), saved, _IMPORT)
         if not is_own:
@@ -134,6 +137,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
             if not is_own:
                 name, weight = name_of(group, index, place), group["params"][place]
                 check_states_known(optimizer, name, options, weight, state, _IMPORT)
+        check_look_alike(type(optimizer), saved, members)
 
 
 def _check_keys(
@@ -332,7 +336,7 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
         and all(_is_state_of(cls, each) for each in stepped)
     ]
     kept = optimizer.defaults.keys() - optimizer._own_options.keys()
-    missing = sorted(kept & _ALWAYS_SAVED - saved.keys())
+    missing = sorted(kept & _ALWAYS_SAVED - optimizer._later_options.keys() - saved.keys())
     if exact and (likely or missing):
         likely = exact if saved.keys() & known != own & known else []
     if likely or missing:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep.optim._codes import absmax_of, is_codes
-from fusedstep.optim._foreign import FOREIGN, in_our_words, look_alike_of, maker_of
+from fusedstep.optim._foreign import FOREIGN, in_our_words, is_bare, look_alike_of, maker_of
 from fusedstep.optim._registry import classes
 from fusedstep.optim._weights import BESIDE
 
@@ -88,7 +88,6 @@ def _of_any_class() -> frozenset[str]:
 
 def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice: str) -> None:
     """Raises those options of other libraries that ask a class for another formula."""
-    _check_look_alike(cls, group)
     for name in group.keys() & (FOREIGN.keys() - options_of(cls)):
         value = group[name]
         decays = bool(group.get("weight_decay", True))
@@ -98,9 +97,22 @@ def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice
             )
 
 
-def _check_look_alike(cls: type[Optimizer], group: Mapping[str, Any]) -> None:
-    if other := look_alike_of(group, options_of(cls)):
-        raise ValueError(f"the dictionary is one of {other}, whose formula {cls.__name__} has not")
+def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any], states: Iterable[Any]) -> None:
+    """Raises a group that may have another formula with the options and states of a class.
+
+    Call it last: all that has a name of its own makes a better error.
+    """
+    ours = next(each.__name__ for each in cls.__mro__ if each in classes)
+    if library := look_alike_of(group, ours):
+        raise ValueError(
+            f"the dictionary is one of {library}, of an optimizer whose formula {ours} has not"
+        )
+    if is_bare(group, states):
+        raise ValueError(
+            "the dictionary has no option that tells its formula: those of RAdam and Yogi in other "
+            f"libraries look like Adam's. If it is the one of {ours}, put maximize=False into each "
+            "parameter group"
+        )
 
 
 def check_unknown(
@@ -110,7 +122,6 @@ def check_unknown(
 
     ``notes``: names that are known to be the user's own.
     """
-    _check_look_alike(cls, group)
     if unknown := unknown_options(cls, group, notes):
         have = "has" if len(unknown) == 1 else "have"
         raise ValueError(
