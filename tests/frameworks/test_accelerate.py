@@ -11,7 +11,7 @@ import fusedstep
 import recipes
 import two_processes
 import wrapped
-from cases import PLAIN
+from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import _ops, integrations, optim
 from pages import run_page
 from small import (
@@ -93,6 +93,22 @@ def test_the_state_is_saved_and_loaded(accelerate, case, tmp_path):
     other.accelerator.load_state(str(tmp_path))
     assert other.train(batches()[4:]) == straight[4:]
     assert_same_contents(contents(other.optimizer.optimizer), contents(loop.optimizer.optimizer))
+
+
+@pytest.mark.parametrize("to_ours", [True, False])
+@pytest.mark.parametrize("case", WITH_NAMESAKE, ids=str)
+def test_states_of_torchs_class_and_ours_are_exchanged(accelerate, case, to_ours, tmp_path):
+    """Three steps more by the other class are those of the first."""
+    data = batches(12)
+    kinds = [reference(case), ours(case)]
+    begun, other = kinds if to_ours else kinds[::-1]
+    loop = Loop(accelerate, begun)
+    loop.train(data[:6])
+    loop.accelerator.save_state(str(tmp_path))
+    expected = loop.train(data[6:])
+    resumed = Loop(accelerate, other)
+    resumed.accelerator.load_state(str(tmp_path))
+    assert_same_losses(resumed.train(data[6:]), expected[6:])
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)

@@ -250,24 +250,58 @@ def test_adafactor_names_an_option_that_it_lacks(timm, options):
         timm.optim.create_optimizer_v2(vit(timm), "fusedadafactor", lr=1e-3, **options)
 
 
-@pytest.mark.parametrize("name", ["lamb", "adan", "lion", "adamw"])
-def test_a_checkpoint_of_timms_class_goes_on(timm, name):
-    """As with its dictionary, so with that of ours."""
-    theirs, expected = made(timm, name, torch.float32, lr=0.01)
-    dictionary = copy.deepcopy(theirs.state_dict())
-    train_on(theirs, expected, [4, 5])
-    for _ in range(2):
-        ours, found = made(timm, f"fused{name}", torch.float32, lr=1.0)
-        with torch.no_grad():
-            for weight, other in zip(
-                found, made(timm, name, torch.float32, lr=0.01)[1], strict=True
-            ):
-                weight.copy_(other)
-        ours.load_state_dict(dictionary)
-        dictionary = copy.deepcopy(ours.state_dict())
-        train_on(ours, found, [4, 5])
-        for weight, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(weight, other, rtol=1e-5, atol=2e-6)
+#: The names whose checkpoints continue under the other library's class.
+EXCHANGED = ["adadelta", "adagrad", "adam", "adamax", "adamw", "adan", "lamb", "lion", "nadam"]
+EXCHANGED += ["radam", "rmsprop", "sgd"]
+
+
+@pytest.mark.parametrize("to_ours", [True, False])
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_a_checkpoint_of_a_training_script_goes_on(timm, name, to_ours, tmp_path):
+    """Three steps more by the other class are those of the first; with two groups."""
+
+    def made():
+        model = vit(timm)
+        kinds = (f"fused{name}", name) if to_ours else (name, f"fused{name}")
+        options = {"lr": 2e-3, "weight_decay": 0.05}
+        return model, [timm.optim.create_optimizer_v2(model, each, **options) for each in kinds]
+
+    def train_three(model, optimizer, first):
+        generator = torch.Generator().manual_seed(first)
+        for _ in range(3):
+            images = torch.randn(4, 1, 16, 16, generator=generator)
+            labels = torch.randint(4, (4,), generator=generator)
+            torch.nn.functional.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, (_, begun) = made()
+    train_three(model, begun, 1)
+    file = tmp_path / "checkpoint-3.pth.tar"
+    torch.save({"state_dict": model.state_dict(), "optimizer": begun.state_dict()}, file)
+    found = []
+    for kind in (0, 1):
+        saved = torch.load(file)
+        model, optimizers = made()
+        model.load_state_dict(saved["state_dict"])
+        optimizers[kind].load_state_dict(saved["optimizer"])
+        train_three(model, optimizers[kind], 4)
+        found.append([*model.parameters()])
+    for weight, expected in zip(*found, strict=True):
+        torch.testing.assert_close(weight, expected, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["adan", "lamb"])
+def test_what_timm_reads_is_no_part_of_our_groups(timm, name):
+    """Counts in groups would be tensors, with which no step is repeated past Python."""
+    optimizer, _ = made(timm, f"fused{name}", torch.float32)
+    groups = [group.keys() for group in optimizer.param_groups]
+    saved = optimizer.state_dict()
+    assert {float(group["step"]) for group in saved["param_groups"]} == {3.0}
+    again, _ = made(timm, f"fused{name}", torch.float32)
+    again.load_state_dict(copy.deepcopy(saved))
+    assert [group.keys() for group in again.param_groups] == groups
+    torch.testing.assert_close(again.state_dict(), saved, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

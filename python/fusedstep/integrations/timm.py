@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fusedstep import optim
@@ -33,6 +34,14 @@ _MUON: dict[str, Any] = {
     "adjust_lr_fn": "match_rms_adamw",
     "eps": 1e-7,
     "betas": (0.9, 0.95),
+}
+#: Options of timm's LAMB that Lamb has under another name, or not.
+_LAMB: dict[str, Any] = {
+    "bias_correction": True,
+    "grad_averaging": True,
+    "trust_clip": False,
+    "caution": False,
+    "corrected_weight_decay": False,
 }
 #: timm's defaults of Adafactor's two eps.
 _EPS, _EPS_SCALE = 1e-30, 1e-3
@@ -116,9 +125,39 @@ def _in_timms_words(cls: type[optim.FusedOptimizer]) -> type[optim.FusedOptimize
             options = _options_of_adafactor(options)
         optimizer = cls(groups, **options)
         take_over(optimizer, weights_of(given))
+        if cls in (optim.Adan, optim.Lamb):
+            optimizer.register_state_dict_post_hook(_add_timms_words)
+            optimizer.register_load_state_dict_pre_hook(_remove_timms_words)
         return optimizer
 
     return made_by(cls, make)
+
+
+def _add_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary with what timm's Adan and LAMB read, which count steps in groups."""
+    groups = []
+    for group in saved["param_groups"]:
+        counts = [saved["state"].get(key, {}).get("step") for key in group["params"]]
+        steps = max((int(count) for count in counts if count is not None), default=0)
+        words: dict[str, Any] = {"step": steps} if steps else {}
+        if isinstance(optimizer, optim.Lamb):
+            words = {name: torch.tensor(float(count)) for name, count in words.items()}
+            words |= _LAMB | {
+                "bias_correction": bool(group["debias"]),
+                "trust_clip": group["max_ratio"] == 1,
+            }
+        groups.append(group | words)
+    return {**saved, "param_groups": groups}
+
+
+def _remove_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """A dictionary without what _add_timms_words() has added; one of timm has been translated."""
+    added = {"step"} | (_LAMB.keys() if isinstance(optimizer, optim.Lamb) else set())
+    groups = [
+        {name: value for name, value in group.items() if name not in added}
+        for group in saved["param_groups"]
+    ]
+    return {**saved, "param_groups": groups}
 
 
 def _options_of_adafactor(options: dict[str, Any]) -> dict[str, Any]:
