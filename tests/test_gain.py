@@ -1,6 +1,7 @@
 """Law: `python -m fusedstep gain` and `compare` time what they say, and leave the run alone."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -182,6 +183,18 @@ def test_steps_of_many_weights_are_timed_on_a_part(capsys, monkeypatch):
     found = json.loads(gain(capsys, monkeypatch, *asked))
     assert 1_000_000 / 70_000 < found["multiplied_by"] < 1_000_000 / 4_000
     assert list(found["ms"]) == ["fusedstep", "formula"]
+
+
+def test_slow_steps_are_timed_less_often(monkeypatch):
+    """After the seconds there are, but once at least."""
+    clock = iter(range(1000))  # each look at it takes a second
+    monkeypatch.setattr("fusedstep.gain.time.perf_counter", lambda: next(clock))
+    for seconds, rounds in ((math.inf, 7), (0, 3), (12, 4)):
+        told = []
+        params = [torch.nn.Parameter(torch.ones(3))]
+        timed = {name: optim.SGD(params) for name in (OURS, FORMULA)}
+        time_steps(timed, 5, lambda done, of, told=told: told.append((done, of)), seconds)
+        assert told == [(done, 7) for done in range(1, rounds + 1)]
 
 
 def test_a_plot_is_drawn(capsys, monkeypatch, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -242,12 +243,14 @@ def time_steps(
     optimizers: dict[str, Optimizer],
     rounds: int,
     tell: Callable[[int, int], object] = lambda done, of: None,
+    seconds: float = math.inf,
 ) -> dict[str, float]:
     """Returns the median milliseconds of a step of each optimizer; they take turns.
 
     Two rounds come before those that are timed. ``tell`` is called with the rounds that are done,
-    and with those that there are.
+    and with those that there are. After so many seconds no round begins but the first timed one.
     """
+    begun = time.perf_counter()
     devices = {
         p.device
         for each in optimizers.values()
@@ -269,10 +272,12 @@ def time_steps(
                 if index >= 2:
                     times[name].append(1000 * (time.perf_counter() - started))
             tell(index + 1, rounds + 2)
+            if index >= 2 and time.perf_counter() - begun > seconds:
+                break
     finally:
         if was_collecting:
             gc.enable()
-    return {name: sorted(times[name])[rounds // 2] for name in names}
+    return {name: sorted(times[name])[len(times[name]) // 2] for name in names}
 
 
 def _wait(devices: set[torch.device]) -> None:

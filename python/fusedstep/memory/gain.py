@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from pathlib import Path
@@ -20,6 +21,9 @@ from fusedstep.memory.plan import Choice, build, parse
 
 #: Steps of more weights than so many are timed on a part of them.
 _ELEMENTS = 2**23
+
+#: Steps that are timed if nobody says how many, and the seconds after which no more are.
+_ROUNDS, _SECONDS = 5, 15
 
 #: Iterations of the model that are timed, after one that is not.
 _ITERATIONS = 3
@@ -43,7 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--weights", type=dtype, default="float32", metavar="DTYPE", help="(default: float32)")
     add("--device", help="of the steps (default: cuda if there is one, else cpu)")
-    add("--rounds", type=positive, default=5, help="steps that are timed (default: 5)")
+    add(
+        "--rounds",
+        type=positive,
+        help=f"steps that are timed (default: {_ROUNDS}, or fewer: as many as {_SECONDS} seconds "
+        "have room for)",
+    )
     add(
         "--iteration-ms",
         type=float,
@@ -96,7 +105,8 @@ def run(arguments: argparse.Namespace) -> None:
     told = _Progress()
     timed = ways_of(getattr(optim, name), made, options)
     notes = notes_of(timed)
-    ms = time_steps(timed, arguments.rounds, told.rounds)
+    seconds = math.inf if arguments.rounds else _SECONDS
+    ms = time_steps(timed, arguments.rounds or _ROUNDS, told.rounds, seconds)
     ms = {way: factor * each for way, each in ms.items()}
     gain = Gain(name, ms, arguments.iteration_ms, notes)
     if gain.iteration_ms is None and arguments.batch:

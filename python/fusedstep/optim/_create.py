@@ -56,19 +56,23 @@ def create(
     ``llama``       AdamW         lr 3e-4 (7 B), betas (0.9, 0.95), eps 1e-5, decay 0.1, norm 1:
                                   `Llama 2`_, table 1 and section 2.2
     ``bert``        AdamW         lr 1e-4 (batch 256), betas (0.9, 0.999), decay 0.01: `BERT`_,
-                                  appendix A.2; eps 1e-6, norm 1: its `code`_
+                                  appendix A.2; eps 1e-6, norm 1: its `code`_, whose
+                                  moments have no bias correction
     ``finetune``    AdamW         lr 2e-5, the lowest of the three that `BERT`_ advises in appendix
                                   A.3 for batches of 16 and 32; others as in ``bert``
-    ``vit``         AdamW         lr 1e-3 (5e-4 for a batch of 512), decay 0.05: `DeiT`_, table 9,
-                                  with its batch of 1,024
+    ``vit``         AdamW         lr 1e-3 (5e-4 for a batch of 512), decay 0.05, no clipping:
+                                  `DeiT`_, table 9, with its batch of 1,024
     ``bert-lamb``   Lamb          lr 6.25e-4 (batch 512), betas (0.9, 0.999), decay 0.01: `LAMB`_,
                                   its table of batches and rates in the appendix, and section 4
     ``resnet``      SGD           lr 0.1 (batch 256), Nesterov's momentum 0.9, decay 1e-4:
                                   `ImageNet in 1 Hour`_, section 5.1
     ``gpt``         Muon          lr 0.02, momentum 0.95, decay 0.01, and lr 3e-4 with betas (0.9,
-                                  0.95) in groups of AdamW: the README of its `authors`_
-    ``llama``       GaLoreAdamW   lr 0.01, a basis every 200 steps, scale 0.25, no decay: the README
-                                  of its `authors of GaLore`_
+                                  0.95) in groups of AdamW: the README of its `authors`_, who
+                                  decay vectors too
+    ``llama``       GaLoreAdamW   lr 0.01, a basis every 200 steps, scale 0.25, no decay, batch 512:
+                                  the README of its `authors of GaLore`_, and their scripts for 60 M
+                                  to 350 M parameters; for 7 B they have lr 5e-3, a basis every 500
+                                  steps, and norm 1
     ==============  ============  ================================================================
 
     Norm is ``max_grad_norm``. A class with states in codes has the presets of its base. With a
