@@ -587,3 +587,29 @@ def test_a_state_of_adan_under_another_name_is_taken_or_refused(name):
         return
     fusedstep.import_state_dict(new, saved)
     assert torch.equal(new.state[weight]["neg_pre_grad"], -weight.grad)
+
+
+OWN = {
+    "Adafactor": {"variant": "transformers", "clip_threshold": 0.5, "decay_rate": -0.7},
+    "CAME": {"clip_threshold": 0.5, "betas": (0.8, 0.9, 0.95), "eps": (1e-20, 1e-10)},
+    "GaLoreAdafactor": {"clip_threshold": 0.5, "decay_rate": -0.7, "beta1": 0.8},
+    "GaLoreAdamW": {"correct_bias": False, "betas": (0.8, 0.9)},
+    "MuSGD": {"momentum": 0.8, "nesterov": True, "weight_decay": 0.1},
+    "RowWiseAdagrad": {"initial_accumulator_value": 0.1, "lr_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_composites_keep_options_that_are_not_the_defaults(name):
+    cls = getattr(optim, name)
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    optimizer = cls(params, lr=0.01, **OWN[name])
+    train(optimizer, params, [1, 2, 3])
+    copies = as_parameters(params)
+    twin = cls(copies, lr=0.01, **OWN[name])
+    twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    converted = fusedstep.convert(twin)
+    assert optimizer.defaults.items() <= converted.defaults.items()
+    for each, weights in ((optimizer, params), (converted, copies)):
+        train(each, weights, [4, 5, 6])
+    assert_same_contents(contents(converted), contents(optimizer))

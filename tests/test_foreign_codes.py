@@ -548,3 +548,22 @@ def test_numbers_that_are_codes_with_a_rounded_absmax_are_refused():
     namesake.load_state_dict(source.state_dict())
     with pytest.raises(ValueError, match=r"absmax of exp_avg .* was rounded to torch\.bfloat16"):
         fusedstep.convert(namesake)
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("cls", [optim.Adagrad, optim.AdamW, optim.Rprop, optim.SGD])
+def test_codes_that_torchs_class_has_stepped_are_refused(cls, kind):
+    """Small gradients leave whole numbers in Adagrad's sum, and whole ones in Rprop's."""
+    (weight,) = params = as_parameters([torch.ones(64, 64)])
+    options = {"momentum": 0.9} if cls is optim.SGD else {}
+    small = cls(params, state_dtype=kind, **options)
+    weight.grad = torch.full_like(weight, 0.5)
+    small.step()
+    plain = getattr(torch.optim, cls.__name__)(params, **options)
+    plain.load_state_dict(copy.deepcopy(small.state_dict()))
+    fusedstep.convert(plain)
+    weight.grad.fill_(1.0 if cls is optim.Rprop else 1e-5)
+    plain.step()
+    name = next(key for key in plain.state[weight] if f"{key}_absmax" in plain.state[weight])
+    with pytest.raises(ValueError, match=f"{name} of parameter 0 of group 0 has an absmax, but"):
+        fusedstep.convert(plain)

@@ -16,6 +16,7 @@ from fusedstep import optim
 from fusedstep._foreign_codes import in_our_codes, options_of_bitsandbytes
 from fusedstep._foreign_groups import in_our_options, in_our_states
 from fusedstep._relatives import in_groups_of_storage, storage_of, successor
+from fusedstep.optim._adafactor_options import RENAMED
 from fusedstep.optim._arrivals import check_ours
 from fusedstep.optim._base import FusedOptimizer
 from fusedstep.optim._checks import name_of
@@ -164,10 +165,10 @@ def convert(optimizer: Optimizer, **overrides: Any) -> FusedOptimizer:
         overrides = {"master_weights": True} | overrides
         masters = getattr(optimizer, "param_groups_master", None)
     accepted = inspect.signature(cls).parameters
+    arguments = {ours: name for name, ours in RENAMED.items() if name in accepted}
+    arguments |= {name: name for name in accepted if name not in _CHOICES}
     defaults = {
-        name: value
-        for name, value in optimizer.defaults.items()
-        if name in accepted and name not in _CHOICES
+        arguments[name]: value for name, value in optimizer.defaults.items() if name in arguments
     }
     theirs = optimizer.param_groups
     if "state_dtype" not in asked:

@@ -8,7 +8,7 @@ from typing import Any
 from fusedstep.optim._checks import check_number, is_pair
 
 #: transformers' names for options that torch's class has too.
-_RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
+RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
 
 #: The learning rate where none is given, and the largest relative step.
 LR = 1e-2
@@ -42,8 +42,8 @@ def reads_lr(options: dict[str, Any]) -> bool:
 
 def by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
     """Options of either class by torch's names, without those that are None for not given."""
-    options = {name: value for name, value in given.items() if name not in _RENAMED}
-    for name, ours in _RENAMED.items():
+    options = {name: value for name, value in given.items() if name not in RENAMED}
+    for name, ours in RENAMED.items():
         if given.get(name) is not None:
             options[ours] = given[name]
     for name in _BEYOND_TORCH.keys() - {"beta1"}:
@@ -56,7 +56,7 @@ def by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
 
 def of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
     """The options of a constructor or a dictionary with their variant, which other ones tell."""
-    own = (*_RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
+    own = (*RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
     is_torchs = all(given.get(name) is None for name in own)
     return {"variant": "torch" if is_torchs else "transformers"} | by_torchs_names(given)
 

@@ -103,7 +103,9 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     _states = Adafactor._states
     _allocates_first = False
     _takes_shards = False
-    _later_options: ClassVar[dict[str, Any]] = Adafactor._later_options | LATER_OPTIONS
+    _later_options: ClassVar[dict[str, Any]] = (
+        Adafactor._later_options | LATER_OPTIONS | {"d": 1.0, "beta2_decay": -0.8}
+    )
 
     def __init__(
         self,
