@@ -140,6 +140,27 @@ def test_the_gram_form_errs_about_as_much_where_singular_values_differ(
             assert errors[1] < max(times * errors[0], 1e-4 * (times > 5))
 
 
+@pytest.mark.parametrize("exponent", [-13, 13])
+@pytest.mark.parametrize("fused", [None, False], ids=["fused", "unfused"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("build", [optim.Muon, optim.MuSGD], ids=lambda build: build.__name__)
+def test_gradients_of_any_size_move_a_weight_alike_in_float16(build, dtype, fused, exponent):
+    """Norms beyond 65,504 and numbers below 6e-5 are not those of float16."""
+    generator = torch.Generator().manual_seed(8)
+    grad = torch.randn(96, 120, generator=generator).clamp(-3, 3).to(dtype)
+    moves = []
+    for factor in (1.0, 2.0**exponent):
+        param = torch.nn.Parameter(torch.zeros(96, 120, dtype=dtype))
+        options = {"momentum": 0.0, "weight_decay": 0.0, "nesterov": False, "fused": fused}
+        options |= {"use_muon": True, "sgd": 0.0} if build is optim.MuSGD else {"eps": 0.0}
+        optimizer = build([param], ns_dtype=torch.float16, lr=1.0, **options)
+        param.grad = grad * factor
+        optimizer.step()
+        moves.append(param.detach().double())
+    assert moves[0].norm() > 1
+    assert error(moves[1], moves[0]) < 0.02
+
+
 def test_the_gram_form_is_for_long_matrices_and_whole_float32(monkeypatch):
     takes = _newton_schulz.takes_gram_form
     five, one = coefficients_of("quintic", 5), coefficients_of("quintic", 1)

@@ -22,7 +22,9 @@ from fusedstep.optim._imperative import MOST_COPIES, size_of
 from fusedstep.optim._muon_groups import (
     beta2_of,
     form_of,
+    keeps_range,
     matrices_of,
+    norm_dtype,
     ns_dtype_of,
     ratio_of,
     to_divisors,
@@ -231,7 +233,7 @@ class MatrixBatches:
         averages = [each.average for each in moving]
         is_native = not is_padded and are_taken(values, averages, grads)
         narrow = ns_dtype_of(group, device)
-        if not (is_native and _keeps_range(narrow) and has_pass(dtype, narrow)):
+        if not (is_native and keeps_range(narrow) and has_pass(dtype, narrow)):
             narrow = dtype
         update = self._scratch.take("update", shape, narrow, device)
         if is_padded:
@@ -370,10 +372,10 @@ class MatrixBatches:
             return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
 
         # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
-        is_wide = update.is_cpu or update.dtype is torch.float64 or not _keeps_range(dtype)
+        is_wide = update.is_cpu or update.dtype is torch.float64 or not keeps_range(dtype)
         x = update if is_wide else narrowed()
-        of = {} if is_wide else {"dtype": torch.float32}
-        norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, **of)
+        of = None if is_wide else torch.float32
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=norm_dtype(x) or of)
         x.div_(to_divisors(group, norms))
         x = narrowed() if is_wide else x
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
@@ -485,11 +487,6 @@ def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Ten
         torch.lerp(grad, average, float(group["momentum"]), out=out)
     else:
         out.copy_(average)
-
-
-def _keeps_range(dtype: torch.dtype) -> bool:
-    """Returns whether a dtype that is narrower than float32 has its range."""
-    return dtype is torch.bfloat16
 
 
 def _most_at_once(device: torch.device) -> int:

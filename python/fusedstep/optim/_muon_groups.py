@@ -131,6 +131,16 @@ def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
     return usual_dtype(device) if asked is None else asked
 
 
+def keeps_range(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype that is narrower than float32 has its range."""
+    return dtype is torch.bfloat16
+
+
+def norm_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of norms, if it is not that of their tensor: float16 ends at 65,504."""
+    return torch.float32 if x.dtype is torch.float16 else None
+
+
 def to_divisors(group: dict[str, Any], norms: Tensor) -> Tensor:
     """Makes of the norms of updates, in place, what these are divided by."""
     eps = group["eps"]

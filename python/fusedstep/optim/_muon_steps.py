@@ -20,7 +20,9 @@ from fusedstep.optim._muon_groups import (
     beta2_of,
     check_muon_options,
     form_of,
+    keeps_range,
     matrices_of,
+    norm_dtype,
     ns_dtype_of,
     rows_shape,
     to_divisors,
@@ -153,10 +155,11 @@ class MuonSteps(MatrixBatches):
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
         with torch._C._DisableAutocast():  # it would round the products
+            narrow = ns_dtype_of(group, weight.device)
             for place, matrix in enumerate(update.reshape(shape)):
-                x = matrix.to(ns_dtype_of(group, weight.device))
+                x = matrix.to(narrow) if keeps_range(narrow) else matrix
                 x = x.T if shape[1] > shape[2] else x
-                x = x / to_divisors(group, x.norm())
+                x = (x / to_divisors(group, x.norm(dtype=norm_dtype(x)))).to(narrow)
                 for a, b, c in steps:
                     gram = x @ x.T
                     x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
