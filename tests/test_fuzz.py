@@ -181,6 +181,51 @@ ONCE_REFUSED |= {
 }
 
 
+def _steps_of_galore_adafactor(seed, weight, steps, of_group=None, **options):
+    return {
+        "seed": seed,
+        "row": "galore_adafactor",
+        "options": options,
+        "groups": [{"options": of_group or {}, "weights": [{"id": 1} | weight]}],
+        "steps": [{"n": n, "changes": [], "call": {}} | step for n, step in steps.items()],
+    }
+
+
+_DECAY = {"do": "option", "group": 0, "name": "weight_decay", "value": 0.3}
+
+ONCE_REFUSED |= {
+    "relative steps that overflow": _steps_of_galore_adafactor(
+        89001780,
+        {"dtype": "bfloat16", "shape": [133], "values": "wide"},
+        {n: {"grads": {}, "changes": [_DECAY] * (n == 2)} for n in range(2, 7)},
+        max_relative_step=0.1,
+    ),
+    "relative steps that overflow beside copies": _steps_of_galore_adafactor(
+        89001780,
+        {"dtype": "bfloat16", "shape": [133], "values": "wide"},
+        {n: {"grads": {}, "changes": [_DECAY] * (n == 2)} for n in range(2, 9)},
+        max_relative_step=0.1,
+        master_weights=True,
+    ),
+    "columns of roundings alone": _steps_of_galore_adafactor(
+        300000228,
+        {"id": 2, "dtype": "float16", "shape": [15, 4]},
+        {4: {"grads": {"2": {"how": "new", "values": "holes", "strides": [1, 0]}}}},
+        {"rank": 4},
+    ),
+    "rows of roundings alone": _steps_of_galore_adafactor(
+        400000672,
+        {"dtype": "bfloat16", "shape": [4, 9]},
+        {
+            2: {"grads": {"1": {"how": "new", "values": "equal", "strides": [0, 1]}}},
+            6: {"grads": {}},
+        },
+        {"rank": 4},
+        master_weights="split",
+    ),
+}
+
+
 @pytest.mark.parametrize("what", ONCE_REFUSED)
 def test_results_that_are_right_are_taken(what):
     properties.check(ONCE_REFUSED[what] | {"settings": [[0, 1]]}, oracle.Tally())

@@ -199,7 +199,18 @@ def of_adafactor(asked: Asked) -> Stepped:
         bound=group["max_relative_step"] or 1e-2,
         maximize=group["maximize"], **numbers_of_adafactor(asked, torchs),
     )  # fmt: skip
+    new = where_squares_are_finite(asked, new)
     return Stepped({"weight": new} | {names[key]: value for key, value in states.items()})
+
+
+def where_squares_are_finite(asked: Asked, new: Tensor) -> Tensor:
+    """A new weight, or NaN, which is compared with nothing, if float32 squares of it overflow.
+
+    The root mean square that scales a step is infinite then, in transformers' class too.
+    """
+    is_scaled = asked.group["scale_parameter"] is not False and asked.value_dtype != torch.float64
+    largest = asked.weight.square().max() if is_scaled else torch.tensor(0.0)
+    return new if largest <= torch.finfo(torch.float32).max else torch.full_like(new, torch.nan)
 
 
 #: The names of its states in transformers' class.

@@ -267,6 +267,12 @@ def value_of(weight: Tensor, state: dict[str, Tensor]) -> Tensor:
     return ((upper << 16) + torch.where(foreign, 0, low)).view(torch.float32).double()
 
 
+def check_master(value: Tensor, weight: Tensor, what: str) -> None:
+    """Raises `WrongError` unless a weight is what its value rounds to; a NaN is as any other."""
+    if not torch.equal(value.to(weight.dtype).nan_to_num(0.5), weight.nan_to_num(0.5)):
+        raise WrongError(f"{what}: the weight is not what its copy rounds to")
+
+
 def kind_of(codes: Tensor, shape: torch.Size) -> str:
     """The kind of a state's codes."""
     if codes.dtype is torch.float8_e4m3fn:
@@ -373,11 +379,8 @@ def _stored(
         ulp = (ulp - p.detach().abs().double()).nan_to_num(0.0, 0.0)
         yield "weight", p, Bounded(weight.value, weight.error + ulp, weight.arithmetic)
     else:
-        if (
-            not torch.equal(after.to(p.dtype).nan_to_num(0.5), p.detach().nan_to_num(0.5))
-            and expected.way == MASTER
-        ):
-            raise WrongError(f"{what}: the weight is not what its copy rounds to")
+        if expected.way == MASTER:
+            check_master(after, p.detach(), what)
         beside = 2.0**-16 * p.detach().double().abs().nan_to_num(0.0, 0.0, 0.0)
         error = weight.error + (beside if expected.way == "kahan" else 0.0)
         yield "weight", after.float(), Bounded(weight.value, error, weight.arithmetic)

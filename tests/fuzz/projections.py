@@ -68,9 +68,13 @@ class _Low:
 
         Vectors beyond the rank of the gradient have products of rounding alone, or of zero.
         Adafactor divides a row by its size, and clips by all rows: such a row counts fully or not.
+        One product may be all of its row's size, so each is once the only one with an error.
         """
         generator = torch.Generator().manual_seed(seed)
         signs = [1, -1, *(formulas.noise(self.value, generator).sign() for _ in range(2))]
+        rows, columns = (torch.arange(size) % 16 for size in self.value.shape)
+        for places in (rows[:, None], columns):
+            signs += [(places == each) * signs[2] for each in places.unique()]
         nearest = self.value - self.value.clamp(-self.error, self.error)
         return [*(self.value + sign * self.error for sign in signs), nearest]
 
@@ -256,7 +260,9 @@ def of_galore_adafactor(asked: Asked) -> Stepped:
         )  # fmt: skip
         return -group["scale"] * move, {names[key]: value for key, value in states.items()}
 
-    return _projected(asked, low, step, 1 - group["weight_decay"] * length, decays_last=False)
+    found = _projected(asked, low, step, 1 - group["weight_decay"] * length, decays_last=False)
+    found.values["weight"] = formulas.where_squares_are_finite(asked, found.values["weight"])
+    return found
 
 
 def of_apollo(asked: Asked) -> Stepped:
