@@ -1,5 +1,6 @@
 """Steps look at states that code outside may hold, and stop once nobody does."""
 
+import copy
 import weakref
 
 import pytest
@@ -178,6 +179,25 @@ def replace_memory(optimizer, old):
 
 def clear_states(optimizer, old):
     optimizer.state.clear()
+
+
+@pytest.mark.parametrize("wrap", [Delegates, Copies])
+@pytest.mark.parametrize("case", WITH_STATES, ids=str)
+def test_a_dictionary_loaded_through_a_wrapper_is_the_one_that_steps(case, wrap):
+    found = []
+    for through in (lambda optimizer: optimizer, wrap):
+        inner, params = build(case)
+        optimizer = through(inner)
+        for seed in range(5):
+            if seed == 2:
+                saved = copy.deepcopy(optimizer.state_dict())
+            if seed == 4:
+                optimizer.load_state_dict(saved)
+            set_grads(params, seed)
+            optimizer.step()
+        assert optimizer.state[params[0]] is inner.state[params[0]]
+        found.append(contents(inner))
+    assert_same_contents(*found)
 
 
 @pytest.mark.parametrize("change", [replace_states, replace_memory, clear_states])

@@ -28,6 +28,11 @@ class LoadsStates:
         They stay float32. torch casts them to the weight's dtype. Nothing has changed after an
         error. Another thread must not step meanwhile: who comes second gets an error.
         """
+        if (inner := self._wrapped()) is not None:
+            inner.load_state_dict(state_dict)
+            shared = vars(self).keys() & vars(inner).keys()  # of wrappers that have copied them
+            vars(self).update({name: vars(inner)[name] for name in shared})
+            return
         if "_stepping" in vars(self):
             raise RuntimeError(_ops.IS_STEPPED)
         for plan in (*self._plans.values(), *self._aside):
@@ -54,6 +59,15 @@ class LoadsStates:
         # torch has made the dictionary of states: without any, nobody but a hook can have it.
         if not (self._state or self._optimizer_load_state_dict_post_hooks):
             self._store.was_read = False
+
+    def _wrapped(self) -> LoadsStates | None:
+        """The optimizer inside of a wrapper that took its class; None if this is no such wrapper.
+
+        torch's method would load into the wrapper alone, whose states nobody steps.
+        """
+        store = getattr(self, "_store", None)
+        inside = [value for value in vars(self).values() if isinstance(value, LoadsStates)]
+        return next((each for each in inside if each._store is store), None)
 
     def _in_own_words(self, group: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         """The options of a dictionary's group by this class's names; ``own``: those it replaces."""
