@@ -74,3 +74,15 @@ def test_a_weight_moves_by_a_small_gradient_after_a_large_one(build, fused, isa)
         found, _ = state_after(build, torch.float32, (1e8, 1.0), fused)
     exact, _ = state_after(build, torch.float64, (1e8, 1.0), fused)
     torch.testing.assert_close(found, exact.float())
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.99])
+def test_a_variance_that_rounds_below_zero_is_zero(alpha, fused):
+    """That of constant gradients, and of averages that keep nothing."""
+    weight = torch.nn.Parameter(torch.zeros(1000))
+    optimizer = optim.RMSprop([weight], alpha=alpha, centered=True, fused=fused)
+    weight.grad = torch.linspace(0.1, 3, 1000)
+    for _ in range(300 if alpha else 3):
+        optimizer.step()
+    assert weight.isfinite().all()

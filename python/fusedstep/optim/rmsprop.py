@@ -110,7 +110,7 @@ class RMSprop(FusedOptimizer):
         square_avg.mul_(alpha_).addcmul_(grad, grad, value=1 - alpha)
         if group["centered"]:
             mean = state["grad_avg"].lerp_(grad, 1 - alpha)
-            torch.addcmul(square_avg, mean, mean, value=-1, out=avg).sqrt_()
+            torch.addcmul(square_avg, mean, mean, value=-1, out=avg).clamp_(min=0).sqrt_()
         else:
             torch.sqrt(square_avg, out=avg)
         avg.add_(eps)
