@@ -112,22 +112,23 @@ def table() -> str:
 
 
 def plot() -> Figure:
-    """Draws two bars a training, in percent of the iteration with the other step."""
+    """Draws two bars a training; the other step's iteration is 100. The shares are the table's."""
     found = iterations()
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     axis = figure.subplots()
     for place, each in enumerate(found):
-        for offset, step, colour in zip((-0.2, 0.2), each.step, ("#1f77b4", "black"), strict=True):
+        bars = zip((-0.2, 0.2), each.step, each.shares(), ("#1f77b4", "black"), strict=True)
+        for offset, step, share, colour in bars:
             whole = 100 * (each.ms[0] - each.step[0] + step) / each.ms[0]
             part = 100 * step / each.ms[0]
             axis.barh(place + offset, whole - part, 0.36, color="#d9d9d9")
             axis.barh(place + offset, part, 0.36, left=whole - part, color=colour)
             name = each.other if offset < 0 else "ours"
-            axis.text(whole + 1, place + offset, f"{name}: {part:.2g} %", va="center", fontsize=8)
+            axis.text(whole + 1, place + offset, f"{name}: {share:.2g} %", va="center", fontsize=8)
     axis.set_yticks(range(len(found)), [each.title for each in found])
     axis.invert_yaxis()
     axis.set_xlim(0, 145)
-    axis.set_xlabel("% of the iteration with the other step: grey passes, coloured step")
+    axis.set_xlabel("time, the iteration with the other step is 100: grey passes, coloured step")
     return figure
 
 

@@ -682,3 +682,22 @@ def test_errors(arguments, error, text):
     _, optimizer = build(PLAIN[0])
     with pytest.raises(error, match=text):
         fusedstep.verify(**({"optimizer": optimizer} | arguments))
+
+
+@pytest.mark.parametrize("cls", [optim.CAME, optim.Adafactor], ids=lambda cls: cls.__name__)
+def test_means_over_long_sides_are_right(cls):
+    """Rounding of sums over thousands of elements is no fault."""
+    params = [torch.nn.Parameter(0.02 * torch.randn(2048, 64)) for _ in range(2)]
+    params[1].data = params[1].data.t().contiguous()
+    optimizer = cls(params, lr=1e-3)
+    generator = torch.Generator().manual_seed(3)
+
+    def closure():
+        for param in params:
+            noise = torch.randn(param.shape, generator=generator)
+            param.grad = noise.sign() * (6 * noise.abs()).exp() * 1e-6  # of all sizes
+        return torch.zeros(())
+
+    optimizer.step(closure)
+    report = fusedstep.verify(optimizer, closure, steps=2)
+    assert report.ok, report

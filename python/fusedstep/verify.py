@@ -60,8 +60,9 @@ def verify(
         steps (int, optional): how many steps are compared (default: 3)
         tolerance (float, optional): what is allowed besides the half unit of the last rounding, in
             units of the precision of the maths, which is float32 but for weights of float64. With
-            these the reference is no more precise, and the root of the number of elements is added
-            (default: 16)
+            these the reference is no more precise, and the root of the number of elements is added.
+            With states that are means over rows and columns, as Adafactor's and CAME's, the root of
+            the number of elements of a mean is added (default: 16)
 
     Returns:
         :class:`~fusedstep.verify.Report`: ``ok``, ``worst``, ``speedup``, and ``rows``, one for
@@ -334,6 +335,8 @@ class _Watch:
             row, maths = self._rows[p], _maths(p)
             # Sums over n numbers of the reference's own precision err by about the root of n.
             tolerance = self._tolerance + (elements**0.5 if maths is torch.float64 else 0)
+            # So do means over rows and columns.
+            averaged = _averaged(optimizer, owners[p], p)
             found = {"weight": p, **optimizer.state.get(p, {})}
             if ways[p] == "split":
                 found["weight"] = _value(ways[p], p, optimizer)
@@ -348,7 +351,7 @@ class _Watch:
                 if products is None:
                     units = torch.finfo(maths).eps / torch.finfo(actual.dtype).eps
                     error = _largest_error(actual, right, maths)
-                    row.allowed[what] = rounding + tolerance * units
+                    row.allowed[what] = rounding + (tolerance + averaged**0.5) * units
                 else:
                     error = _error_of_whole(actual, right, products, rounding)
                     row.allowed[what] = tolerance
@@ -391,6 +394,13 @@ def _noise(values: Tensor) -> Tensor:
     """Numbers between -1 and 1 that look random, and follow from the values alone."""
     largest = values.abs().max()
     return (values * (1e6 / torch.where(largest > 0, largest, 1))).sin()
+
+
+def _averaged(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> int:
+    """The most elements that a number of a weight's states is the mean of; 0 if none is a mean."""
+    shapes = (optimizer._state_shapes(group, weight) or {}).values()
+    least = min((shape.numel() for shape in shapes if shape.numel()), default=weight.numel())
+    return weight.numel() // least if least < weight.numel() else 0
 
 
 def _groups_of(optimizer: Optimizer) -> dict[Tensor, dict[str, Any]]:
