@@ -3,7 +3,10 @@
 import copy
 import gc
 import itertools
+import pathlib
 import pickle
+import resource
+import sys
 import types
 import weakref
 
@@ -265,18 +268,46 @@ def group_added(optimizer, weight):
 EXCHANGES = [another_list, in_its_place, data_exchanged, data_grown, group_added]
 
 
-@pytest.mark.parametrize(("row", "exchange"), dealt(ROWS, EXCHANGES, 5), ids=str_of)
-def test_many_exchanges_of_weights_take_no_memory(row, exchange):
-    """The tensors that the optimizer holds become no more."""
+def steps_and_exchanges(row, fused, exchange, count):
+    """Yields the optimizer after each of so many steps, which an exchange follows."""
     weight = new_weight(row)
-    optimizer = row.build([weight, new_weight(row)])
-    held = []
-    for count in range(100):
+    optimizer = row.build([weight, new_weight(row)], fused=fused)
+    for _ in range(count):
         optimizer.step()
-        if count in (49, 99):
-            held.append(len(tensors_of(optimizer)))
+        yield optimizer
         if exchange in (another_list, in_its_place):
             optimizer.state.pop(weight, None)
         weight = new_weight(row)
         exchange(optimizer, weight)
+
+
+@pytest.mark.parametrize(("row", "exchange"), dealt(ROWS, EXCHANGES, 5), ids=str_of)
+@UNFUSED
+def test_many_exchanges_of_weights_take_no_memory(row, fused, exchange):
+    """The tensors that the optimizer holds become no more."""
+    held = []
+    for count, optimizer in enumerate(steps_and_exchanges(row, fused, exchange, 100)):
+        if count in (49, 99):
+            held.append(len(tensors_of(optimizer)))
     assert held[1] == held[0]
+
+
+def resident_bytes():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+@pytest.mark.parametrize(
+    ("name", "exchange"), [("adamw", in_its_place), ("Adafactor", data_exchanged)], ids=str_of
+)
+@UNFUSED
+def test_a_thousand_exchanges_take_no_resident_memory(name, fused, exchange, monkeypatch):
+    """Native code and torch hold nothing either: a weight of each would be 28 MiB."""
+    monkeypatch.setitem(globals(), "SHAPE", (128, 64))
+    row = next(row for row in ROWS if str_of(row).startswith(name))
+    resident = []
+    for count, _ in enumerate(steps_and_exchanges(row, fused, exchange, 1000)):
+        if count in (99, 999):
+            resident.append(resident_bytes())
+    assert resident[1] - resident[0] < 8 << 20
