@@ -11,7 +11,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)            \
   X(double, max_grad_norm, kNoLimit)
 
-struct AdadeltaOptions : torch::optim::OptimizerCloneableOptions<AdadeltaOptions> {
+struct AdadeltaOptions : detail::BasicOptions<AdadeltaOptions> {
   FUSEDSTEP_OPTIONS(AdadeltaOptions, FUSEDSTEP_ADADELTA_OPTIONS)
 };
 

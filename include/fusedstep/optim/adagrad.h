@@ -12,7 +12,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                \
   X(double, max_grad_norm, kNoLimit)
 
-struct AdagradOptions : torch::optim::OptimizerCloneableOptions<AdagradOptions> {
+struct AdagradOptions : detail::BasicOptions<AdagradOptions> {
   FUSEDSTEP_OPTIONS(AdagradOptions, FUSEDSTEP_ADAGRAD_OPTIONS)
 };
 

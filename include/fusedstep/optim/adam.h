@@ -16,7 +16,7 @@ namespace fusedstep::optim {
   FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, 0) \
   X(bool, decoupled_weight_decay, false)
 
-struct AdamOptions : torch::optim::OptimizerCloneableOptions<AdamOptions> {
+struct AdamOptions : detail::BasicOptions<AdamOptions> {
   FUSEDSTEP_OPTIONS(AdamOptions, FUSEDSTEP_ADAM_OPTIONS)
 };
 

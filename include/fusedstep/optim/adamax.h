@@ -11,7 +11,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                        \
   X(double, max_grad_norm, kNoLimit)
 
-struct AdamaxOptions : torch::optim::OptimizerCloneableOptions<AdamaxOptions> {
+struct AdamaxOptions : detail::BasicOptions<AdamaxOptions> {
   FUSEDSTEP_OPTIONS(AdamaxOptions, FUSEDSTEP_ADAMAX_OPTIONS)
 };
 

@@ -6,11 +6,13 @@ namespace fusedstep::optim {
 #define FUSEDSTEP_ADAMW_OPTIONS(X) FUSEDSTEP_BOTH_ADAMS_OPTIONS(X, 1e-2)
 #define FUSEDSTEP_TAKE_OPTION(type, name, value) name(o.name());
 
-struct AdamWOptions : torch::optim::OptimizerCloneableOptions<AdamWOptions> {
+struct AdamWOptions : detail::BasicOptions<AdamWOptions> {
   FUSEDSTEP_OPTIONS(AdamWOptions, FUSEDSTEP_ADAMW_OPTIONS)
 
   // Takes the values of Adam's options, weight_decay among them. Whether they decouple the decay does not
-  // count. NOLINTNEXTLINE(google-explicit-constructor): an AdamW takes AdamOptions too
+  // count.
+  template <class = void>
+  // NOLINTNEXTLINE(google-explicit-constructor): an AdamW takes AdamOptions too
   AdamWOptions(const AdamOptions& o) {
     FUSEDSTEP_ADAMW_OPTIONS(FUSEDSTEP_TAKE_OPTION)
     FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_TAKE_OPTION)
@@ -28,6 +30,7 @@ class AdamW : public FusedOptimizer<AdamW, AdamWOptions, AdamWParamState, rules:
   static constexpr const char* kRule = Adam::kRule;
 
   static rules::AdamHyper hyper(const AdamWOptions& o) { return Adam::hyper_of(o, true); }
+  template <class = void>
   static void convert(torch::optim::OptimizerParamGroup& group) {
     const auto* const adams = dynamic_cast<const AdamOptions*>(&group.options());
     if (adams != nullptr) group.set_options(std::make_unique<AdamWOptions>(*adams));

@@ -13,7 +13,7 @@ namespace fusedstep::optim {
   X(bool, no_prox, false)                                 \
   X(bool, maximize, false)
 
-struct AdanOptions : torch::optim::OptimizerCloneableOptions<AdanOptions> {
+struct AdanOptions : detail::BasicOptions<AdanOptions> {
   FUSEDSTEP_OPTIONS(AdanOptions, FUSEDSTEP_ADAN_OPTIONS)
 };
 

@@ -12,7 +12,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)        \
   X(double, max_grad_norm, kNoLimit)
 
-struct ASGDOptions : torch::optim::OptimizerCloneableOptions<ASGDOptions> {
+struct ASGDOptions : detail::BasicOptions<ASGDOptions> {
   FUSEDSTEP_OPTIONS(ASGDOptions, FUSEDSTEP_ASGD_OPTIONS)
 };
 

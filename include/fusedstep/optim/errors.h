@@ -22,7 +22,9 @@ inline std::string name_of_parameter(size_t group, size_t place) {
 }
 
 // As Python has it: "float32".
-inline std::string name_of_dtype(c10::ScalarType dtype) { return std::string(c10::getDtypeNames(dtype).first); }
+inline std::string name_of_dtype(c10::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
 
 // A weight's place among all of the optimizer: the group, and the weight in it.
 inline int64_t place_of(size_t group, size_t index) { return static_cast<int64_t>((group << 32) + index); }

@@ -184,8 +184,8 @@ class FusedOptimizer : public torch::optim::Optimizer {
       prepare(*options[each.group], each, detail::take_factor(each, factors.product()));
       plans.push_back(each.plan);
     }
-    static const auto take_steps = detail::find_op<void(at::IntArrayRef)>("fusedstep::plans_step");
-    take_steps.call(plans);
+    static const detail::Op take_steps("fusedstep::plans_step");
+    take_steps({plans});
     for (const detail::Bound& each : bound) {
       bump_versions(each.weights);
       bump_versions(each.states);
@@ -294,12 +294,10 @@ class FusedOptimizer : public torch::optim::Optimizer {
   }
 
   static void prepare(const Options& options, const detail::Bound& bound, double grad_factor) {
-    static const auto op = detail::find_op<void(int64_t, int64_t, at::ArrayRef<double>, double, int64_t)>(
-        "fusedstep::plan_prepare");
-    static const int64_t rule =
-        detail::find_op<int64_t(std::string_view)>("fusedstep::rule_index").call(Derived::kRule);
-    op.call(bound.plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
-            static_cast<int64_t>(bound.use));
+    static const detail::Op op("fusedstep::plan_prepare");
+    static const int64_t rule = detail::Op("fusedstep::rule_index")({Derived::kRule})[0].toInt();
+    op({bound.plan, rule, detail::numbers(Derived::hyper(options), options.maximize()), grad_factor,
+        static_cast<int64_t>(bound.use)});
   }
 
   // Weights of a group with gradients, those that keep their values in one way.
@@ -372,13 +370,12 @@ class FusedOptimizer : public torch::optim::Optimizer {
   static void bind(const detail::PlanOperands& operands, const Tensors& grads,
                    std::unique_ptr<detail::Plan>& plan) {
     if (plan == nullptr || !plan->is_of(operands)) plan = std::make_unique<detail::Plan>(operands);
-    static const auto op =
-        detail::find_op<int64_t(int64_t, at::TensorList, at::TensorList)>("fusedstep::plan_bind_sparse");
-    if (op.call(plan->handle(), operands.weights, grads) >= 0) return;
+    static const detail::Op op("fusedstep::plan_bind_sparse");
+    const auto binds = [&] { return op({plan->handle(), operands.weights, grads})[0].toInt() >= 0; };
+    if (binds()) return;
     // The weights are on another device now.
     plan = std::make_unique<detail::Plan>(operands);
-    TORCH_CHECK(op.call(plan->handle(), operands.weights, grads) >= 0,
-                "the weights of a group must be on one device");
+    TORCH_CHECK(binds(), "the weights of a group must be on one device");
   }
 
   // An error's text with names of parameters, also where it tells no place: it is of that which has it alone.

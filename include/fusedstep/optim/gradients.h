@@ -57,8 +57,7 @@ struct Factors {
 
 // The 2-norm of all gradients.
 inline torch::Tensor grad_norm(const std::vector<Bound>& bound) {
-  static const auto add_norm2 = find_op<void(int64_t, at::Tensor)>("fusedstep::plan_add_grad_norm2");
-  static const auto norm_of = find_op<double(at::IntArrayRef)>("fusedstep::plans_grad_norm");
+  static const Op add_norm2("fusedstep::plan_add_grad_norm2"), norm_of("fusedstep::plans_grad_norm");
   std::vector<int64_t> on_cpu;
   torch::Tensor norm2;
   for (const Bound& each : bound) {
@@ -66,16 +65,17 @@ inline torch::Tensor grad_norm(const std::vector<Bound>& bound) {
     if (weight.is_cpu()) {
       on_cpu.push_back(each.plan);
     } else if (norm2.defined() && norm2.device() == weight.device()) {
-      add_norm2.call(each.plan, norm2);
+      add_norm2({each.plan, norm2});
     } else {
       torch::Tensor sum = torch::zeros({}, weight.options().dtype(torch::kFloat64));
-      add_norm2.call(each.plan, sum);
+      add_norm2({each.plan, sum});
       norm2 = norm2.defined() ? sum + norm2.to(sum.device()) : sum;
     }
   }
   if (norm2.defined() && on_cpu.empty()) return norm2.sqrt();
   const double rest = norm2.defined() ? std::sqrt(norm2.item<double>()) : 0;
-  return torch::full({}, std::hypot(rest, on_cpu.empty() ? 0 : norm_of.call(on_cpu)), torch::kFloat64);
+  return torch::full({}, std::hypot(rest, on_cpu.empty() ? 0 : norm_of({on_cpu})[0].toDouble()),
+                     torch::kFloat64);
 }
 
 // limit / norm, where the norm is above the limit, else 1, which is undefined if the host knows it. That of
@@ -112,10 +112,8 @@ inline double take_factor(const Bound& bound, const torch::Tensor& factor) {
   if (!factor.defined()) return 1;
   const torch::Device device = bound.weights[0].device();
   if (device.is_cpu()) return factor.item<double>();
-  static const auto inputs =
-      find_op<void(int64_t, std::optional<at::Tensor>, std::optional<at::Tensor>, std::optional<at::Tensor>)>(
-          "fusedstep::plan_device_inputs");
-  inputs.call(bound.plan, std::nullopt, factor.to(device), std::nullopt);
+  static const Op inputs("fusedstep::plan_device_inputs");
+  inputs({bound.plan, c10::IValue(), factor.to(device), c10::IValue()});
   return 1;
 }
 
@@ -129,11 +127,11 @@ inline torch::Tensor in_memory(const torch::Tensor& grad) {
 // Finds gradients that share memory, over all groups, where a step writes any: what it wrote would be
 // another's. Returns pairs of a launch and a place in it.
 inline std::vector<int64_t> aliasing_grads(const std::vector<Bound>& bound) {
-  static const auto op = find_op<std::vector<int64_t>(at::IntArrayRef)>("fusedstep::plans_aliasing_grads");
+  static const Op op("fusedstep::plans_aliasing_grads");
   if (std::ranges::all_of(bound, [](const Bound& each) { return each.use == GradUse::kLeave; })) return {};
   std::vector<int64_t> plans;
   for (const Bound& each : bound) plans.push_back(each.plan);
-  return op.call(plans);
+  return op({plans})[0].toIntVector();
 }
 
 // The weights whose `.grad` no kernel writes: it shares memory, is read from a copy, or is to be left by the

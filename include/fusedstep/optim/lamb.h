@@ -28,7 +28,7 @@ namespace fusedstep::optim {
   X(double, min_ratio, 0)                         \
   X(double, max_ratio, kNoLimit)
 
-struct LambOptions : torch::optim::OptimizerCloneableOptions<LambOptions> {
+struct LambOptions : detail::BasicOptions<LambOptions> {
   FUSEDSTEP_OPTIONS(LambOptions, FUSEDSTEP_LAMB_OPTIONS)
 
   // The variants by name, with their own eps and weight_decay. The default is the paper's.

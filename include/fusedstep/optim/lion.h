@@ -10,7 +10,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                       \
   X(double, max_grad_norm, kNoLimit)
 
-struct LionOptions : torch::optim::OptimizerCloneableOptions<LionOptions> {
+struct LionOptions : detail::BasicOptions<LionOptions> {
   FUSEDSTEP_OPTIONS(LionOptions, FUSEDSTEP_LION_OPTIONS)
 };
 

@@ -13,7 +13,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                        \
   X(double, max_grad_norm, kNoLimit)
 
-struct NAdamOptions : torch::optim::OptimizerCloneableOptions<NAdamOptions> {
+struct NAdamOptions : detail::BasicOptions<NAdamOptions> {
   FUSEDSTEP_OPTIONS(NAdamOptions, FUSEDSTEP_NADAM_OPTIONS)
 };
 

@@ -5,7 +5,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <string_view>
 #include <vector>
 
 #include "fusedstep/drop_plan.h"
@@ -15,20 +14,35 @@ namespace fusedstep::optim::detail {
 
 using Tensors = std::vector<torch::Tensor>;
 
-// An operator of libfusedstep.so. The call to fusedstep_abi_version() ties the program to that library, which
-// it would otherwise reach through the dispatcher only, so that the linker could drop it.
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  TORCH_CHECK(fusedstep_abi_version() == FUSEDSTEP_ABI_VERSION, "libfusedstep.so has interface version ",
-              fusedstep_abi_version(), ", the headers have ", FUSEDSTEP_ABI_VERSION);
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
+// An operator of libfusedstep.so, whose kernel takes its arguments boxed. So does a call here: a compiler
+// takes long for a call of each signature.
+class Op {
+ public:
+  explicit Op(const char* name) : handle_(find(name)) {}
+
+  // Returns the results.
+  std::vector<c10::IValue> operator()(std::vector<c10::IValue> arguments) const {
+    handle_.callBoxed(arguments);
+    return arguments;
+  }
+
+ private:
+  // The call to fusedstep_abi_version() ties the program to libfusedstep.so, which it would otherwise reach
+  // through the dispatcher only, so that the linker could drop it.
+  static c10::OperatorHandle find(const char* name) {
+    TORCH_CHECK(fusedstep_abi_version() == FUSEDSTEP_ABI_VERSION, "libfusedstep.so has interface version ",
+                fusedstep_abi_version(), ", the headers have ", FUSEDSTEP_ABI_VERSION);
+    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  }
+
+  c10::OperatorHandle handle_;
+};
 
 // Zeroed states of the weights, slot-major, in the weights' layouts. `wide`: float32 where a weight has 16
 // bits.
 inline Tensors new_states(const Tensors& weights, size_t slots, bool wide) {
-  static const auto op = find_op<Tensors(at::TensorList, int64_t, bool)>("fusedstep::new_states");
-  return op.call(weights, static_cast<int64_t>(slots), wide);
+  static const Op op("fusedstep::new_states");
+  return op({weights, static_cast<int64_t>(slots), wide})[0].toTensorVector();
 }
 
 // The random numbers by which a step rounds weights follow from these.
@@ -52,9 +66,8 @@ class Plan {
  public:
   explicit Plan(const PlanOperands& of) : key_(key(of)), draws_(of.draws), handle_{make(of)} {
     if (!draws_) return;
-    static const auto round_at_random =
-        find_op<void(int64_t, int64_t, at::IntArrayRef)>("fusedstep::plan_round_at_random");
-    round_at_random.call(handle_.value, draws_->seed, draws_->places);
+    static const Op round_at_random("fusedstep::plan_round_at_random");
+    round_at_random({handle_.value, draws_->seed, draws_->places});
   }
 
   int64_t handle() const { return handle_.value; }
@@ -73,9 +86,8 @@ class Plan {
   using Key = std::vector<const void*>;
 
   static int64_t make(const PlanOperands& of) {
-    static const auto op =
-        find_op<int64_t(at::TensorList, at::TensorList, at::TensorList, bool)>("fusedstep::plan_new");
-    return op.call(of.weights, of.states, of.steps, of.has_beside);
+    static const Op op("fusedstep::plan_new");
+    return op({of.weights, of.states, of.steps, of.has_beside})[0].toInt();
   }
   static Key key(const PlanOperands& of) {
     Key impls;

@@ -15,41 +15,31 @@
 
 namespace fusedstep::optim {
 
-// Declares the members of an optimizer's options from a list of X(type, name, default value), of which `lr`
-// is one: what TORCH_ARG makes of each, archives and comparison. An option that an archive lacks stays as it
-// is: later versions have more of them. max_grad_norm clips the 2-norm of all gradients together, for the
-// step alone; kNoLimit: not at all.
-#define FUSEDSTEP_OPTIONS(Options, LIST)                                                                \
- public:                                                                                                \
-  Options() = default;                                                                                  \
-  /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */                                 \
-  Options(double lr) : lr_(lr) {}                                                                       \
-  LIST(FUSEDSTEP_DECLARE_OPTION)                                                                        \
-  FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_OPTION)                                                   \
- public:                                                                                                \
-  void serialize(torch::serialize::InputArchive& archive) override {                                    \
-    LIST(FUSEDSTEP_READ_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_READ_OPTION)                        \
-  }                                                                                                     \
-  void serialize(torch::serialize::OutputArchive& archive) const override {                             \
-    LIST(FUSEDSTEP_WRITE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_WRITE_SET)                         \
-  }                                                                                                     \
-  static bool has_option(std::string_view option) {                                                     \
-    return false LIST(FUSEDSTEP_IS_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_IS_OPTION);              \
-  }                                                                                                     \
-  double get_lr() const override { return lr(); }                                                       \
-  void check_ranges() const { LIST(FUSEDSTEP_CHECK_OPTION) }                                            \
-  void set_lr(const double lr) override { lr_ = lr; }                                                   \
-  /* Sets what is not set as it is in others. */                                                        \
-  void complete_storage(const Options& others) { FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPLETE_OPTION) } \
-  friend bool operator==(const Options& a, const Options& b) {                                          \
-    return true LIST(FUSEDSTEP_COMPARE_OPTION) FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_COMPARE_OPTION);     \
+// Declares the members of an optimizer's options, a detail::BasicOptions, from a list of X(type, name,
+// default value), of which `lr` is one: what TORCH_ARG makes of each. max_grad_norm clips the 2-norm of all
+// gradients together, for the step alone; kNoLimit: not at all. The constructor is a template for a program
+// to compile what the classes have that it uses, and no more.
+#define FUSEDSTEP_OPTIONS(Options, LIST)                                                        \
+ public:                                                                                        \
+  Options() = default;                                                                          \
+  template <class = void> /* NOLINTNEXTLINE(google-explicit-constructor): as torch's options */ \
+  Options(double lr) : lr_(lr) {}                                                               \
+  LIST(FUSEDSTEP_DECLARE_OPTION)                                                                \
+  FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_DECLARE_OPTION)                                           \
+ public:                                                                                        \
+  /* Calls visit(name, pointer to member) for each option but those of storage. */              \
+  template <class Visit>                                                                        \
+  static void for_each_option(const Visit& visit) {                                             \
+    using Own = Options;                                                                        \
+    LIST(FUSEDSTEP_VISIT_OPTION)                                                                \
+  }                                                                                             \
+  template <class Visit>                                                                        \
+  static void for_each_storage_option(const Visit& visit) {                                     \
+    using Own = Options;                                                                        \
+    FUSEDSTEP_STORAGE_OPTIONS(FUSEDSTEP_VISIT_OPTION)                                           \
   }
 #define FUSEDSTEP_DECLARE_OPTION(type, name, value) TORCH_ARG(type, name) = value;
-#define FUSEDSTEP_READ_OPTION(type, name, value) detail::read_if_there(archive, #name, name##_);
-#define FUSEDSTEP_WRITE_OPTION(type, name, value) _TORCH_OPTIM_SERIALIZE_TORCH_ARG(name);
-#define FUSEDSTEP_IS_OPTION(type, name, value) || option == #name
-#define FUSEDSTEP_COMPARE_OPTION(type, name, value) &&a.name##_ == b.name##_
-#define FUSEDSTEP_CHECK_OPTION(type, name, value) detail::check_range(#name, name##_);
+#define FUSEDSTEP_VISIT_OPTION(type, name, value) visit(#name, &Own::name##_);
 
 // The options that all optimizers have: how states and weights are stored. An archive has one only where it
 // is set, that is, neither "" nor 0.
@@ -63,10 +53,6 @@ namespace fusedstep::optim {
   X(std::string, master_weights, kNotSet) \
   X(std::string, rounding, kNotSet)       \
   X(int64_t, seed, 0)
-#define FUSEDSTEP_WRITE_SET(type, name, value) \
-  if (detail::is_set(name##_)) archive.write(#name, torch::IValue(name##_));
-#define FUSEDSTEP_COMPLETE_OPTION(type, name, value) \
-  if (!detail::is_set(name##_)) name##_ = others.name##_;
 
 inline constexpr const char* kNotSet = "";
 
@@ -111,6 +97,60 @@ void read_if_there(torch::serialize::InputArchive& archive, const char* name, T&
   c10::IValue value;
   if (archive.try_read(name, value)) option = value.to<T>();
 }
+
+// What the options of all classes have: archives, checks and comparison. An option that an archive lacks
+// stays as it is: later versions have more of them.
+template <class Derived>
+class BasicOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
+ public:
+  void serialize(torch::serialize::InputArchive& archive) override {
+    const auto read = [&](const char* name, auto member) { read_if_there(archive, name, self().*member); };
+    Derived::for_each_option(read);
+    Derived::for_each_storage_option(read);
+  }
+  void serialize(torch::serialize::OutputArchive& archive) const override {
+    const auto write = [&](const char* name, auto member) {
+      archive.write(name, torch::IValue(self().*member));
+    };
+    Derived::for_each_option(write);
+    Derived::for_each_storage_option([&](const char* name, auto member) {
+      if (is_set(self().*member)) write(name, member);
+    });
+  }
+  double get_lr() const override { return self().lr(); }
+  void set_lr(const double lr) override { self().lr(lr); }
+
+  static bool has_option(std::string_view option) {
+    bool has = false;
+    const auto look = [&](std::string_view name, auto /*member*/) { has |= name == option; };
+    Derived::for_each_option(look);
+    Derived::for_each_storage_option(look);
+    return has;
+  }
+
+  void check_ranges() const {
+    Derived::for_each_option([&](const char* name, auto member) { check_range(name, self().*member); });
+  }
+
+  // Sets what is not set as it is in others.
+  void complete_storage(const Derived& others) {
+    Derived::for_each_storage_option([&](const char* /*name*/, auto member) {
+      if (!is_set(self().*member)) self().*member = others.*member;
+    });
+  }
+
+  friend bool operator==(const Derived& a, const Derived& b) {
+    bool are_equal = true;
+    const auto compare = [&](const char* /*name*/, auto member) { are_equal &= a.*member == b.*member; };
+    Derived::for_each_option(compare);
+    Derived::for_each_storage_option(compare);
+    return are_equal;
+  }
+
+ private:
+  Derived& self() { return static_cast<Derived&>(*this); }
+  const Derived& self() const { return static_cast<const Derived&>(*this); }
+};
 
 // The hyper-parameters of a rule as its operator takes them, in their order and, last, whether to maximize.
 template <class Hyper>

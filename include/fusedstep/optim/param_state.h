@@ -34,7 +34,9 @@ inline torch::Tensor new_number(double value) {
 template <class Rule>
 constexpr auto numbers_of() {
   std::array<rules::NumberSpec, 1 + rules::kNumbersOf<Rule>> numbers{{{"step", 0}}};
-  if constexpr (rules::kNumbersOf<Rule> != 0) std::ranges::copy(Rule::kNumbers, numbers.begin() + 1);
+  if constexpr (rules::kNumbersOf<Rule> != 0) {
+    for (size_t i = 0; i < rules::kNumbersOf<Rule>; ++i) numbers[1 + i] = Rule::kNumbers[i];
+  }
   return numbers;
 }
 

@@ -12,7 +12,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                        \
   X(double, max_grad_norm, kNoLimit)
 
-struct RAdamOptions : torch::optim::OptimizerCloneableOptions<RAdamOptions> {
+struct RAdamOptions : detail::BasicOptions<RAdamOptions> {
   FUSEDSTEP_OPTIONS(RAdamOptions, FUSEDSTEP_RADAM_OPTIONS)
 };
 

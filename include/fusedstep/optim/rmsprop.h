@@ -13,7 +13,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)           \
   X(double, max_grad_norm, kNoLimit)
 
-struct RMSpropOptions : torch::optim::OptimizerCloneableOptions<RMSpropOptions> {
+struct RMSpropOptions : detail::BasicOptions<RMSpropOptions> {
   FUSEDSTEP_OPTIONS(RMSpropOptions, FUSEDSTEP_RMSPROP_OPTIONS)
 };
 

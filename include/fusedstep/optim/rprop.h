@@ -10,7 +10,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)                             \
   X(double, max_grad_norm, kNoLimit)
 
-struct RpropOptions : torch::optim::OptimizerCloneableOptions<RpropOptions> {
+struct RpropOptions : detail::BasicOptions<RpropOptions> {
   FUSEDSTEP_OPTIONS(RpropOptions, FUSEDSTEP_RPROP_OPTIONS)
 };
 

@@ -12,7 +12,7 @@ namespace fusedstep::optim {
   X(bool, maximize, false)       \
   X(double, max_grad_norm, kNoLimit)
 
-struct SGDOptions : torch::optim::OptimizerCloneableOptions<SGDOptions> {
+struct SGDOptions : detail::BasicOptions<SGDOptions> {
   FUSEDSTEP_OPTIONS(SGDOptions, FUSEDSTEP_SGD_OPTIONS)
 };
 

@@ -63,22 +63,18 @@ inline void check_codes(const std::string& name, const torch::Tensor& codes, con
 // The float32 numbers of codes, in the weight's shape and on its device.
 inline torch::Tensor decode(const torch::Tensor& codes, const torch::Tensor& absmax,
                             const torch::Tensor& weight, bool is_signed) {
-  static const auto op =
-      find_op<torch::Tensor(const torch::Tensor&, const torch::Tensor&, at::IntArrayRef, bool)>(
-          "fusedstep::decode_state");
-  return op.call(codes.cpu().contiguous(), absmax.cpu().contiguous(), weight.sizes(), is_signed)
-      .to(weight.device());
+  static const Op op("fusedstep::decode_state");
+  const auto numbers = op({codes.cpu().contiguous(), absmax.cpu().contiguous(), weight.sizes(), is_signed});
+  return numbers[0].toTensor().to(weight.device());
 }
 
 // The codes of numbers, and their absmax.
 inline std::tuple<torch::Tensor, torch::Tensor> encode(const torch::Tensor& numbers, std::string_view kind,
                                                        bool is_signed) {
-  static const auto op =
-      find_op<std::tuple<torch::Tensor, torch::Tensor>(const torch::Tensor&, int64_t, bool)>(
-          "fusedstep::encode_state");
-  static const auto index_of = find_op<int64_t(std::string_view)>("fusedstep::storage_index");
-  const auto [codes, absmax] =
-      op.call(numbers.to(torch::kCPU, torch::kFloat32).contiguous(), index_of.call(kind), is_signed);
+  static const Op op("fusedstep::encode_state"), index_of("fusedstep::storage_index");
+  const int64_t storage = index_of({std::string(kind)})[0].toInt();
+  const auto both = op({numbers.to(torch::kCPU, torch::kFloat32).contiguous(), storage, is_signed});
+  const torch::Tensor &codes = both[0].toTensor(), &absmax = both[1].toTensor();
   return {codes.to(numbers.device()), absmax.to(numbers.device())};
 }
 
@@ -92,11 +88,10 @@ inline void fill_codes(const torch::Tensor& codes, const torch::Tensor& absmax, 
 
 // Codes of zero for each slot and weight, then the absmax of each.
 inline Tensors new_codes(const Tensors& weights, std::string_view kind, const std::vector<bool>& is_signed) {
-  static const auto op =
-      find_op<Tensors(at::TensorList, std::string_view, c10::List<bool>)>("fusedstep::new_codes");
+  static const Op op("fusedstep::new_codes");
   c10::List<bool> signs;
   for (const bool each : is_signed) signs.push_back(each);
-  return op.call(weights, kind, signs);
+  return op({weights, std::string(kind), signs})[0].toTensorVector();
 }
 
 }  // namespace fusedstep::optim::detail
