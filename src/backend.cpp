@@ -2,10 +2,11 @@
 
 #include <dlfcn.h>
 
-#include <filesystem>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+
+#include "src/cuda_library.h"
 
 namespace fusedstep {
 namespace {
@@ -20,7 +21,7 @@ std::string load_cuda() {
   Dl_info self{};
   if (dladdr(reinterpret_cast<const void*>(&register_cuda), &self) == 0)
     return "where it should be is unknown";
-  const auto path = std::filesystem::path(self.dli_fname).replace_filename("libfusedstep_cuda.so");
+  const auto path = cuda_library_of(self.dli_fname);
   if (dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL) != nullptr) return "";
   const char* const error = dlerror();
   return error != nullptr ? error : "it could not be loaded";
