@@ -377,13 +377,13 @@ class WrapperOfItsClass(optim.AdamW):
     "function", [fusedstep.verify, fusedstep.convert, lambda o: fusedstep.import_state_dict(o, {})]
 )
 def test_a_wrapped_optimizer(function):
-    with pytest.raises(TypeError, match=r"Wrapper, .* in its attribute \.optimizer: give that"):
+    with pytest.raises(TypeError, match=r"Wrapper, which wraps .* give its \.optimizer"):
         function(Wrapper(optim.AdamW([torch.zeros(2)])))
 
 
 def test_a_wrapper_of_the_class_that_it_wraps():
     wrapper = WrapperOfItsClass(optim.AdamW([torch.zeros(2)]))
-    with pytest.raises(TypeError, match=r"WrapperOfItsClass, .* in its attribute \.optimizer"):
+    with pytest.raises(TypeError, match=r"WrapperOfItsClass, .* give its \.optimizer"):
         fusedstep.convert(wrapper)
     fusedstep.verify(wrapper)
     fusedstep.import_state_dict(wrapper, optim.AdamW([torch.zeros(2)]).state_dict())
