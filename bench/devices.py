@@ -24,7 +24,7 @@ import torch
 
 import fusedstep
 import limit_library
-from fusedstep import _ops
+from fusedstep._native import ops
 from implementations import Stepper
 from limit_library import Limit, Memory, Walk
 from rows import Row
@@ -62,7 +62,7 @@ class Cpu(Device):
         super().__init__(limit_library.Library(libraries) if libraries else None)
 
     def facts(self) -> dict[str, Any]:
-        isas = {"isa": None if _ops.missing else fusedstep.isa()}
+        isas = {"isa": None if ops.missing else fusedstep.isa()}
         if self._limit is not None:
             isas["limit_isa"] = self._limit.isa
         return {"threads": torch.get_num_threads()} | isas
@@ -123,7 +123,7 @@ class Cuda(Device):
     def __init__(self, libraries: Path | None) -> None:
         if not torch.cuda.is_available():
             sys.exit("bench: torch sees no CUDA device")
-        if missing := _ops.missing_on("cuda"):
+        if missing := ops.missing_on("cuda"):
             sys.exit(f"bench: {missing}")
         super().__init__(_cuda_limit(libraries) if libraries else None)
 

@@ -15,9 +15,9 @@
 #include "fusedstep/isa.h"
 #include "fusedstep/rules/list.h"
 #include "shape_lists.h"
-#include "src/placement.h"
-#include "src/plan.h"
-#include "src/step.h"
+#include "src/plan/placement.h"
+#include "src/plan/plan.h"
+#include "src/steps/step.h"
 
 namespace fusedstep {
 namespace {

@@ -6,7 +6,7 @@
 
 namespace fusedstep::cuda {
 
-// As ProjectedTensor (src/projected.h).
+// As ProjectedTensor (src/steps/projected.h).
 struct ProjectedLaunch {
   const float *grad, *basis;
   float* update;

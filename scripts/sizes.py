@@ -10,17 +10,17 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: Subjects of the library, and patterns of their paths. A file is of the first that it matches.
 SUBJECTS = {
-    "shards": r"shard|_(dtensor|units|spread|factored_blocks)\.",
-    "steps in the backward pass, offload": r"fusedstep/(backward|offload)|_arrivals",
+    "shards": r"shard|_step/sums\.|_factored/blocks\.",
+    "steps in the backward pass, offload": r"fusedstep/(backward|offload)|_api/buckets\.",
     "converting, verifying, doctor, memory, other frameworks": (
-        r"fusedstep/(convert|verify|_?doctor|_twin|_relatives|memory/|integrations/)"
-        r"|_foreign|_transformers_adamw|/_(create|groups|names|patterns|presets|registry|roles)\."
+        r"fusedstep/(convert|verify|doctor|_models/|memory/|integrations/)|_torch_ops/twin\."
+        r"|/transformers_adamw\.|_api/(foreign|names|registry)\."
     ),
     "steps in matrix products, factored moments, rows of tables": (
         r"adafactor|factored|matri|projec|galore|apollo|muon|musgd|came\.|low_rank|newton|rowwise"
-        r"|sparse|/rows\.|_(moments|near_shapes|passes|products|scratch|subspace|second_step)\."
+        r"|sparse|/rows\."
     ),
-    "how weights and states are stored": r"coded|codes?[._]|low_bit|_weights\.|weight_value",
+    "how weights and states are stored": r"coded|codes?[._]|low_bit|_state/storage\.|weight_value",
     "rules, engines, plans, the step and its states": "",
 }
 

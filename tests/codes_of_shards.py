@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from fusedstep import optim
-from fusedstep.optim._codes import CODES
-from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._state.codes import CODES
 from stepping import assert_same_bits
 from two_processes import PROCESSES, folder_of_both, like, part_of, shards_of
 

@@ -13,7 +13,7 @@ from _pytest.runner import runtestprotocol
 
 import fusedstep
 from cases import PLAIN, WITH_COUNTS, WITH_STATES
-from fusedstep import _ops
+from fusedstep._native import ops
 
 SHOWN = 0.005
 """Seconds from which pytest's `--durations` shows a fixture."""
@@ -71,7 +71,7 @@ def pytest_runtest_protocol(item, nextitem):
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     torch.set_num_threads(count)
     torch.set_flush_denormal(False)
-    _ops.force_isa(None)
+    ops.force_isa(None)
     return True
 
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from codes_of_shards import WAYS, Training, assert_all_have, assert_same_state
 from fusedstep import optim
-from fusedstep.optim._clip import _norm
-from fusedstep.optim._dtensor import is_dtensor, local
-from fusedstep.optim._factored import Part
-from fusedstep.optim._spread import norm2
+from fusedstep._factored.steps import Part
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._step.clip import _norm
+from fusedstep._step.sums import norm2
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 from two_processes import folder_of_both, like, part_of, shards_of
 
@@ -320,8 +320,8 @@ def clipping_sums_parts_natively(here):
         exact = math.sqrt(math.fsum(value**2 for value in itertools.chain(*grads)))
         optimizer = optim.Adafactor(shards, fused=fused)
         with (
-            mock.patch("fusedstep.optim._clip.norm2", wraps=norm2) as of_parts,
-            mock.patch("fusedstep.optim._clip._norm", wraps=_norm) as of_wholes,
+            mock.patch("fusedstep._step.clip.norm2", wraps=norm2) as of_parts,
+            mock.patch("fusedstep._step.clip._norm", wraps=_norm) as of_wholes,
         ):
             found = optimizer.step(max_norm=0.5).item()
         assert found == pytest.approx(exact, rel=1e-13), name

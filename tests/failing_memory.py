@@ -21,7 +21,7 @@ import torch
 
 from cases import PLAIN, Case, first_of_each
 from fusedstep import optim
-from fusedstep.optim._undo import NO_RESERVE
+from fusedstep._step.undo import NO_RESERVE
 from stepping import bits, make_gradients, make_weights
 
 SHAPES = ((40_000,), (7,), (6, 5))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep.optim._codes import storage_index
+from fusedstep._state.codes import storage_index
 from pages import ROOT
 from stepping import (
     as_parameters,

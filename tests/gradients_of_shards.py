@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from fusedstep import optim
-from fusedstep.optim._dtensor import local
+from fusedstep._sharding.dtensor import local
 from stepping import assert_same_bits
 from two_processes import part_of
 

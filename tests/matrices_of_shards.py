@@ -18,8 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
-from fusedstep.optim import _matrix_batches, _newton_schulz, _sharded_matrices
-from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep._matrix import batches, newton_schulz
+from fusedstep._sharding import exchange as _sharded_matrices
+from fusedstep._sharding.dtensor import is_dtensor, local
 from stepping import assert_same_bits
 from two_processes import PROCESSES, folder_of_both, like, part_of, shards_of
 
@@ -124,8 +125,8 @@ class Subjects:
 def batches_of_elements(count):
     """Has no batch more elements for a process than this, or than a weight has."""
     with (
-        mock.patch.dict(_matrix_batches._AT_ONCE, {"cpu": count}),
-        mock.patch.object(_matrix_batches, "_AT_ONCE_ELSEWHERE", count),
+        mock.patch.dict(batches._AT_ONCE, {"cpu": count}),
+        mock.patch.object(batches, "_AT_ONCE_ELSEWHERE", count),
     ):
         yield
 
@@ -181,9 +182,9 @@ def each_matrix_is_computed_once(here):
 
     def counted(x, *args):
         computed.extend([x.shape[1:]] * len(x))
-        return _newton_schulz.orthogonalize(x, *args)
+        return newton_schulz.orthogonalize(x, *args)
 
-    with mock.patch.object(_matrix_batches, "orthogonalize", counted), batches_of_elements(300):
+    with mock.patch.object(batches, "orthogonalize", counted), batches_of_elements(300):
         found.sharded.step()
     counts = [None, None]
     dist.all_gather_object(counts, len(computed))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from fusedstep import optim
-from fusedstep.optim import _galore, _sharded_projections
-from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep._matrix import galore, sharded_projections
+from fusedstep._sharding.dtensor import is_dtensor, local
 from matrices_of_shards import Subjects, Trained
 from stepping import assert_same_bits
 from two_processes import PROCESSES, part_of
@@ -153,8 +153,8 @@ def each_basis_is_made_once(here):
         made.append(args[0].shape)
         return bases_of(*args)
 
-    bases_of = _galore.bases_of
-    with mock.patch.object(_galore, "bases_of", counted):
+    bases_of = galore.bases_of
+    with mock.patch.object(galore, "bases_of", counted):
         found.sharded.step()
     counts = [None, None]
     dist.all_gather_object(counts, len(made))
@@ -235,8 +235,8 @@ def a_basis_that_fails_in_one_process_stops_all(here):
             raise RuntimeError("no decomposition")
         return bases_of(*args)
 
-    bases_of = _galore.bases_of
-    with mock.patch.object(_galore, "bases_of", failing):
+    bases_of = galore.bases_of
+    with mock.patch.object(galore, "bases_of", failing):
         expected = "no decomposition" if here.rank == 1 else "another process could not make"
         with pytest.raises(RuntimeError, match=expected):
             found.sharded.step()
@@ -276,7 +276,7 @@ def all_wait_for_a_gradient_that_is_not_zero(here):
 def gradients_of_zeros_are_not_gathered(here):
     found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW)
     found.take_gradients(0, torch.zeros_like)
-    with mock.patch.object(_sharded_projections, "_gather", None):
+    with mock.patch.object(sharded_projections, "_gather", None):
         found.sharded.step()
         found.sharded.step()
 

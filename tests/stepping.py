@@ -10,11 +10,11 @@ from torch import Tensor
 
 import fusedstep
 from cases import LOW_PRECISION, Case, Tolerance
-from fusedstep import _ops
+from fusedstep._native import ops
 
-CHUNK = int(_ops.capabilities()["chunk"])
+CHUNK = int(ops.capabilities()["chunk"])
 """Elements in a chunk of the engine: sizes around it are where tails and seams are."""
-TEAM = int(_ops.capabilities()["serial_elements"])
+TEAM = int(ops.capabilities()["serial_elements"])
 """Elements for which the engine starts a team of threads."""
 
 ISAS = tuple(
@@ -54,11 +54,11 @@ def threads(count: int, *, started: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forced_isa(name: str) -> Iterator[None]:
-    _ops.force_isa(name)
+    ops.force_isa(name)
     try:
         yield
     finally:
-        _ops.force_isa(None)
+        ops.force_isa(None)
 
 
 def make_weights(shapes, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:

@@ -10,7 +10,7 @@ import torch
 import fusedstep
 from foreign import count_in_the_group, dressed
 from fusedstep import optim
-from fusedstep.optim._codes import BLOCKS
+from fusedstep._state.codes import BLOCKS
 from reference.adan import adan
 from stepping import (
     CHUNK,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cases import DTYPES, KINDS, PLAIN
-from fusedstep import _ops
-from fusedstep.optim._plan import Snapshot, same
+from fusedstep._native import ops
+from fusedstep._step.plan import Snapshot, same
 from stepping import (
     CHUNK,
     as_parameters,
@@ -20,7 +20,7 @@ from stepping import (
 
 SHAPES = ((33, 31), (7,), (2 * CHUNK + 5,), (), (0, 3), (2, 1, 3, 1, 2, 4))
 
-needs_binding = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+needs_binding = pytest.mark.skipif(ops.bind is None, reason="built without Python's headers")
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def calls(monkeypatch):
 
         return call
 
-    noted = {name: noting(getattr(_ops.bind, name)) for name in ("plan_bind", "repeat")}
-    monkeypatch.setattr(_ops, "bind", SimpleNamespace(**vars(_ops.bind) | noted))
+    noted = {name: noting(getattr(ops.bind, name)) for name in ("plan_bind", "repeat")}
+    monkeypatch.setattr(ops, "bind", SimpleNamespace(**vars(ops.bind) | noted))
     return answers
 
 
@@ -54,7 +54,7 @@ def test_both_ways_give_the_same_bits(case, dtype, calls, monkeypatch):
     directly = run()
     assert len(calls) >= 3
     assert all(calls)
-    monkeypatch.setattr(_ops, "bind", None)
+    monkeypatch.setattr(ops, "bind", None)
     assert_same_contents(contents(run()), contents(directly))
 
 
@@ -81,7 +81,7 @@ def test_errors_are_the_same(gradient, monkeypatch):
     states = torch.ops.fusedstep.new_states([weight], 1)
     plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
     texts = []
-    for bind in (_ops.bind.plan_bind, torch.ops.fusedstep.plan_bind):
+    for bind in (ops.bind.plan_bind, torch.ops.fusedstep.plan_bind):
         try:
             texts.append(bind(plan, [weight], [gradient()]))
         except (RuntimeError, NotImplementedError) as error:
@@ -96,7 +96,7 @@ def test_errors_are_the_same(gradient, monkeypatch):
 @pytest.mark.parametrize("arguments", [(), (1, [], ()), ("plan", [], []), (1, None, [])], ids=str)
 def test_other_arguments_are_refused(arguments):
     with pytest.raises(TypeError):
-        _ops.bind.plan_bind(*arguments)
+        ops.bind.plan_bind(*arguments)
 
 
 @needs_binding
@@ -104,10 +104,10 @@ def test_what_is_no_tensor_is_left_to_the_operator():
     weight = torch.ones(4)
     states = torch.ops.fusedstep.new_states([weight], 1)
     plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
-    assert _ops.bind.plan_bind(plan, [1.0], [2.0]) is False
-    assert _ops.bind.plan_bind(plan, [weight], [torch.ones(4)]) is True
-    assert _ops.bind.plan_bind(plan, [weight], [2.0]) is False
-    assert _ops.bind.plan_bind(plan, [1.0], [torch.ones(4)]) is False
+    assert ops.bind.plan_bind(plan, [1.0], [2.0]) is False
+    assert ops.bind.plan_bind(plan, [weight], [torch.ones(4)]) is True
+    assert ops.bind.plan_bind(plan, [weight], [2.0]) is False
+    assert ops.bind.plan_bind(plan, [1.0], [torch.ones(4)]) is False
     torch.ops.fusedstep.plan_delete(plan)
 
 
@@ -124,14 +124,14 @@ def test_what_is_no_tensor_is_left_to_the_operator():
 )
 def test_a_step_that_cannot_be_is_refused(optimizer, plan, options, text):
     with pytest.raises(RuntimeError, match=text):
-        _ops.bind.prepare(optimizer, plan, options, 1.0, 0)
+        ops.bind.prepare(optimizer, plan, options, 1.0, 0)
 
 
 @needs_binding
 @pytest.mark.parametrize("options", [("one",) * 8, [0.0] * 8])
 def test_a_step_takes_a_tuple_of_numbers(options):
     with pytest.raises(TypeError):
-        _ops.bind.prepare("adam", 1, options, 1.0, 0)
+        ops.bind.prepare("adam", 1, options, 1.0, 0)
 
 
 EITHER = pytest.mark.parametrize("directly", [pytest.param(True, marks=needs_binding), False])
@@ -140,7 +140,7 @@ EITHER = pytest.mark.parametrize("directly", [pytest.param(True, marks=needs_bin
 @EITHER
 def test_lists_of_the_same_objects(directly, monkeypatch):
     if not directly:
-        monkeypatch.setattr(_ops, "bind", None)
+        monkeypatch.setattr(ops, "bind", None)
     first, second = [1.5], [1.5]
     assert same([], [])
     assert same([first, second], [first, second])
@@ -185,7 +185,7 @@ def clear(state):
 )
 def test_a_snapshot_is_of_one_state(change, directly, monkeypatch):
     if not directly:
-        monkeypatch.setattr(_ops, "bind", None)
+        monkeypatch.setattr(ops, "bind", None)
     state = {"a": {"x": [1]}, "b": {"x": [1], "y": [2]}}
     snapshot = Snapshot(state)
     assert snapshot.is_of(state)

@@ -9,7 +9,7 @@ import torch
 
 import fusedstep
 from fusedstep import optim
-from fusedstep.optim._codes import storage_index
+from fusedstep._state.codes import storage_index
 from reference.codes import MAPS, bitsandbytes_codes, bitsandbytes_map
 from stepping import as_parameters, forced_isa
 from test_cuda import needs_cuda

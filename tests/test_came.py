@@ -10,8 +10,8 @@ import fusedstep
 from factored import CAME as CASES
 from factored import assert_same, stepped
 from fusedstep import optim
-from fusedstep.optim import _factored_blocks
-from fusedstep.optim._factored_blocks import blocks_of
+from fusedstep._factored import blocks as _factored_blocks
+from fusedstep._factored.blocks import blocks_of
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.came import came
 from stepping import WAYS, make_gradients, make_weights

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR
 
 from cases import FAMILIES, KINDS, PLAIN, WITH_COUNTS, first_of_each
-from fusedstep import _ops
+from fusedstep._native import ops
 from stepping import (
     as_parameters,
     assert_same_bits,
@@ -503,7 +503,7 @@ def list_arguments(case):
     steps = [store.with_count(group, p)[name] for name in store.numbers for p in params]
     options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
     grads = [param.grad for param in params]
-    rule = _ops.rule_index[optimizer._rule]
+    rule = ops.rule_index[optimizer._rule]
     return optimizer, (weights, grads, states, steps, options, rule)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from fusedstep import optim
-from fusedstep.optim._presets import PRESETS
+from fusedstep._models.presets import PRESETS
 
 
 class Model(nn.Module):

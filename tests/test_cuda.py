@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN, WITH_COUNTS
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from stepping import (
     as_parameters,
@@ -20,7 +21,7 @@ from stepping import (
 )
 
 needs_cuda = pytest.mark.skipif(
-    not torch.cuda.is_available() or _ops.missing_on("cuda") is not None,
+    not torch.cuda.is_available() or ops.missing_on("cuda") is not None,
     reason="needs a CUDA device and libfusedstep_cuda.so",
 )
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

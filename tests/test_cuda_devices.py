@@ -12,7 +12,8 @@ import projections_of_shards
 import training_of_two
 import two_processes
 from cases import CASES, PLAIN
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 from stepping import (
     as_parameters,
     assert_counts,
@@ -22,7 +23,7 @@ from stepping import (
 )
 from test_cuda import SHAPES, assert_same, set_gradients
 
-if torch.cuda.device_count() < 2 or _ops.missing_on("cuda") is not None:
+if torch.cuda.device_count() < 2 or ops.missing_on("cuda") is not None:
     pytest.skip("needs two CUDA devices and libfusedstep_cuda.so", allow_module_level=True)
 
 

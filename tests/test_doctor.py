@@ -11,9 +11,10 @@ import torch
 
 import fusedstep
 from cases import WITH_STATES
-from fusedstep import _ops, optim
+from fusedstep import optim
 from fusedstep.__main__ import main
-from fusedstep.optim._registry import classes
+from fusedstep._api.registry import classes
+from fusedstep._native import ops
 
 doctor = importlib.import_module("fusedstep.doctor")  # fusedstep.doctor is the function
 
@@ -106,7 +107,8 @@ def test_threads(monkeypatch, threads, variables, finding, advised):
 @pytest.mark.parametrize("installed", [False, True])
 def test_run_sh_is_advised_in_a_source_tree_only(monkeypatch, tmp_path, installed):
     if installed:
-        monkeypatch.setattr(doctor, "__file__", str(tmp_path / "fusedstep" / "doctor.py"))
+        installed_at = tmp_path / "fusedstep" / "doctor" / "__init__.py"
+        monkeypatch.setattr(doctor, "__file__", str(installed_at))
     monkeypatch.setattr(Path, "read_text", lambda _: "always [madvise] never\n")
     for name in ("MALLOC_CONF", "GLIBC_TUNABLES"):
         monkeypatch.delenv(name, raising=False)
@@ -249,7 +251,7 @@ def test_what_16_bit_weights_lose_is_told(dtype, parts, lr, share):
     assert len(lines_of(optim.Adafactor([parameter(3, 3, dtype=dtype)], lr=None))) == 2
 
 
-@pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+@pytest.mark.skipif(ops.bind is None, reason="built without Python's headers")
 @pytest.mark.parametrize("case", WITH_STATES, ids=str)
 def test_a_dictionary_that_is_held_is_told_until_it_is_not(case):
     params = [parameter(4, 4)]

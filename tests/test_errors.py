@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cases import KINDS, NUMBERS, PLAIN, WITH_NAMESAKE, per_optimizer
-from fusedstep import _ops
+from fusedstep._native import ops
 from peers import PEERS
 from stepping import (
     as_parameters,
@@ -379,7 +379,7 @@ def test_sparse_gradients_have_the_texts_of_torch(case):
 def prepare(plan, rule, use=0):
     """Prepares a step with the rule's defaults, down the gradient."""
     options = [*torch.ops.fusedstep.rule_defaults(rule), 0.0]
-    torch.ops.fusedstep.plan_prepare(plan, _ops.rule_index.get(rule, -1), options, 1.0, use)
+    torch.ops.fusedstep.plan_prepare(plan, ops.rule_index.get(rule, -1), options, 1.0, use)
 
 
 class TestOperators:

@@ -11,8 +11,8 @@ import torch
 
 from cases import KINDS, PLAIN
 from fusedstep import optim
-from fusedstep.optim import _binding
-from fusedstep.optim._plan import PlansAside
+from fusedstep._step import binding
+from fusedstep._step.plan import PlansAside
 from stepping import as_parameters, assert_same_bits, contents, make_gradients, make_weights
 
 #: The weights of each call, as views of memory that holds more.
@@ -48,12 +48,12 @@ def made(monkeypatch):
     """The plans that have been made."""
     plans = []
 
-    class Plan(_binding.Plan):
+    class Plan(binding.Plan):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             plans.append(self)
 
-    monkeypatch.setattr(_binding, "Plan", Plan)
+    monkeypatch.setattr(binding, "Plan", Plan)
     return plans
 
 

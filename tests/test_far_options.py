@@ -11,7 +11,7 @@ import torch
 
 from cases import KINDS, PLAIN
 from fusedstep import optim
-from fusedstep.optim._rehearsal import is_usual
+from fusedstep._torch_ops.trial import is_usual
 from stepping import as_parameters, assert_same_contents, contents, make_gradients, make_weights
 from test_composites import ROWS, as_sparse
 

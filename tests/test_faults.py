@@ -47,7 +47,7 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
     from torch.distributed.fsdp import fully_shard
 
     from fusedstep import optim
-    from fusedstep.optim import _spread
+    from fusedstep._step import sums
 
     os.environ["FUSEDSTEP_DATA"] = "nowhere"  # it makes its text, as recipes.run() has it
     torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def dies_in_a_step(folder: Path, rank: int) -> None:
     optimizer = optim.Lamb(model.parameters(), lr=1e-2)
     for step, tokens in enumerate(recipe.batches(2, 2, "cpu"), 1):
         if step == 2 and rank == 1:
-            _spread.total = lambda *_: die()
+            sums.total = lambda *_: die()
         model.loss(tokens).backward()
         try:
             optimizer.step()

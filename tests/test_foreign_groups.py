@@ -11,7 +11,7 @@ import torch
 import fusedstep
 from cases import CASES, PLAIN
 from fusedstep import optim
-from fusedstep.optim._newton_schulz import coefficients_of
+from fusedstep._matrix.newton_schulz import coefficients_of
 from stepping import as_parameters, assert_contents_close, contents, make_weights, run, train
 
 SHAPES = ((33, 31), (7,))

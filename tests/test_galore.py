@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim import _low_rank
-from fusedstep.optim._projection import LEFT, RIGHT
-from fusedstep.optim._scratch import Scratch
+from fusedstep._matrix import low_rank
+from fusedstep._matrix.projection import LEFT, RIGHT
+from fusedstep._matrix.scratch import Scratch
 from low_rank import (
     OPTIONS,
     SHAPES,
@@ -490,5 +490,5 @@ def test_is_documented(name, repository):
 
 
 def test_the_shared_part_knows_no_class_by_name():
-    for shared in _low_rank.LowRankSteps.__mro__[:-1]:
+    for shared in low_rank.LowRankSteps.__mro__[:-1]:
         assert "galore" not in inspect.getsource(shared).lower()

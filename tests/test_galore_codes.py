@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim._projection import RIGHT
+from fusedstep._matrix.projection import RIGHT
 from low_rank import (
     OPTIONS,
     assert_same,

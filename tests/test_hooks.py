@@ -8,7 +8,8 @@ from torch.optim.optimizer import (
 )
 
 from cases import PLAIN
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 
 
 @pytest.fixture(params=PLAIN, ids=str)
@@ -72,7 +73,7 @@ def test_a_step_between_hooks_repeats_the_last_one():
     for _ in range(3):
         optimizer.step()
     assert found == [0.5, 0.0, -0.25, -0.5]
-    if _ops.direct():
+    if ops.direct():
         assert optimizer._last_step is record is not None
     optimizer.register_step_pre_hook(lambda *_: optimizer.param_groups[0].update(momentum=0.5))
     lrs = iter((1.0,))

@@ -9,7 +9,7 @@ import torch
 
 import fusedstep
 from cases import DTYPES, PLAIN, thinned
-from fusedstep import _ops
+from fusedstep._native import ops
 from stepping import ISAS, as_parameters, forced_isa, make_weights
 
 
@@ -77,7 +77,7 @@ def test_the_twin_has_no_isa():
 @pytest.mark.parametrize("name", ["sse9", "AVX2 ", "avx-512"])
 def test_forcing_an_impossible_isa_is_an_error(name):
     with pytest.raises(ValueError, match=name):
-        _ops.force_isa(name)
+        ops.force_isa(name)
     assert fusedstep.isa() == fusedstep.isas()[0]
 
 

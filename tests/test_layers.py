@@ -1,4 +1,4 @@
-"""Law: folders of C++ code and modules of Python import one another in one direction."""
+"""Law: folders of C++ code and of Python import one another in one direction."""
 
 import ast
 import graphlib
@@ -17,10 +17,9 @@ LAYERS = [
     {
         "CPU kernels": "cpu_kernels/",
         "CUDA kernels": "cuda_kernels/",
-        "plans": r"src/(bound|code_maps|extents|layout|load_balance|operand_checks)\."
-        r"|src/(overlap|placement|plan|rows|session|tensor_view|tuning)\.",
+        "plans": r"src/plan/|src/run/(load_balance|session|tuning)\.",
     },
-    {"steps": r"src/(backend|dispatch|factored|isa|projected|rowwise|step)\."},
+    {"steps": r"src/steps/|src/run/(backend|cuda_library|dispatch|isa)\."},
     {"CUDA steps": "src/cuda/"},
     {"operators": "src/ops/"},
     {"Python": "src/python/"},
@@ -71,12 +70,12 @@ def test_every_layer_has_sources():
     ("includer", "included"),
     [
         ("src/core/task.h", "cpu_kernels/kernel_table.h"),
-        ("src/plan.h", "cpu_kernels/kernel_table.h"),
-        ("src/layout.cpp", "cuda_kernels/kernel_table.h"),
-        ("cpu_kernels/tiles.h", "src/layout.h"),
+        ("src/plan/plan.h", "cpu_kernels/kernel_table.h"),
+        ("src/plan/layout.cpp", "cuda_kernels/kernel_table.h"),
+        ("cpu_kernels/tiles.h", "src/plan/layout.h"),
         ("cuda_kernels/walk.cuh", "cpu_kernels/tiles.h"),
-        ("src/plan.cpp", "src/step.h"),
-        ("src/step.cpp", "src/ops/native_plan.h"),
+        ("src/plan/plan.cpp", "src/steps/step.h"),
+        ("src/steps/step.cpp", "src/ops/native_plan.h"),
         ("src/ops/library.cpp", "src/python/bind.cpp"),
         ("fusedstep/vocabulary.h", "src/core/walk.h"),
     ],
@@ -91,6 +90,41 @@ MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in PACKAGE.rglob("*.py")
 }
+
+#: Folders of the Python package, from the lowest floor to the highest: a module imports modules of
+#: its own folder, and of lower floors.
+FLOORS = [
+    {"_version"},
+    {"_native", "_options"},
+    {"_sharding"},
+    {"_state"},
+    {"_step"},
+    {"_torch_ops"},
+    {"_matrix", "_factored"},
+    {"_api"},
+    {"optim"},  # the classes
+    {"_models"},
+    {"optim.__init__"},
+]
+#: Above all floors: what is used beside a step, in the order of their imports.
+TOOLS = {"backward", "convert", "doctor", "gain", "galore", "integrations", "memory", "offload"}
+TOOLS |= {"verify", "__main__", "__init__"}
+
+
+def floor(module: str) -> tuple[int, str]:
+    """The number of the floor of a module, and its folder."""
+    path = MODULES[module].relative_to(PACKAGE / "fusedstep").with_suffix("")
+    folder = "optim.__init__" if str(path) == "optim/__init__" else path.parts[0]
+    for level, folders in enumerate(FLOORS):
+        if folder in folders:
+            return level, folder
+    assert folder in TOOLS, f"{path} is on no floor"
+    return len(FLOORS), "tools"
+
+
+def may_import(importer: str, imported: str) -> bool:
+    (level, folder), (below, other) = floor(importer), floor(imported)
+    return below < level or (below, other) == (level, folder)
 
 
 def imports(module: str) -> set[str]:
@@ -109,8 +143,29 @@ def imports(module: str) -> set[str]:
 
 def test_modules_import_one_another_in_one_direction():
     graph = {module: imports(module) for module in MODULES}
-    assert graph["fusedstep.optim._base"] > {"fusedstep._ops", "fusedstep.optim._step"}
+    assert graph["fusedstep._api.base"] > {"fusedstep._native.ops", "fusedstep._step.step"}
     try:
         tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_go_down(module):
+    for imported in imports(module):
+        assert may_import(module, imported), f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported"),
+    [
+        ("fusedstep._state.states", "fusedstep._step.plan"),
+        ("fusedstep._matrix.batches", "fusedstep._factored.moments"),
+        ("fusedstep._api.base", "fusedstep.optim.adam"),
+        ("fusedstep.optim.adam", "fusedstep.optim"),
+        ("fusedstep.optim.adam", "fusedstep.convert"),
+    ],
+)
+def test_an_import_that_goes_up_is_seen(importer, imported):
+    assert not may_import(importer, imported)
+    assert may_import(imported, imported)

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import fusedstep
-from fusedstep import _libraries, _ops, optim
-from fusedstep._libraries import CUDA, library_path, why_not_cuda
+from fusedstep import optim
+from fusedstep._native import libraries, ops
+from fusedstep._native.libraries import CUDA, library_path, why_not_cuda
 
 doctor = importlib.import_module("fusedstep.doctor")  # fusedstep.doctor is the function
 
@@ -19,11 +20,11 @@ def own(monkeypatch, tmp_path):
     folder = tmp_path / "own"
     folder.mkdir()
     monkeypatch.setenv("FUSEDSTEP_LIBRARY", str(folder / "libfusedstep.so"))
-    _ops.missing_on.cache_clear()
-    _ops.warn_missing.cache_clear()
+    ops.missing_on.cache_clear()
+    ops.warn_missing.cache_clear()
     yield folder
-    _ops.missing_on.cache_clear()
-    _ops.warn_missing.cache_clear()
+    ops.missing_on.cache_clear()
+    ops.warn_missing.cache_clear()
 
 
 @pytest.fixture
@@ -47,7 +48,7 @@ def install(monkeypatch, tmp_path):
 
 def test_all_are_beside_the_one_that_is_named(own):
     assert library_path() == own / "libfusedstep.so"
-    assert library_path(_libraries.BINDING) == own / "_bind.abi3.so"
+    assert library_path(libraries.BINDING) == own / "_bind.abi3.so"
     assert library_path(CUDA) == own / CUDA
 
 
@@ -66,7 +67,7 @@ def test_one_that_was_built_here_comes_first(own, install):
 
 
 def test_without_it_is_said_how_to_get_it(own):
-    told = _ops.missing_on("cuda")
+    told = ops.missing_on("cuda")
     assert f"not found at {own / CUDA}" in told
     assert f"fusedstep-cuda {fusedstep.__version__}" in told
     assert "where nvcc is" in told
@@ -74,7 +75,7 @@ def test_without_it_is_said_how_to_get_it(own):
 
 def test_one_of_another_version_is_not_loaded(own, install):
     install("9.9")
-    assert _ops.missing_on("cuda") == (
+    assert ops.missing_on("cuda") == (
         f"fusedstep-cuda is version 9.9, but fusedstep is {fusedstep.__version__}: "
         f"install fusedstep-cuda {fusedstep.__version__}."
     )
@@ -83,10 +84,10 @@ def test_one_of_another_version_is_not_loaded(own, install):
 def test_another_version_is_told_once_by_optimizers(own, install):
     install("9.9")
     with pytest.warns(UserWarning, match=r"fusedstep-cuda is version 9\.9, .* fused=False is used"):
-        _ops.warn_missing("cuda")
+        ops.warn_missing("cuda")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        _ops.warn_missing("cuda")
+        ops.warn_missing("cuda")
 
 
 @pytest.mark.parametrize("device", [False, True])
@@ -100,8 +101,8 @@ def test_another_version_is_told_by_the_doctor(monkeypatch, own, install, device
 
 def test_a_library_that_cannot_be_loaded_is_named(own, install):
     library = install(fusedstep.__version__)
-    assert "could not be loaded" in _ops.missing_on("cuda")
-    assert str(library) in _ops.missing_on("cuda")
+    assert "could not be loaded" in ops.missing_on("cuda")
+    assert str(library) in ops.missing_on("cuda")
 
 
 @pytest.mark.parametrize(
@@ -116,14 +117,14 @@ def test_a_library_that_cannot_be_loaded_is_named(own, install):
     ],
 )
 def test_drivers(runtime, driver, told):
-    found = _ops._driver_is_too_old(runtime, driver)
+    found = ops._driver_is_too_old(runtime, driver)
     assert (told in found) if told else (found is None)
 
 
 def test_the_library_tells_its_versions():
-    if _ops.missing_on("cuda"):
+    if ops.missing_on("cuda"):
         pytest.skip("built without CUDA")
-    runtime, driver = _ops._cuda_versions()
+    runtime, driver = ops._cuda_versions()
     assert 12000 <= runtime < 20000
     assert (driver > 0) == torch.cuda.is_available()
 

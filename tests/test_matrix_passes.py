@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim import _matrix_batches
+from fusedstep._matrix import batches
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -32,9 +32,9 @@ def passes(monkeypatch):
         for weight, direction, factor in zip(weights, directions, factors, strict=True):
             weight.mul_(keep).add_(direction.to(weight.dtype), alpha=factor)
 
-    monkeypatch.setattr(_matrix_batches, "are_taken", lambda *_: True)
-    monkeypatch.setattr(_matrix_batches, "average_into", average_into)
-    monkeypatch.setattr(_matrix_batches, "decay_and_add", decay_and_add)
+    monkeypatch.setattr(batches, "are_taken", lambda *_: True)
+    monkeypatch.setattr(batches, "average_into", average_into)
+    monkeypatch.setattr(batches, "decay_and_add", decay_and_add)
     return calls
 
 
@@ -97,9 +97,9 @@ def test_values_of_16_bit_weights_go_through_passes(passes, options, cls, monkey
 
 def test_passes_take_no_padded_batches(monkeypatch):
     """Zeros lie between their matrices."""
-    monkeypatch.setattr(_matrix_batches, "_CALLS", {"cpu": 1 << 40})
+    monkeypatch.setattr(batches, "_CALLS", {"cpu": 1 << 40})
     asked = []
-    monkeypatch.setattr(_matrix_batches, "are_taken", lambda *_: asked.append(1))
+    monkeypatch.setattr(batches, "are_taken", lambda *_: asked.append(1))
     trained(steps=1)
     assert len(asked) < len(SHAPES) - 1
 

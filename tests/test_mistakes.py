@@ -14,7 +14,7 @@ import torch
 import fusedstep
 from cases import PLAIN
 from fusedstep import optim
-from fusedstep.optim._foreign import FOREIGN
+from fusedstep._api.foreign import FOREIGN
 from mistakes import EACH, EACH_WITH_STATES, MODES, SHAPES, Unchanged, trained
 from stepping import as_parameters, assert_same_contents, contents, make_weights
 

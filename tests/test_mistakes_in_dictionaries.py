@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 import fusedstep
 from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep import optim
-from fusedstep.optim._states import StateStore
+from fusedstep._state.states import StateStore
 from mistakes import EACH, EACH_WITH_COUNTS, EACH_WITH_STATES, MODES, SHAPES, Unchanged, trained
 from stepping import (
     as_parameters,

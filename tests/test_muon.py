@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 import fusedstep
 from fusedstep import optim
+from fusedstep._matrix import newton_schulz
+from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize
 from fusedstep.memory.plan import Choice, state_bytes
-from fusedstep.optim import _newton_schulz
-from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize
 from reference.muon import QUINTIC, iterated, muon
 from stepping import WAYS
 
@@ -83,7 +83,7 @@ def by_reference(shapes=SHAPES, steps=3, blocks=lambda w: [w], **options):
 @pytest.mark.parametrize("name", ["quintic", "polar_express"])
 @pytest.mark.parametrize("dtype", ERRORS, ids=str)
 def test_iterates_singular_values(dtype, name, gram, monkeypatch):
-    monkeypatch.setattr(_newton_schulz, "takes_gram_form", lambda *args: gram)
+    monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args: gram)
     generator = torch.Generator().manual_seed(3)
     for count in (1, 3, 5, 8):
         steps = coefficients_of(name, count)
@@ -134,7 +134,7 @@ def test_the_gram_form_errs_about_as_much_where_singular_values_differ(
             x = (x / x.norm())[None]
             errors = []
             for gram in (False, True):
-                monkeypatch.setattr(_newton_schulz, "takes_gram_form", lambda *args, g=gram: g)
+                monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args, g=gram: g)
                 found = orthogonalize(x.to(dtype, copy=True), steps, Scratch())[0]
                 errors.append(error(found, expected))
             assert errors[1] < max(times * errors[0], 1e-4 * (times > 5))
@@ -162,7 +162,7 @@ def test_gradients_of_any_size_move_a_weight_alike_in_float16(build, dtype, fuse
 
 
 def test_the_gram_form_is_for_long_matrices_and_whole_float32(monkeypatch):
-    takes = _newton_schulz.takes_gram_form
+    takes = newton_schulz.takes_gram_form
     five, one = coefficients_of("quintic", 5), coefficients_of("quintic", 1)
     for dtype in ERRORS:
         assert takes((3, 10, 40), dtype, five)
@@ -277,7 +277,7 @@ def test_together_is_within_the_error_of_bfloat16_of_one_by_one():
 def test_small_batches_give_the_same(monkeypatch):
     shapes = [(12, 8)] * 5
     expected, _ = trained(optim.Muon, shapes, ns_dtype=torch.float32)
-    monkeypatch.setitem(fusedstep.optim._matrix_batches._AT_ONCE, "cpu", 200)
+    monkeypatch.setitem(fusedstep._matrix.batches._AT_ONCE, "cpu", 200)
     found, optimizer = trained(optim.Muon, shapes, ns_dtype=torch.float32)
     assert max(each.numel() for each in optimizer._scratch.tensors()) == 192
     assert_moved_alike(found, expected, parameters(shapes), 1e-5)
@@ -342,7 +342,7 @@ def test_a_run_of_normuon_goes_on_from_its_dictionary(dtype, fused):
 
 def test_normuon_takes_no_dtensors(monkeypatch):
     weight = torch.nn.Parameter(torch.ones(3, 3))
-    monkeypatch.setattr("fusedstep.optim._muon_groups.is_dtensor", lambda tensor: True)
+    monkeypatch.setattr("fusedstep._matrix.muon_groups.is_dtensor", lambda tensor: True)
     with pytest.raises(ValueError, match="'w' is a DTensor, of whose rows normuon=True keeps no"):
         optim.Muon([("w", weight)], normuon=True)
 

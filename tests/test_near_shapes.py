@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim import _matrix_batches as module
-from fusedstep.optim._near_shapes import joined, newton_schulz_operations
-from fusedstep.optim._newton_schulz import coefficients_of, takes_gram_form
+from fusedstep._matrix import batches as module
+from fusedstep._matrix.near_shapes import joined, newton_schulz_operations
+from fusedstep._matrix.newton_schulz import coefficients_of, takes_gram_form
 from stepping import assert_same_bits
 
 #: Wide and tall ones, one shape twice, a stack, and long ones, convolutions among them.

@@ -11,7 +11,7 @@ import fusedstep
 import test_composites
 from cases import PLAIN, thinned
 from fusedstep import optim
-from fusedstep.optim._registry import classes
+from fusedstep._api.registry import classes
 from stepping import assert_same_bits, assert_same_contents, contents
 from test_one_pass import MODES, build, params_of
 

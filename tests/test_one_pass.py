@@ -193,9 +193,9 @@ def test_the_norm_has_the_same_bits_for_any_isa_and_thread_count(case):
             optimizer, _ = build(case, torch.float32, "two groups", shapes=shapes)
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
-            fusedstep._ops.force_isa(isa)
+            fusedstep._native.ops.force_isa(isa)
             norms.add(optimizer.step(max_norm=1.0).item())
-            fusedstep._ops.force_isa(None)
+            fusedstep._native.ops.force_isa(None)
             torch.set_num_threads(before)
     assert len(norms) == 1
 

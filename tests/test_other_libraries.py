@@ -9,7 +9,7 @@ import torch
 import fusedstep
 from foreign_codes import need_library
 from fusedstep import optim
-from fusedstep.optim._registry import classes
+from fusedstep._api.registry import classes
 from stepping import as_parameters, make_weights, train
 
 SHAPES = ((8, 16), (7,))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cases import KINDS, PLAIN
-from fusedstep import _ops
+from fusedstep._native import ops
 from stepping import (
     CHUNK,
     TEAM,
@@ -268,7 +268,7 @@ def large(case):
 def test_two_threads_that_step_one_optimizer_are_told(case, repeated, monkeypatch):
     """The second gets an error, and nothing of its step is done."""
     if not repeated:
-        monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
+        monkeypatch.setattr(ops.bind, "repeat", lambda *_: False)
     param, optimizer = large(case)
     done, errors = [1], []
     for _ in range(20):
@@ -338,7 +338,7 @@ def test_a_load_during_a_step_is_an_error(case):
 def test_other_threads_run_python_while_a_step_runs(case, repeated, monkeypatch):
     """A step has to let them run: by Python's switch interval they would wait for an hour."""
     if not repeated:
-        monkeypatch.setattr(_ops.bind, "repeat", lambda *_: False)
+        monkeypatch.setattr(ops.bind, "repeat", lambda *_: False)
     param = torch.nn.Parameter(torch.ones(1 << 23))
     param.grad = torch.ones_like(param)
     optimizer = case.build([param])

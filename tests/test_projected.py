@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from fusedstep import _ops
+from fusedstep._matrix.products import in_tf32
+from fusedstep._native import ops
 from fusedstep.galore import kernels
-from fusedstep.optim._products import in_tf32
 
 needs_hopper = pytest.mark.skipif(
     not torch.cuda.is_available()
     or torch.cuda.get_device_capability() != (9, 0)
-    or _ops.missing_on("cuda") is not None,
+    or ops.missing_on("cuda") is not None,
     reason="needs a GPU of compute capability 9.0 and libfusedstep_cuda.so",
 )
 
@@ -34,7 +34,7 @@ BOUNDS = {1: 4e-3, 2: 3e-6}
 
 
 def options():
-    return [float(OPTIONS.get(name, 0)) for name in _ops.rule_options["adam"]]
+    return [float(OPTIONS.get(name, 0)) for name in ops.rule_options["adam"]]
 
 
 def example(rows, columns, rank, from_left):
@@ -50,7 +50,7 @@ def example(rows, columns, rank, from_left):
 
 def step(grad, basis, states, update, from_left, count):
     torch.ops.fusedstep.projected_step(
-        _ops.rule_index["adam"],
+        ops.rule_index["adam"],
         options(),
         COUNT,
         grad,
@@ -137,13 +137,13 @@ def test_bad_numbers_stay_bad(bad, count):
         ({"update": torch.zeros(8, 64).t()}, "the update must be contiguous"),
         ({"basis": torch.zeros(3, 8, 32)}, "the basis must be"),
         ({"basis": torch.zeros(1, 8, 36)}, "the basis must be contiguous, of the shape"),
-        ({"rule": _ops.rule_index["lion"]}, "an option is missing"),
+        ({"rule": ops.rule_index["lion"]}, "an option is missing"),
         ({"options": [0.1, 0.9, 0.99, 1e-8, 0.0, 1.0, 0.0]}, "its options"),
     ],
 )
 def test_mistakes_are_refused_before_anything_changes(changed, words):
     given = {
-        "rule": _ops.rule_index["adam"],
+        "rule": ops.rule_index["adam"],
         "options": options(),
         "step": COUNT,
         "grad": torch.zeros(64, 32),

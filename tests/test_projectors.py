@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fusedstep import convert, import_state_dict, optim
-from fusedstep.optim import _subspace
-from fusedstep.optim._projection import LEFT, RIGHT
+from fusedstep._matrix import subspace
+from fusedstep._matrix.projection import LEFT, RIGHT
 from low_rank import (
     OPTIONS,
     as_params,
@@ -49,9 +49,9 @@ def energy(grad, bases):
 @pytest.mark.parametrize("svd", ["randomized", "power"])
 def test_a_cheaper_basis_keeps_the_energy(svd, shape, sides):
     grad, rank = matrix(*shape), 10
-    exact = _subspace.bases_of(grad, rank, sides, "exact", None, 0)
-    bases = _subspace.bases_of(grad, rank, sides, svd, None, 7)
-    bases = _subspace.bases_of(grad, rank, sides, svd, bases, 8)
+    exact = subspace.bases_of(grad, rank, sides, "exact", None, 0)
+    bases = subspace.bases_of(grad, rank, sides, svd, None, 7)
+    bases = subspace.bases_of(grad, rank, sides, svd, bases, 8)
     for side, basis in bases.items():
         assert basis.shape == exact[side].shape
         gram = basis.T @ basis if side == LEFT else basis @ basis.T
@@ -64,8 +64,8 @@ def test_a_cheaper_basis_keeps_the_energy(svd, shape, sides):
 def test_singular_vectors_come_in_their_order():
     """Adam is not the same in another basis of the same subspace."""
     grad = matrix(30, 20, decay=0.6)
-    exact = _subspace.bases_of(grad, 4, (LEFT, RIGHT), "exact", None, 0)
-    found = _subspace.bases_of(grad, 4, (LEFT, RIGHT), "randomized", None, 0)
+    exact = subspace.bases_of(grad, 4, (LEFT, RIGHT), "exact", None, 0)
+    found = subspace.bases_of(grad, 4, (LEFT, RIGHT), "randomized", None, 0)
     for cosines in (exact[LEFT].T @ found[LEFT], exact[RIGHT] @ found[RIGHT].T):
         torch.testing.assert_close(
             cosines.abs(), torch.eye(4, dtype=torch.float64), atol=1e-6, rtol=0
@@ -75,17 +75,17 @@ def test_singular_vectors_come_in_their_order():
 def test_a_power_step_stays_near_its_basis():
     """Moments of the last basis mean the same in the next one: no vector changes its sign."""
     grad = matrix(30, 20, decay=0.6)
-    last = _subspace.bases_of(grad, 4, (LEFT,), "exact", None, 0)
-    found = _subspace.bases_of(grad, 4, (LEFT,), "power", last, 0)
+    last = subspace.bases_of(grad, 4, (LEFT,), "exact", None, 0)
+    found = subspace.bases_of(grad, 4, (LEFT,), "power", last, 0)
     torch.testing.assert_close(found, last, rtol=0, atol=1e-9)
 
 
 def test_random_numbers_follow_from_the_key_alone():
     like = torch.empty(0)
-    first = _subspace.gaussian((3, 4), 2**63 + 5, like)
+    first = subspace.gaussian((3, 4), 2**63 + 5, like)
     torch.manual_seed(1)
-    assert torch.equal(_subspace.gaussian((3, 4), 2**63 + 5, like), first)
-    assert not torch.equal(_subspace.gaussian((3, 4), 6, like), first)
+    assert torch.equal(subspace.gaussian((3, 4), 2**63 + 5, like), first)
+    assert not torch.equal(subspace.gaussian((3, 4), 6, like), first)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -113,13 +113,13 @@ def test_ways_to_a_basis_train_alike(svd, fused):
 def bases_made(monkeypatch, optimizer, steps, gradients=set_gradients):
     """The number of bases that each step makes."""
     made, counts = [], []
-    original = _subspace.bases_of
+    original = subspace.bases_of
 
     def counting(*args):
         made.append(1)
         return original(*args)
 
-    monkeypatch.setattr("fusedstep.optim._galore.bases_of", counting)
+    monkeypatch.setattr("fusedstep._matrix.galore.bases_of", counting)
     for step in range(steps):
         gradients(optimizer, step)
         optimizer.step()
@@ -157,7 +157,7 @@ def test_lazy_refreshes_become_rare_while_the_basis_rests(monkeypatch):
 
 def test_a_decomposition_that_fails_falls_back_and_says_so_once(monkeypatch):
     original, grad = torch.linalg.svd, matrix(12, 9).float()
-    exact = _subspace.bases_of(grad, 3, (LEFT, RIGHT), "exact", None, 0)
+    exact = subspace.bases_of(grad, 3, (LEFT, RIGHT), "exact", None, 0)
     refused = {torch.float32}
 
     def fails(matrix, **options):
@@ -166,20 +166,20 @@ def test_a_decomposition_that_fails_falls_back_and_says_so_once(monkeypatch):
         return original(matrix, **options)
 
     monkeypatch.setattr(torch.linalg, "svd", fails)
-    _subspace._warn.cache_clear()
+    subspace._warn.cache_clear()
     for how in ("float64", "Gram matrix"):
         with pytest.warns(UserWarning, match=how):
-            found = _subspace.bases_of(grad, 3, (LEFT, RIGHT), "exact", None, 0)
+            found = subspace.bases_of(grad, 3, (LEFT, RIGHT), "exact", None, 0)
         for a, b in zip(found.values(), exact.values(), strict=True):
             assert a.dtype is torch.float32
             torch.testing.assert_close(a.abs(), b.abs(), rtol=0, atol=1e-4)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            _subspace.bases_of(grad, 3, (RIGHT,), "exact", None, 0)
+            subspace.bases_of(grad, 3, (RIGHT,), "exact", None, 0)
         refused.add(torch.float64)
     monkeypatch.setattr(torch.linalg, "eigh", lambda matrix: fails(matrix))
     with pytest.raises(RuntimeError, match=r"no decomposition .* succeeded: linalg\.svd"):
-        _subspace.bases_of(grad, 3, (RIGHT,), "exact", None, 0)
+        subspace.bases_of(grad, 3, (RIGHT,), "exact", None, 0)
 
 
 # ---- What is saved -------------------------------------------------------------------------------

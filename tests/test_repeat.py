@@ -12,11 +12,11 @@ from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from cases import CASES, NUMBERS, PLAIN, WITH_COUNTS, WITH_STATES, first_of_each, thinned
-from fusedstep import _ops
-from fusedstep.optim._base import FusedOptimizer
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._native import ops
 from stepping import TEAM, assert_same_contents, contents
 
-pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+pytestmark = pytest.mark.skipif(ops.bind is None, reason="built without Python's headers")
 
 SHAPES = ((33, 31), (7,), (TEAM + 5,), (), (0, 3))
 # Rows without states are seldom, and take another way.
@@ -48,13 +48,13 @@ class Told:
 
     def __init__(self, monkeypatch):
         self.answers = []
-        direct = _ops.bind.repeat
+        direct = ops.bind.repeat
 
         def repeat(*arguments):
             self.answers.append(direct(*arguments))
             return self.answers[-1]
 
-        monkeypatch.setattr(_ops.bind, "repeat", repeat)
+        monkeypatch.setattr(ops.bind, "repeat", repeat)
 
 
 @pytest.fixture
@@ -267,7 +267,7 @@ def run(case, change, **options):
 )
 def test_a_step_after_a_change_is_as_from_the_start(case, change, monkeypatch):
     repeated = run(case, change)
-    monkeypatch.setattr(_ops, "bind", None)
+    monkeypatch.setattr(ops, "bind", None)
     expected = run(case, change)
     assert_same_contents(contents(repeated), contents(expected))
     versions = [[p._version for p in group["params"]] for group in repeated.param_groups]
@@ -334,7 +334,7 @@ def test_one_moved_state_of_many_is_found(case, change, index, threads, told, mo
     try:
         repeated = step_many(case, change, index)
         assert told.answers == [True, True, change is move_count]
-        monkeypatch.setattr(_ops, "bind", None)
+        monkeypatch.setattr(ops, "bind", None)
         assert_same_contents(repeated, step_many(case, change, index))
     finally:
         torch.set_num_threads(before)
@@ -440,7 +440,7 @@ def step_with_states_held(case, route):
 @EACH_WITH_STATES
 def test_states_may_move_whoever_has_got_at_them(case, route, monkeypatch):
     repeated = step_with_states_held(case, route)
-    monkeypatch.setattr(_ops, "bind", None)
+    monkeypatch.setattr(ops, "bind", None)
     assert_same_contents(repeated, step_with_states_held(case, route))
 
 
@@ -665,7 +665,7 @@ def test_gradients_that_come_to_share_memory_are_kept(monkeypatch):
         return contents(optimizer), params[0].grad
 
     repeated, grad = stepped()
-    monkeypatch.setattr(_ops, "bind", None)
+    monkeypatch.setattr(ops, "bind", None)
     expected, expected_grad = stepped()
     assert_same_contents(repeated, expected)
     assert torch.equal(grad, expected_grad)
@@ -674,4 +674,4 @@ def test_gradients_that_come_to_share_memory_are_kept(monkeypatch):
 @pytest.mark.parametrize("arguments", [(), (1,), (1, ()), (1, [])], ids=str)
 def test_other_arguments_are_refused(arguments):
     with pytest.raises(TypeError):
-        _ops.bind.repeat(*arguments)
+        ops.bind.repeat(*arguments)

@@ -8,7 +8,7 @@ from torch import nn
 
 import fusedstep
 from fusedstep import optim
-from fusedstep.optim._roles import HIDDEN, ROLES, UNDECAYED, roles_of
+from fusedstep._models.roles import HIDDEN, ROLES, UNDECAYED, roles_of
 
 
 class Attention(nn.Module):

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from cases import CASES, PLAIN
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 
 RULES = torch.ops.fusedstep.rules()
 
@@ -21,7 +22,7 @@ def test_every_rule_has_a_class_and_every_class_a_rule():
 def test_defaults_are_those_of_the_rule(case):
     rule = case.optimizer._rule
     names = torch.ops.fusedstep.rule_options(rule)
-    assert _ops.rule_options[rule] == tuple(names)
+    assert ops.rule_options[rule] == tuple(names)
     expected = dict(zip(names, torch.ops.fusedstep.rule_defaults(rule), strict=True))
     optimizer = case.optimizer([torch.zeros(3)])
     found = optimizer._options(optimizer.param_groups[0])

@@ -8,8 +8,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fusedstep.optim import _sharded_matrices
-from fusedstep.optim._sharded_matrices import Form, batches_of, why_not_gathered
+from fusedstep._sharding import exchange
+from fusedstep._sharding.exchange import Form, batches_of, why_not_gathered
 
 FORMS = (
     (Form((12, 5), 0, 1), Form((7, 9), 0, 1), Form((1, 4), 0, 1), Form((12, 5), 0, 1)),
@@ -119,8 +119,8 @@ class Mesh(NamedTuple):
 )
 def test_placements(monkeypatch, sizes, placements, message):
     mesh = Mesh(sizes)
-    monkeypatch.setattr(_sharded_matrices, "is_dtensor", lambda tensor: True)
-    monkeypatch.setattr(_sharded_matrices, "spread_of", lambda tensor: (mesh, placements))
+    monkeypatch.setattr(exchange, "is_dtensor", lambda tensor: True)
+    monkeypatch.setattr(exchange, "spread_of", lambda tensor: (mesh, placements))
     found = why_not_gathered(torch.ones(4, 4))
     if message is None:
         assert found is None

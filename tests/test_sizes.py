@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cases import CASES, DTYPES, PLAIN
-from fusedstep import _ops
+from fusedstep._native import ops
 from layouts import Layout
 from stepping import (
     CHUNK,
@@ -28,7 +28,7 @@ STEPS = 3
 
 
 def test_the_sizes_are_around_those_of_the_library():
-    facts = _ops.capabilities()
+    facts = ops.capabilities()
     chunk, team = int(facts["chunk"]), int(facts["serial_elements"])
     assert 1024 < chunk < team
     assert {chunk - 1, chunk, chunk + 1, 2 * chunk + 5} <= set(SIZES)

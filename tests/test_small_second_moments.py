@@ -13,7 +13,7 @@ from torch import nn
 import fusedstep
 from cases import CASES
 from fusedstep import optim
-from fusedstep.optim._codes import storage_index, warn_of_centered
+from fusedstep._state.codes import storage_index, warn_of_centered
 from reference.codes import NOT_NEGATIVE
 from stepping import assert_same_bits, forced_isa
 from test_cuda import needs_cuda

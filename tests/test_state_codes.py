@@ -12,8 +12,9 @@ import torch
 import fusedstep
 from cases import CASES, KINDS, LOW_PRECISION, PLAIN, dealt, thinned
 from fusedstep import optim
-from fusedstep.optim import _registry, low_bit
-from fusedstep.optim._codes import storage_index
+from fusedstep._api import registry
+from fusedstep._state.codes import storage_index
+from fusedstep.optim import low_bit
 from layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from reference.codes import MAPS, NOT_NEGATIVE, nearest, values
 from stepping import (
@@ -459,7 +460,7 @@ def test_a_name_is_the_class_with_its_option(name):
     assert again.param_groups[0]["state_dtype"] == kind
     assert issubclass(cls, base)
     assert cls.__name__ == name
-    assert cls not in _registry.classes
+    assert cls not in registry.classes
 
 
 # Dictionaries

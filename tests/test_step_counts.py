@@ -11,8 +11,8 @@ import torch
 
 from cases import first_of_each
 from fusedstep import optim
+from fusedstep._state.counts import read_count
 from fusedstep.optim import apollo
-from fusedstep.optim._counts import read_count
 from stepping import WAYS, as_parameters, assert_same_contents, contents
 from test_process_defaults import FIRST, SUBJECTS, built, steps
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedstep._libraries import CUDA, library_path
+from fusedstep._native.libraries import CUDA, library_path
 
 NAMESPACES = {
     "base": ("fusedstep::cpu::base::", "at::vec::DEFAULT::"),

@@ -7,7 +7,7 @@ import random
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from fusedstep.optim._units import _has_borders_between, sizes_in_units
+from fusedstep._sharding.units import _has_borders_between, sizes_in_units
 
 UNITS = (2, 128, 256)
 

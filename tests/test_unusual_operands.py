@@ -14,7 +14,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cases import PLAIN, WITH_COUNTS, WITH_STATES, first_of_each, thinned
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 from peers import WITH_FOREACH
 from stepping import (
     as_parameters,
@@ -124,7 +125,7 @@ def test_a_conjugated_weight_is_an_error(case):
 @contextlib.contextmanager
 def without_binding():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_ops, "bind", None)
+        patch.setattr(ops, "bind", None)
         yield
 
 

@@ -8,12 +8,12 @@ import torch
 
 import fusedstep
 from cases import WITH_STATES, dealt
-from fusedstep import _ops
-from fusedstep.optim import _watched
+from fusedstep._api import state as _watched
+from fusedstep._native import ops
 from stepping import assert_same_contents, contents
 from test_repeat import build, set_grads
 
-pytestmark = pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+pytestmark = pytest.mark.skipif(ops.bind is None, reason="built without Python's headers")
 
 
 def test_states_are_not_read_by_a_dictionary_of_none():

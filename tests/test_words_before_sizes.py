@@ -5,7 +5,7 @@ import ctypes
 import pytest
 import torch
 
-from fusedstep._libraries import library_path
+from fusedstep._native.libraries import library_path
 
 WORD = ctypes.sizeof(ctypes.c_int64)
 

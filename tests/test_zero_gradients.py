@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import low_rank
 from fusedstep import optim
-from fusedstep.optim._low_rank_bases import LowRankBases
-from fusedstep.optim._projection import LEFT, RIGHT
+from fusedstep._matrix.low_rank_bases import LowRankBases
+from fusedstep._matrix.projection import LEFT, RIGHT
 from low_rank import (
     OPTIONS,
     SHAPES,
@@ -263,6 +263,6 @@ def test_a_weight_that_is_never_reached_costs_no_decomposition(zeros, monkeypatc
     (group,) = as_params([(projected(), [(12, 8)])], torch.float64)
     optimizer = optim.GaLoreAdamW([group])
     zeros |= set(range(10))
-    monkeypatch.setattr("fusedstep.optim._galore.bases_of", None)
+    monkeypatch.setattr("fusedstep._matrix.galore.bases_of", None)
     run(optimizer, range(10))
     assert_zero(optimizer)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedstep
 from fusedstep import optim
-from fusedstep.optim._dtensor import is_dtensor, local
+from fusedstep._sharding.dtensor import is_dtensor, local
 from stepping import assert_same_bits
 from two_processes import PROCESSES, part_of
 

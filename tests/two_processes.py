@@ -22,9 +22,10 @@ import torch.multiprocessing as mp
 import fusedstep
 from cases import FAMILIES, KINDS, PLAIN
 from foreign import torchao_state
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
+from fusedstep._sharding.dtensor import is_dtensor, local, spread_like
 from fusedstep.optim import lamb
-from fusedstep.optim._dtensor import is_dtensor, local, spread_like
 from reference.codes import MAPS
 from stepping import as_parameters, assert_same_bits, make_gradients, make_weights
 
@@ -181,13 +182,13 @@ def steps_of_shards_repeat_the_last_one(here):
 @contextlib.contextmanager
 def noted_repeats(answers):
     """Adds what ``repeat`` answers to the lists of optimizers."""
-    repeat = _ops.bind.repeat
+    repeat = ops.bind.repeat
 
     def noting(optimizer, last):
         answers[optimizer].append(repeat(optimizer, last))
         return answers[optimizer][-1]
 
-    with mock.patch.object(_ops.bind, "repeat", noting):
+    with mock.patch.object(ops.bind, "repeat", noting):
         yield
 
 
@@ -602,7 +603,7 @@ def offloaded_shards_are_stepped_where_they_are(here):
 def a_state_is_the_memory_of_its_shard(here):
     from torch.distributed.tensor import Shard
 
-    from fusedstep.optim._dtensor import spread_like
+    from fusedstep._sharding.dtensor import spread_like
 
     _, spread = here.subjects(Shard(0))
     for weight in spread:

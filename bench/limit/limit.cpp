@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "bench/limit/passes.h"
-#include "src/session.h"
+#include "src/run/session.h"
 
 #define FUSEDSTEP_LIMIT_API extern "C" __attribute__((visibility("default")))
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from fusedstep import optim
-from fusedstep.optim._projection import RIGHT
-from fusedstep.optim._subspace import bases_of
+from fusedstep._matrix.projection import RIGHT
+from fusedstep._matrix.subspace import bases_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_table

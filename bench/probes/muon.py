@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from fusedstep import optim
-from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import write_table

@@ -21,8 +21,9 @@ from unittest.mock import patch
 
 import torch
 
-from fusedstep.optim import Muon, _matrix_batches
-from fusedstep.optim._newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep._matrix import batches
+from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep.optim import Muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from probes.galore import milliseconds
@@ -44,7 +45,7 @@ def step_of(matrices: list[torch.Tensor], **choice: Any) -> Callable[[], object]
     def step() -> None:
         with ExitStack() as changed:
             for name, value in choice.items():
-                changed.enter_context(patch.object(_matrix_batches, name, value))
+                changed.enter_context(patch.object(batches, name, value))
             optimizer.step()
 
     return step

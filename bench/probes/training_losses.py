@@ -24,7 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from fusedstep import optim
-from fusedstep.optim._weights import value_of, way_of
+from fusedstep._state.storage import value_of, way_of
 from small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

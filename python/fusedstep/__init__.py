@@ -6,8 +6,9 @@
 
 from typing import TYPE_CHECKING
 
-from fusedstep import _libraries, optim
-from fusedstep._ops import isa, isas
+from fusedstep import optim
+from fusedstep._native import libraries as _libraries
+from fusedstep._native.ops import isa, isas
 from fusedstep._version import __version__
 from fusedstep.backward import step_in_backward
 from fusedstep.convert import convert, import_state_dict

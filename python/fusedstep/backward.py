@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from fusedstep.optim._arrivals import Arrivals, PreviousNorm, check_arguments
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import name_of
-from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._plan import Bucket
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.buckets import Arrivals, PreviousNorm, check_arguments
+from fusedstep._sharding.dtensor import is_dtensor
+from fusedstep._state.checks import name_of
+from fusedstep._step.plan import Bucket
 
 __all__ = ["BackwardSteps", "step_in_backward"]
 

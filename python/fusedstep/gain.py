@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep import _twin
-from fusedstep._doctor_of_optimizer import groups_by_torch
-from fusedstep.optim._arrivals import check_ours
-from fusedstep.optim._weights import ASKED, way_of
+from fusedstep._api.buckets import check_ours
+from fusedstep._state.storage import ASKED, way_of
+from fusedstep._torch_ops import twin
+from fusedstep.doctor.optimizer import groups_by_torch
 
 #: Names of the ways in which optimizers step.
 OURS, FUSED, FOREACH, LOOP, FORMULA = "fusedstep", "fused", "foreach", "for-loop", "formula"
@@ -133,14 +133,14 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
             for group in groups
         ]
 
-    timed: dict[str, Optimizer] = {OURS: _twin.like(optimizer, copies(), {})}
+    timed: dict[str, Optimizer] = {OURS: twin.like(optimizer, copies(), {})}
     for name, way in _ways_of_torch(type(optimizer)):
         if other := _of_torch(type(optimizer), copies(), optimizer.defaults, way):
             timed[name] = other
             break
     else:
         weights = [group["params"] for group in copies()]
-        timed[FORMULA] = _twin.imperative_twin(optimizer, weights)
+        timed[FORMULA] = twin.imperative_twin(optimizer, weights)
     ms = time_steps(timed, rounds)
     found = Gain(type(optimizer).__name__, ms, iteration_ms, notes_of(timed))
     print(found)
@@ -222,7 +222,7 @@ def _of_torch(
         return None  # torch's Muon steps matrices alone
     try:
         made = other(groups, **options | way)
-        _twin.step(made)  # fused classes look at dtypes there
+        twin.step(made)  # fused classes look at dtypes there
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, TypeError, ValueError):
@@ -267,7 +267,7 @@ def time_steps(
             for name in names if index % 2 else names[::-1]:
                 _wait(devices)
                 started = time.perf_counter()
-                _twin.step(optimizers[name])
+                twin.step(optimizers[name])
                 _wait(devices)
                 if index >= 2:
                     times[name].append(1000 * (time.perf_counter() - started))

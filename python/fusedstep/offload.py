@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from fusedstep.optim._arrivals import Arrivals, PreviousNorm, check_arguments, name_in
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import name_of
-from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._foreign import not_of_step
-from fusedstep.optim._plan import Bucket
-from fusedstep.optim._unknown import options_of
-from fusedstep.optim._weights import asked_way
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.buckets import Arrivals, PreviousNorm, check_arguments, name_in
+from fusedstep._api.foreign import not_of_step
+from fusedstep._api.unknown import options_of
+from fusedstep._sharding.dtensor import is_dtensor
+from fusedstep._state.checks import name_of
+from fusedstep._state.storage import asked_way
+from fusedstep._step.plan import Bucket
 
 __all__ = ["OffloadedOptimizer", "offload"]
 

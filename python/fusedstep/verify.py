@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep import _twin
-from fusedstep._doctor_of_optimizer import groups_by_torch
-from fusedstep.optim import _dtensor
-from fusedstep.optim._arrivals import check_free, check_ours
-from fusedstep.optim._codes import is_codes
-from fusedstep.optim._weights import BESIDE, MASTER, value_of, way_of
+from fusedstep._api.buckets import check_free, check_ours
+from fusedstep._sharding import dtensor
+from fusedstep._state.codes import is_codes
+from fusedstep._state.storage import BESIDE, MASTER, value_of, way_of
+from fusedstep._torch_ops import twin as _twin
+from fusedstep.doctor.optimizer import groups_by_torch
 
 
 def verify(
@@ -491,7 +491,7 @@ def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
 
 def _elements(tensor: Tensor) -> Tensor:
     """The numbers that this process has of a tensor: parts of complex ones, a DTensor's shard."""
-    shard = _dtensor.local(tensor.detach())
+    shard = dtensor.local(tensor.detach())
     return torch.view_as_real(shard) if shard.is_complex() else shard
 
 

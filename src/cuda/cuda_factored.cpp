@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "cuda_kernels/factored.h"
-#include "src/backend.h"
 #include "src/cuda/memory.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::cuda {
 namespace {

@@ -2,8 +2,8 @@
 #include <algorithm>
 
 #include "cuda_kernels/matrix_passes.h"
-#include "src/backend.h"
 #include "src/cuda/memory.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::cuda {
 namespace {

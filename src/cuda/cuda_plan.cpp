@@ -14,9 +14,9 @@
 
 #include "cuda_kernels/kernel_table.h"
 #include "fusedstep/rules/list.h"
-#include "src/backend.h"
 #include "src/cuda/device_tables.h"
 #include "src/cuda/memory.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::cuda {
 namespace {

@@ -6,8 +6,8 @@
 #include <stdexcept>
 
 #include "cuda_kernels/projected.h"
-#include "src/backend.h"
 #include "src/cuda/memory.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::cuda {
 namespace {

@@ -5,8 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
-#include "src/code_maps.h"
 #include "src/cuda/code_table.h"
+#include "src/plan/code_maps.h"
 
 namespace fusedstep::cuda {
 namespace {

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "cuda_kernels/kernel_table.h"
-#include "src/backend.h"
 #include "src/cuda/memory.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::cuda {
 

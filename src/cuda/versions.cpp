@@ -1,4 +1,5 @@
-// The versions of CUDA that Python compares when it has loaded this library (python/fusedstep/_ops.py).
+// The versions of CUDA that Python compares when it has loaded this library
+// (python/fusedstep/_native/ops.py).
 #include <cuda_runtime_api.h>
 
 // Both as 13000 for 13.0. A driver that is not there is 0.

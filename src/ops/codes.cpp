@@ -4,10 +4,10 @@
 #include <tuple>
 #include <vector>
 
-#include "src/code_maps.h"
-#include "src/dispatch.h"
-#include "src/operand_checks.h"
 #include "src/ops/native_plan.h"
+#include "src/plan/code_maps.h"
+#include "src/plan/operand_checks.h"
+#include "src/run/dispatch.h"
 
 namespace fusedstep::ops {
 namespace {

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "fusedstep/isa.h"
-#include "src/bound.h"
-#include "src/plan.h"
-#include "src/session.h"
+#include "src/plan/bound.h"
+#include "src/plan/plan.h"
+#include "src/run/session.h"
 
 namespace fusedstep::ops {
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "src/factored.h"
-#include "src/operand_checks.h"
 #include "src/ops/native_plan.h"
-#include "src/overlap.h"
+#include "src/plan/operand_checks.h"
+#include "src/plan/overlap.h"
+#include "src/steps/factored.h"
 
 namespace fusedstep::ops {
 namespace {

@@ -9,8 +9,8 @@
 #include "src/core/reduction.h"
 #include "src/ops/direct.h"
 #include "src/ops/native_plan.h"
-#include "src/overlap.h"
-#include "src/session.h"
+#include "src/plan/overlap.h"
+#include "src/run/session.h"
 
 namespace fusedstep::ops {
 namespace {

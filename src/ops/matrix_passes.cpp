@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "src/backend.h"
 #include "src/ops/native_plan.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::ops {
 namespace {

@@ -12,9 +12,9 @@
 #include <unordered_map>
 
 #include "fusedstep/drop_plan.h"
-#include "src/code_maps.h"
 #include "src/ops/negative_bit.h"
-#include "src/session.h"
+#include "src/plan/code_maps.h"
+#include "src/run/session.h"
 
 namespace fusedstep::ops {
 namespace {
@@ -408,7 +408,7 @@ namespace {
 
 // float32 has every integer up to 2^24. From there on a count is the largest float32 number that is not above
 // it, and behind that number in its memory is -1 minus the rest: no other number of a state is below 0.
-// python/fusedstep/optim/_counts.py does the same.
+// python/fusedstep/_state/counts.py does the same.
 constexpr double kLastCount = 1 << 24;
 constexpr float kNoRest = -1;
 

@@ -15,13 +15,13 @@
 #include <utility>
 #include <vector>
 
-#include "src/backend.h"
-#include "src/bound.h"
 #include "src/core/code_map.h"
 #include "src/ops/direct.h"
 #include "src/ops/words_before_sizes.h"
-#include "src/rowwise.h"
-#include "src/step.h"
+#include "src/plan/bound.h"
+#include "src/run/backend.h"
+#include "src/steps/rowwise.h"
+#include "src/steps/step.h"
 
 namespace fusedstep::ops {
 

@@ -8,7 +8,7 @@
 #include <span>
 
 #include "fusedstep/isa.h"
-#include "src/tensor_view.h"
+#include "src/plan/tensor_view.h"
 
 namespace fusedstep::ops {
 

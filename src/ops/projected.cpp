@@ -5,9 +5,9 @@
 #include <string>
 #include <vector>
 
-#include "src/backend.h"
 #include "src/ops/native_plan.h"
 #include "src/ops/rules.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::ops {
 namespace {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "src/ops/direct.h"
-#include "src/step.h"
+#include "src/steps/step.h"
 
 namespace fusedstep::ops {
 

@@ -6,9 +6,9 @@
 #include <string>
 #include <utility>
 
-#include "src/code_maps.h"
 #include "src/ops/native_plan.h"
-#include "src/placement.h"
+#include "src/plan/code_maps.h"
+#include "src/plan/placement.h"
 
 namespace fusedstep::ops {
 namespace {

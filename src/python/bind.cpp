@@ -115,9 +115,9 @@ class GradReader {
   bool is_torchs_;
 };
 
-// True if a tensor's values are what its memory holds. Makes the checks that _base.py and _grads.py make
-// before there is a plan: a wrapper's values lie elsewhere, and a tensor with the negative bit holds them
-// negated.
+// True if a tensor's values are what its memory holds. Makes the checks that _api/base.py and
+// _step/gradients.py make before there is a plan: a wrapper's values lie elsewhere, and a tensor with the
+// negative bit holds them negated.
 bool holds_its_values(PyObject* object, const TensorView& tensor) {
   if (!is_plain(object) && PyObject_HasAttr(object, names.flatten) != 0) return false;
   if (tensor.data == nullptr && std::ranges::find(tensor.sizes, 0) == tensor.sizes.end()) return false;
@@ -426,7 +426,7 @@ PyObject* is_state(PyObject* /*module*/, PyObject* arguments) {
   return PyBool_FromLong(has_values(state, values));
 }
 
-// The record of the last step, a tuple, and in it a tuple for each group. python/fusedstep/optim/_repeat.py
+// The record of the last step, a tuple, and in it a tuple for each group. python/fusedstep/_api/repeat.py
 // makes both, by these names of the fields, and says what is in them.
 enum InRepeat : Py_ssize_t { kRule, kEmpty, kSilent, kValues, kParts, kBumpVersions, kRepeatFields };
 constexpr std::array kRepeatNames = {"rule", "empty", "silent", "values", "parts", "bump_versions"};

@@ -1,5 +1,5 @@
 // Operands that a plan has bound, compared with those of the next step.
-#include "src/bound.h"
+#include "src/plan/bound.h"
 
 #include <gtest/gtest.h>
 #include <sys/mman.h>

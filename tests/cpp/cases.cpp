@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "src/core/phases.h"
-#include "src/tensor_view.h"
+#include "src/plan/tensor_view.h"
 
 namespace fusedstep::test {
 namespace {

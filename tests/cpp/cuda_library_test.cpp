@@ -1,4 +1,4 @@
-#include "src/cuda_library.h"
+#include "src/run/cuda_library.h"
 
 #include <gtest/gtest.h>
 #include <unistd.h>

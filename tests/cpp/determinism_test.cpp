@@ -11,7 +11,7 @@
 
 #include "fusedstep/isa.h"
 #include "src/core/reduction.h"
-#include "src/session.h"
+#include "src/run/session.h"
 #include "tests/cpp/model.h"
 
 namespace fusedstep::test {

@@ -11,7 +11,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "src/placement.h"
+#include "src/plan/placement.h"
 #include "tests/cpp/model.h"
 
 namespace fusedstep::test {

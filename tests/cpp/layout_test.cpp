@@ -1,6 +1,6 @@
 // Layouts of a walk over a tensor. It visits every element once.
-#include "src/layout.h"
-#include "src/overlap.h"
+#include "src/plan/layout.h"
+#include "src/plan/overlap.h"
 
 #include <gtest/gtest.h>
 

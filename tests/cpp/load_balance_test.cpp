@@ -1,5 +1,5 @@
 // Law: threads are given work in proportion to what they got done.
-#include "src/load_balance.h"
+#include "src/run/load_balance.h"
 
 #include <gtest/gtest.h>
 

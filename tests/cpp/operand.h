@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 namespace fusedstep::test {
 

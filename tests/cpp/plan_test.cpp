@@ -1,5 +1,5 @@
 // Plans: what they refuse, what they notice, how they cut the work.
-#include "src/plan.h"
+#include "src/plan/plan.h"
 
 #include <gtest/gtest.h>
 

@@ -1,6 +1,6 @@
 // Sparse gradients: the rows that they have entries for are updated as a dense step updates them, and no byte
 // of another row is written.
-#include "src/rows.h"
+#include "src/plan/rows.h"
 
 #include <gtest/gtest.h>
 

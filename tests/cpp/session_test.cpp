@@ -1,6 +1,6 @@
 // One OpenMP session: every item once, the same thread for the same items, the caller's floating-point
 // environment on every thread.
-#include "src/session.h"
+#include "src/run/session.h"
 
 #include <gtest/gtest.h>
 #include <omp.h>

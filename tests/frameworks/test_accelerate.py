@@ -12,7 +12,8 @@ import recipes
 import two_processes
 import wrapped
 from cases import PLAIN, WITH_NAMESAKE
-from fusedstep import _ops, integrations, optim
+from fusedstep import integrations, optim
+from fusedstep._native import ops
 from pages import run_page
 from small import (
     assert_native,
@@ -170,13 +171,13 @@ def train_with_overflows(accelerate, kind):
     return skipped, inner.param_groups[0]["lr"], loss_of(model, batches(1)[0]).item()
 
 
-@pytest.mark.skipif(_ops.bind is None, reason="built without Python's headers")
+@pytest.mark.skipif(ops.bind is None, reason="built without Python's headers")
 @pytest.mark.parametrize("case", PLAIN, ids=str)
 def test_prepared_steps_take_the_shortcut(accelerate, case, monkeypatch):
     """Although Accelerate calls `step(None)`, and has read the states."""
-    answers, repeat = [], _ops.bind.repeat
+    answers, repeat = [], ops.bind.repeat
     monkeypatch.setattr(
-        _ops.bind, "repeat", lambda *args: answers.append(repeat(*args)) or answers[-1]
+        ops.bind, "repeat", lambda *args: answers.append(repeat(*args)) or answers[-1]
     )
     params = as_parameters(make_weights([(5, 4), (7,)], torch.float32))
     cls, options = ours(case)

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import two_processes
 from cases import PLAIN
 from fusedstep import integrations, optim
-from fusedstep.optim import _binding, low_bit
+from fusedstep._step import binding
+from fusedstep.optim import low_bit
 from pages import run_page
 from small import (
     assert_native,
@@ -148,13 +149,13 @@ def no_call_makes_a_plan_after_the_first_step(here):
 
     made = []
 
-    class Plan(_binding.Plan):
+    class Plan(binding.Plan):
         def __init__(self, *args, **kwargs):
             super().__init__(*args, **kwargs)
             made.append(self)
 
     set_environment(here)
-    before, _binding.Plan = _binding.Plan, Plan
+    before, binding.Plan = binding.Plan, Plan
     offload = {"offload_optimizer": {"device": "cpu"}}
     for stage, zero in ((1, {}), (2, offload), (3, {"sub_group_size": 50}), (3, offload)):
         made.clear()
@@ -168,7 +169,7 @@ def no_call_makes_a_plan_after_the_first_step(here):
         plans = len(made)
         train(engine, here.rank, torch.float32)
         assert len(made) == plans > 1, stage
-    _binding.Plan = before
+    binding.Plan = before
 
 
 def both_flags_are_needed(here):

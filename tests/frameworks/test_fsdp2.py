@@ -19,7 +19,7 @@ import fusedstep
 import two_processes
 from cases import PLAIN, WITH_NAMESAKE, thinned
 from fusedstep import optim
-from fusedstep.optim._imperative import MASTER
+from fusedstep._torch_ops.imperative import MASTER
 from pages import run_page
 from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
 from two_processes import PROCESSES, folder_of_both

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep.optim._roles import roles_of
+from fusedstep._models.roles import roles_of
 from small import need
 
 need("transformers")

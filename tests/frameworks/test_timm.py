@@ -13,7 +13,7 @@ import torch
 import recipes
 from cases import PLAIN
 from fusedstep import integrations, optim
-from fusedstep.optim._names import find
+from fusedstep._api.names import find
 from pages import run_page
 from small import assert_native, assert_same_losses, need
 from stepping import as_parameters, make_weights

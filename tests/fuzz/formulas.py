@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep.optim._newton_schulz import coefficients_of
+from fusedstep._matrix.newton_schulz import coefficients_of
 from fuzz import oracle
 from reference.adafactor import adafactor
 from reference.adagrad import adagrad

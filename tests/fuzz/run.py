@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 import fusedstep
-from fusedstep import _ops
+from fusedstep._native import ops
 from fuzz import oracle
 from fuzz.choices import ROWS
 from fuzz.memory import DTYPES, Area
@@ -78,7 +78,7 @@ class Run:
     def run(self) -> Digests:
         threads, digests = torch.get_num_threads(), []
         torch.set_num_threads(self.threads)
-        _ops.force_isa(self.isa)
+        ops.force_isa(self.isa)
         step = {"n": 0}
         try:
             groups = [self._group(group) for group in self.case["groups"] if group["weights"]]
@@ -96,7 +96,7 @@ class Run:
             where = traceback.format_exc()
             raise CaseError(type(error).__name__, step["n"], where) from error
         finally:
-            _ops.force_isa(None)
+            ops.force_isa(None)
             torch.set_num_threads(threads)
         return digests
 

@@ -102,7 +102,7 @@ def test_a_checkout_that_is_built_has_the_package(tmp_path):
 
 
 def test_a_package_that_is_not_there_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(fusedstep._libraries, "__file__", str(tmp_path / "_libraries.py"))
+    monkeypatch.setattr(fusedstep._native.libraries, "_PACKAGE", tmp_path)
     with pytest.raises(AttributeError, match=r"not found in \S+/share/cmake. Install fusedstep"):
         _ = fusedstep.cmake_prefix_path
     with pytest.raises(AttributeError, match="no attribute 'cmake_prefix'"):

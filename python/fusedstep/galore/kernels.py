@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fusedstep import _ops
-from fusedstep.optim._products import add_back, in_tf32, project
-from fusedstep.optim._projection import LEFT, low_shape, sides
-from fusedstep.optim._scratch import Scratch, step_all
-from fusedstep.optim._transformers_adamw import bias_correction, direction, native_numbers
+from fusedstep._matrix.products import add_back, in_tf32, project
+from fusedstep._matrix.projection import LEFT, low_shape, sides
+from fusedstep._matrix.scratch import Scratch, step_all
+from fusedstep._matrix.transformers_adamw import bias_correction, direction, native_numbers
+from fusedstep._native import ops
 from fusedstep.optim.galore import GaLoreAdamW
 
 #: Steps that a run has taken before the one that is looked at.
@@ -106,7 +106,7 @@ def _parts(given: Problem) -> Callable[[], None]:
     def step() -> None:
         numbers = native_numbers(betas, eps, int(given.state["step"]) + 1, 1.0, 0.0, True)
         scratch.project(0, given.grad, scratch.bases(0), 1.0)
-        scratch.prepare("adam", (*map(numbers.__getitem__, _ops.rule_options["adam"]), False))
+        scratch.prepare("adam", (*map(numbers.__getitem__, ops.rule_options["adam"]), False))
         step_all([scratch])
         factor = group["lr"] * keep * group["scale"]
         add_back(given.weight, scratch.update(0), scratch.bases(0), keep, factor)
@@ -120,7 +120,7 @@ def _fused(given: Problem) -> Callable[[], None]:
     basis, from_left = given.state[side], side == LEFT
     ready = in_tf32(basis.t() if from_left else basis, 1 if _is_tf32() else 2)
     states = [given.state["exp_avg"], given.state["exp_avg_sq"]]
-    update, names = torch.empty_like(states[0]), _ops.rule_options["adam"]
+    update, names = torch.empty_like(states[0]), ops.rule_options["adam"]
     keep = 1 - group["lr"] * group["weight_decay"]
 
     def step() -> None:
@@ -128,7 +128,7 @@ def _fused(given: Problem) -> Callable[[], None]:
         count = int(given.state["step"])
         numbers = native_numbers(group["betas"], group["eps"], count, 1.0, 0.0, True)
         torch.ops.fusedstep.projected_step(
-            _ops.rule_index["adam"],
+            ops.rule_index["adam"],
             list(map(numbers.__getitem__, names)),
             count,
             given.grad,
@@ -194,7 +194,7 @@ def why_not(kernel: str, device: str, dtype: torch.dtype, rows: int, columns: in
         return "kernel=fused is for GPUs of compute capability 9.0, as the H100 and the H200"
     if dtype is not torch.float32 or rows % 4 or columns % 4:
         return "kernel=fused is for float32, and for sides that are multiples of 4"
-    return _ops.missing_on("cuda")
+    return ops.missing_on("cuda")
 
 
 @torch.no_grad()

@@ -8,9 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fusedstep import _twin, optim
+from fusedstep import optim
+from fusedstep._api.unknown import options_of
+from fusedstep._torch_ops import twin as _twin
 from fusedstep.convert import import_state_dict
-from fusedstep.optim._unknown import options_of
 
 Groups = list[dict[str, Any]]
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fusedstep import optim
+from fusedstep._api.names import find
 from fusedstep.integrations._replaced import Replaced
-from fusedstep.optim._names import find
 
 #: Classes that names of a configuration select, and those of them that ZeRO did not take before.
 _selected: list[type[optim.FusedOptimizer]] = []

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fusedstep import optim
-from fusedstep._foreign_groups import options_of_timms_muon
+from fusedstep._api.names import find
+from fusedstep.convert.groups import options_of_timms_muon
 from fusedstep.integrations._groups import Groups, listed, made_by, take_over, weights_of
-from fusedstep.optim._names import find
 
 if TYPE_CHECKING:
     from timm.optim import OptimInfo

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from fusedstep import optim
+from fusedstep._models.roles import embeddings
+from fusedstep._state.checks import did_you_mean
 from fusedstep.integrations._groups import (
     Groups,
     fit_schedule,
@@ -20,8 +22,6 @@ from fusedstep.integrations._groups import (
     weights_of,
 )
 from fusedstep.integrations._replaced import Replaced
-from fusedstep.optim._checks import did_you_mean
-from fusedstep.optim._roles import embeddings
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainingArguments

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from fusedstep.optim._arrivals import buckets_of
+from fusedstep._api.buckets import buckets_of
 
 
 class Activations(NamedTuple):

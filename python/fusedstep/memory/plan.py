@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from fusedstep import optim
+from fusedstep._api.buckets import buckets_of
+from fusedstep._api.names import find
+from fusedstep._matrix.projection import matrix_shape
+from fusedstep._state.storage import BESIDE
 from fusedstep.memory.activations import Activations
 from fusedstep.memory.model import Model
-from fusedstep.optim._arrivals import buckets_of
-from fusedstep.optim._names import find
-from fusedstep.optim._projection import matrix_shape
-from fusedstep.optim._weights import BESIDE
 
 #: Values of ``state_dtype`` that a class may accept, by their names.
 STATE_DTYPES: dict[str, Any] = {

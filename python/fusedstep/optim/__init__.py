@@ -11,12 +11,12 @@ from torch.optim import Optimizer as Optimizer
 from torch.optim import lr_scheduler as lr_scheduler
 from torch.optim import swa_utils as swa_utils
 
-from fusedstep.optim._base import FusedOptimizer as FusedOptimizer
-from fusedstep.optim._create import create as create
-from fusedstep.optim._groups import Groups as Groups
-from fusedstep.optim._groups import groups as groups
-from fusedstep.optim._names import in_place_of as _in_place_of
-from fusedstep.optim._names import names as names
+from fusedstep._api.base import FusedOptimizer as FusedOptimizer
+from fusedstep._api.names import in_place_of as _in_place_of
+from fusedstep._api.names import names as names
+from fusedstep._models.create import create as create
+from fusedstep._models.groups import Groups as Groups
+from fusedstep._models.groups import groups as groups
 from fusedstep.optim.adadelta import Adadelta
 from fusedstep.optim.adafactor import Adafactor
 from fusedstep.optim.adagrad import Adagrad

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.adadelta import adadelta
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._functional import by_torch
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.functional import by_torch
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adadelta"]
 

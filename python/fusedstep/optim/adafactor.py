@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._adafactor_formula import (
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._factored.formula import (
     factored_update,
     first_eps,
     length_of,
@@ -19,7 +20,8 @@ from fusedstep.optim._adafactor_formula import (
     shapes_of,
     size_at,
 )
-from fusedstep.optim._adafactor_options import (
+from fusedstep._factored.moments import rms, without_rms
+from fusedstep._factored.options import (
     ADAFACTOR_OWN,
     LR,
     as_set,
@@ -30,10 +32,9 @@ from fusedstep.optim._adafactor_options import (
     of_a_variant,
     option_of,
 )
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import name_of, numeric, with_name
-from fusedstep.optim._counts import count_steps
-from fusedstep.optim._dtensor import (
+from fusedstep._factored.steps import Call, NativeParts, Part, step_parts
+from fusedstep._options.extras import own_option
+from fusedstep._sharding.dtensor import (
     is_dtensor,
     local,
     local_pairs,
@@ -41,16 +42,15 @@ from fusedstep.optim._dtensor import (
     spread_of,
     whole,
 )
-from fusedstep.optim._factored import Call, NativeParts, Part, step_parts
-from fusedstep.optim._factors import PLAIN, Factors
-from fusedstep.optim._grads import with_gradients
-from fusedstep.optim._moments import rms, without_rms
-from fusedstep.optim._options import own_option
-from fusedstep.optim._plan import Snapshot, Work, same
-from fusedstep.optim._spread import SpreadWeights
-from fusedstep.optim._support import why_not_native
-from fusedstep.optim._undo import NO_RESERVE, interrupted, undone_on_error
-from fusedstep.optim._weights import way_of
+from fusedstep._state.checks import name_of, numeric, with_name
+from fusedstep._state.counts import count_steps
+from fusedstep._state.storage import way_of
+from fusedstep._step.factors import PLAIN, Factors
+from fusedstep._step.gradients import with_gradients
+from fusedstep._step.plan import Snapshot, Work, same
+from fusedstep._step.sums import SpreadWeights
+from fusedstep._step.support import why_not_native
+from fusedstep._step.undo import NO_RESERVE, interrupted, undone_on_error
 
 __all__ = ["Adafactor"]
 

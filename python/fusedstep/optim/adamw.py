@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
+from fusedstep._api.base import FusedOptimizer
 from fusedstep.optim.adam import Adam
 
 __all__ = ["AdamW"]

@@ -8,16 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import (
-    as_number,
-    check_number,
-)
-from fusedstep.optim._counts import read_count, write_count
-from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._imperative import MOST_COPIES, size_of
-from fusedstep.optim._plan import Work
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._sharding.dtensor import is_dtensor
+from fusedstep._state.checks import as_number, check_number
+from fusedstep._state.counts import read_count, write_count
+from fusedstep._step.plan import Work
+from fusedstep._step.undo import numbers_first
+from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
 
 __all__ = ["Adan"]
 

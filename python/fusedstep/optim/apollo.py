@@ -8,26 +8,20 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._dtensor import local
-from fusedstep.optim._low_rank import LowRankSteps
-from fusedstep.optim._low_rank_shards import Norm
-from fusedstep.optim._plan import Work
-from fusedstep.optim._products import as_matrix, project
-from fusedstep.optim._projection import (
-    LEFT,
-    RIGHT,
-    basis_shapes,
-    check_one_of,
-    matrix_shape,
-)
-from fusedstep.optim._scratch import Scratch
-from fusedstep.optim._sharded_matrices import cut_of
-from fusedstep.optim._sharded_projections import sum_norms
-from fusedstep.optim._subspace import bases_of, gaussian
-from fusedstep.optim._transformers_adamw import advance, bias_correction, move
-from fusedstep.optim._undo import numbers_first
-from fusedstep.optim._weights import PLACES, key_of_draws, whole_places_of
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank_shards import Norm
+from fusedstep._matrix.products import as_matrix, project
+from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
+from fusedstep._matrix.scratch import Scratch
+from fusedstep._matrix.sharded_projections import sum_norms
+from fusedstep._matrix.subspace import bases_of, gaussian
+from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
+from fusedstep._sharding.dtensor import local
+from fusedstep._sharding.exchange import cut_of
+from fusedstep._state.storage import PLACES, key_of_draws, whole_places_of
+from fusedstep._step.plan import Work
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["APOLLOAdamW"]
 

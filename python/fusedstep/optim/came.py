@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_number, check_pair, floats, name_of, numeric
-from fusedstep.optim._dtensor import is_dtensor, local
-from fusedstep.optim._factored_blocks import FactoredMoments, Numbers, step_in_blocks
-from fusedstep.optim._factors import Factors
-from fusedstep.optim._moments import moved_factor, rms, sizes_of, without_rms
-from fusedstep.optim._options import own_option
-from fusedstep.optim._plan import Work
-from fusedstep.optim._support import why_not_native
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._factored.blocks import FactoredMoments, Numbers, step_in_blocks
+from fusedstep._factored.moments import moved_factor, rms, sizes_of, without_rms
+from fusedstep._options.extras import own_option
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._state.checks import check_number, check_pair, floats, name_of, numeric
+from fusedstep._step.factors import Factors
+from fusedstep._step.plan import Work
+from fusedstep._step.support import why_not_native
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["CAME"]
 

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
-from fusedstep.optim._plan import Work
-from fusedstep.optim._products import add_back, as_matrix, project
-from fusedstep.optim._projection import LEFT, RIGHT
-from fusedstep.optim._scratch import Scratch
-from fusedstep.optim._transformers_adamw import advance, move
-from fusedstep.optim._weights import way_of
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._matrix.galore import LATER_OPTIONS, GaLoreSteps
+from fusedstep._matrix.products import add_back, as_matrix, project
+from fusedstep._matrix.projection import LEFT, RIGHT
+from fusedstep._matrix.scratch import Scratch
+from fusedstep._matrix.transformers_adamw import advance, move
+from fusedstep._state.storage import way_of
+from fusedstep._step.plan import Work
 
 __all__ = ["GaLoreAdamW"]
 

@@ -6,17 +6,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._adafactor_formula import (
-    factored_update,
-    length_of,
-    numbers_of,
-    shapes_of,
-)
-from fusedstep.optim._adafactor_options import LR, as_set, check_given_lr, of_a_variant
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._galore import LATER_OPTIONS, GaLoreSteps
-from fusedstep.optim._products import add_back, as_matrix, project, size_between
-from fusedstep.optim._projection import LEFT, RIGHT
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._factored.formula import factored_update, length_of, numbers_of, shapes_of
+from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
+from fusedstep._matrix.galore import LATER_OPTIONS, GaLoreSteps
+from fusedstep._matrix.products import add_back, as_matrix, project, size_between
+from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]

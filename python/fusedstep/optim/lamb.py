@@ -11,13 +11,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import (
-    as_number,
-    check_number,
-)
-from fusedstep.optim._dtensor import is_dtensor, whole
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._sharding.dtensor import is_dtensor, whole
+from fusedstep._state.checks import as_number, check_number
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["Lamb"]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import as_number
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._state.checks import as_number
 
 __all__ = ["Lion"]
 

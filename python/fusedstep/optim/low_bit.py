@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._transformers_adamw import second_bias
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._matrix.transformers_adamw import second_bias
 from fusedstep.optim.adagrad import Adagrad
 from fusedstep.optim.adam import Adam
 from fusedstep.optim.adamw import AdamW

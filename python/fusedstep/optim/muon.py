@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_betas, check_eps, check_ranges
-from fusedstep.optim._muon_groups import MUON_OWN, as_adamw, check_muon_options, uses_muon
-from fusedstep.optim._muon_steps import MuonSteps
-from fusedstep.optim._options import OWN
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.matrix_steps import MuonSteps
+from fusedstep._matrix.muon_groups import MUON_OWN, as_adamw, check_muon_options, uses_muon
+from fusedstep._options.extras import OWN
+from fusedstep._state.checks import check_betas, check_eps, check_ranges
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]

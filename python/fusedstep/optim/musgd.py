@@ -9,17 +9,17 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, check_ranges
-from fusedstep.optim._dtensor import local
-from fusedstep.optim._matrix_batches import Moving
-from fusedstep.optim._muon_groups import check_muon_options, uses_muon
-from fusedstep.optim._muon_steps import MuonSteps
-from fusedstep.optim._near_shapes import Shape
-from fusedstep.optim._options import OWN, own_option
-from fusedstep.optim._plan import same
-from fusedstep.optim._second_step import Operands, SecondSteps
-from fusedstep.optim._support import why_not_native
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.matrix_steps import MuonSteps
+from fusedstep._matrix.batches import Moving
+from fusedstep._matrix.muon_groups import check_muon_options, uses_muon
+from fusedstep._matrix.near_shapes import Shape
+from fusedstep._matrix.second_step import Operands, SecondSteps
+from fusedstep._options.extras import OWN, own_option
+from fusedstep._sharding.dtensor import local
+from fusedstep._state.checks import check_at_least_zero, check_ranges
+from fusedstep._step.plan import same
+from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
 
 __all__ = ["MuSGD"]

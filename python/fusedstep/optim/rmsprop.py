@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.rmsprop import rmsprop
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._codes import warn_of_centered
-from fusedstep.optim._functional import by_torch
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.functional import by_torch
+from fusedstep._state.codes import warn_of_centered
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["RMSprop"]
 

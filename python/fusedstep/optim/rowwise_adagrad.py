@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import name_of
-from fusedstep.optim._dtensor import is_dtensor
-from fusedstep.optim._plan import Plan
-from fusedstep.optim._support import why_not_native
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._sharding.dtensor import is_dtensor
+from fusedstep._state.checks import name_of
+from fusedstep._step.plan import Plan
+from fusedstep._step.support import why_not_native
 
 __all__ = ["RowWiseAdagrad"]
 

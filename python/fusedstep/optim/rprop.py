@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.rprop import rprop
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._dtensor import is_dtensor, local
-from fusedstep.optim._functional import by_torch
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.functional import by_torch
+from fusedstep._sharding.dtensor import is_dtensor, local
 
 __all__ = ["Rprop"]
 

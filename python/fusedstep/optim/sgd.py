@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._undo import numbers_first
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._step.undo import numbers_first
 
 __all__ = ["SGD"]
 

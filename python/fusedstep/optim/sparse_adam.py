@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from fusedstep import _ops
-from fusedstep.optim._base import FusedOptimizer
-from fusedstep.optim._checks import check_at_least_zero, floats, name_of
-from fusedstep.optim._factors import Factors
-from fusedstep.optim._grads import by_place
-from fusedstep.optim._options import OWN
-from fusedstep.optim._plan import Work
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._native import ops
+from fusedstep._options.extras import OWN
+from fusedstep._state.checks import check_at_least_zero, floats, name_of
+from fusedstep._step.factors import Factors
+from fusedstep._step.gradients import by_place
+from fusedstep._step.plan import Work
 
 __all__ = ["SparseAdam"]
 
@@ -133,7 +133,7 @@ class SparseAdam(FusedOptimizer):
             "amsgrad": 0.0,
             "decoupled_weight_decay": 1.0,
         }
-        return *map(numbers.__getitem__, _ops.rule_options[self._rule]), group["maximize"]
+        return *map(numbers.__getitem__, ops.rule_options[self._rule]), group["maximize"]
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <limits>
 
-#include "src/backend.h"
-#include "src/code_maps.h"
+#include "src/plan/code_maps.h"
+#include "src/run/backend.h"
 #include "tests/cpp/layouts.h"
 #include "tests/cpp/model.h"
 

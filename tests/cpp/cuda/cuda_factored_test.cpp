@@ -4,7 +4,7 @@
 #include <cstring>
 #include <random>
 
-#include "src/backend.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::emulator {
 extern int launches;

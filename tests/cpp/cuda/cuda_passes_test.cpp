@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "src/backend.h"
+#include "src/run/backend.h"
 
 namespace fusedstep::emulator {
 extern int launches;

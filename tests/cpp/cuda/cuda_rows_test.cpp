@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "src/backend.h"
+#include "src/run/backend.h"
 #include "tests/cpp/sparse_grad.h"
 
 namespace fusedstep::emulator {

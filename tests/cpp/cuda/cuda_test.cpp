@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "src/backend.h"
+#include "src/run/backend.h"
 #include "tests/cpp/layouts.h"
 #include "tests/cpp/model.h"
 

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "src/core/reduction.h"
-#include "src/layout.h"
-#include "src/overlap.h"
-#include "src/plan.h"
+#include "src/plan/layout.h"
+#include "src/plan/overlap.h"
+#include "src/plan/plan.h"
 
 namespace fusedstep::fuzz {
 namespace {

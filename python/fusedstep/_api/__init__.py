@@ -1,0 +1,1 @@
+"""The interface of torch.optim: the base class, state_dict, torch.compile."""

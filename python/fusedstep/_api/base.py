@@ -1,0 +1,719 @@
+"""Base of all optimizers: torch's face, and the parts of a step in their order."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from fusedstep._api.foreign import not_of_step, with_advice
+from fusedstep._api.init_group import init_group
+from fusedstep._api.loading import LoadsStates
+from fusedstep._api.registry import classes, register
+from fusedstep._api.repeat import is_fixed, last_step
+from fusedstep._api.state import WatchedState
+from fusedstep._api.unknown import check_keys, options_of
+from fusedstep._native import ops
+from fusedstep._options.docs import complete
+from fusedstep._options.extras import OWN, own_option, without_unset
+from fusedstep._state import storage
+from fusedstep._state.checks import (
+    check_floats,
+    check_number,
+    check_options,
+    check_ranges,
+    floats,
+    has_text,
+    make_tuples,
+    numeric,
+)
+from fusedstep._state.codes import warn_of_int4
+from fusedstep._state.states import StateStore
+from fusedstep._step.binding import BindsGroups
+from fusedstep._step.clip import EPSILON, Asked, factors_of, norm_of
+from fusedstep._step.factors import PLAIN, Factors, is_one
+from fusedstep._step.gradients import by_place, cut_off, treat_grads
+from fusedstep._step.hooks import is_compiling, outside_graphs, with_hooks
+from fusedstep._step.nonfinite import SkippedSteps, check_norm
+from fusedstep._step.plan import Bucket, GradUse, Work, same
+from fusedstep._step.step import take
+from fusedstep._step.support import why_not_native
+from fusedstep._step.undo import NO_RESERVE, interrupted
+from fusedstep._torch_ops.imperative import ImperativeTwin
+
+#: A closure's result.
+_Loss = TypeVar("_Loss")
+
+
+class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Optimizer):
+    """Base of all optimizers: updates a group natively or, weight by weight, by torch operations.
+
+    A subclass says what is its own: the constructor, the names of its states, the native rule, and
+    the imperative twin.
+    """
+
+    #: Name of the native rule, which owns the order of its hyper-parameters.
+    _rule: ClassVar[str]
+    #: Names of the states of the weight's shape, in the order of the native rule.
+    _states: ClassVar[tuple[str, ...]]
+    #: States that may be negative, beyond those that the rule says.
+    _signed: ClassVar[frozenset[str]] = frozenset()
+    #: The number of betas, where there are any.
+    _betas: ClassVar[int] = 2
+    #: State tensors that are one number each, with their first values. A class without a step count
+    #: has one for the native step, which no dictionary holds.
+    _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
+    #: States that a group has only if an option is neither 0 nor False, with this option.
+    _needs: ClassVar[dict[str, str]] = {}
+    #: States and numbers that start at the value of an option, with this option.
+    _initial: ClassVar[dict[str, str]] = {}
+    #: True if an element's update depends on no other element: shards can then be stepped alone. Of
+    #: others a step of shards is two phases, with norms over all processes in between.
+    _elementwise: ClassVar[bool] = True
+    #: True if the native step of shards is these two phases.
+    _in_phases: ClassVar[bool] = False
+    #: True if ``foreach=True`` asks for torch operations, as torch's does.
+    _foreach_means_unfused: ClassVar[bool] = True
+    #: False if torch has the class without the option ``fused``. If true, every group has it, and
+    #: ``foreach`` takes no tensors for numbers.
+    _torch_fuses: ClassVar[bool] = True
+    #: True if groups may be composites. Such a step is never part of a graph of torch.compile.
+    _composite: ClassVar[bool] = False
+    #: True if a step in torch operations allocates nothing once it has written a dense weight or a
+    #: state of it. Otherwise copies are kept, and put back if there is no memory half way.
+    _allocates_first: ClassVar[bool] = False
+    #: True if a training with int4 states ends near one with float32 states, as measured in
+    #: docs/small_states.md. Otherwise int4 is warned of.
+    _learns_in_int4: ClassVar[bool] = False
+    #: The codes of a class's states unless ``state_dtype`` is given.
+    _usual_codes: ClassVar[str | None] = None
+    #: False if all gradients have to be sparse.
+    _takes_dense: ClassVar[bool] = True
+    #: True if dictionaries may hold a step count for a whole group.
+    _counts_in_groups: ClassVar[bool] = False
+
+    #: States that _in_form() reads, beyond those that a weight has.
+    _foreign_states: ClassVar[frozenset[str]] = frozenset()
+
+    #: Options that a group has only where they were set, with their values where it has not.
+    _own_options: ClassVar[dict[str, Any]] = OWN
+    #: States that older dictionaries lack.
+    _later_states: ClassVar[frozenset[str]] = frozenset()
+    #: Options that older dictionaries lack, with the values that mean what was done then.
+    _later_options: ClassVar[dict[str, Any]] = {
+        "foreach": None,
+        "maximize": False,
+        "differentiable": False,
+        "fused": None,
+    }
+
+    def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if is_alias:  # another name for a class, with an option
+            return
+        if cls.__module__.startswith("fusedstep."):
+            classes.append(cls)
+        if "__init__" in vars(cls):
+            complete(cls)
+            cls.__init__ = with_advice(cls.__init__)
+
+    def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
+        """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
+        options = {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
+        self._check(options)
+        make_tuples(options)
+        if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
+            name = type(params).__name__
+            raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
+        self._forget_plans()
+        # Here, and not first where the state is set: a repeated step takes 7% less.
+        self._store = self._new_store({})
+        self._name = register(self)
+        super().__init__(params, without_unset(options, self._torch_fuses, self._own_options))
+
+    def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
+        signed = ops.signed_states.get(self._rule, frozenset()) | self._signed
+        return StateStore(by_weight, type(self), signed)
+
+    # A subclass overrides these
+
+    def _check(self, options: dict[str, Any]) -> None:
+        """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
+        check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
+
+    @classmethod
+    def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns those of the states that the options of a group need."""
+        return tuple([s for s in cls._states if s not in cls._needs or group.get(cls._needs[s])])
+
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        """The shapes of a weight's states by their names, if not all have the weight's shape.
+
+        They are float32 beside a weight of 16 bits.
+        """
+        return None
+
+    @classmethod
+    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        """The placements of these states of a DTensor, but for those that are tensors of torch."""
+        return None
+
+    def _starts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Sequence[float]]:
+        """The states of a weight whose elements start at different numbers, with the numbers."""
+        return {}
+
+    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Makes the states that older dictionaries lack, when weights have got states of these."""
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """A state of another library's optimizer with objects in it made tensors of ours."""
+        return state
+
+    @classmethod
+    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns those that a state may have, whichever options were set since it was made."""
+        return cls._states
+
+    @classmethod
+    def _lasting_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Returns those that a state has whichever options were set since it was made."""
+        return cls._state_names(cls._later_options)
+
+    @classmethod
+    def _counts_steps(cls, group: dict[str, Any]) -> bool:
+        """Returns whether the state of a group's weights has a step count."""
+        return "step" in cls._numbers
+
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        """Returns weights, or groups of them, as the class takes them if nobody says more."""
+        return weights
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        """Raises what is wrong with a group, beyond what check_options() does."""
+
+    def _sparse_error(self, group: dict[str, Any]) -> str | None:
+        """Text of the error for a sparse gradient; None where only its rows are updated."""
+        return f"{type(self).__name__} does not support sparse gradients"
+
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The hyper-parameters of the native rule by its names for them, and others."""
+        betas = floats(group.get("betas", ()), self._betas if "betas" in group else 0)
+        return group | {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
+
+    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
+        """The hyper-parameters in the rule's order and, last, whether to maximize."""
+        values = self._rule_options(group)
+        values["lr"] = float(group["lr"] if lr is None else lr)
+        return *map(values.__getitem__, ops.rule_options[self._rule]), group.get("maximize", False)
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        """Returns whether a group has no native plan, and is stepped by _composite_steps()."""
+        return False
+
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        """The precision of the matrix products that a weight moves by; None for other weights."""
+        return None
+
+    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Options with which float64 copies of a group's weights take the same step, exactly."""
+        return {}
+
+    def _warn_of_codes(self, group: dict[str, Any], kind: str) -> None:
+        """Warns, once for each class, of a new group whose states do not do well in codes."""
+        if kind == "int4" and not self._learns_in_int4:
+            warn_of_int4(type(self).__name__)
+
+    def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if a state of a composite group's weights is not as the step needs it."""
+        self._store.check(group, weights)
+
+    def _uses_grads(self, group: dict[str, Any]) -> bool:
+        """Returns whether a native step may leave anything in the gradients."""
+        return False
+
+    def _max_grad_norm(self) -> float | None:
+        """Returns the limit of the 2-norm of all gradients; clipping leaves ``.grad`` alone.
+
+        None does not even take the norm.
+        """
+        given = [own_option(group, "max_grad_norm") for group in self._groups]
+        for norm in given:
+            if norm is not None:
+                check_number("max_grad_norm", norm)
+        norms = {math.inf if norm is None else float(norm) for norm in given}
+        if len(norms) > 1:
+            raise ValueError(f"max_grad_norm must be the same in all groups, not {sorted(norms)}")
+        return max(norms) if any(norm is not None for norm in given) else None
+
+    def _skips_nonfinite(self) -> bool:
+        """Returns whether steps are left out whose gradients have no finite norm."""
+        given = {bool(own_option(group, "skip_nonfinite")) for group in self._groups}
+        if len(given) > 1:
+            raise ValueError("skip_nonfinite must be the same in all groups")
+        return True in given
+
+    def _needs_whole_norm(self) -> str | None:
+        """Returns the name of an option that takes the norm of all gradients before a step."""
+        if self._max_grad_norm() is not None:
+            return "max_grad_norm"
+        return "skip_nonfinite" if self._skips_nonfinite() else None
+
+    def _grad_norm_eps(self) -> float:
+        """Returns what the norm is raised by before the division, as by clip_grad_norm_."""
+        return EPSILON
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        """The weights and gradients of a group, those together that are updated at one go."""
+        whole = self._plans.get((index, 0))
+        if (whole and same(weights, whole.weights)) or weights in self._aside:
+            return [(weights, grads)]
+        return by_place(weights, grads, [storage.way_of(group, p) for p in weights])
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        """Returns the new weight by torch operations that autograd or a device graph can follow.
+
+        The new states are in ``state`` then. Weight and states may be overwritten.
+        """
+        raise NotImplementedError
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Updates a weight and its state in place: with ``fused=False``, for one.
+
+        By the formula, unless a class has a form of it that takes less time.
+        """
+        new_state = dict(state)
+        new = self._formula(group, weight, grad, new_state)
+        if new is not weight:
+            weight.copy_(new)
+        for name, tensor in new_state.items():
+            if tensor is not state[name]:
+                state[name].copy_(tensor)
+
+    # Groups and states
+
+    def __repr__(self) -> str:
+        """torch's text, and options that change nothing."""
+        notes = [
+            f"Group {index}: {note}\n"
+            for index, group in enumerate(self._groups)
+            if (note := storage.note_of(group))
+        ]
+        return f"{super().__repr__().removesuffix(')')}{''.join(notes)})"
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self._groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        # torch.compile reads everything in an attribute of the name param_groups, learning rates
+        # included, and compiles anew when any of it changes. Code to be compiled goes by _groups.
+        self._groups = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if isinstance(param_group, dict):
+            check_keys(type(self), param_group)
+        outside_graphs(super().add_param_group)(param_group)
+        group = self.param_groups[-1]
+        # Weights on the meta device may be given memory before the first step, which looks again.
+        weights = [p for p in group["params"] if not p.is_meta]
+        try:
+            check_options(group, self._own_options | self.defaults)
+            make_tuples(group)
+            self._check_group(len(self.param_groups) - 1, group)
+            self._is_native(group, weights)
+            self._needs_whole_norm()
+        except (RuntimeError, TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        kind = own_option(group, "state_dtype")
+        if isinstance(kind, str):
+            self._warn_of_codes(group, kind)
+        for kind in {p.device.type for p in group["params"]}.intersection(ops.DEVICES):
+            if self._wants_native(group) and ops.missing_on(kind):
+                ops.warn_missing(kind)
+
+    # The step
+
+    _init_group = init_group
+
+    @overload
+    def step(
+        self,
+        closure: None = None,
+        *,
+        max_norm: None = None,
+        zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
+    ) -> None: ...
+
+    @overload
+    def step(
+        self,
+        closure: None = None,
+        *,
+        max_norm: float,
+        zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
+    ) -> Tensor: ...
+
+    @overload
+    def step(
+        self,
+        closure: Callable[[], _Loss],
+        *,
+        max_norm: float | None = None,
+        zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
+    ) -> _Loss: ...
+
+    def step(
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        max_norm: float | None = None,
+        zero_grad: bool | Literal["none"] = False,
+        error_if_nonfinite: bool = False,
+        **unknown: Any,
+    ) -> Any:
+        """Perform a single optimization step.
+
+        With ``max_norm`` and ``zero_grad`` it does in two passes over memory what ``unscale_``,
+        ``clip_grad_norm_``, ``step`` and ``zero_grad`` do in four or more.
+
+        Args:
+            closure (Callable, optional): A closure that reevaluates the model
+                and returns the loss.
+            max_norm (float, optional): clips the gradients, those of all groups together, to
+                this 2-norm first, as :func:`torch.nn.utils.clip_grad_norm_` does. ``.grad`` then
+                holds the clipped gradients, unless ``zero_grad`` is given or the step uses it.
+                ``math.inf`` takes the norm and clips nothing.
+            zero_grad (bool or "none", optional): True zeroes the gradients of the step in place,
+                ``"none"`` sets them to None.
+            error_if_nonfinite (bool, optional): raises an error, before anything is changed, if
+                the 2-norm of the gradients is NaN or infinite, with ``max_norm`` or without. It
+                waits for a device.
+            unknown: any other option is an error, which says where the option belongs
+
+        Returns:
+            With a closure what it returned; otherwise with ``max_norm`` the norm before clipping,
+            a 0-dimensional float64 tensor: on the weights' device if all groups step there, else
+            on the CPU; otherwise None.
+
+        Raises:
+            TypeError: for an option of the constructor, and any other unknown one.
+            ValueError: if ``max_norm`` is negative or NaN, or ``zero_grad`` is neither a bool nor
+                ``"none"``.
+            RuntimeError: with ``error_if_nonfinite``, for gradients whose norm is not finite. The
+                error names the first weight that has such a gradient.
+        """
+        if unknown:
+            raise not_of_step(self, unknown, options_of(type(self)) | self._own_options.keys())
+        if max_norm is not None:
+            max_norm = float(max_norm)
+            if not max_norm >= 0:
+                raise ValueError(f"Invalid max_norm value: {max_norm}")
+        if zero_grad not in (False, True, "none"):
+            raise ValueError(f'zero_grad must be True, False or "none", not {zero_grad!r}')
+        zero_grad = zero_grad if zero_grad == "none" else bool(zero_grad)  # of numpy, perhaps
+        with torch.set_grad_enabled(self.defaults.get("differentiable", False)):
+            if "capturable" in self.defaults and not self._is_on_host():
+                self._accelerator_graph_capture_health_check()
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            # Seen as operators over lists by a compiler, and by a mode for what runs under it.
+            is_seen = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+            if is_seen and max_norm is None and not (zero_grad or error_if_nonfinite):
+                from fusedstep._api import compiled  # here, for it loads torch's compiler
+
+                if compiled.trace_update(self):
+                    return loss
+            update = self._update_outside_graphs if is_compiling() else self._update
+            norm = update(max_norm, zero_grad, bool(error_if_nonfinite))
+            return norm if closure is None else loss
+
+    profile_hook_step = staticmethod(functools.partial(with_hooks, own=step))
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Tells a GradScaler that the step divides by the scale, in ``grad_scale``, itself.
+
+        Native steps can. As with torch's classes they do only where ``fused=True`` asks for it:
+        Lightning refuses to clip the gradients of an optimizer that says so, and Accelerate does
+        not notice that it skipped a step.
+        """
+        return all(
+            own_option(group, "fused") and self._is_native(group, group["params"])
+            for group in self.param_groups
+        )
+
+    def _takes_operations(self, group: dict[str, Any]) -> bool:
+        """Returns whether native operations without a plan step the weights of a group."""
+        weights, is_asked = group["params"], self._is_composite(group) and self._wants_native(group)
+        return bool(weights) and is_asked and why_not_native(weights) is None
+
+    def _isa(self) -> str:
+        """Name of the instruction set whose code ran the last native step.
+
+        Raises:
+            RuntimeError: if the last step was not a native one.
+        """
+        names = {torch.ops.fusedstep.plan_isa(plan.handle) for plan in self._plans.values()}
+        for group in filter(self._takes_operations, self._groups):
+            device = group["params"][0].device.type
+            names.add(ops.isa() if device == "cpu" else device)
+        if len(names) > 1:
+            names.discard("")  # that of weights without elements, for which no code has to run
+        if len(names) != 1:
+            raise RuntimeError(f"the optimizer has no one instruction set: {sorted(names)}")
+        return names.pop()
+
+    def _is_on_host(self) -> bool:
+        # To ask an accelerator about graph capture starts it, which fails in a child of fork().
+        return all(p.is_cpu for group in self._groups for p in group["params"][:1])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not (torch.compiler.is_compiling() and set_to_none):
+            outside_graphs(super().zero_grad)(set_to_none)
+            return
+        for group in self._groups:
+            for p in group["params"]:
+                p.grad = None
+
+    def _update(
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool,
+    ) -> Tensor | None:
+        me = object() if any(map(self._is_composite, self._groups)) else None
+        if me and vars(self).setdefault("_stepping", me) is not me:
+            raise RuntimeError(ops.IS_STEPPED)  # a plan would say so in other steps
+        try:
+            return self._update_all(max_norm, zero_grad, error_if_nonfinite)
+        except RuntimeError as error:
+            ops.raise_memory_error(error)
+            raise
+        finally:
+            if me:
+                del self._stepping
+
+    _update_outside_graphs = torch._disable_dynamo(_update)
+
+    def _update_all(
+        self,
+        max_norm: float | None,
+        zero_grad: bool | Literal["none"],
+        error_if_nonfinite: bool = False,
+    ) -> Tensor | None:
+        self._begin_step()
+        own_max_norm, work = self._max_grad_norm(), self._bind_groups()
+        scaler = getattr(self, "found_inf", None), getattr(self, "grad_scale", None)
+        own_eps = 0.0 if own_max_norm is None else self._grad_norm_eps()
+        skips = self._skips_nonfinite()
+        asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite, skips)
+        spread = self._spread_weights() if asked.is_norm else None
+        factors = factors_of(work, scaler, asked, spread)
+        if error_if_nonfinite:
+            check_norm(factors, work, spread, self._groups)
+        norm: float | Tensor | None = None
+        if max_norm is not None:  # before anything is changed: there may be no memory for it
+            norm = factors.norm
+            if not isinstance(norm, Tensor):
+                norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+        of_others = 0.0 if zero_grad else factors.of_others
+        if not isinstance(of_others, Tensor) and of_others not in (0, 1):
+            of_others = torch.tensor(of_others, dtype=torch.float64, device="cpu")  # here as well
+        if factors.is_skipped:
+            untreated = [pair for item in work for pair in item.pairs()]
+        else:
+            untreated = self._update_groups(work, factors, zero_grad)
+        if asked.is_norm:
+            self._norm = factors.norm
+        if skips:
+            self._skipped.add(factors)
+        if zero_grad == "none":
+            for item in work:
+                for weight in item.weights:
+                    weight.grad = None
+        else:
+            treat_grads(untreated, of_others)
+            if zero_grad:
+                cut_off([grad for item in work for grad in item.grads])
+        return norm
+
+    _norm: float | Tensor | None = None  # of the gradients, at the last step that took it
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The 2-norm of all gradients at the last step that took it, before it was clipped.
+
+        A 0-dimensional float64 tensor, where ``step(max_norm=...)`` returns it: to make it waits
+        for nothing. Steps with ``max_norm``, ``max_grad_norm``, ``skip_nonfinite`` or
+        ``error_if_nonfinite`` take it, and steps in the backward pass with ``max_previous_norm``;
+        None before the first of them.
+        """
+        if self._norm is None or isinstance(self._norm, Tensor):
+            return self._norm
+        return torch.tensor(self._norm, dtype=torch.float64, device="cpu")
+
+    @functools.cached_property
+    def _skipped(self) -> SkippedSteps:
+        return SkippedSteps()
+
+    @property
+    def skipped_steps(self) -> int:
+        """The steps that ``skip_nonfinite=True`` has left out since this optimizer was made.
+
+        Of them are those that a GradScaler has the optimizer leave out, by ``fused=True``. A device
+        counts its own, and reading the number waits for it. No dictionary holds the number.
+        """
+        return self._skipped.count()
+
+    def _begin_step(self) -> None:
+        if "_loading" in self.__dict__:
+            raise RuntimeError("another thread is loading this optimizer's state")
+        self._last_step = None
+
+    def _update_bucket(self, bucket: Bucket, clip: float | Tensor | None) -> float | Tensor:
+        """Steps those weights of a bucket that have gradients, which are None then.
+
+        ``clip``: a factor of the gradients; their norm without it is returned, else inf.
+        """
+        self._begin_step()
+        if name := self._needs_whole_norm():
+            raise RuntimeError(
+                f"{name} needs the gradients of all weights, of which a step in the backward "
+                "pass has a bucket"
+            )
+        work, factors = self._bind_groups(bucket), PLAIN
+        if clip is not None:
+            factors = Factors(clip=clip, norm=norm_of(work, self._spread_weights()))
+        self._update_groups(work, factors, "none")
+        for item in work:
+            for weight in item.weights:
+                weight.grad = None
+        return factors.norm
+
+    def _update_groups(
+        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Steps all groups, as take() does; notes how, for a next step that is like this one."""
+        work = [
+            item._replace(
+                use=self._grad_use(item.group, factors, zero_grad),
+                options=self._checked_options(item, factors),
+            )
+            for item in work
+        ]
+        self._make_ready(work, factors)
+        self._reserve = self._reserved(work)
+        stepped = self._stepped = []
+        spread = None if self._elementwise else self._spread_weights()
+        try:
+            untreated = take(
+                self._rule,
+                self._groups,
+                work,
+                factors,
+                self._check_ready,
+                self._with_factor,
+                self._imperative_update,
+                self._accessed_states,
+                spread=spread,
+                in_phases=self._in_phases,
+                stepped=stepped,
+            )
+        except (MemoryError, RuntimeError) as error:
+            found = interrupted(error, self._groups, work, stepped)
+            raise found from (error if found is not error else error.__cause__)
+        finally:
+            self._stepped, self._reserve = [], NO_RESERVE
+        # One that communicates has more to do than its kernels.
+        is_alone = not (spread and spread.rows)
+        is_plain = factors is PLAIN and not zero_grad
+        if ops.bind and is_plain and is_alone and self._seen is not None:
+            self._last_step = last_step(
+                self._rule,
+                self._groups,
+                work,
+                (self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks),
+                self._seen.values,
+                self._accessed_states if self._store.was_read else lambda weights: None,
+            )
+        return untreated
+
+    def _make_ready(self, work: list[Work], factors: Factors) -> None:
+        """Makes what a step needs in memory of its own; all options have been checked."""
+
+    def _check_ready(self) -> None:
+        """Raises an error of what a step needs; nothing has been changed so far."""
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        """Options as a native step takes them; an error before any group has stepped."""
+        group, plan = item.group, item.plan
+        if not plan and self._has_passed(group):
+            return ()
+        try:
+            if has_text(group):  # which float() might take
+                check_options(group, self._own_options | self.defaults)
+            if not plan:
+                if not (group.get("differentiable") or group.get("capturable")):
+                    # Else autograd and graphs follow them.
+                    check_floats(group, self.defaults, self._betas)
+                if is_fixed(group):
+                    self._passed[id(group["params"])] = _items_of(group)
+                return ()
+            lr = plan.set_device_inputs(group["lr"], factors) if plan.is_on_device else None
+            options = self._options(group, None if lr is None else 0.0)
+            list(map(float, options))
+            return options
+        except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
+            raise type(error)(f"Invalid options of a group, {numeric(group)}: {error}") from error
+
+    @functools.cached_property
+    def _passed(self) -> dict[int, list[Any]]:
+        """The options of groups, none of which can change in place, that a step has checked."""
+        return {}
+
+    def _has_passed(self, group: dict[str, Any]) -> bool:
+        known = self._passed.get(id(group["params"]))
+        return known is not None and same(_items_of(group), known)
+
+    def _grad_use(
+        self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
+    ) -> GradUse:
+        if zero_grad is True:
+            return GradUse.CLEAR
+        if self._uses_grads(group):
+            return GradUse.SCRATCH
+        # The kernel would leave the gradient as it took it: clipped too.
+        if is_one(factors.grad) or not is_one(factors.clip) or zero_grad:
+            return GradUse.LEAVE
+        return GradUse.SCALE
+
+
+def _items_of(group: dict[str, Any]) -> list[Any]:
+    """The names and the values of a group's options, as objects to compare; floats may change.
+
+    Without the list of weights, which may be another one when the group has others.
+    """
+    options = {name: value for name, value in group.items() if name != "params"}
+    return [*options, *(float if type(value) is float else value for value in options.values())]

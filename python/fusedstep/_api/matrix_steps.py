@@ -1,0 +1,182 @@
+"""Optimizers with groups that Muon steps, and groups that a rule of the library steps.
+
+This has which groups these are, and Muon's step of one weight in operations of torch. Subclasses
+have the other rule beside them, as their base.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._api.base import FusedOptimizer
+from fusedstep._matrix.batches import MatrixBatches
+from fusedstep._matrix.muon_groups import (
+    beta2_of,
+    check_muon_options,
+    form_of,
+    keeps_range,
+    matrices_of,
+    norm_dtype,
+    ns_dtype_of,
+    rows_shape,
+    to_divisors,
+    uses_muon,
+    why_no_matrix,
+)
+from fusedstep._matrix.newton_schulz import coefficients_of
+from fusedstep._options.extras import own_option
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._sharding.exchange import cut_of, is_gathered, part_of, whole_of
+from fusedstep._state.checks import name_of
+from fusedstep._step.factors import Factors
+from fusedstep._step.plan import Work
+from fusedstep._step.support import why_not_native
+
+
+class MuonSteps(MatrixBatches):
+    """Steps groups with ``use_muon`` by Muon, and all others as the next class does."""
+
+    # A class's own words for its groups
+
+    def _as_muon(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group with Muon's options: those that it has not are what the class does always."""
+        return group
+
+    def _as_other(self, group: dict[str, Any]) -> dict[str, Any]:
+        """A group without Muon, with the options of the other rule."""
+        raise NotImplementedError
+
+    #: The class that steps groups without Muon, in errors.
+    _other: str
+
+    # Which groups
+
+    def _check_group(self, index: int, group: dict[str, Any]) -> None:
+        check_muon_options(self._as_muon(group))
+        if not uses_muon(group):
+            return
+        for place, weight in enumerate(group["params"]):
+            if reason := why_no_matrix(self._as_muon(group), weight, self._other):
+                raise ValueError(f"{name_of(group, index, place)} {reason}")
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        group = item.group
+        has_all = len(group["params"]) == len(item.weights)
+        if has_all and self._known_of(group, item.weights):  # weights have been looked at
+            check_muon_options(self._as_muon(group))
+        else:
+            index = next(i for i, each in enumerate(self._groups) if each is group)
+            self._check_group(index, group)
+        return super()._checked_options(item, factors)
+
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return super()._rule_options(self._as_other(group))
+
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not (uses_muon(group) and group.get("normuon")):
+            return None
+        shapes = weight.shape, rows_shape(group, weight)
+        return dict(zip(cls._state_names(group), shapes, strict=True))
+
+    @classmethod
+    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return cls._state_names(group | {"normuon": True, "momentum": True})
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return uses_muon(group) and self._wants_native(group)
+
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        if not uses_muon(group):
+            return None
+        products = ns_dtype_of(group, weight.device)
+        return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
+
+    def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"ns_dtype": torch.float64} if uses_muon(group) else {}
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        on_meta = [p for p in weights if p.is_meta]
+        if on_meta and uses_muon(group) and own_option(group, "fused"):
+            raise RuntimeError(why_not_native(on_meta))
+        return super()._is_native(group, weights, grads)
+
+    # Weight by weight
+
+    def _imperative_update(self, work: list[Work]) -> None:
+        # Before anything is changed; transfers that some processes take no part in would not end.
+        weights = [p for item in work if uses_muon(item.group) for p in item.weights]
+        self._spread_weights().check_gradients(weights)
+        super()._imperative_update(work)
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        super()._composite_steps(self._as_muon(group), weights, grads)
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        if not uses_muon(group):
+            super()._imperative(self._as_other(group), weight, grad, state)
+        elif is_dtensor(weight):
+            self._imperative_shard(self._as_muon(group), weight, grad, state)
+        else:
+            FusedOptimizer._imperative(self, self._as_muon(group), weight, grad, state)
+
+    def _imperative_shard(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Steps what this process has of a weight: by the whole, where others have other parts."""
+        cut = cut_of(weight) if is_gathered(form_of(group, weight), cut_of(weight)) else None
+        take = whole_of if cut else local
+        average = state["momentum_buffer"]
+        new_state = {"momentum_buffer": take(average)}
+        new = self._formula(group, take(weight), take(grad), new_state)
+        for target, found in ((weight, new), (average, new_state["momentum_buffer"])):
+            local(target).copy_(part_of(found, cut) if cut else found)
+
+    def _formula(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor:
+        if not uses_muon(group):
+            return super()._formula(group, weight, grad, state)
+        lr, momentum = float(group["lr"]), float(group["momentum"])
+        average = state["momentum_buffer"].lerp(grad, 1 - momentum)
+        state["momentum_buffer"] = average
+        update = grad.lerp(average, momentum) if group["nesterov"] else average
+
+        shape = matrices_of(group, weight)
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        orthogonal = torch.empty_like(update, memory_format=torch.contiguous_format).view(shape)
+        with torch._C._DisableAutocast():  # it would round the products
+            narrow = ns_dtype_of(group, weight.device)
+            for place, matrix in enumerate(update.reshape(shape)):
+                x = matrix.to(narrow) if keeps_range(narrow) else matrix
+                x = x.T if shape[1] > shape[2] else x
+                x = (x / to_divisors(group, x.norm(dtype=norm_dtype(x)))).to(narrow)
+                for a, b, c in steps:
+                    gram = x @ x.T
+                    x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+                orthogonal[place].copy_(x.T if shape[1] > shape[2] else x)
+        if group.get("normuon"):
+            moments = state["second_momentum_buffer"]
+            mean = torch.mean if orthogonal.numel() else torch.sum  # none without elements
+            means, beta2 = mean(orthogonal.square(), -1, keepdim=True), beta2_of(group)
+            averages = moments.view(means.shape).lerp(means, 1 - beta2)
+            state["second_momentum_buffer"] = averages.view(moments.shape)
+            norm = orthogonal.norm(dim=(1, 2), keepdim=True)
+            orthogonal /= averages.sqrt() + 1e-10
+            orthogonal *= norm / (orthogonal.norm(dim=(1, 2), keepdim=True) + 1e-10)
+        orthogonal = orthogonal.view(weight.shape)
+
+        decay = lr * group["weight_decay"]
+        if group.get("cautious_decay"):
+            decay = decay * (orthogonal * weight >= 0).to(weight.dtype)
+        ratio = self._ratio(group, weight.shape, shape[1:])
+        return weight * (1 - decay) - lr * ratio * orthogonal

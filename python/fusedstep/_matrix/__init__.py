@@ -1,0 +1,1 @@
+"""Steps of matrices: Newton-Schulz iterations, low-rank projections."""

@@ -1,0 +1,493 @@
+"""Steps the matrices of a group in batches of one shape, or of near ones.
+
+A batch goes through Newton–Schulz at one go, in memory that is kept. Of DTensors each matrix is
+gathered to one process. What is Muon's alone, and what another class does in the same step, are
+methods that a class overrides.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusedstep._matrix.muon_groups import (
+    beta2_of,
+    form_of,
+    keeps_range,
+    matrices_of,
+    norm_dtype,
+    ns_dtype_of,
+    ratio_of,
+    to_divisors,
+)
+from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operations
+from fusedstep._matrix.newton_schulz import (
+    Scratch,
+    coefficients_of,
+    normalize_rows,
+    orthogonalize,
+    takes_gram_form,
+)
+from fusedstep._matrix.passes import are_taken, average_into, decay_and_add, has_pass
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._sharding.exchange import (
+    Batch,
+    Cut,
+    Exchange,
+    Form,
+    batches_of,
+    cut_of,
+    is_gathered,
+    order_of,
+    transfer_device,
+)
+from fusedstep._state.counts import count_steps
+from fusedstep._state.storage import seed_of, way_of
+from fusedstep._step.plan import Work, same
+from fusedstep._step.undo import numbers_first, undone_on_error
+from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
+
+#: Elements that go through the products together at most. More do not fill a device better, and
+#: their copies would have to be kept: on a CPU they leave its caches as well.
+_AT_ONCE = {"cpu": 1 << 22}
+_AT_ONCE_ELSEWHERE = 1 << 25
+
+#: The bytes of these, at most.
+_MOST_BYTES = 8 * _AT_ONCE["cpu"]
+
+#: Operations that take as long as the calls of one more batch, which on a GPU the host is busy with
+#: (0.25 ms on an H100). Shapes are joined where padding adds fewer.
+_CALLS = {"cpu": 1 << 26}
+_CALLS_ELSEWHERE = 1 << 35
+
+
+class MatrixBatches:
+    """Steps the matrices of a group batch by batch."""
+
+    # Steps that a class may take otherwise
+
+    def _ratio(self, group: dict[str, Any], shape: Sequence[int], matrix: Shape) -> float:
+        """The factor of the learning rate for a matrix; ``shape``: of the weight that it is of."""
+        return ratio_of(group, (1, *matrix))
+
+    def _second_step(self, group: dict[str, Any], moving: list[Moving]) -> Callable[[], None]:
+        """Prepares what steps weights once more when they have moved, and returns what takes it.
+
+        Nothing is written before, and nothing can fail on a CPU from then on.
+        """
+        return lambda: None
+
+    # The step
+
+    @functools.cached_property
+    def _scratch(self) -> Scratch:
+        return Scratch()
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._known: dict[Tensor, _Known] = {}  # by the first weight
+
+    def _composite_steps(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> None:
+        grads = list(map(local, grads))
+        known = self._known_of(group, weights)
+        if known is None:
+            self._known.pop(weights[0], None)
+            known = self._arranged(group, weights)
+            if all(check is not None for check in known.checks) and not known.cut_alike:
+                self._known[weights[0]] = known
+        for batch in known.batches:
+            some = [grads[i] for i in batch.places]
+            step = functools.partial(self._step_or_undo, group, batch, some)
+            self._take_part(batch.weights, step)
+        for (cut, *_), places in known.cut_alike.items():
+            some, found = ([each[i] for i in places] for each in (weights, grads))
+            forms = [form_of(group, p) for p in some]
+            self._step_cut(group, cut, some, _ascending(group, found), forms)
+
+    def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
+        """Notes of the last checks of operands and options: new objects if one has changed.
+
+        None where they cannot tell that nothing has.
+        """
+        return self._memory.get(weights[0]), self._passed.get(id(group["params"]))
+
+    def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
+        """Returns how these weights have been stepped, if nothing has changed since but floats."""
+        known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
+        is_same = known is not None and same(list(checks), list(known.checks))
+        return known if is_same and same(weights, known.weights) else None
+
+    def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Known:
+        """The batches of a group's weights, and those of which processes have parts of matrices."""
+        alone: list[int] = []
+        cut_alike: dict[Any, list[int]] = {}
+        for place, p in enumerate(weights):
+            if is_gathered(form_of(group, p), cut := cut_of(p)):
+                key = cut, p.dtype, self._store.has_wide(group, p)
+                if p.numel():
+                    cut_alike.setdefault(key, []).append(place)
+            else:
+                alone.append(place)
+        batches = [
+            self._new_batch(group, places, [weights[i] for i in places])
+            for places in self._batches(group, weights, alone)
+        ]
+        return _Known(weights, self._checks_of(group, weights), batches, cut_alike)
+
+    def _new_batch(
+        self, group: dict[str, Any], places: list[int], weights: list[Tensor]
+    ) -> _Together:
+        forms = [matrices_of(group, local(p)) for p in weights]
+        alike: dict[tuple[torch.Size, Shape], list[int]] = {}
+        for index, (p, (_, *matrix)) in enumerate(zip(weights, forms, strict=True)):
+            alike.setdefault((p.shape, tuple(matrix)), []).append(index)
+        moving = []
+        if not any(map(functools.partial(self._has_copies, group), weights)):
+            moving = self._begin(group, weights, weights)
+        return _Together(places, weights, forms, alike, moving)
+
+    def _has_copies(self, group: dict[str, Any], weight: Tensor) -> bool:
+        """Returns whether a step works on something else than the weight and its states."""
+        return (
+            is_dtensor(weight)
+            or self._store.has_wide(group, weight)
+            or self._store.kind_of(group, weight) is not None
+        )
+
+    def _batches(
+        self, group: dict[str, Any], weights: list[Tensor], places: list[int]
+    ) -> Iterable[list[int]]:
+        """Places of weights that are stepped together: of one dtype, of one shape or near ones."""
+        alike: dict[Any, dict[Shape, list[int]]] = {}
+        for place in places:
+            p = weights[place]
+            if (shard := local(p)).numel():
+                kind = p.device, p.dtype, self._store.has_wide(group, p)
+                shape = matrices_of(group, shard)[1:]
+                alike.setdefault(kind, {}).setdefault(shape, []).append(place)
+        for (device, *_), by_shape in alike.items():
+            at_once = _most_at_once(device)
+            for shapes in self._joined(group, device, weights, by_shape):
+                together = [place for shape in shapes for place in by_shape[shape]]
+                first = local(weights[together[0]])
+                # Joined shapes are no more than that.
+                most = max(at_once // first.numel(), 1) if len(shapes) == 1 else len(together)
+                yield from (together[i : i + most] for i in range(0, len(together), most))
+
+    def _joined(
+        self,
+        group: dict[str, Any],
+        device: torch.device,
+        weights: list[Tensor],
+        by_shape: dict[Shape, list[int]],
+    ) -> list[list[Shape]]:
+        """Shapes that go through products together, padded to the largest sides among them."""
+        if len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1:
+            return [[shape] for shape in by_shape]
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        dtype = ns_dtype_of(group, device)
+        return joined(
+            {
+                shape: sum(matrices_of(group, local(weights[i]))[0] for i in places)
+                for shape, places in by_shape.items()
+            },
+            _most_at_once(device),
+            _CALLS.get(device.type, _CALLS_ELSEWHERE),
+            lambda shape: newton_schulz_operations(shape, len(steps)),
+            lambda shape: takes_gram_form(shape, dtype, steps),
+        )
+
+    def _part_size(self, item: Work) -> int:
+        """That of a batch, if the group has batches."""
+        sizes = list(map(size_of, item.weights, item.grads))
+        batch = min(sum(sizes), _MOST_BYTES) if self._is_composite(item.group) else 0
+        return MOST_COPIES * max(batch, *sizes)
+
+    def _step_or_undo(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
+        """Steps a batch, or changes nothing if memory runs out."""
+        grads = _ascending(group, grads)
+        if batch.moving:  # as it is, and what is written last allocates nothing
+            self._step_batch(group, batch, grads)
+            return
+        coded = [p for p in batch.weights if way_of(group, p) or self._store.kind_of(group, p)]
+        kept = [self._store.with_count(group, p).values() for p in coded]
+        with undone_on_error([*coded, *chain.from_iterable(kept)]):
+            self._step_batch(group, batch, grads)
+
+    def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
+        """Steps weights of one dtype, of which this process has whole matrices of near shapes."""
+        moving = self._begin(group, batch.weights, grads, batch.moving)
+        values, forms = [each.value for each in moving], batch.forms
+        dtype, device = values[0].dtype, values[0].device
+        counts, rows, columns = zip(*forms, strict=True)
+        shape = sum(counts), max(rows), max(columns)
+        is_padded = len({form[1:] for form in forms}) > 1
+        averages = [each.average for each in moving]
+        is_native = not is_padded and are_taken(values, averages, grads)
+        narrow = ns_dtype_of(group, device)
+        if not (is_native and keeps_range(narrow) and has_pass(dtype, narrow)):
+            narrow = dtype
+        update = self._scratch.take("update", shape, narrow, device)
+        if is_padded:
+            update.zero_()
+
+        is_plain = all(value.shape == shape[1:] for value in values)
+
+        def parts(of: Tensor) -> Sequence[Tensor]:
+            if is_plain:
+                return of.unbind()  # in one call: the host is what a GPU waits for
+            pieces = zip(of.split(counts), forms, values, strict=True)
+            return [x[:, : form[1], : form[2]].view(value.shape) for x, form, value in pieces]
+
+        # On a CPU products may lack memory: nothing is written before they are there.
+        is_last = device.type == "cpu" and not is_native
+        momentum = float(group["momentum"])
+        if is_native:
+            lead = momentum if group["nesterov"] else 1.0
+            taken = [each.grad for each in moving]
+            average_into(averages, taken, parts(update), 1 - momentum, lead)
+        else:
+            if not is_last:
+                self._advance(group, moving)
+            for part, each in zip(parts(update), moving, strict=True):
+                average = each.average
+                if is_last:
+                    average = torch.lerp(average, each.grad, 1 - momentum, out=part)
+                _write_update(group, each.grad, average, part)
+        x = self._orthogonal(group, update)
+        moves_along = is_native and has_pass(dtype, x.dtype) and not group.get("normuon")
+        if not (moves_along or x.dtype is dtype):
+            x = self._scratch.take("update", shape, dtype, device).copy_(x)
+        kept_moments, moments = [], None
+        if group.get("normuon"):
+            kept_moments = [each.state["second_momentum_buffer"] for each in moving]
+            moments = torch.cat([each.view(-1, shape[1], 1) for each in kept_moments])
+            normalize_rows(x, moments, beta2_of(group))
+        directions = parts(x)
+        rooms = self._rooms(group, values)
+        take_second = self._second_step(group, moving)
+        if is_last:
+            self._advance(group, moving)
+        new_moments = moments.split(counts) if kept_moments else ()
+        for each, new in zip(kept_moments, new_moments, strict=True):
+            each.copy_(new.view(each.shape))
+        alike = [(self._ratio(group, *shapes), indices) for shapes, indices in batch.alike.items()]
+        self._move(group, values, directions, alike, rooms, is_native)
+        take_second()
+        if not batch.moving:
+            self._finish(group, moving)
+
+    def _step_cut(
+        self,
+        group: dict[str, Any],
+        cut: Cut,
+        weights: list[Tensor],
+        grads: list[Tensor],
+        forms: list[Form],
+    ) -> None:
+        """Steps weights of one dtype, of whose matrices processes have parts."""
+        order, device = order_of(cut.mesh, cut.axis), weights[0].device
+        there = transfer_device(cut, device)
+        number = cut.mesh.get_local_rank(cut.axis)
+        batches = batches_of(
+            tuple(forms), cut.dim, order, order.index(number), _most_at_once(there)
+        )
+        wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
+        products = ns_dtype_of(group, there)
+        narrow = products if products.itemsize < wide.itemsize else wide
+        under_way: dict[Batch, dict[int, Moving]] = {}
+
+        def pack(batch: Batch, parts: list[Tensor]) -> None:
+            places = batch.weights
+            moving = self._begin(group, *([each[i] for i in places] for each in (weights, grads)))
+            self._advance(group, moving)
+            by_place = under_way[batch] = dict(zip(places, moving, strict=True))
+            for unit, part in zip(batch.units, parts, strict=True):
+                each = by_place[unit.weight]
+                whole = each.grad, each.average
+                _write_update(group, *(batch.part_of_shard(unit, x) for x in whole), part)
+
+        def unpack(batch: Batch, parts: list[Tensor]) -> None:
+            by_place = under_way.pop(batch)
+            values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
+            alike = [
+                (self._ratio(group, forms[x.weight].shape, x.matrix), [index])
+                for index, x in enumerate(batch.units)
+            ]
+            moving = list(by_place.values())
+            take_second = self._second_step(group, moving)
+            if values:
+                self._move(group, values, parts, alike, self._rooms(group, values))
+            take_second()
+            self._finish(group, moving)
+
+        exchange = Exchange(cut, self._scratch.take, device, wide, narrow)
+        exchange.run(batches, pack, lambda _, update: self._orthogonal(group, update), unpack)
+
+    # The parts of a step
+
+    def _begin(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        known: Sequence[Moving] = (),
+    ) -> list[Moving]:
+        """The operands of what this process has of weights of one dtype.
+
+        ``known``: those of an earlier step, if they are the same but for the gradients.
+        """
+        if known:
+            return [Moving(*each[:-1], grad) for each, grad in zip(known, grads, strict=True)]
+        moving = []
+        for p, grad in zip(weights, grads, strict=True):
+            kept = self._store.with_count(group, p)
+            state = self._store.decoded(group, p, kept)
+            wide = self._widened(group, p, state)
+            value, average = local(wide), local(state["momentum_buffer"])
+            moving.append(Moving(p, kept, state, wide, value, average, grad.to(wide.dtype)))
+        return moving
+
+    @staticmethod
+    def _advance(group: dict[str, Any], moving: list[Moving]) -> None:
+        """Takes gradients into the averages."""
+        averages, grads = [each.average for each in moving], [each.grad for each in moving]
+        torch._foreach_lerp_(averages, grads, 1 - float(group["momentum"]))
+
+    def _orthogonal(self, group: dict[str, Any], update: Tensor) -> Tensor:
+        """Iterates on updates [count, rows, columns], in the products' dtype; overwrites them."""
+        device, dtype = update.device, ns_dtype_of(group, update.device)
+
+        def narrowed() -> Tensor:
+            if dtype is update.dtype:
+                return update
+            return self._scratch.take("matrices", update.shape, dtype, device).copy_(update)
+
+        # Norms and quotients of narrow numbers take half the bytes; a CPU would widen them.
+        is_wide = update.is_cpu or update.dtype is torch.float64 or not keeps_range(dtype)
+        x = update if is_wide else narrowed()
+        of = None if is_wide else torch.float32
+        norms = torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True, dtype=norm_dtype(x) or of)
+        x.div_(to_divisors(group, norms))
+        x = narrowed() if is_wide else x
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        return orthogonalize(x, steps, self._scratch)
+
+    def _rooms(self, group: dict[str, Any], values: list[Tensor]) -> tuple[Tensor, ...]:
+        """Operands of a move: what decay leaves of a value, zero, and memory to find where."""
+        like, most = values[0], max(map(Tensor.numel, values))
+        keep = 1 - float(group["lr"]) * float(group["weight_decay"])
+        shape = (most if group.get("cautious_decay") else 0,)
+        rooms = [
+            self._scratch.take("share", shape, x, like.device) for x in (like.dtype, torch.bool)
+        ]
+        return *numbers_first(like, keep, 0.0), *rooms
+
+    def _move(
+        self,
+        group: dict[str, Any],
+        values: list[Tensor],
+        directions: list[Tensor],
+        alike: list[tuple[float, list[int]]],
+        rooms: tuple[Tensor, ...],
+        is_native: bool = False,
+    ) -> None:
+        """Decays and moves values of weights, or parts of them, and allocates nothing.
+
+        ``alike``: factors of the learning rate, and the places of the values that have them.
+        ``is_native``: whether a native pass takes them.
+        """
+        lr = float(group["lr"])
+        decay, (keep, zero, room, told) = lr * float(group["weight_decay"]), rooms
+        if decay and group.get("cautious_decay"):
+            for value, direction in zip(values, directions, strict=True):
+                share, is_same = (x[: value.numel()].view(value.shape) for x in (room, told))
+                torch.ge(torch.mul(value, direction, out=share), zero, out=is_same)
+                value.addcmul_(share.copy_(is_same), value, value=-decay)
+            decay = 0.0
+        if is_native:
+            factors = [0.0] * len(values)
+            for ratio, indices in alike:
+                for index in indices:
+                    factors[index] = -lr * ratio
+            decay_and_add(values, directions, 1 - decay, factors)
+            return
+        if decay:
+            torch._foreach_mul_(values, keep)
+        by_ratio: dict[float, list[int]] = {}
+        for ratio, indices in alike:
+            by_ratio.setdefault(ratio, []).extend(indices)
+        for ratio, indices in by_ratio.items():
+            pairs = ([each[i] for i in indices] for each in (values, directions))
+            torch._foreach_add_(*pairs, alpha=-lr * ratio)
+
+    def _finish(self, group: dict[str, Any], moving: list[Moving]) -> None:
+        """Puts moved values, and averages, where weights and states keep them."""
+        for each in moving:
+            if seed_of(group, each.weight) is not None:
+                count_steps([each.state["step"]])
+            self._write_back(group, each.weight, each.wide, each.state)
+            self._store.encode(group, each.weight, each.kept, each.state)
+        if any(map(is_dtensor, (each.weight for each in moving))):  # by way of their shards
+            increment_version([each.weight for each in moving])
+
+
+class Moving(NamedTuple):
+    """A weight in the middle of its step, and what this process has of it."""
+
+    weight: Tensor
+    kept: dict[str, Tensor]
+    state: dict[str, Tensor]
+    """The states of ``kept``, with numbers in place of codes."""
+    wide: Tensor
+    """The tensor that is updated for the weight."""
+    value: Tensor
+    """This process's part of that."""
+    average: Tensor
+    grad: Tensor
+
+
+class _Together(NamedTuple):
+    """Weights of one dtype that are stepped together: this process has whole matrices of them."""
+
+    places: list[int]
+    """Their places in the list of the step."""
+    weights: list[Tensor]
+    forms: list[tuple[int, int, int]]
+    alike: dict[tuple[torch.Size, Shape], list[int]]
+    """Shapes of weights and of their matrices, and which of the weights have them."""
+    moving: list[Moving]
+    """Their operands but for the gradients; empty where each step makes copies of some."""
+
+
+class _Known(NamedTuple):
+    """The way that a group is stepped, for as long as its memory and options stay."""
+
+    weights: list[Tensor]
+    checks: tuple[Any, Any]
+    batches: list[_Together]
+    cut_alike: dict[Any, list[int]]
+
+
+def _ascending(group: dict[str, Any], grads: list[Tensor]) -> list[Tensor]:
+    """The gradients of a step, negated where it maximizes."""
+    return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
+
+
+def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Tensor) -> None:
+    if group["nesterov"]:
+        torch.lerp(grad, average, float(group["momentum"]), out=out)
+    else:
+        out.copy_(average)
+
+
+def _most_at_once(device: torch.device) -> int:
+    return _AT_ONCE.get(device.type, _AT_ONCE_ELSEWHERE)

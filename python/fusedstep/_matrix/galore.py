@@ -1,0 +1,88 @@
+"""Parts that the classes of GaLore share: bases of gradients, and when they are made anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.projection import (
+    PROJ_TYPES,
+    basis_shapes,
+    check_one_of,
+    is_due,
+    matrix_shape,
+    offset_of,
+)
+from fusedstep._matrix.subspace import bases_of, overlap
+from fusedstep._sharding.dtensor import local
+from fusedstep._state.storage import key_of_draws, whole_places_of
+
+SVDS = ("exact", "randomized", "power", "lazy")
+
+#: Options of a projection that older dictionaries lack, with the values that mean what was done
+#: then.
+LATER_OPTIONS: dict[str, Any] = {
+    "rank": None,
+    "update_proj_gap": 200,
+    "scale": 1.0,
+    "proj_type": "std",
+    "svd": "exact",
+    "stagger": False,
+}
+
+#: The state that counts how often ``svd="lazy"`` has doubled the gap of a weight.
+_DOUBLINGS = "gap_doublings"
+
+#: A lazy refresh finds the basis at rest from this overlap on; the gap doubles at most so often.
+_AT_REST, _MOST_DOUBLINGS = 0.4, 4
+
+
+class GaLoreSteps(LowRankSteps):
+    """Steps through bases that are singular vectors of gradients."""
+
+    @classmethod
+    def _check_projection(cls, options: dict[str, Any]) -> None:
+        super()._check_projection(options)
+        check_one_of("proj_type", options["proj_type"], PROJ_TYPES)
+        check_one_of("svd", options["svd"], SVDS)
+
+    @classmethod
+    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        shapes = basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
+        return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
+
+    def _shapes_from_gradients(
+        self, group: dict[str, Any], weight: Tensor
+    ) -> dict[str, torch.Size]:
+        return self._more_shapes(group, weight)
+
+    def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+        offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
+        if not is_due(count, group["update_proj_gap"], offset):
+            return False
+        if count == 0 or group["svd"] != "lazy":
+            return True
+        times = (count + offset) // group["update_proj_gap"]
+        return times % 2 ** int(self._state[weight][_DOUBLINGS]) == 0
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        if not is_due:
+            return {}
+        state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
+        has_last = count and weight not in self._waiting
+        last = {name: local(state[name]).to(grad.device) for name in side} if has_last else None
+        (place,) = whole_places_of(self._groups, group, [weight])
+        key = key_of_draws(group.get("seed", 0), count, place)
+        wide = grad.to(state[side[0]].dtype)
+        found = bases_of(wide, group["rank"], side, svd, last, key)
+        if svd != "lazy":
+            return found
+        doublings = torch.zeros_like(state[_DOUBLINGS])  # which each process has
+        if last is not None and overlap(last, found) >= _AT_REST:
+            doublings = (state[_DOUBLINGS] + 1).clamp(max=_MOST_DOUBLINGS)
+        return found | {_DOUBLINGS: doublings}

@@ -1,0 +1,81 @@
+"""When a step makes new bases, and weights whose bases wait for a gradient.
+
+A gradient of zeros has no subspace: its singular vectors are the first axes, which would be the
+basis for a whole gap. Its basis is zero, and is made anew at the first gradient that is not zero.
+A zero basis in a state is the sign of that, so that it is in dictionaries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.projection import LEFT, RIGHT, is_due
+from fusedstep._sharding.dtensor import local
+
+
+class LowRankBases:
+    """The bases of groups with a rank: when they are due, and those of gradients of zeros."""
+
+    def _forget_plans(self) -> None:
+        super()._forget_plans()
+        self._waiting: set[Tensor] | None = None  # weights with zero bases; None before a look
+        self._is_zero: dict[Tensor, bool] = {}  # gradients that the step under way makes bases of
+
+    def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+        """Returns whether the gap of a weight ends at the step after so many."""
+        return is_due(count, group["update_proj_gap"], 0)
+
+    def _new_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        """Bases and other states that a step makes, by name; nothing is changed by this.
+
+        It is asked where they are due, and where no memory holds bases that are no states.
+        ``grad``: a matrix, and finite where bases are due, and not zero where they are states.
+        """
+        raise NotImplementedError
+
+    def _shapes_from_gradients(
+        self, group: dict[str, Any], weight: Tensor
+    ) -> dict[str, torch.Size]:
+        """The shapes of the states that ``_new_bases`` makes of whole gradients, by name."""
+        raise NotImplementedError
+
+    def _is_due(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
+        """Returns whether the step after so many makes new bases, if its gradient is not zero."""
+        if self._waiting and weight in self._waiting:
+            return True
+        return self._is_refresh(group, weight, count)
+
+    def _find_waiting(self) -> None:
+        """Looks for zero bases where they are not known: in states of which others may be."""
+        if self._waiting is None:
+            self._waiting = {
+                weight
+                for weight, state in self._state.items()
+                for side in (LEFT, RIGHT)
+                if side in state and not local(state[side]).any()
+            }
+
+    def _follow_waiting(self) -> None:
+        """Notes which weights wait after a step, which has written its new bases."""
+        for weight, is_zero in self._is_zero.items():
+            (self._waiting.add if is_zero else self._waiting.discard)(weight)
+
+    def _made_bases(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool
+    ) -> dict[str, Tensor]:
+        """As ``_new_bases``, of a gradient of zeros too."""
+        if is_due and self._shapes_from_gradients(group, weight):
+            self._is_zero[weight] = not grad.any()
+            if self._is_zero[weight]:
+                return self._zero_bases(group, weight)
+        return self._new_bases(group, weight, grad, count, is_due)
+
+    def _zero_bases(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+        state = self._state[weight]
+        names = self._shapes_from_gradients(group, weight)
+        return {name: torch.zeros_like(local(state[name])) for name in names}

@@ -1,0 +1,235 @@
+"""Groups with a rank of GaLore and APOLLO: their options, states and counts.
+
+The formula is that of ``_matrix/transformers_adamw.py``, on low-rank gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.low_rank_shards import LowRankShards
+from fusedstep._matrix.products import dtype_of_products
+from fusedstep._matrix.projection import check_whole_number, low_shape_of, matrix_shape, sides
+from fusedstep._matrix.transformers_adamw import native_numbers
+from fusedstep._native import ops
+from fusedstep._sharding.dtensor import is_dtensor, spread_of
+from fusedstep._state.checks import check_at_least_zero, floats, name_of
+from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
+from fusedstep._state.counts import read_count
+from fusedstep._state.storage import way_of
+from fusedstep._step.factors import Factors
+from fusedstep._step.gradients import by_place
+from fusedstep._step.plan import Work
+
+
+class LowRankGroups(LowRankShards):
+    """The options, states and counts of groups with a rank."""
+
+    _rule = "adam"
+    _states = ("exp_avg", "exp_avg_sq")
+    _learns_in_int4 = True
+    _composite: ClassVar[bool] = True
+    _foreign_states = frozenset({"projector", "seed"})
+
+    # The projection of a class
+
+    @classmethod
+    def _sides(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        return sides(group["proj_type"], *matrix_shape(weight))
+
+    @classmethod
+    def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
+        """The shapes of the moments of a low-rank gradient of this shape."""
+        return dict.fromkeys(cls._states, shape)
+
+    @classmethod
+    def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+        """The shapes of states beside the moments."""
+        raise NotImplementedError
+
+    # Options, and which groups
+
+    @classmethod
+    def _grouped(cls, weights: list[Tensor]) -> list[Any]:
+        matrices = [p for p in weights if p.ndim >= 2]
+        others = [p for p in weights if p.ndim < 2]
+        groups = [{"params": matrices}, {"params": others, "rank": None}]
+        return [group for group in groups if group["params"]]
+
+    @classmethod
+    def _check_projection(cls, options: dict[str, Any]) -> None:
+        """Raises an option of the projection that is none."""
+        if options["rank"] is not None:
+            check_whole_number("rank", options["rank"])
+        check_whole_number("update_proj_gap", options["update_proj_gap"])
+        check_at_least_zero("scale", options["scale"])
+
+    def _check(self, options: dict[str, Any]) -> None:
+        self._check_projection(options)
+        own = {"rank", "update_proj_gap", "proj", "proj_type", "scale_type", "svd"}
+        shared = {name: value for name, value in options.items() if name not in own}
+        super()._check(shared)
+        options.update(shared)
+
+    @classmethod
+    def _is_projected(cls, group: dict[str, Any]) -> bool:
+        return group.get("rank") is not None
+
+    def _is_composite(self, group: dict[str, Any]) -> bool:
+        return self._is_projected(group)
+
+    def _products_dtype(self, group: dict[str, Any], weight: Tensor) -> torch.dtype | None:
+        return dtype_of_products(weight) if self._is_projected(group) else None
+
+    @classmethod
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
+        if not cls._is_projected(group):
+            return super()._state_shapes(group, weight)
+        cls._check_projection(group)
+        if reason := cls._why_not_projected(group, weight):
+            raise ValueError(f"a weight of a group with a rank {reason}")
+        shape = low_shape_of(group, weight)
+        return cls._moment_shapes(group, shape) | cls._more_shapes(group, weight)
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        if self._is_projected(group):
+            self._check_projection(group)
+            for p in weights:
+                if reason := self._why_not_projected(group, p):
+                    raise ValueError(f"{self._name_of(group, p)} {reason}")
+            self._takes_scratch(group, weights, grads)
+        return super()._is_native(group, weights, grads)
+
+    def _takes_scratch(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether products and a native step do a group with a rank; raises if they must.
+
+        Otherwise the formula does.
+        """
+        if not self._wants_native(group):
+            return False
+        reason = self._why_not_native(weights, grads)
+        if reason and group.get("fused"):
+            raise RuntimeError(reason)
+        # CPUs multiply float16 so slowly that the formula, which is float32, takes less time.
+        is_slow = any(p.is_cpu and p.dtype is torch.float16 for p in weights)
+        return reason is None and bool(group.get("fused") or not is_slow)
+
+    def _name_of(self, group: dict[str, Any], weight: Tensor) -> str:
+        index = next(i for i, each in enumerate(self._groups) if each["params"] is group["params"])
+        return name_of(group, index, self._place(group, weight))
+
+    @staticmethod
+    def _place(group: dict[str, Any], weight: Tensor) -> int:
+        return next(i for i, p in enumerate(group["params"]) if p is weight)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Returns False: the numbers of a step follow from counts, which the host has to know."""
+        return False
+
+    def _in_form(
+        self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
+        shapes = self._state_shapes(group, weight)
+        if state.keys().isdisjoint({*self._states, *(shapes or ())}):  # it has taken no step
+            return {}
+        if not self._is_projected(group):
+            return {name: value for name, value in state.items() if name != "seed"}
+        found = getattr(state.get("projector"), "ortho_matrix", None)
+        found = list(found) if isinstance(found, (list, tuple)) else [found]
+        bases = dict(zip(self._sides(group, weight), found, strict=False))
+        known = state | {side: basis for side, basis in bases.items() if basis is not None}
+        formed = {}
+        for name in ("step", *shapes):
+            value = known.get(name)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                formed[name] = value.float() if value.itemsize == 2 else value
+            elif value is not None:
+                formed[name] = value
+            elif not shapes.get(name, weight.shape):  # a number
+                formed[name] = torch.zeros((), dtype=torch.float32, device=weight.device)
+            if is_codes(value):
+                formed[absmax_of(name)] = known[absmax_of(name)]
+        return formed
+
+    # Counts, which the numbers of a native step follow from
+
+    def _count(self, weight: Tensor) -> int:
+        """The steps of a weight so far; -1 for a count that is NaN, which is refused later."""
+        step = self._state.get(weight, {}).get("step", 0)
+        count = read_count(step) if isinstance(step, Tensor) else float(step)
+        return -1 if math.isnan(count) else int(count)
+
+    def _launches(
+        self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+        if len(weights) == 1:
+            return [(weights, grads)]
+        return by_place(
+            weights, grads, [(way_of(group, p), p.dtype, self._count(p)) for p in weights]
+        )
+
+    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
+        if item.plan:
+            item = item._replace(group=item.group | {"count": self._count(item.weights[0]) + 1})
+        return super()._checked_options(item, factors)
+
+    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
+        return self._numbers_of(group, group["count"], float(group["lr"]), group["weight_decay"])
+
+    def _numbers_of(
+        self, group: dict[str, Any], count: int, lr: float, weight_decay: float
+    ) -> tuple[Any, ...]:
+        betas, eps = floats(group["betas"], 2), float(group["eps"])
+        numbers = native_numbers(
+            betas, eps, count, lr, float(weight_decay), bool(group["correct_bias"])
+        )
+        return *map(numbers.__getitem__, ops.rule_options[self._rule]), group["maximize"]
+
+    def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
+        """Raises if states are no longer those that the options of a group ask for."""
+        for place, p in enumerate(weights):
+            state, spread = self._state[p], self._state_placements(group, p) or {}
+            for name, shape in self._state_shapes(group, p).items():
+                found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
+                if is_codes(found):
+                    fits = are_codes_of(found, state.get(absmax_of(name)), of_shape(p, shape))
+                else:
+                    fits = found.shape == shape
+                    if found.dtype != wide and shape:
+                        raise RuntimeError(
+                            f"tensor {place} of the list: the state {name} is {found.dtype} but "
+                            f"has to be {wide}"
+                        )
+                if name in spread and not (
+                    is_dtensor(found) and spread_of(found) == (spread_of(p)[0], spread[name])
+                ):
+                    raise RuntimeError(
+                        f"{name} of {self._name_of(group, p)} must be a DTensor over the mesh of "
+                        f"its weight with the placements {spread[name]}"
+                    )
+                if not fits or found.device != p.device:
+                    raise RuntimeError(
+                        f"{name} of {self._name_of(group, p)} is {list(found.shape)} on "
+                        f"{found.device}, but the options of its group ask for {list(shape)} on "
+                        f"{p.device}. The rank and the sides of a projection cannot be changed, "
+                        "nor weights moved, while there are states: make a new optimizer, or load "
+                        "a state dictionary that fits"
+                    )
+
+    def _low_rank_states(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
+        """The states of a weight, but for bases that a step leaves alone and what is beside it."""
+        bases = () if weight in self._fresh else self._sides(group, weight)
+        names = {"step", *self._state_shapes(group, weight)}.difference(bases)
+        names |= set(map(absmax_of, names))
+        return [value for name, value in self._state[weight].items() if name in names]

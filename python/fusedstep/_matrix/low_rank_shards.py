@@ -1,0 +1,179 @@
+"""Steps through a projection of weights of which other processes have other parts.
+
+All processes take the same collectives: after a look at which gradients there are, and whether
+they are finite, these follow from the weights that have one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.low_rank_bases import LowRankBases
+from fusedstep._matrix.projection import why_not_projected
+from fusedstep._matrix.sharded_projections import (
+    copies_of,
+    is_summed,
+    low_placements,
+    made_by_owners,
+)
+from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._sharding.exchange import Cut, cut_of, put_whole, whole_of
+from fusedstep._step.nonfinite import not_finite
+from fusedstep._step.plan import Work
+from fusedstep._step.sums import SpreadWeights, place_of
+
+
+class Norm(NamedTuple):
+    """A norm that a step takes."""
+
+    value: Tensor
+    over: Cut | None
+    """The cut of the weight that it is of, if other processes have other parts; else None."""
+
+
+class LowRankShards(LowRankBases):
+    """The part of steps through a projection that shards need."""
+
+    #: False if weights of groups with a rank cannot be DTensors.
+    _takes_shards: ClassVar[bool] = True
+
+    @classmethod
+    def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
+        if is_dtensor(weight) and not cls._takes_shards:
+            return (
+                f"is a DTensor: {cls.__name__} does not project shards. Put it into a group "
+                "without a rank"
+            )
+        return why_not_projected(group, weight)
+
+    @classmethod
+    def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
+        if not (cls._is_projected(group) and is_dtensor(weight)):
+            return super()._state_placements(group, weight)
+        low = low_placements(weight, cls._sides(group, weight))
+        shapes = cls._state_shapes(group, weight)
+        return {
+            name: low if name in cls._states else copies_of(weight)
+            for name, shape in shapes.items()
+            if shape
+        }
+
+    def _spread_projected(self) -> SpreadWeights | None:
+        """The weights that are spread over processes, if some of them are projected."""
+        cut = (
+            cut_of(p) is not None
+            for group in self._groups
+            if self._is_projected(group)
+            for p in group["params"]
+        )
+        return self._spread_weights() if any(cut) else None
+
+    def _summed_over(self, group: dict[str, Any], weight: Tensor) -> Cut | None:
+        """The cut of the shards of a weight whose low-rank gradient is a sum over the processes."""
+        cut = cut_of(weight)
+        return cut if cut is not None and is_summed(cut, self._sides(group, weight)) else None
+
+    def _needs_gradient(self, item: Work, weight: Tensor) -> bool:
+        """Returns whether a step makes bases of a shard's whole gradient."""
+        return (
+            cut_of(weight) is not None
+            and bool(self._shapes_from_gradients(item.group, weight))
+            and self._is_due(item.group, weight, self._count(weight))
+        )
+
+    def _check_shards(self, work: list[Work], spread: SpreadWeights) -> None:
+        """Raises in all processes if one has gradients of others, or not finite ones.
+
+        Finds gradients of zeros that bases are due of.
+        """
+        alike: dict[Any, list[tuple[Work, Tensor, bool, list[float]]]] = {
+            place: [] for place in spread.places(native=False)
+        }
+        for item in work:
+            scratch = self._scratch_of(item)
+            for weight, grad in item.pairs():
+                if place := place_of(weight):
+                    own, is_due = local(grad), self._needs_gradient(item, weight)
+                    # A NaN in other gradients shows in their low-rank gradients.
+                    is_bad = (scratch is None or is_due) and not_finite(own)
+                    flags = [float(is_bad), float(is_due and own.any())]
+                    alike.setdefault(place, []).append((item, weight, is_due, flags))
+        for place, members in alike.items():
+            found = [flags for *_, flags in members]
+            flags = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 2).to(place[0])
+            (total,) = spread.sums(place, [([weight for _, weight, *_ in members], flags)])
+            for (item, weight, is_due, _), sums in zip(members, total.tolist(), strict=True):
+                is_bad, has_any = map(bool, sums)
+                if is_bad:
+                    raise self._not_finite_error(item.group, weight)
+                if is_due:
+                    self._is_zero[weight] = not has_any
+
+    def _make_bases_of_shards(self, work: list[Work]) -> None:
+        """Makes new bases of whole gradients, each in one process."""
+        due = []
+        for item in work:
+            for weight, grad in item.pairs():
+                if not self._needs_gradient(item, weight):
+                    continue
+                if self._is_zero[weight]:
+                    self._fresh[weight] = self._zero_bases(item.group, weight)
+                else:
+                    due.append((item.group, weight, grad))
+
+        def make(place: int, matrix: Tensor) -> dict[str, Tensor]:
+            group, weight, _ = due[place]
+            return self._new_bases(group, weight, matrix, self._count(weight), True)
+
+        def raise_failed(place: int) -> None:
+            group, weight, _ = due[place]
+            raise RuntimeError(
+                f"another process could not make the bases of {self._name_of(group, weight)}"
+            )
+
+        found = made_by_owners(
+            [grad for *_, grad in due],
+            [self._shapes_from_gradients(group, weight) for group, weight, _ in due],
+            [self._state[weight]["exp_avg"].dtype for _, weight, _ in due],
+            make,
+            raise_failed,
+        )
+        for (_, weight, _), fresh in zip(due, found, strict=True):
+            self._fresh[weight] = fresh
+
+    def _not_finite_error(self, group: dict[str, Any], weight: Tensor) -> RuntimeError:
+        return RuntimeError(
+            f"the gradient of {self._name_of(group, weight)} has elements that are NaN or "
+            "infinite: no weight or state has been changed"
+        )
+
+    def _imperative(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> None:
+        """Steps a weight by the formula: of shards all processes take the whole."""
+        if not (self._is_projected(group) and is_dtensor(weight)):
+            super()._imperative(group, weight, grad, state)
+            return
+        whole = {name: whole_of(x) if is_dtensor(x) else x for name, x in state.items()}
+        new = self._formula(group, whole_of(weight), whole_of(grad), whole)
+        put_whole(weight, new)
+        for name, tensor in state.items():
+            if is_dtensor(tensor):
+                put_whole(tensor, whole[name])
+            elif tensor is not whole[name]:
+                tensor.copy_(whole[name])
+
+
+def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:
+    """Returns whether a process has found something, of those that have parts of weights."""
+    alike: dict[Any, list[Tensor]] = {place: [] for place in spread.places(native=False)}
+    for weight in weights:
+        if place := place_of(weight):
+            alike.setdefault(place, []).append(weight)
+    for place, some in alike.items():
+        number = float(found)
+        found |= bool(spread.sum(place, lambda each, own=number: each.fill_(own), some).item())
+    return found

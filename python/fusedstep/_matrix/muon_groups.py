@@ -1,0 +1,156 @@
+"""Options of Muon's groups, and the matrices that their weights are."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.newton_schulz import coefficients_of, usual_dtype
+from fusedstep._sharding.dtensor import is_dtensor
+from fusedstep._sharding.exchange import Form, why_not_gathered
+from fusedstep._state.checks import check_at_least_zero, check_flag, check_number
+
+_ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
+
+_NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+#: Options that torch's class lacks, with their values where a group has none.
+MUON_OWN: dict[str, Any] = {
+    "use_muon": True,
+    "split_heads": 1,
+    "stacked": None,
+    "ns_dtype": None,
+    "cautious_decay": False,
+    "normuon": False,
+    "beta2": 0.95,
+    "betas": (0.9, 0.999),
+    "adamw_eps": 1e-8,
+    "maximize": False,
+}
+
+
+def uses_muon(group: dict[str, Any]) -> bool:
+    return bool(group.get("use_muon", True))
+
+
+def as_adamw(group: dict[str, Any]) -> dict[str, Any]:
+    """A group with the options of Adam that it has not."""
+    others = {"amsgrad": False, "capturable": False, "decoupled_weight_decay": True}
+    return {"betas": MUON_OWN["betas"]} | group | others
+
+
+def check_muon_options(options: dict[str, Any]) -> None:
+    """Raises options that are none of those that there are."""
+    steps = options["ns_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps must be an int from 0 to 99, not {steps!r:.40}")
+    coefficients_of(options["ns_coefficients"], steps)
+    if options["adjust_lr_fn"] not in _ADJUSTMENTS:
+        raise ValueError(
+            f"adjust_lr_fn must be None, {', '.join(map(repr, _ADJUSTMENTS[1:-1]))} or "
+            f"{_ADJUSTMENTS[-1]!r}, not {options['adjust_lr_fn']!r:.40}"
+        )
+    if options.get("ns_dtype") not in _NS_DTYPES:
+        raise ValueError(
+            "ns_dtype must be None, torch.bfloat16, torch.float16, torch.float32 or "
+            f"torch.float64, not {options['ns_dtype']!r:.40}"
+        )
+    heads = options.get("split_heads", 1)
+    if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+        raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
+    for name in ("use_muon", "stacked", "cautious_decay", "normuon"):
+        check_flag(name, options.get(name))
+    for name in ("momentum", "weight_decay"):
+        check_at_least_zero(name, options[name])
+    beta2 = options.get("beta2", MUON_OWN["beta2"])
+    check_number("beta2", beta2)
+    if not 0 <= beta2 < 1:
+        raise ValueError(f"Invalid beta2 value: {beta2}")
+
+
+def why_no_matrix(group: dict[str, Any], weight: Tensor, other: str) -> str | None:
+    """Returns why Muon cannot step a weight; None if it can. ``other``: steps all other groups."""
+    if weight.ndim < 2:
+        return (
+            f"has the shape {list(weight.shape)}, and Muon steps matrices: put biases, the weights "
+            f"of norms and other vectors into a group with use_muon=False, which {other} steps"
+        )
+    if weight.is_nested:
+        return f"is a nested tensor, which neither Muon nor {other} supports"
+    if weight.is_complex():
+        return f"is complex, which Muon does not support; use_muon=False has {other} step it"
+    if reason := why_not_gathered(weight):
+        return f"{reason}; use_muon=False has {other} step it"
+    if group.get("normuon") and is_dtensor(weight):
+        return "is a DTensor, of whose rows normuon=True keeps no moments"
+    heads = group.get("split_heads", 1)
+    rows = weight.shape[-2] if _is_stacked(group, weight) else weight.shape[0]
+    if rows % heads:
+        return f"has matrices of {rows} rows, which split_heads={heads} does not divide"
+    return None
+
+
+def _is_stacked(group: dict[str, Any], weight: Tensor) -> bool:
+    asked = group.get("stacked")
+    return weight.ndim == 3 if asked is None else bool(asked)
+
+
+def matrices_of(group: dict[str, Any], weight: Tensor) -> tuple[int, int, int]:
+    """The number of the matrices of a weight, and their rows and columns."""
+    heads = group.get("split_heads", 1)
+    if _is_stacked(group, weight):
+        *stack, rows, columns = weight.shape
+    else:
+        stack, (rows, *rest) = [], weight.shape
+        columns = math.prod(rest)
+    return math.prod(stack) * heads, rows // heads, columns
+
+
+def beta2_of(group: dict[str, Any]) -> float:
+    """The coefficient of NorMuon's averages."""
+    return float(group.get("beta2", MUON_OWN["beta2"]))
+
+
+def rows_shape(group: dict[str, Any], weight: Tensor) -> torch.Size:
+    """The shape of one number for each row of the matrices of a weight."""
+    rows = weight.shape[:-1] if _is_stacked(group, weight) else weight.shape[:1]
+    return torch.Size((*rows, 1))
+
+
+def form_of(group: dict[str, Any], weight: Tensor) -> Form:
+    """The matrices of a weight, as they lie in it."""
+    stack = weight.ndim - 2 if _is_stacked(group, weight) else 0
+    return Form(tuple(weight.shape), stack, group.get("split_heads", 1))
+
+
+def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
+    asked = group.get("ns_dtype")
+    return usual_dtype(device) if asked is None else asked
+
+
+def keeps_range(dtype: torch.dtype) -> bool:
+    """Returns whether a dtype that is narrower than float32 has its range."""
+    return dtype is torch.bfloat16
+
+
+def norm_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of norms, if it is not that of their tensor: float16 ends at 65,504."""
+    return torch.float32 if x.dtype is torch.float16 else None
+
+
+def to_divisors(group: dict[str, Any], norms: Tensor) -> Tensor:
+    """Makes of the norms of updates, in place, what these are divided by."""
+    eps = group["eps"]
+    return norms.add_(eps) if group.get("adds_eps") else norms.clamp_(min=eps)
+
+
+def ratio_of(group: dict[str, Any], shape: tuple[int, int, int]) -> float:
+    """The factor of the learning rate for matrices of this shape."""
+    _, rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    least = 0 if group["adjust_lr_fn"] == "spectral_unclamped" else 1
+    return math.sqrt(max(least, rows / max(columns, 1)))

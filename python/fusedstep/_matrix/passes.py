@@ -1,0 +1,59 @@
+"""The passes of a step around its matrix products, in one native pass each: on a GPU.
+
+Their bits are those of torch's operations one by one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from fusedstep._native import ops
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+#: Dtypes of products beside those of the weights themselves, by these.
+_PRODUCTS = {torch.float32: torch.bfloat16}
+
+
+def are_taken(weights: list[Tensor], averages: list[Tensor], grads: list[Tensor]) -> bool:
+    """Returns whether native passes take these tensors, of one dtype and device."""
+    first = weights[0]
+    return (
+        first.is_cuda
+        and not torch._C._len_torch_dispatch_stack()
+        and first.dtype in ops.DTYPES
+        and not ops.missing_on("cuda")
+        and all(
+            type(each) in _PLAIN and each.is_contiguous() and not each.is_neg()
+            for each in chain(weights, averages, grads)
+        )
+    )
+
+
+def has_pass(weights: torch.dtype, products: torch.dtype) -> bool:
+    """Returns whether passes over weights of a dtype write and read products of another."""
+    return products in (weights, _PRODUCTS.get(weights))
+
+
+def average_into(
+    averages: list[Tensor], grads: list[Tensor], updates: list[Tensor], share: float, lead: float
+) -> None:
+    """Takes a share of gradients into averages, and writes updates that these lead.
+
+    ``updates``: a part of the way from a gradient to the average, ``lead``; 1 is the average.
+    """
+    run = torch.ops.fusedstep.average_into.default
+    run(averages, grads, updates, share, lead, lead != 1)
+    increment_version(averages)
+
+
+def decay_and_add(
+    weights: list[Tensor], directions: list[Tensor], keep: float, factors: list[float]
+) -> None:
+    """Multiplies weights by a number, and adds directions times their factors."""
+    torch.ops.fusedstep.decay_and_add.default(weights, directions, keep, factors)
+    increment_version(weights)

@@ -1,0 +1,114 @@
+"""Matrix products of a step into memory that is there: torch's, and so the library's of a device.
+
+``bases`` has a basis by the name of its side (``_matrix/projection.py``).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.projection import LEFT, RIGHT
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """A tensor as a matrix of its first dimension and all others: a view, if strides allow it."""
+    return tensor if tensor.dim() == 2 else tensor.flatten(1)
+
+
+def dtype_of_products(weight: Tensor) -> torch.dtype:
+    """The dtype whose precision a move by products of gradients and bases has, or a rougher one.
+
+    Bases amplify the roundings of float32 by ratios of singular values and of their distances.
+    """
+    if weight.dtype is not torch.float32:
+        return weight.dtype
+    is_exact = torch.get_float32_matmul_precision() == "highest"
+    return torch.float16 if is_exact else torch.bfloat16
+
+
+def product(a: Tensor, b: Tensor, out: Tensor, factor: float = 1.0) -> Tensor:
+    """Writes ``factor * a @ b``."""
+    if factor == 1:
+        return torch.mm(a, b, out=out)
+    return torch.addmm(out, a, b, beta=0, alpha=factor, out=out)
+
+
+def project(
+    grad: Tensor,
+    bases: dict[str, Tensor],
+    out: Tensor | None = None,
+    between: Tensor | None = None,
+    factor: float = 1.0,
+) -> Tensor:
+    """The low-rank gradient times a factor. ``between``: memory for the first of two products."""
+    if out is None:
+        out = grad.new_empty(_low_shape(grad, bases))
+    if len(bases) == 1:
+        if LEFT in bases:
+            return product(bases[LEFT].t(), grad, out, factor)
+        return product(grad, bases[RIGHT].t(), out, factor)
+    half = _half(bases, between)
+    if _left_first(bases):
+        return product(product(bases[LEFT].t(), grad, half), bases[RIGHT].t(), out, factor)
+    return product(bases[LEFT].t(), product(grad, bases[RIGHT].t(), half), out, factor)
+
+
+def in_tf32(matrix: Tensor, count: int) -> Tensor:
+    """A float32 matrix as [count, …] matrices that add up to it: the nearest of TF32, and the rest.
+
+    With one of them, a product is rounded as in TF32; with two, it is as exact as in float32.
+    """
+    bits = (matrix.contiguous().view(torch.int32) + 0x1000) & -0x2000
+    large = bits.view(torch.float32)
+    return torch.stack([large, matrix - large][:count])
+
+
+def add_back(
+    weight: Tensor,
+    low: Tensor,
+    bases: dict[str, Tensor],
+    keep: float,
+    factor: float,
+    between: Tensor | None = None,
+) -> None:
+    """Sets a matrix to ``keep`` times it plus ``factor`` times the low-rank update in full."""
+    a, b = bases.get(LEFT), bases.get(RIGHT)
+    if a is not None and b is not None:
+        half = _half(bases, between)
+        a, low, b = (
+            (a, low, torch.mm(low, b, out=half))
+            if _left_first(bases)
+            else (
+                torch.mm(a, low, out=half),
+                low,
+                b,
+            )
+        )
+        weight.addmm_(a, b, beta=keep, alpha=factor)
+    elif a is not None:
+        weight.addmm_(a, low, beta=keep, alpha=factor)
+    else:
+        weight.addmm_(low, b, beta=keep, alpha=factor)
+
+
+def size_between(bases: dict[str, torch.Size]) -> int:
+    """Elements that the first of two products has; ``bases``: their shapes."""
+    return min(shape.numel() for shape in bases.values()) if len(bases) == 2 else 0
+
+
+def _left_first(bases: dict[str, Tensor]) -> bool:
+    """Returns whether the first product of two is that from the left: the smaller one."""
+    return bases[RIGHT].numel() <= bases[LEFT].numel()
+
+
+def _half(bases: dict[str, Tensor], between: Tensor | None) -> Tensor:
+    like = bases[RIGHT] if _left_first(bases) else bases[LEFT]
+    return torch.empty_like(like) if between is None else between[: like.numel()].view(like.shape)
+
+
+def _low_shape(grad: Tensor, bases: dict[str, Tensor]) -> tuple[int, int]:
+    return (
+        bases[LEFT].shape[1] if LEFT in bases else grad.shape[0],
+        bases[RIGHT].shape[0] if RIGHT in bases else grad.shape[1],
+    )

@@ -1,0 +1,1 @@
+"""Optimizers of a model: the roles of its weights, groups, presets."""

@@ -1,0 +1,1 @@
+"""The native libraries and their operators."""

@@ -1,0 +1,1 @@
+"""Options that optimizers share: defaults and docstrings."""

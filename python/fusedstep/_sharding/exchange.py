@@ -1,0 +1,421 @@
+"""Matrices of which the processes of a mesh have shards: each is gathered to one, its owner.
+
+An operation on whole matrices takes three parts of each batch of weights::
+
+    every process   its parts of the matrices     gather: one all-to-all
+    the owners      their matrices in full        scatter: one all-to-all
+    every process   its parts of the results
+
+Each matrix is computed once. Owners are chosen for an even cost, from the shapes of the weights
+alone, so that all processes choose alike. The gather of a batch is under way while the matrices of
+the one before it are computed, and so is the scatter of the one before that.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from itertools import groupby, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fusedstep._sharding.dtensor import is_dtensor, local, spread_of
+
+
+class Cut(NamedTuple):
+    """The shards of a tensor lie along one dimension of it, over one dimension of a mesh."""
+
+    mesh: Any
+    axis: int
+    dim: int
+
+
+class Form(NamedTuple):
+    """The matrices that a tensor is made of."""
+
+    shape: tuple[int, ...]
+    stack: int
+    """The number of leading dimensions that count matrices."""
+    blocks: int
+    """Each of the stack is of so many matrices, one below the other."""
+
+
+def cut_of(weight: Tensor) -> Cut | None:
+    """Returns how the shards of a weight lie; None if this process has all of it."""
+    return _cut_of(*spread_of(weight), weight.ndim) if is_dtensor(weight) else None
+
+
+@functools.lru_cache(maxsize=256)  # a mesh takes tens of microseconds to tell its size
+def _cut_of(mesh: Any, placements: tuple[Any, ...], ndim: int) -> Cut | None:
+    for axis, placement in enumerate(placements):
+        if not placement.is_replicate() and mesh.size(axis) > 1:
+            return Cut(mesh, axis, placement.dim % max(ndim, 1))
+    return None
+
+
+def why_not_gathered(weight: Tensor) -> str | None:
+    """Returns why the matrices of a weight cannot be gathered; None if they can."""
+    return _why_not_gathered(*spread_of(weight)) if is_dtensor(weight) else None
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_gathered(mesh: Any, placements: tuple[Any, ...]) -> str | None:
+    from torch.distributed.tensor import Replicate, Shard
+
+    cuts = sum(type(p) is Shard and mesh.size(axis) > 1 for axis, p in enumerate(placements))
+    if cuts < 2 and all(type(each) in (Replicate, Shard) for each in placements):
+        return None
+    return (
+        f"is a DTensor with the placements {tuple(placements)}: whole matrices are gathered of "
+        "shards along one dimension of a mesh, Shard(…) there and Replicate() in all others"
+    )
+
+
+def is_gathered(form: Form, cut: Cut | None) -> bool:
+    """Returns whether processes have parts of matrices; else each has all of some."""
+    return cut is not None and cut.dim >= form.stack
+
+
+class Unit(NamedTuple):
+    """A matrix of a weight, and which part of it each process has."""
+
+    weight: int
+    """The place of its weight in a list."""
+    index: tuple[int, ...]
+    """Where it is in the stack."""
+    first: int
+    """Its first row among those of all blocks."""
+    shape: tuple[int, ...]
+    """Its rows, and all other dimensions."""
+    dim: int
+    """The dimension of ``shape`` along which it is cut."""
+    parts: tuple[tuple[int, int], ...]
+    """Where the part of each process begins, and its length, by rank in the group."""
+    owner: int
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """Its rows and columns."""
+        return self.shape[0], math.prod(self.shape[1:])
+
+    def part_shape(self, rank: int) -> tuple[int, ...]:
+        return *self.shape[: self.dim], self.parts[rank][1], *self.shape[self.dim + 1 :]
+
+    def size(self, rank: int) -> int:
+        return math.prod(self.part_shape(rank))
+
+    def part(self, whole: Tensor, rank: int) -> Tensor:
+        """The part of a process in the whole matrix, which may be flattened."""
+        whole = whole if len(self.shape) == 2 else whole.view(self.shape)
+        return whole.narrow(self.dim, *self.parts[rank])
+
+
+class Share(NamedTuple):
+    """Matrices of one shape that one process computes."""
+
+    matrix: tuple[int, int]
+    """Their rows and columns."""
+    units: list[Unit]
+    parts: list[tuple[int, int, int]]
+    """All parts of them: the matrix's place in ``units``, the process, and the place in buffers."""
+
+
+class Batch:
+    """Weights whose matrices are gathered together, and where their parts are in buffers."""
+
+    def __init__(self, units: list[Unit], rank: int, begins: dict[int, int]) -> None:
+        """``begins``: where this process's shard begins, by the place of its weight."""
+        self._rank, self._begins = rank, begins
+        self.weights = sorted({unit.weight for unit in units})
+        self.owners = {unit.weight: unit.owner for unit in units}
+        """Who computes a weight of one matrix, by its place."""
+        units = sorted(units, key=lambda unit: unit.matrix)
+        ranks = range(len(units[0].parts))
+        own = [unit for unit in units if unit.owner == rank]
+
+        self.units = sorted((u for u in units if u.size(rank)), key=lambda unit: unit.owner)
+        """The matrices of which this process has a part, as buffers have them."""
+        self.counts = [sum(u.size(rank) for u in units if u.owner == owner) for owner in ranks]
+        """The number of elements that go to each owner, and come back."""
+        self.own_counts = [sum(unit.size(other) for unit in own) for other in ranks]
+        """The number of elements of each process in the matrices that this one computes."""
+        own_parts = [(unit, other) for other in ranks for unit in own if unit.size(other)]
+        self._own_shapes = [unit.part_shape(other) for unit, other in own_parts]
+        self.shares = [
+            _share(matrix, list(alike), own_parts)
+            for matrix, alike in groupby(own, lambda unit: unit.matrix)
+        ]
+
+    def part_of_shard(self, unit: Unit, shard: Tensor) -> Tensor:
+        """The part of a matrix in this process's shard of the weight."""
+        rows = shard[unit.index] if unit.index else shard
+        first, length = unit.first, unit.shape[0]
+        if not unit.dim:
+            begin, length = unit.parts[self._rank]
+            first += begin - self._begins[unit.weight]
+        return rows if length == len(rows) else rows.narrow(0, first, length)
+
+    def parts_in(self, buffer: Tensor) -> list[Tensor]:
+        """Views of a buffer: this process's parts of ``units``."""
+        return _views(buffer, [unit.part_shape(self._rank) for unit in self.units])
+
+    def own_parts_in(self, buffer: Tensor) -> list[Tensor]:
+        """Views of a buffer: all parts of the matrices that this process computes."""
+        return _views(buffer, self._own_shapes)
+
+
+def _share(matrix: tuple[int, int], units: list[Unit], own_parts: list[tuple[Unit, int]]) -> Share:
+    places = {id(unit): place for place, unit in enumerate(units)}
+    parts = [
+        (places[id(unit)], rank, number)
+        for number, (unit, rank) in enumerate(own_parts)
+        if id(unit) in places
+    ]
+    return Share(matrix, units, parts)
+
+
+def _views(buffer: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    parts = buffer.split_with_sizes([math.prod(shape) for shape in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+@functools.lru_cache(maxsize=256)
+def batches_of(
+    forms: tuple[Form, ...], dim: int, order: tuple[int, ...], rank: int, at_once: int
+) -> tuple[Batch, ...]:
+    """Batches of weights that are cut along one dimension, and the owners of their matrices.
+
+    Args:
+        forms: of the weights, all with elements
+        dim (int): the dimension that they are cut along
+        order: the number of the shard that each process has, by rank in the group
+        rank (int): that of this process
+        at_once (int): elements that a process computes in a batch, about
+    """
+    units = [_units(place, form, dim, order) for place, form in enumerate(forms)]
+    # The longest first, and those of one shape together.
+    places = sorted(range(len(forms)), key=lambda place: -_cost(units[place][0]))
+    loads, batches, batch, size = [0] * len(order), [], [], 0
+    begins = {
+        place: _chunk(form.shape[dim], len(order), order[rank])[0]
+        for place, form in enumerate(forms)
+    }
+    for place in places:
+        elements = math.prod(forms[place].shape)
+        if batch and size + elements > at_once * len(order):
+            batches.append(Batch(batch, rank, begins))
+            batch, size = [], 0
+        size += elements
+        for unit in units[place]:
+            owner = min(range(len(order)), key=loads.__getitem__)
+            loads[owner] += _cost(unit)
+            batch.append(unit._replace(owner=owner))
+    return *batches, Batch(batch, rank, begins)
+
+
+def _cost(unit: Unit) -> int:
+    """The operations of a product with the Gram matrix."""
+    rows, columns = unit.matrix
+    return rows * columns * min(rows, columns)
+
+
+def _units(place: int, form: Form, dim: int, order: tuple[int, ...]) -> list[Unit]:
+    *_, extent = form.shape[: form.stack + 1]
+    rows, rest = extent // form.blocks, form.shape[form.stack + 1 :]
+    chunks = [_chunk(form.shape[dim], len(order), number) for number in order]
+    found = []
+    for index in product(*map(range, form.shape[: form.stack])):
+        for first in range(0, extent, rows):
+            parts = chunks
+            if dim == form.stack:
+                ends = [(max(b, first), min(b + n, first + rows)) for b, n in chunks]
+                parts = [(b - first, e - b) if b < e else (0, 0) for b, e in ends]
+            shape = (rows, *rest)
+            found.append(Unit(place, index, first, shape, dim - form.stack, tuple(parts), 0))
+    return found
+
+
+def _chunk(extent: int, chunks: int, number: int) -> tuple[int, int]:
+    """Where a shard begins, and its length, as :func:`torch.chunk` has it and so DTensor."""
+    length = -(-extent // chunks)
+    begin = min(length * number, extent)
+    return begin, min(length, extent - begin)
+
+
+@functools.lru_cache(maxsize=64)
+def order_of(mesh: Any, axis: int) -> tuple[int, ...]:
+    """The number of the shard that each process has along a mesh's dimension, by its rank there."""
+    place = list(mesh.get_coordinate())
+    place[axis] = slice(None)
+    ranks = mesh.mesh[tuple(place)].tolist()
+    group = mesh.get_group(axis)
+    numbers = {torch.distributed.get_group_rank(group, r): i for i, r in enumerate(ranks)}
+    return tuple(numbers[rank] for rank in range(len(ranks)))
+
+
+#: Returns memory by its use, shape, dtype and device.
+Take = Callable[[str, Sequence[int], torch.dtype, torch.device], Tensor]
+
+
+class Exchange:
+    """The transfers of batches of matrices, by buffers that are kept from step to step."""
+
+    def __init__(
+        self, cut: Cut, take: Take, device: torch.device, sent: torch.dtype, returned: torch.dtype
+    ) -> None:
+        """Makes what the batches of weights need that are cut alike.
+
+        Args:
+            cut (Cut): how they are
+            take: returns memory
+            device (torch.device): of the weights
+            sent (torch.dtype): of the parts that owners get
+            returned (torch.dtype): of the parts of results
+        """
+        self._group, self._take, self._device = cut.mesh.get_group(cut.axis), take, device
+        self._sent, self._returned = sent, returned
+        self.there = transfer_device(cut, device)
+
+    def run(
+        self,
+        batches: Sequence[Batch],
+        pack: Callable[[Batch, list[Tensor]], None],
+        compute: Callable[[list[Unit], Tensor], Tensor],
+        unpack: Callable[[Batch, list[Tensor]], None],
+    ) -> None:
+        """Takes matrices to their owners, and the results back.
+
+        Args:
+            batches: the same in every process
+            pack: writes this process's parts of ``batch.units`` into tensors
+            compute: returns the results of matrices [count, rows, columns], which it may overwrite
+            unpack: gets this process's parts of the results of ``batch.units``, where the weights
+                are and in the dtype in which they were sent
+        """
+        gathers = [self._gather(batches[0], 0, pack)] if batches else []
+        scattered: list[tuple[Batch, Any, Tensor]] = []
+        for number, batch in enumerate(batches):
+            transfer, gathered = gathers.pop()
+            if number + 1 < len(batches):
+                gathers.append(self._gather(batches[number + 1], number + 1, pack))
+            transfer.wait()
+            results = self._compute(batch, number, gathered, compute)
+            found = self._buffer("found", number, sum(batch.counts), self._returned, self.there)
+            transfer = self._transfer(found, results, batch.counts, batch.own_counts)
+            scattered.append((batch, transfer, found))
+            if number:
+                self._unpack(*scattered.pop(0), unpack)
+        for each in scattered:
+            self._unpack(*each, unpack)
+
+    def gather(
+        self,
+        batches: Sequence[Batch],
+        pack: Callable[[Batch, list[Tensor]], None],
+        take: Callable[[list[Unit], Tensor], None],
+    ) -> None:
+        """Takes matrices to their owners alone; ``take`` gets them as ``compute`` of a run does."""
+        gathers = [self._gather(batches[0], 0, pack)] if batches else []
+        for number, batch in enumerate(batches):
+            transfer, gathered = gathers.pop()
+            if number + 1 < len(batches):
+                gathers.append(self._gather(batches[number + 1], number + 1, pack))
+            transfer.wait()
+            parts = batch.own_parts_in(gathered)
+            for share in batch.shares:
+                take(share.units, self._whole(share, parts))
+
+    def _buffer(
+        self, use: str, number: int, count: int, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        # Two of each use: the transfers of two batches are under way at once.
+        return self._take(f"{use} {number % 2}", [count], dtype, device)
+
+    def _transfer(
+        self, received: Tensor, sent: Tensor, counts: list[int], sent_counts: list[int]
+    ) -> Any:
+        return torch.distributed.all_to_all_single(
+            received, sent, counts, sent_counts, group=self._group, async_op=True
+        )
+
+    def _gather(
+        self, batch: Batch, number: int, pack: Callable[[Batch, list[Tensor]], None]
+    ) -> tuple[Any, Tensor]:
+        count, own_count = sum(batch.counts), sum(batch.own_counts)
+        sent = self._buffer("parts", number, count, self._sent, self._device)
+        pack(batch, batch.parts_in(sent))
+        if self.there != self._device:
+            sent = self._buffer("parts", number, count, self._sent, self.there).copy_(sent)
+        gathered = self._buffer("gathered", number, own_count, self._sent, self.there)
+        return self._transfer(gathered, sent, batch.own_counts, batch.counts), gathered
+
+    def _compute(
+        self,
+        batch: Batch,
+        number: int,
+        gathered: Tensor,
+        compute: Callable[[list[Unit], Tensor], Tensor],
+    ) -> Tensor:
+        results = self._buffer("results", number, len(gathered), self._returned, self.there)
+        parts, results_of = batch.own_parts_in(gathered), batch.own_parts_in(results)
+        for share in batch.shares:
+            whole = self._whole(share, parts)
+            found = [results_of[number] for _, _, number in share.parts]
+            torch._foreach_copy_(found, _parts_of(share, compute(share.units, whole)))
+        return results
+
+    def _whole(self, share: Share, parts: list[Tensor]) -> Tensor:
+        """The matrices of a share, [count, rows, columns]."""
+        shape = (len(share.units), *share.matrix)
+        whole = self._take("whole", shape, self._sent, self.there)
+        found = [parts[number] for _, _, number in share.parts]
+        torch._foreach_copy_(_parts_of(share, whole), found)
+        return whole
+
+    def _unpack(
+        self,
+        batch: Batch,
+        transfer: Any,
+        found: Tensor,
+        unpack: Callable[[Batch, list[Tensor]], None],
+    ) -> None:
+        transfer.wait()
+        if found.dtype is not self._sent or self.there != self._device:
+            found = self._take("results", [len(found)], self._sent, self._device).copy_(found)
+        unpack(batch, batch.parts_in(found))
+
+
+def _parts_of(share: Share, whole: Tensor) -> list[Tensor]:
+    return [share.units[place].part(whole[place], rank) for place, rank, _ in share.parts]
+
+
+def whole_of(tensor: Any) -> Tensor:
+    """All of a tensor of which this process has a part."""
+    mesh, placements = spread_of(tensor)
+    part = local(tensor).to(mesh.device_type)
+    sizes = {"shape": tensor.shape, "stride": tensor.stride()}
+    found = type(tensor).from_local(part, mesh, placements, run_check=False, **sizes)
+    return found.full_tensor().to(tensor.device)
+
+
+def part_of(whole: Tensor, cut: Cut) -> Tensor:
+    """The part that this process has of a whole tensor that is cut."""
+    extent, number = whole.shape[cut.dim], cut.mesh.get_local_rank(cut.axis)
+    return whole.narrow(cut.dim, *_chunk(extent, cut.mesh.size(cut.axis), number))
+
+
+def put_whole(tensor: Tensor, whole: Tensor) -> None:
+    """Writes the part of a whole tensor that this process has of a DTensor."""
+    cut = cut_of(tensor)
+    local(tensor).copy_(part_of(whole, cut) if cut else whole)
+
+
+def transfer_device(cut: Cut, device: torch.device) -> torch.device:
+    """Where transfers and products are: a mesh of GPUs may have its weights on the CPU."""
+    kind = cut.mesh.device_type
+    if device.type == kind:
+        return device
+    return torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,0 +1,1 @@
+"""A step: operands, the native plan, clipping, undo."""

@@ -1,0 +1,278 @@
+"""The work of a step: groups are bound to native plans, or left to torch operations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._options.extras import own_option
+from fusedstep._sharding.dtensor import is_dtensor, local_pairs
+from fusedstep._state import storage
+from fusedstep._state.checks import (
+    check_counts,
+    check_memory,
+    check_operands,
+    has_text,
+    memory_of,
+    with_name,
+)
+from fusedstep._step.factors import PLAIN
+from fusedstep._step.gradients import with_gradients
+from fusedstep._step.plan import Bucket, Plan, PlansAside, Snapshot, Work, plans_of_nobody, same
+from fusedstep._step.sums import SpreadWeights
+from fusedstep._step.support import why_not_native
+
+#: The index of a group, that of a launch among those that update it, and of a bucket if it is one.
+_Place = tuple[int, ...]
+
+
+class BindsGroups:
+    """Chooses native or imperative code for groups, and keeps the plans of those with native."""
+
+    def _wants_native(self, group: dict[str, Any]) -> bool:
+        """Returns whether the options of a group ask for native kernels, or allow them."""
+        foreach = self._foreach_means_unfused and group.get("foreach")
+        fused, differentiable = own_option(group, "fused"), group.get("differentiable", False)
+        if differentiable and isinstance(own_option(group, "state_dtype"), str):
+            raise RuntimeError(
+                "quantised states, by `state_dtype`, do not support `differentiable`"
+            )
+        if differentiable:
+            storage.refuse_differentiable(group)
+        if fused:
+            if differentiable:
+                raise RuntimeError("`fused` does not support `differentiable`")
+            if foreach:
+                raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+            return True
+        return fused is None and not (foreach or differentiable)
+
+    def _is_native(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+    ) -> bool:
+        """Returns whether native kernels update these weights; raises if they must but cannot."""
+        for p in weights:
+            storage.way_of(group, p)  # raises where the value of none can be kept so
+        if not self._wants_native(group) or self._is_composite(group):
+            return False
+        reason = self._why_not_native(weights, grads)
+        if reason and own_option(group, "fused"):
+            raise RuntimeError(reason)
+        return reason is None
+
+    def _why_not_native(self, weights: list[Tensor], grads: Iterable[Tensor] = ()) -> str | None:
+        states = self._accessed_states(weights)
+        return why_not_native(weights, grads, states)
+
+    def _forget_plans(self) -> None:
+        self._plans: dict[_Place, Plan] = {}
+        self._aside = PlansAside()
+        self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
+        self._seen: Snapshot | None = None  # of the state that the plans were made for
+        self._last_step: tuple[Any, ...] | None = None
+        self._spread: SpreadWeights | None = None
+
+    def _spread_weights(self) -> SpreadWeights:
+        """The weights that are spread over processes: steps with norms communicate over them."""
+        native = [self._wants_native(g) and not self._is_composite(g) for g in self._groups]
+        if self._spread is None or not self._spread.is_of(self._groups, native):
+            self._spread = SpreadWeights(
+                self._groups,
+                native,
+                [
+                    wants and not why_not_native(group["params"])
+                    for wants, group in zip(native, self._groups, strict=True)
+                ],
+            )
+        return self._spread
+
+    def _new_plan(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Plan | None:
+        """The native plan of a group's weights; None where the imperative twin updates them."""
+        sparse = any(grad.layout is not torch.strided for grad in grads)
+        if sparse and (error := self._sparse_error(group)):
+            if any(grad.is_nested for grad in grads):
+                error = f"{type(self).__name__} does not support nested tensors as gradients"
+            raise RuntimeError(error)
+        native, store = self._is_native(group, weights, grads), self._store
+        if not native and not self._is_composite(group):
+            self._rehearse(group, weights, grads)  # before a state begins at such an option
+        store.create(group, weights, native, self._starts)
+        states = store.operands(group, weights)
+        if not native:
+            return None
+        store.count_together(weights, states, self._may_be_skipped())
+        names, way = store.names_of(group, weights[0]), storage.way_of(group, weights[0])
+        slots, has_beside = store.slots(names, weights, states), way in storage.BESIDE
+        seed, draws = storage.seed_of(group, weights[0]), None
+        if seed is not None:
+            draws = seed, storage.places_of(self._groups, group, weights)
+        return self._made_plan(
+            weights,
+            slots,
+            states,
+            names=names,
+            numbers=store.numbers,
+            has_masters=has_beside,
+            had_sparse=sparse,
+            draws=draws,
+            state_dtype=own_option(group, "state_dtype"),
+        )
+
+    def _made_plan(
+        self,
+        weights: list[Tensor],
+        states: list[Tensor],
+        counts: list[dict[str, Tensor]],
+        **of: Any,
+    ) -> Plan:
+        return Plan(weights, states, counts, **of)
+
+    def _may_be_skipped(self) -> bool:
+        """Returns whether a number on a device may tell if a step is skipped."""
+        found_inf = getattr(self, "found_inf", None)
+        return (found_inf is not None and not found_inf.is_cpu) or self._skips_nonfinite()
+
+    # The operands of a step
+
+    def _bind_groups(self, bucket: Bucket | None = None) -> list[Work]:
+        """Returns the work of a step; raises any group's error before anything is changed."""
+        if self._seen is None or not self._seen.is_of(self._state):
+            self._forget_plans()
+        parts = enumerate(group["params"] for group in self.param_groups)
+        work, places, numbers = [], set(), ()
+        if bucket is not None:
+            index = next(i for i, group in enumerate(self.param_groups) if group is bucket.group)
+            parts, numbers = [(index, bucket.weights)], (bucket.number,)
+        for index, params in parts:
+            group = self.param_groups[index]
+            weights, grads = with_gradients(params)
+            if not weights:
+                continue
+            if not self._has_passed(group) and has_text(group):  # what states depend on, perhaps
+                self._checked_options(Work(group, weights, grads, None), PLAIN)
+            launches = self._launches(index, group, weights, grads)
+            for part, pair in enumerate(launches):
+                places.add(place := (index, part, *numbers))
+                work.append(self._bind(place, group, *pair))
+        if bucket is None and (self._seen is None or not self._plans.keys() <= places):
+            self._forget_removed()
+        if (self._plans or self._memory) and self._seen is None:
+            self._seen = Snapshot(self._state)
+        return work
+
+    def _forget_removed(self) -> None:
+        """Lets go of weights that have left the groups and that no state and no engine has."""
+        kept = {id(p) for group in self._groups for p in group["params"]}
+        self._store.forget_counts(kept)
+        if self._spread is not None and not self._spread.is_among(kept):
+            self._spread = None
+        nobodys = plans_of_nobody([*self._plans.values(), *self._aside], kept)
+        for plan in nobodys:
+            self._aside.take(plan.weights)
+        for place in [place for place, plan in self._plans.items() if plan in nobodys]:
+            del self._plans[place]
+
+    def _bind(
+        self, place: _Place, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Work:
+        try:
+            plan, sparse = self._plan_at(place, group, weights), self._sparse_error(group) is None
+            if not plan and self._is_known(group, weights, grads):
+                self._check_composite(group, weights, grads, is_known=True)
+            elif not (
+                plan
+                and plan.names == self._store.names_of(group, weights[0])
+                and plan.seed == storage.seed_of(group, weights[0])
+                and self._has_places(plan, place, group)
+                and plan.state_dtype == own_option(group, "state_dtype")
+                and self._wants_native(group)
+                and not (plan.is_on_device and plan.counts_on_host and self._may_be_skipped())
+                and plan.bind(weights, grads, sparse, self._store.was_read)
+            ):
+                self._plans.pop(place, None)
+                plan = self._new_plan(group, weights, grads)
+                if plan:
+                    plan.bind(weights, grads, sparse)
+                    self._plans[place], self._seen = plan, None
+                else:
+                    self._check_composite(group, weights, grads)
+        except RuntimeError as error:
+            raise with_name(error, self._groups, group, weights) from None
+        return Work(group, weights, grads, plan)
+
+    def _has_places(self, plan: Plan, place: _Place, group: dict[str, Any]) -> bool:
+        """Returns whether weights that are rounded at random are where they were in the groups.
+
+        Plans of buckets are forgotten when the groups are edited.
+        """
+        is_of_bucket = len(place) > 2
+        if plan.places is None or is_of_bucket:
+            return True
+        return plan.places == storage.places_of(self._groups, group, plan.weights)
+
+    def _plan_at(self, place: _Place, group: dict[str, Any], weights: list[Tensor]) -> Plan | None:
+        """The plan of these weights, if there is one, in its place.
+
+        That of others, which were there, is put aside: DeepSpeed's ZeRO exchanges the weights of a
+        group, or the groups, at each call.
+        """
+        plan = self._plans.get(place)
+        if plan is not None and same(weights, plan.weights):
+            return plan
+        if self._is_composite(group):
+            return None
+        found = self._aside.take(weights)
+        if plan is not None:
+            self._aside.put(plan)
+            del self._plans[place]
+        if found is not None:
+            self._plans[place] = found
+        return found
+
+    def _check_composite(
+        self,
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+        is_known: bool = False,
+    ) -> None:
+        """Raises what torch's operations would stop at half way, or not notice.
+
+        ``is_known``: whether ``_is_known`` says so.
+        """
+        check_operands(weights, grads)
+        if self._is_composite(group):
+            self._rehearse(group, weights, grads)
+            if is_dtensor(weights[0]):
+                local_pairs(weights, grads)  # raises for gradients that are spread otherwise
+            states = [self._state.get(p, {}) for p in weights]
+            if not (is_known or self._is_memory_known(weights, grads)):
+                check_memory(weights, grads, states)
+            check_counts(states)
+            if not is_known:
+                self._check_states(group, weights)
+                memory = memory_of(weights, grads, states)
+                self._memory[weights[0]], self._seen = memory, None  # for states have been made
+        else:
+            self._store.check(group, weights, any_dtype=True)
+
+    def _is_known(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether a composite's operands, states and options have been checked.
+
+        Learning rates and other floats may have changed since.
+        """
+        return (
+            self._is_composite(group)
+            and self._has_passed(group)
+            and self._is_memory_known(weights, grads)
+        )
+
+    def _is_memory_known(self, weights: list[Tensor], grads: list[Tensor]) -> bool:
+        """Returns whether a composite's operands are where they were when they were checked."""
+        memory = memory_of(weights, grads, [self._state.get(p, {}) for p in weights])
+        return memory is not None and self._memory.get(weights[0]) == memory

@@ -1,0 +1,68 @@
+"""The gradients of a step: which there are, and what becomes of those that no kernel writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import repeat
+from operator import is_not
+
+import torch
+from torch import Tensor
+
+from fusedstep._sharding.dtensor import local, spread_of_sums
+from fusedstep._state.forked import in_pieces
+from fusedstep._step.factors import is_one
+
+
+def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The weights that have a gradient, with these."""
+    grads = [p.grad for p in params]
+    if all(map(is_not, grads, repeat(None))):
+        return list(params), grads
+    weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+    return weights, [grad for grad in grads if grad is not None]
+
+
+def by_place(
+    weights: list[Tensor], grads: list[Tensor], kinds: list[bool]
+) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
+    """The same, by themselves those of a kind and device that are spread over processes alike."""
+    places = [(p.device, spread_of_sums(p), kind) for p, kind in zip(weights, kinds, strict=True)]
+    if len(set(places)) == 1:
+        return [(weights, grads)]
+    parts = {place: ([], []) for place in places}
+    for place, weight, grad in zip(places, weights, grads, strict=True):
+        parts[place][0].append(weight)
+        parts[place][1].append(grad)
+    return parts.values()
+
+
+def cut_off(grads: list[Tensor]) -> None:
+    """Takes gradients out of graphs that they are part of, as ``zero_grad`` does."""
+    for grad in grads:
+        if grad.grad_fn is not None:
+            grad.detach_()
+        elif grad.requires_grad:
+            grad.requires_grad_(False)
+
+
+def treat_grads(pairs: list[tuple[Tensor, Tensor]], factor: float | Tensor) -> None:
+    """Multiplies gradients, or zeroes them: in place, and memory that several share once."""
+    if is_one(factor):
+        return
+
+    def treat(grad: Tensor) -> Tensor:
+        if isinstance(factor, Tensor):
+            return grad.mul_(factor.to(grad.device))
+        return grad.zero_() if factor == 0 else grad.mul_(factor)
+
+    treated = set()
+    for weight, grad in pairs:
+        if grad._is_zerotensor():  # which nothing may write
+            continue
+        place = id(grad) if grad.is_sparse else local(grad).data_ptr() or id(grad)
+        if not grad.is_sparse and torch._debug_has_internal_overlap(grad):
+            weight.grad = in_pieces(treat, in_pieces(Tensor.copy_, torch.empty_like(grad), grad))
+        elif place not in treated:
+            in_pieces(treat, grad)
+            treated.add(place)

@@ -1,0 +1,1 @@
+"""A step in torch operations: the fallback of native kernels."""

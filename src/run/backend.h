@@ -1,0 +1,82 @@
+// The backend for tensors that are not on the CPU: a library of its own, which registers itself when it is
+// loaded.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "fusedstep/isa.h"
+#include "src/core/matrix_passes.h"
+#include "src/steps/factored.h"
+#include "src/steps/projected.h"
+#include "src/steps/step.h"
+
+namespace fusedstep {
+
+// Inputs that a step reads on its device. Null: the host's value is used.
+struct DeviceInputs {
+  const float* lr = nullptr;            // instead of the rule's
+  const double* grad_factor = nullptr;  // multiplies StepOptions::grad_factor
+  const float* found_inf = nullptr;     // not zero: the step is skipped
+};
+
+// A plan's counterpart on its device. Work is queued on the device's current stream; nothing waits for it.
+class DevicePlan {
+ public:
+  virtual ~DevicePlan() = default;
+
+  // Prepares a step as prepare_step() does, with numbers on the host. The plan and the inputs must outlive
+  // the step; all else is queued.
+  virtual std::unique_ptr<PreparedStep> prepare(Plan& plan, const BoundRule& rule, std::span<double> numbers,
+                                                const StepOptions& options, const DeviceInputs& inputs) = 0;
+  // The same with numbers on the device, of which the step makes the next there first.
+  virtual std::unique_ptr<PreparedStep> prepare_counted(Plan& plan, const BoundRule& rule,
+                                                        std::span<float* const> numbers,
+                                                        const StepOptions& options,
+                                                        const DeviceInputs& inputs) = 0;
+  // Throws std::runtime_error, naming the tensor, if a sparse gradient has an entry for a row that its tensor
+  // does not have. It waits for the device. It does not look at gradients whose entries need no order (see
+  // RowIndex): if an index of these is out of range, the step fails on the device.
+  virtual void check_rows(Plan& plan) = 0;
+  // Adds grad_norm2() to a number on the device.
+  virtual void add_grad_norm2(Plan& plan, double* sum) = 0;
+};
+
+// factored_step() on a device, for the tensors that it was made of.
+class DeviceFactoredStep {
+ public:
+  virtual ~DeviceFactoredStep() = default;
+
+  // The memory on the device that run() needs, aligned to 256 bytes. It may be used again once what run() has
+  // queued is done.
+  virtual size_t scratch_bytes() const = 0;
+  virtual void run(std::byte* scratch) = 0;
+};
+
+// The passes around the matrix products of a step (src/core/matrix_passes.h) on a device.
+struct DevicePasses {
+  void (*average)(int device, PassFormat format, std::span<const PassTensor> tensors,
+                  const AverageOptions& options);
+  void (*move)(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
+};
+
+using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
+    int device, std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part);
+using DevicePlanFactory = std::unique_ptr<DevicePlan> (*)(int device);
+
+// Sets the functions that make the plans, and the steps, of CUDA tensors, or take them.
+FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
+FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
+FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
+FUSEDSTEP_API void register_cuda_passes(DevicePasses passes);
+// These throw std::runtime_error if there is no such library in the process.
+std::unique_ptr<DevicePlan> new_device_plan(int device);
+std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
+                                                      const FactoredOptions& options, FactoredPart part);
+void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
+void average_pass(int device, PassFormat format, std::span<const PassTensor> tensors,
+                  const AverageOptions& options);
+void move_pass(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
+
+}  // namespace fusedstep
