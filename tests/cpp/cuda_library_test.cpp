@@ -12,6 +12,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
+void touch(const fs::path& path) { const std::ofstream file(path); }
+
 TEST(CudaLibrary, BesideTheLibraryElseInThePackageOfTheWheel) {
   const fs::path site = fs::temp_directory_path() / ("fusedstep-site-" + std::to_string(getpid()));
   const fs::path own = site / "fusedstep/lib/libfusedstep.so";
@@ -19,9 +21,9 @@ TEST(CudaLibrary, BesideTheLibraryElseInThePackageOfTheWheel) {
   const fs::path packaged = site / "fusedstep_cuda/lib/libfusedstep_cuda.so";
   for (const fs::path& path : {beside, packaged}) create_directories(path.parent_path());
   EXPECT_EQ(cuda_library_of(own), beside);
-  std::ofstream{packaged};
+  touch(packaged);
   EXPECT_EQ(weakly_canonical(cuda_library_of(own)), weakly_canonical(packaged));
-  std::ofstream{beside};
+  touch(beside);
   EXPECT_EQ(cuda_library_of(own), beside);
   remove_all(site);
 }
