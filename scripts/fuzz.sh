@@ -6,7 +6,7 @@ random_cases() { PYTHONPATH=$root/tests:$root/python "$python" -m fuzz "$@"; }
 
 # random_layouts [OPTION OR INPUT...]: libFuzzer's, which come with clang. The tests run the same target with g++.
 random_layouts() {
-  local folder=$root/build/fuzz sources=("$root"/src/{layout,plan,rows,overlap,operand_checks}.cpp)
+  local folder=$root/build/fuzz sources=("$root"/src/plan/{layout,plan,rows,overlap,operand_checks}.cpp)
   command -v clang++ >/dev/null || die "there is no clang++, which libFuzzer is part of: apt-get install clang"
   mkdir -p "$folder/corpus"
   build release --target fusedstep_core || return

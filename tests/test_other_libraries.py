@@ -55,7 +55,6 @@ REFUSED = [
     ("pytorch_optimizer", "SGDW", "SGD", {"weight_decay": 0.1}, "weight_decouple=True has no"),
     ("pytorch_optimizer", "SignSGD", "SGD", {}, "is one of pytorch_optimizer"),
     ("timm.optim", "SGDW", "SGD", {"momentum": 0.9, "weight_decay": 0.1}, "is one of timm"),
-    ("timm.optim", "RAdamLegacy", "RAdam", {}, "no option that tells its formula"),
     *(
         ("timm.optim", name, name, {"corrected_weight_decay": True}, "corrected_weight_decay=True")
         for name in ("Lamb", "Lion")
@@ -95,7 +94,7 @@ def test_refuses_the_other(monkeypatch, package, name, ours, options, text):
     before = optimizer.state_dict()
     with pytest.raises(ValueError, match=text):
         fusedstep.import_state_dict(optimizer, copy.deepcopy(other.state_dict()))
-    with pytest.raises(ValueError, match=r"no counterpart|has no|one of|tells its formula"):
+    with pytest.raises(ValueError, match=r"no counterpart|has no|one of"):
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     assert optimizer.state_dict() == before
 
@@ -113,6 +112,9 @@ def test_refuses_lora_fa_of_peft(monkeypatch):
         fusedstep.import_state_dict(optimizer, other.state_dict())
     assert not optimizer.state
 
+
+#: A dictionary of these options alone, as RAdamLegacy's, may be one of an older torch's Adam.
+TELL_NOTHING = {"betas", "eps", "lr", "params", "weight_decay"}
 
 #: Options with which optimizers that need some are made, and others have their other formulas.
 TRIED = ({}, {"lr": 0.01, "weight_decay": 0.1})
@@ -138,6 +140,8 @@ def test_no_class_goes_on_with_another_formula(monkeypatch, package):
     wrong, taken = [], set()
     for name, params, other in optimizers_of(need_library(monkeypatch, package)):
         saved, before = copy.deepcopy(other.state_dict()), as_parameters(params)
+        if saved["param_groups"][0].keys() <= TELL_NOTHING:
+            continue
         train(other, params, [4, 5, 6])
         for cls in classes:
             for door, load in DOORS.items():
@@ -156,22 +160,6 @@ def test_no_class_goes_on_with_another_formula(monkeypatch, package):
                     wrong.append(f"{door} of {name} into {cls.__name__}")
     assert not wrong
     assert {"Adan", "Lion", "SGD"} <= taken
-
-
-@pytest.mark.parametrize("load", DOORS.values(), ids=DOORS)
-def test_options_that_tell_no_formula_are_refused(load):
-    """Yogi's, and those of timm's RAdamLegacy."""
-    (weight,) = params = as_parameters(make_weights([(4,)], torch.float32))
-    moments = {"step": 3, "exp_avg": torch.ones(4), "exp_avg_sq": torch.ones(4)}
-    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
-    saved = {"state": {0: moments}, "param_groups": [options | {"params": [0]}]}
-    optimizer = optim.AdamW(params)
-    with pytest.raises(ValueError, match="put maximize=False into each parameter group"):
-        load(optimizer, copy.deepcopy(saved))
-    assert not optimizer.state
-    saved["param_groups"][0]["maximize"] = False
-    load(optimizer, saved)
-    assert optimizer.state[weight]["step"] == 3
 
 
 def test_a_dictionary_without_the_numbers_of_a_formula_is_refused():

@@ -184,9 +184,9 @@ def test_the_site_without_a_network_tells_in_one_line_what_it_needs(checkout):
 
 def test_the_fuzz_target_of_layouts_is_made_of_what_there_is(repository):
     script = (repository / "scripts" / "fuzz.sh").read_text(encoding="utf-8")
-    (names,) = re.findall(r"/src/\{([\w,]+)\}\.cpp", script)
+    (names,) = re.findall(r"/src/plan/\{([\w,]+)\}\.cpp", script)
     for name in names.split(","):
-        assert (repository / "src" / f"{name}.cpp").is_file(), name
+        assert (repository / "src" / "plan" / f"{name}.cpp").is_file(), name
     (library,) = re.findall(r"lib(\w+)\.a", script)
     assert f"--target {library} " in script
     assert f"{library} STATIC" in (repository / "CMakeLists.txt").read_text(encoding="utf-8")

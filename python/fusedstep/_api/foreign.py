@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from fusedstep._api.registry import classes
 from fusedstep._state.checks import did_you_mean
 
 _Init = TypeVar("_Init", bound=Callable[..., None])
@@ -119,6 +120,8 @@ class _Library(NamedTuple):
     library's others: those that it has, and those that it has not."""
     decoupled: frozenset[str] = frozenset()
     """Those of these classes with whose weight decay the formula is another one."""
+    like: frozenset[str] = frozenset()
+    """The classes for whose dictionaries it may be taken; all classes if there are none."""
 
 
 _TIMM = {
@@ -143,6 +146,13 @@ _LOOK_ALIKE = (
         _TIMM,
     ),
     _Library(
+        "timm's NAdamW",
+        (frozenset({"betas", "capturable", "eps", "maximize"}),),
+        frozenset({"amsgrad", "differentiable"}),
+        {},
+        like=frozenset({"Adam", "AdamW"}),
+    ),
+    _Library(
         "pytorch_optimizer or torch_optimizer",
         (frozenset({"weight_decouple"}), frozenset({"foreach", "step"})),
         frozenset({"caution", "decouple_lr", "differentiable", "fused", "no_prox"}),
@@ -157,22 +167,13 @@ _LOOK_ALIKE = (
 )
 
 
-#: All options of groups that tell nothing: timm's RAdamLegacy and many papers' code have no others.
-_BARE = frozenset({"betas", "eps", "lr", "weight_decay"})
-
-
-def is_bare(group: Mapping[str, Any], states: Iterable[Any]) -> bool:
-    """Returns whether neither options nor states tell Adam's formula from others of its states."""
-    moments = {"exp_avg", "exp_avg_sq"}
-    found = [state.keys() - {"step"} for state in states if isinstance(state, Mapping)]
-    return group.keys() - {"params", "param_names"} == _BARE and moments in found
-
-
 def look_alike_of(group: Mapping[str, Any], cls: str) -> str | None:
     """The library of a group that is of no optimizer with the formula of a class; None if none."""
     keys = group.keys()
     for library in _LOOK_ALIKE:
         if keys & library.never or not any(marks <= keys for marks in library.marks):
+            continue
+        if library.like and cls not in library.like:
             continue
         has, lacks = library.taken.get(cls, (None, frozenset()))
         decays = cls in library.decoupled and bool(group.get("weight_decay", True))
@@ -253,7 +254,8 @@ def _advice(name: str, value: Any, optimizer: type[Any], parameters: Mapping[str
     if name in options_of_step(optimizer):
         return f"it is an option of step(), step({name}={value!r:.40})"
     if name not in FOREIGN:
-        return did_you_mean(name, parameters)
+        is_of_another = any(name in inspect.signature(each).parameters for each in classes)
+        return "" if is_of_another else did_you_mean(name, parameters)
     if not FOREIGN[name].is_advised:
         return ""
     cls = optimizer.__name__

@@ -137,7 +137,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
             if not is_own:
                 name, weight = name_of(group, index, place), group["params"][place]
                 check_states_known(optimizer, name, options, weight, state, _IMPORT)
-        check_look_alike(type(optimizer), saved, members)
+        check_look_alike(type(optimizer), saved)
 
 
 def _check_keys(

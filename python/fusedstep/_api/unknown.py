@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fusedstep._api.foreign import FOREIGN, in_our_words, is_bare, look_alike_of, maker_of
+from fusedstep._api.foreign import FOREIGN, in_our_words, look_alike_of, maker_of
 from fusedstep._api.registry import classes
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.storage import BESIDE
@@ -97,7 +97,7 @@ def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice
             )
 
 
-def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any], states: Iterable[Any]) -> None:
+def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any]) -> None:
     """Raises a group that may have another formula with the options and states of a class.
 
     Call it last: all that has a name of its own makes a better error.
@@ -106,12 +106,6 @@ def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any], states: Ite
     if library := look_alike_of(group, ours):
         raise ValueError(
             f"the dictionary is one of {library}, of an optimizer whose formula {ours} has not"
-        )
-    if is_bare(group, states):
-        raise ValueError(
-            "the dictionary has no option that tells its formula: those of RAdam and Yogi in other "
-            f"libraries look like Adam's. If it is the one of {ours}, put maximize=False into each "
-            "parameter group"
         )
 
 

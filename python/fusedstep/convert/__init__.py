@@ -215,8 +215,7 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     A dictionary has no name of its class. Optimizers of timm, pytorch_optimizer and torch_optimizer
     are known by their options, and refused where their formula is not the one of the class chosen
     here. Options of ``lr``, ``betas``, ``eps`` and ``weight_decay`` alone beside Adam's moments do
-    not tell the formula: an option of the class in each group, as ``maximize=False``, says that it
-    is the one of the class.
+    not tell the formula: the dictionary is taken for one of the class chosen here.
 
     Args:
         optimizer (Optimizer): one of :mod:`fusedstep.optim`, over the parameters of the other
@@ -260,8 +259,8 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     states = _taken(optimizer, groups, new_groups, given)  # says better what another class is
     if out_of_range:
         raise out_of_range
-    for group, members in zip(groups, given, strict=True):
-        check_look_alike(cls, group, members)
+    for group in groups:
+        check_look_alike(cls, group)
     _give_states(optimizer, states, new_groups)
 
 

@@ -141,7 +141,10 @@ def _add_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> 
         steps = max((int(count) for count in counts if count is not None), default=0)
         words: dict[str, Any] = {"step": steps} if steps else {}
         if isinstance(optimizer, optim.Lamb):
-            words = {name: torch.tensor(float(count)) for name, count in words.items()}
+            words = {
+                name: torch.tensor(float(count), dtype=torch.float32, device="cpu")
+                for name, count in words.items()
+            }
             words |= _LAMB | {
                 "bias_correction": bool(group["debias"]),
                 "trust_clip": group["max_ratio"] == 1,
