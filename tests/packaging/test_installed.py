@@ -18,14 +18,15 @@ STEP = """
 import math
 import torch
 import fusedstep
-from fusedstep import _ops, optim
+from fusedstep import optim
+from fusedstep._native import ops
 
 weight = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
 weight.grad = torch.tensor([0.5, -2.0])
 optim.Lamb([weight], lr=0.1, fused=True).step()
 moved = 0.1 * 5 / math.sqrt(2)
 torch.testing.assert_close(weight.data, torch.tensor([3 - moved, 4 + moved]), rtol=1e-6, atol=0)
-print(fusedstep.__version__, fusedstep.isa(), _ops.missing_on("cuda"))
+print(fusedstep.__version__, fusedstep.isa(), ops.missing_on("cuda"))
 fusedstep.doctor()
 """
 
