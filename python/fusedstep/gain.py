@@ -148,7 +148,7 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
 
 
 def notes_of(timed: dict[str, Optimizer]) -> tuple[str, ...]:
-    """Sentences on what makes the step of ours another one than those that are timed beside it."""
+    """Sentences that say how our step differs from the steps that are timed beside it."""
     ours = timed[OURS]
     notes = dict.fromkeys(groups_by_torch(ours))
     for name, other in timed.items():

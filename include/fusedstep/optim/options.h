@@ -16,9 +16,9 @@
 namespace fusedstep::optim {
 
 // Declares the members of an optimizer's options, a detail::BasicOptions, from a list of X(type, name,
-// default value), of which `lr` is one: what TORCH_ARG makes of each. max_grad_norm clips the 2-norm of all
-// gradients together, for the step alone; kNoLimit: not at all. The constructor is a template for a program
-// to compile what the classes have that it uses, and no more.
+// default value), which has `lr`. Each option gets the members that TORCH_ARG declares. max_grad_norm limits
+// the 2-norm of all gradients together, for the step alone; with kNoLimit no gradient is clipped. The
+// constructor is a template, so that a program compiles the constructors of the classes that it uses alone.
 #define FUSEDSTEP_OPTIONS(Options, LIST)                                                        \
  public:                                                                                        \
   Options() = default;                                                                          \
@@ -132,7 +132,7 @@ class BasicOptions : public torch::optim::OptimizerCloneableOptions<Derived> {
     Derived::for_each_option([&](const char* name, auto member) { check_range(name, self().*member); });
   }
 
-  // Sets what is not set as it is in others.
+  // Gives each storage option that is not set the value that `others` has.
   void complete_storage(const Derived& others) {
     Derived::for_each_storage_option([&](const char* /*name*/, auto member) {
       if (!is_set(self().*member)) self().*member = others.*member;

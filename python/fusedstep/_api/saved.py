@@ -46,7 +46,7 @@ _IMPORT = ". fusedstep.import_state_dict loads dictionaries of other optimizers"
 
 
 def check_is_dictionary(state_dict: Any) -> None:
-    """Raises for what is no dictionary of an optimizer; the text names one that is inside."""
+    """Raises if this is no optimizer's dictionary; the text names a key that holds one."""
     check_is_no_checkpoint(state_dict)
     if not isinstance(state_dict, Mapping):
         raise TypeError(
