@@ -426,7 +426,7 @@ def test_dictionaries_that_only_look_like_ours(door):
     dictionary = sgd.state_dict()
     dictionary["param_groups"][0]["caution"] = False
     del dictionary["param_groups"][0]["fused"]
-    with pytest.raises(ValueError, match="one of timm"):
+    with pytest.raises(ValueError, match="one of timm's SGDW"):
         (getattr(fusedstep, door, None) or getattr(type(sgd), door))(sgd, dictionary)
 
 

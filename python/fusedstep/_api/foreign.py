@@ -168,7 +168,7 @@ _LOOK_ALIKE = (
 
 
 def look_alike_of(group: Mapping[str, Any], cls: str) -> str | None:
-    """The library of a group that is of no optimizer with the formula of a class; None if none."""
+    """The library, or the optimizer of it, of a group that has not the formula of a class."""
     keys = group.keys()
     for library in _LOOK_ALIKE:
         if keys & library.never or not any(marks <= keys for marks in library.marks):
@@ -177,7 +177,9 @@ def look_alike_of(group: Mapping[str, Any], cls: str) -> str | None:
             continue
         has, lacks = library.taken.get(cls, (None, frozenset()))
         decays = cls in library.decoupled and bool(group.get("weight_decay", True))
-        if has is None or decays or not has <= keys or lacks & keys:
+        if decays:
+            return f"{library.name}'s {cls}W"
+        if has is None or not has <= keys or lacks & keys:
             return library.name
     return None
 
