@@ -32,7 +32,7 @@ def environments(wanted: list[str], tree: Path = ROOT) -> tuple[dict[str, Env], 
     """
     launcher = _launcher()
     common = {k: v for k, v in os.environ.items() if k not in OF_ALLOCATORS}
-    common["PYTHONPATH"] = os.pathsep.join(str(tree / name) for name in ("python", "tests"))
+    common["PYTHONPATH"] = os.pathsep.join(map(str, (tree / "python", ROOT / "tests")))
     launcher.threads_and_pinning(common)
     found, notes = {}, []
     for allocator in wanted:

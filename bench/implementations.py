@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cases import Case
 from fusedstep._native import ops as _ops
 from rows import BAGS, BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
 from subjects import MAX_NORM, bags_of
+from support.cases import Case
 
 
 class UnavailableError(Exception):

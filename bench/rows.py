@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import cases
 import gpt2
 import shapes
 from adan_published import PUBLISHED
@@ -20,6 +19,7 @@ from limit_library import Streams, powers_of_two
 from reference.rowwise_adagrad import rowwise_adagrad
 from reference.sparse_adam import sparse_adam
 from shapes import ShapeList
+from support import cases
 
 
 @dataclass(frozen=True)

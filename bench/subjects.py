@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from cases import Case
 from rows import BAGS, Row
 from shapes import ShapeList
+from support.cases import Case
 
 #: Steps by which an implementation is checked.
 CHECKED_STEPS = 3

@@ -56,7 +56,7 @@ test_on_newest_torch() {
   say "some laws on torch $(newest_torch_version)"
   (cd "$root" && "$newest/bin/python" -m pytest -n "$(parallelism)" --dist worksteal --plain "${short_tests[@]}" \
     -k "not test_compile or $compiled" \
-    tests/test_{optim_database,contract,groups,checkpoints,states,hooks,bind,isa,compile}.py)
+    tests/laws/{engine/test_{groups,bind,isa},maths/test_{optim_database,contract},state/test_{checkpoints,states},api/test_{hooks,compile}}.py)
 }
 
 # Targets without LibTorch, which is not built for sanitizers.
@@ -77,7 +77,7 @@ compute_sanitizer() {
   step "sanitize-cuda-$tool" "CUDA kernels under compute-sanitizer $tool" \
     env PYTORCH_NO_CUDA_MEMORY_CACHING=1 OMP_WAIT_POLICY=passive PYTHONPATH="$root/tests:$root/python" \
     compute-sanitizer --tool "$tool" "${options[@]}" \
-    "$python" -m pytest -q -p no:cacheprovider "$root"/tests/test_{cuda,sparse}.py -k "$kernels_once" || return
+    "$python" -m pytest -q -p no:cacheprovider "$root"/tests/laws/engine/test_{cuda,sparse}.py -k "$kernels_once" || return
   grep -E 'SUMMARY|[0-9]+ passed' "$log" | sed "s/^=* */run.sh: $tool: /" >&2
   # If all are skipped, nothing has been tested.
   grep -qE '^[0-9]+ passed' "$log" || { say "$tool: no test has run, $log says why" && return 1; }

@@ -12,8 +12,8 @@ import torch
 from _pytest.runner import runtestprotocol
 
 import fusedstep
-from cases import PLAIN, WITH_COUNTS, WITH_STATES
 from fusedstep._native import ops
+from support.cases import PLAIN, WITH_COUNTS, WITH_STATES
 
 SHOWN = 0.005
 """Seconds from which pytest's `--durations` shows a fixture."""

@@ -8,14 +8,12 @@ import pytest
 import torch
 
 import fusedstep
-import recipes
-import two_processes
-import wrapped
-from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
 from fusedstep._native import ops
-from pages import run_page
-from small import (
+from support import recipes, two_processes, wrapped
+from support.cases import PLAIN, WITH_NAMESAKE
+from support.pages import run_page
+from support.small import (
     assert_native,
     assert_same_losses,
     batches,
@@ -26,7 +24,7 @@ from small import (
     ours,
     reference,
 )
-from stepping import as_parameters, assert_same_contents, contents, make_weights, train
+from support.stepping import as_parameters, assert_same_contents, contents, make_weights, train
 
 need("accelerate")
 

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-import small
 from fusedstep import optim
-from pages import OVERVIEW
+from support import small
+from support.pages import OVERVIEW
 
 
 def section() -> str:

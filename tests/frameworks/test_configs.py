@@ -10,8 +10,8 @@ from fusedstep import __main__
 from fusedstep.memory.activations import loss_of, trace
 from fusedstep.memory.model import load
 from probes.memory_of_a_step import peak_of
-from small import need
-from test_memory_fit import peak_of_training
+from support.allocations import peak_of_training
+from support.small import need
 
 need("transformers")
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import two_processes
-from cases import PLAIN
 from fusedstep import integrations, optim
 from fusedstep._step import binding
 from fusedstep.optim import low_bit
-from pages import run_page
-from small import (
+from support import two_processes
+from support.cases import PLAIN
+from support.pages import run_page
+from support.small import (
     assert_native,
     assert_same_losses,
     batches,
@@ -23,7 +23,7 @@ from small import (
     ours,
     reference,
 )
-from two_processes import PROCESSES
+from support.two_processes import PROCESSES
 
 need("deepspeed")
 

@@ -16,13 +16,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import fusedstep
-import two_processes
-from cases import PLAIN, WITH_NAMESAKE, thinned
 from fusedstep import optim
 from fusedstep._torch_ops.imperative import MASTER
-from pages import run_page
-from small import assert_native, assert_same_losses, batches, loss_of, network, ours, reference
-from two_processes import PROCESSES, folder_of_both
+from support import two_processes
+from support.cases import PLAIN, WITH_NAMESAKE, thinned
+from support.pages import run_page
+from support.small import (
+    assert_native,
+    assert_same_losses,
+    batches,
+    loss_of,
+    network,
+    ours,
+    reference,
+)
+from support.two_processes import PROCESSES, folder_of_both
 
 ON_SHARDS = [case for case in PLAIN if case.optimizer is not optim.Rprop]
 """The rows of optimizers that torch steps on shards too."""

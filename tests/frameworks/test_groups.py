@@ -7,7 +7,7 @@ import torch
 
 from fusedstep import optim
 from fusedstep._models.roles import roles_of
-from small import need
+from support.small import need
 
 need("transformers")
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 import fusedstep
-import recipes
-import wrapped
-from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
-from pages import run_page
-from small import (
+from support import recipes, wrapped
+from support.cases import PLAIN, WITH_NAMESAKE
+from support.pages import run_page
+from support.small import (
     assert_native,
     assert_same_losses,
     batches,

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fusedstep import integrations, optim
-from pages import ROOT, run_page
-from stepping import as_parameters, make_gradients, make_weights
+from support.pages import ROOT, run_page
+from support.stepping import as_parameters, make_gradients, make_weights
 
 FOLDER = ROOT / "build" / "megatron"
 """Folder in which `./run.sh test` puts Megatron-Core."""

@@ -10,14 +10,14 @@ import sys
 import pytest
 import torch
 
-import recipes
-from cases import PLAIN
 from fusedstep import integrations, optim
 from fusedstep._api.names import find
-from pages import run_page
-from small import assert_native, assert_same_losses, need
-from stepping import as_parameters, make_weights
-from stepping import train as train_on
+from support import recipes
+from support.cases import PLAIN
+from support.pages import run_page
+from support.small import assert_native, assert_same_losses, need
+from support.stepping import as_parameters, make_weights
+from support.stepping import train as train_on
 
 need("timm")
 

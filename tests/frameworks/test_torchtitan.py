@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from cases import PLAIN, WITH_NAMESAKE
 from fusedstep import integrations, optim
-from pages import ROOT, run_page
-from small import assert_native, assert_same_losses, batches, loss_of, need, network
+from support.cases import PLAIN, WITH_NAMESAKE
+from support.pages import ROOT, run_page
+from support.small import assert_native, assert_same_losses, batches, loss_of, need, network
 
 FOLDER = ROOT / "build" / "torchtitan"
 """Folder in which `./run.sh test` puts torchtitan."""

@@ -6,12 +6,12 @@ import inspect
 import pytest
 import torch
 
-import recipes
-from cases import PLAIN
 from fusedstep import optim
-from pages import run_page
-from small import assert_native, assert_same_losses, need, ours, reference
-from small_trainer import STEPS, arguments, gpt2, inner, losses_of, texts, trainer
+from support import recipes
+from support.cases import PLAIN
+from support.pages import run_page
+from support.small import assert_native, assert_same_losses, need, ours, reference
+from support.small_trainer import STEPS, arguments, gpt2, inner, losses_of, texts, trainer
 
 need("transformers")
 

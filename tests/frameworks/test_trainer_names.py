@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-import recipes
-from foreign_codes import FOLDER, need_library
 from fusedstep import integrations, optim
-from pages import run_page
-from small import assert_native, assert_same_losses, need
-from small_trainer import arguments, gpt2, inner, llama, losses_of, texts, trainer
+from support import recipes
+from support.foreign_codes import FOLDER, need_library
+from support.pages import run_page
+from support.small import assert_native, assert_same_losses, need
+from support.small_trainer import arguments, gpt2, inner, llama, losses_of, texts, trainer
 
 need("transformers")
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fusedstep import optim
-from pages import ROOT, blocks
-from small import assert_native, need
+from support.pages import ROOT, blocks
+from support.small import assert_native, need
 
 FOLDER = ROOT / "build" / "ultralytics"
 """Folder in which `./run.sh test` puts Ultralytics."""

@@ -16,9 +16,9 @@ import math
 import random
 from typing import Any
 
-from cases import PLAIN
 from fuzz.memory import DTYPES, overlaps
-from layouts import contiguous_strides
+from support.cases import PLAIN
+from support.layouts import contiguous_strides
 
 ROWS = {row.name: row for row in PLAIN}
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from layouts import GUARD, contiguous_strides
+from support.layouts import GUARD, contiguous_strides
 
 DTYPES = {str(each).removeprefix("torch."): each for each in (
     torch.float32, torch.float64, torch.bfloat16, torch.float16)}  # fmt: skip

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import Case as Row
 from fuzz.bounded import Arithmetic, Bounded, UndecidableError, judge
 from fuzz.memory import overlaps
 from reference.codes import MAPS, NOT_NEGATIVE, values
+from support.cases import Case as Row
 
 MASTER, LOW, COMPENSATION = "master_param", "low_param", "compensation"
 BESIDE = (MASTER, LOW, COMPENSATION)

@@ -1,8 +1,8 @@
 import torch
 
-from case import SQUARED_UPDATE, Case
 from fusedstep import optim
 from reference.adadelta import adadelta
+from support.case import SQUARED_UPDATE, Case
 
 
 def _adadelta(name, **options):

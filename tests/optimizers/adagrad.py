@@ -1,8 +1,8 @@
 import torch
 
-from case import Case
 from fusedstep import optim
 from reference.adagrad import adagrad
+from support.case import Case
 
 
 def _adagrad(name, **options):

@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, ELEMENTWISE, LONG_AVERAGES, Case, moments
 from fusedstep import optim
 from reference.adam import adam
+from support.case import DECOUPLED, ELEMENTWISE, LONG_AVERAGES, Case, moments
 
 
 def _adam(name, long_run=None, **options):

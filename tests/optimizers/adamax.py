@@ -1,8 +1,8 @@
 import torch
 
-from case import LONG_AVERAGES, Case
 from fusedstep import optim
 from reference.adamax import adamax
+from support.case import LONG_AVERAGES, Case
 
 
 def _adamax(name, long_run=None, **options):

@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, Case, moments
 from fusedstep import optim
 from reference.adam import adamw
+from support.case import DECOUPLED, Case, moments
 
 
 def _adamw(name, **options):

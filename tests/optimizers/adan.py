@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, MOMENTS_AND_DIFFERENCES, TWO_ADDITIONS, Case
 from fusedstep import optim
 from reference.adan import adan
+from support.case import DECOUPLED, MOMENTS_AND_DIFFERENCES, TWO_ADDITIONS, Case
 
 
 def _adan(name, modes=None, **options):

@@ -2,10 +2,10 @@ import math
 
 import torch
 
-from case import DECOUPLED_WITH_NORMS, MOMENTS, WITH_NORMS, Case
 from fusedstep import optim
 from reference.lamb import lamb
 from reference.lamb_variants import lamb_variant
+from support.case import DECOUPLED_WITH_NORMS, MOMENTS, WITH_NORMS, Case
 
 
 def _lamb(name, modes=None, **options):
@@ -26,9 +26,9 @@ def _lamb(name, modes=None, **options):
 def _lamb_variant(name, **options):
     """Named after the variant. The laws are about one weight, and so know no norm over several.
 
-    tests/test_lamb_variants.py has what clipping by that norm does. Where a row has an eps, it is
-    for the first step: without decay all elements of its update are as large, and the roundings in
-    torch's sum of their squares, for the norm in an imperative step, all go to one side.
+    laws/maths/test_lamb_variants.py has what clipping by that norm does. Where a row has an eps, it
+    is for the first step: without decay all elements of its update are as large, and the roundings
+    in torch's sum of their squares, for the norm in an imperative step, all go to one side.
     """
     variant = name.split("-")[1]
     options = {"lr": 1e-2, "variant": variant} | options

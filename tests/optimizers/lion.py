@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, Case
 from fusedstep import optim
 from reference.lion import lion
+from support.case import DECOUPLED, Case
 
 
 def _lion(name, **options):

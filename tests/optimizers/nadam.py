@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, MOMENTS, TWO_ADDITIONS, Case
 from fusedstep import optim
 from reference.nadam import nadam
+from support.case import DECOUPLED, MOMENTS, TWO_ADDITIONS, Case
 
 
 def _nadam(name, long_run=None, **options):

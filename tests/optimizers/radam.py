@@ -1,8 +1,8 @@
 import torch
 
-from case import DECOUPLED, ELEMENTWISE, LONG_AVERAGES, MOMENTS, Case
 from fusedstep import optim
 from reference.radam import radam
+from support.case import DECOUPLED, ELEMENTWISE, LONG_AVERAGES, MOMENTS, Case
 
 
 def _radam(name, long_run=None, **options):

@@ -1,8 +1,8 @@
 import torch
 
-from case import Case
 from fusedstep import optim
 from reference.rmsprop import rmsprop
+from support.case import Case
 
 
 def _rmsprop(name, long_run=None, **options):

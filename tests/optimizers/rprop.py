@@ -1,8 +1,8 @@
 import torch
 
-from case import Case
 from fusedstep import optim
 from reference.rprop import rprop
+from support.case import Case
 
 
 def _rprop(name, **options):

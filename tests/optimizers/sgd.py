@@ -1,8 +1,8 @@
 import torch
 
-from case import Case
 from fusedstep import optim
 from reference.sgd import sgd
+from support.case import Case
 
 
 def _sgd(name, **options):

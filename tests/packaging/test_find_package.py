@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fusedstep
-from pages import blocks
+from support.pages import blocks
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from built_wheels import ROOT, environment, run
-from pages import blocks
+from support.pages import blocks
 
 NEWEST = ROOT / "build" / "newest-torch"
 
@@ -39,25 +39,25 @@ sys.exit(pytest.main(sys.argv[1:]))
 """
 
 LAWS = (
-    "test_reference.py::test_fused_matches_the_reference",
-    "test_reference.py::test_fused_matches_torch",
-    "test_isa.py::test_the_forced_isa_ran",
-    "test_layouts.py::test_trust_ratio_within_one_ulp",
+    "laws/maths/test_reference.py::test_fused_matches_the_reference",
+    "laws/maths/test_reference.py::test_fused_matches_torch",
+    "laws/engine/test_isa.py::test_the_forced_isa_ran",
+    "laws/engine/test_layouts.py::test_trust_ratio_within_one_ulp",
 )
 #: All recipes and examples of pages that need no framework; of them, what trains in a second each.
-EXAMPLES = ("test_recipes.py", "test_docs.py::test_examples_run")
+EXAMPLES = ("repo/test_recipes.py", "repo/test_docs.py::test_examples_run")
 PART = (
-    "test_recipes.py::test_recipe[bf16_split]",
-    "test_recipes.py::test_recipe[int8_states]",
-    "test_recipes.py::test_lamb_with_warmup",
-    "test_recipes.py::test_galore_in_backward",
-    "test_recipes.py::test_recommender",
+    "repo/test_recipes.py::test_recipe[bf16_split]",
+    "repo/test_recipes.py::test_recipe[int8_states]",
+    "repo/test_recipes.py::test_lamb_with_warmup",
+    "repo/test_recipes.py::test_galore_in_backward",
+    "repo/test_recipes.py::test_recommender",
 )
 ON_A_GPU = (
-    "test_cuda.py::test_same_bits_as_on_the_cpu_over_100_steps",
-    "test_cuda.py::test_clipping_scaling_and_clearing_as_on_the_cpu",
-    "test_cuda.py::test_a_captured_step_is_replayed",
-    "test_cuda.py::test_the_current_stream_is_used",
+    "laws/engine/test_cuda.py::test_same_bits_as_on_the_cpu_over_100_steps",
+    "laws/engine/test_cuda.py::test_clipping_scaling_and_clearing_as_on_the_cpu",
+    "laws/engine/test_cuda.py::test_a_captured_step_is_replayed",
+    "laws/engine/test_cuda.py::test_the_current_stream_is_used",
 )
 
 

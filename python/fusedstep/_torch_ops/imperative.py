@@ -30,7 +30,7 @@ from fusedstep._step.undo import NO_RESERVE, Reserve, is_out_of_memory, undone_o
 from fusedstep._torch_ops.trial import is_usual, made_stand_ins
 
 #: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
-#: what puts back weight and states; tests/test_out_of_memory.py has no more for all optimizers.
+#: what puts back weight and states: test_out_of_memory.py has no more for all optimizers.
 MOST_COPIES = 12
 
 

@@ -1,0 +1,369 @@
+"""Laws that take no shape of a weight for granted, for the optimizers that have no row."""
+
+import copy
+import pickle
+import threading
+
+import pytest
+import torch
+
+from fusedstep import optim
+from support.cases import COMPOSITES, PRODUCTS
+from support.composites import DENSE, ROWS, SHAPE, stepped, values_of
+from support.negated import WAYS, negated, negated_at_once
+from support.stepping import assert_same_bits, assert_same_contents, contents
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+
+
+#: Rows without a native plan, which tells of a second thread.
+WITHOUT_PLAN = [row for row in DENSE if row.optimizer is not optim.RowWiseAdagrad]
+EACH = pytest.mark.parametrize("row", ROWS, ids=str)
+MODES = pytest.mark.parametrize("fused", [None, True, False])
+
+
+def first_state(optimizer, param):
+    return next(name for name in optimizer.state[param] if name != "step")
+
+
+def test_every_composite_has_these_laws():
+    assert {row.optimizer for row in ROWS} == COMPOSITES.keys()
+
+
+@EACH
+def test_none_for_a_closure(row):
+    (_, expected), (_, optimizer) = stepped(row), stepped(row)
+    expected.step()
+    assert optimizer.step(None) is None
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@MODES
+@EACH
+def test_max_norm_clips_and_is_returned(row, fused):
+    (params, expected), (_, optimizer) = stepped(row, fused=fused), stepped(row, fused=fused)
+    norm = (len(params) * values_of(2).double().square().sum()) ** 0.5
+    for param in params:
+        param.grad = row.grad(values_of(2) * (0.5 / (norm + 1e-6)).float())
+    expected.step()
+    found = optimizer.step(max_norm=0.5)
+    assert found.dtype is torch.float64
+    torch.testing.assert_close(found, norm, rtol=1e-6, atol=0)
+    for name, value in contents(expected).items():
+        torch.testing.assert_close(contents(optimizer)[name], value, rtol=1e-4, atol=1e-6, msg=name)
+    assert optimizer.step(lambda: 7.0, max_norm=0.5) == 7.0
+
+
+@MODES
+@EACH
+def test_the_norm_of_float16_gradients_may_be_beyond_their_range(row, fused):
+    param = torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float16))
+    optimizer = row.build([param], fused=fused, **{row.rate: 0.1})
+    param.grad = row.grad(torch.full(SHAPE, 1e4, dtype=torch.float16))
+    norm = optimizer.step(max_norm=0.5)
+    assert norm.item() == pytest.approx(1e4 * param.numel() ** 0.5, rel=1e-12)
+    assert param.isfinite().all()
+    assert not torch.equal(param, torch.ones_like(param))
+
+
+@MODES
+@EACH
+def test_the_option_max_grad_norm_is_the_argument(row, fused):
+    (_, expected), (_, optimizer) = stepped(row, 0, fused=fused), stepped(row, 0, fused=fused)
+    expected.step(max_norm=0.5)
+    assert "max_grad_norm" not in optimizer.param_groups[0]
+    _, clipping = stepped(row, 0, fused=fused, max_grad_norm=0.5)
+    clipping.step()
+    optimizer.step()
+    seen, unclipped = contents(clipping), contents(optimizer)
+    for name, value in contents(expected).items():
+        torch.testing.assert_close(seen[name], value, rtol=1e-5, atol=1e-7, msg=name)
+    assert any(not torch.allclose(unclipped[name], value) for name, value in seen.items())
+
+
+@EACH
+def test_fused_takes_meta_weights_that_get_memory_before_the_first_step(row):
+    with torch.device("meta"):
+        model = torch.nn.Linear(*reversed(SHAPE), bias=False)
+    optimizer = row.build(model.parameters(), fused=True)
+    if row in DENSE:
+        model.weight.grad = torch.empty(SHAPE, device="meta")
+        with pytest.raises(RuntimeError, match=r"float32 and meta|kernels on meta"):
+            optimizer.step()
+        model.weight.grad = None
+    model.to_empty(device="cpu")
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    with torch.no_grad():
+        model.weight.copy_(values_of(100))
+    model.weight.grad = row.grad(values_of(0))
+    optimizer.step()
+    (param,), expected = stepped(row, 0, count=1, fused=True)
+    expected.step()
+    assert_same_bits(model.weight.detach(), param.detach(), "weight")
+
+
+@EACH
+def test_a_copy_and_a_dictionary_go_on_with_the_same_bits(row):
+    params, optimizer = stepped(row)
+    twins = [torch.nn.Parameter(param.detach().clone()) for param in params]
+    loaded = row.build(twins)
+    loaded.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    copies = (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer)))
+    for each in (optimizer, loaded, *copies):
+        for param in each.param_groups[0]["params"]:
+            param.grad = row.grad(values_of(2))
+        each.step()
+    for each in (loaded, *copies):
+        assert_same_contents(contents(each), contents(optimizer))
+
+
+# After two ordinary steps
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("make", [negated, negated_at_once])
+@EACH
+def test_a_gradient_is_taken_by_its_values(row, make, way):
+    (params, optimizer), (others, expected) = stepped(row), stepped(row)
+    for param, other in zip(params, others, strict=True):
+        unusual = make(values_of(2))
+        param.grad, other.grad = row.grad(unusual), row.grad(values_of(2))
+        if row in DENSE:
+            param.grad = unusual
+    WAYS[way](optimizer)
+    WAYS[way](expected)
+    for param, other in zip(params, others, strict=True):
+        torch.testing.assert_close(param, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("operand", ["weight", "state"])
+@EACH
+def test_a_negated_weight_or_state_is_an_error(row, operand, way):
+    params, optimizer = stepped(row, fused=True)
+    name = first_state(optimizer, params[1])
+    if operand == "weight":
+        params[1].data = negated_at_once(params[1].detach().clone())
+    else:
+        optimizer.state[params[1]][name] = negated_at_once(optimizer.state[params[1]][name].clone())
+    before = [param.detach() + 0 for param in params]
+    with pytest.raises(RuntimeError, match=r"negated view|state is a neg"):
+        WAYS[way](optimizer)
+    for param, values in zip(params, before, strict=True):
+        assert_same_bits(param.detach() + 0, values, "weight")
+
+
+@pytest.mark.parametrize("operand", ["weight", "gradient", "state"])
+@EACH
+def test_memory_that_was_taken_away_is_an_error(row, operand):
+    params, optimizer = stepped(row)
+    if operand == "gradient" and row not in DENSE:
+        pytest.skip("its memory is that of its values")
+    state = optimizer.state[params[1]][first_state(optimizer, params[1])]
+    operands = {"weight": params[1], "gradient": params[1].grad, "state": state}
+    before = params[0].detach().clone()
+    operands[operand].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=f"{operand} has no memory"):
+        optimizer.step()
+    assert_same_bits(params[0].detach(), before, "weight")
+
+
+@pytest.mark.parametrize("count", [-1.0, float("nan")])
+@pytest.mark.parametrize("row", [row for row in ROWS if row.counts], ids=str)
+def test_a_negative_step_count_is_an_error(row, count):
+    params, optimizer = stepped(row)
+    optimizer.state[params[1]]["step"].fill_(count)
+    before = params[0].detach().clone()
+    with pytest.raises(RuntimeError, match="the step count must be at least 0"):
+        optimizer.step()
+    assert_same_bits(params[0].detach(), before, "weight")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_gradient_in_the_memory_of_a_weight_is_an_error(row, way):
+    own, other = "0 of .* its own weight in another layout", "0 of .* with the weight of .* 1 of"
+    for gradient, text in (
+        (lambda first, second: first.view(-1).as_strided(SHAPE, (1, SHAPE[0])), own),
+        (lambda first, second: second, other),
+        (lambda first, second: second.view(-1)[:1].expand(SHAPE), other),
+    ):
+        params, optimizer = stepped(row)
+        before = [param.detach().clone() for param in params]
+        params[0].grad = gradient(*(param.detach() for param in params))
+        with pytest.raises(RuntimeError, match=text):
+            WAYS[way](optimizer)
+        for param, values in zip(params, before, strict=True):
+            assert_same_bits(param.detach(), values, "weight")
+
+
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_gradient_that_is_its_own_weight(row):
+    """Right, or an error: Adafactor's operation reads gradients after it has written weights."""
+    (params, optimizer), (others, expected) = stepped(row), stepped(row)
+    for param, other in zip(params, others, strict=True):
+        param.grad, other.grad = param.detach(), other.detach().clone()
+    if row.optimizer in (optim.Adafactor, optim.GaLoreAdafactor):
+        with pytest.raises(RuntimeError, match="0 of group 0: the gradient shares memory with the"):
+            optimizer.step()
+        return
+    optimizer.step()
+    expected.step()
+    assert_same_contents(contents(optimizer), contents(expected))
+
+
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("row", WITHOUT_PLAN, ids=str)
+def test_a_second_thread_during_a_step_gets_an_error(row, loads, monkeypatch):
+    (_, optimizer), (_, expected) = stepped(row), stepped(row)
+    dictionary, update, errors = copy.deepcopy(optimizer.state_dict()), optimizer._update_all, []
+
+    def elsewhere():
+        try:
+            optimizer.load_state_dict(dictionary) if loads else optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    def update_beside(*options):
+        worker = threading.Thread(target=elsewhere)
+        worker.start()
+        worker.join()
+        return update(*options)
+
+    monkeypatch.setattr(optimizer, "_update_all", update_beside)
+    optimizer.step()
+    assert errors == ["another thread is stepping this optimizer"]
+    expected.step()
+    assert_same_contents(contents(optimizer), contents(expected))
+    monkeypatch.undo()
+    optimizer.load_state_dict(dictionary)
+    optimizer.step()
+
+
+@EACH
+def test_a_model_that_has_become_double(row):
+    model = torch.nn.Linear(*reversed(SHAPE), bias=False)
+    optimizer = row.build([("weight", model.weight)])
+    model.weight.grad = row.grad(values_of(0))
+    optimizer.step()
+    model.double()
+    model.weight.grad = row.grad(values_of(1).double())
+    before = model.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'weight'.*float32.*load_state_dict\(optimizer\.st"):
+        optimizer.step()
+    assert_same_bits(model.weight.detach(), before, "weight")
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.step()
+    assert not torch.equal(model.weight.detach(), before)
+
+
+@EACH
+def test_a_dictionary_of_adamw_is_refused(row):
+    params, optimizer = stepped(row)
+    other = torch.optim.AdamW(params)
+    before = contents(optimizer)
+    with pytest.raises(ValueError, match=r"has (no )?\w+.*: it is not one of .*AdamW"):
+        optimizer.load_state_dict(other.state_dict())
+    assert_same_contents(contents(optimizer), before)
+
+
+#: Options of groups and of the constructor, for classes with moments of rows and columns.
+FACTORED = {
+    "Adafactor": (optim.Adafactor, {}, {}),
+    "Adafactor of transformers": (optim.Adafactor, {}, {"variant": "transformers"}),
+    "GaLoreAdafactor": (optim.GaLoreAdafactor, {"rank": 2}, {}),
+    "GaLoreAdafactor without a rank": (optim.GaLoreAdafactor, {}, {}),
+    "CAME": (optim.CAME, {}, {}),
+}
+
+
+#: Classes whose states are means of rows or columns, without a rank: none fits no elements.
+MEANS = {name: row for name, row in FACTORED.items() if name != "GaLoreAdafactor"} | {
+    "NorMuon": (optim.Muon, {}, {"normuon": True}),
+    "RowWiseAdagrad": (optim.RowWiseAdagrad, {}, {}),
+}
+
+
+@MODES
+@pytest.mark.parametrize("shape", [(0, 6), (8, 0), (3, 0, 5), (0,)], ids=str)
+@pytest.mark.parametrize("name", MEANS)
+def test_states_of_a_weight_without_elements_are_numbers(name, shape, fused):
+    cls, of_group, options = MEANS[name]
+    if name == "NorMuon" and len(shape) == 1:
+        of_group = {"use_muon": False}
+    empty = torch.nn.Parameter(torch.empty(shape))
+    optimizer = cls([{"params": [empty]} | of_group], fused=fused, **options)
+    for _ in range(2):
+        empty.grad = torch.empty(shape)
+        optimizer.step()
+    assert optimizer.state[empty].get("step", 2) == 2  # no count of NorMuon's is a state
+    assert all(state.isfinite().all() for state in optimizer.state[empty].values())
+
+
+@MODES
+@pytest.mark.parametrize("shape", [(6, 4), (4,)], ids=str)
+@pytest.mark.parametrize("keeps", [0.0, 1e-9, 1e-4])
+@pytest.mark.parametrize("name", FACTORED)
+def test_moments_that_keep_nothing_are_those_of_the_last_gradient(name, keeps, shape, fused):
+    cls, of_group, options = FACTORED[name]
+    if of_group and len(shape) < 2:
+        pytest.skip("vectors are not projected")
+    rate = {"betas": (0.9, keeps, keeps)} if cls is optim.CAME else {"decay_rate": -keeps}
+    moved = []
+    for dtype in (torch.float32, torch.float64):
+        weight = torch.nn.Parameter(torch.ones(shape, dtype=dtype))
+        options_of = {"lr": 1e-2, **options, **rate, "fused": fused}
+        if name == "Adafactor":
+            options_of |= {"eps": (1e-30, 1e-3), "variant": "torch"}
+        optimizer = cls([{"params": [weight]} | of_group], **options_of)
+        for size in (1.0, 1e-5):
+            values = torch.randn(shape, generator=torch.Generator().manual_seed(3))
+            weight.grad = (size * values).to(dtype)
+            optimizer.step()
+        moved.append(weight.detach())
+    torch.testing.assert_close(moved[0].double(), moved[1], rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_no_step_follows_autocast(name, fused):
+    cls, of_group, options = PRODUCTS[name]
+    ends = []
+    for follows in (False, True):
+        weight = torch.nn.Parameter(torch.ones(8, 4))
+        optimizer = cls([{"params": [weight]} | of_group], lr=0.1, fused=fused, **options)
+        for step in range(3):
+            weight.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+            with torch.autocast("cpu", torch.bfloat16, enabled=follows):
+                optimizer.step()
+        ends.append(weight.detach())
+    assert_same_bits(*ends, "weight")
+
+
+@pytest.mark.parametrize("cls", [optim.SGD, optim.Lion])
+def test_a_count_of_no_state_that_a_step_in_inference_mode_made_goes_on(cls):
+    first, second = params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = cls(params, lr=0.5, fused=False)
+    second.grad = torch.ones(3)
+    with torch.inference_mode():
+        optimizer.step()
+    first.grad = torch.ones(3)
+    optimizer.step()
+    assert (first[0], second[0]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("modes", ["IO", "OIO", "OOIOO", "OIIO"])
+@MODES
+@EACH
+def test_steps_in_inference_mode(row, fused, modes):
+    """As steps outside of it, with states and memory that steps outside go on with."""
+    (others, expected), (params, optimizer) = (stepped(row, 0, 3, fused=fused) for _ in range(2))
+    for step, mode in enumerate(modes):
+        for place, pair in enumerate(zip(params, others, strict=True)):
+            for param in pair:
+                skips = mode == "I" and place == 1
+                param.grad = None if skips else row.grad(values_of(step))
+        expected.step()
+        with torch.inference_mode(mode == "I"):
+            optimizer.step()
+    assert_same_contents(contents(optimizer), contents(expected))
