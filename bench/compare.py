@@ -23,9 +23,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from environment import ROOT, environments
-from processes import WorkerError, events, progress_over, show
-from report import Grid, milliseconds
+from harness.environment import ROOT, environments
+from harness.processes import WorkerError, events, progress_over, show
+from reports.grid import Grid, milliseconds
 
 #: The options of the working tree's configuration that decide how fast the result is.
 KEPT = ("Python_EXECUTABLE", "CMAKE_CXX_COMPILER", "CMAKE_CXX_COMPILER_LAUNCHER", "CMAKE_CXX_FLAGS")

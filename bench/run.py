@@ -31,17 +31,24 @@ from typing import Any
 import torch
 from rich.console import Console
 
-import peer_packages
-import plot
-import report
-from environment import ALLOCATORS, ROOT, Env, environments
-from kernels import add_kernels
-from machine import Others, this_machine
-from processes import LateError, Tell, WorkerError, check_allocator, events, progress_over, show
-from report import Row
-from rows import PRECISIONS
-from suites import SUITES, Process
-from tables import write_table
+from harness import peer_packages
+from harness.environment import ALLOCATORS, ROOT, Env, environments
+from harness.machine import Others, this_machine
+from harness.processes import (
+    LateError,
+    Tell,
+    WorkerError,
+    check_allocator,
+    events,
+    progress_over,
+    show,
+)
+from reports import grid, page, plot
+from reports.grid import Row
+from reports.tables import write_table
+from suites.kernels import add_kernels
+from suites.rows import PRECISIONS
+from suites.suite import SUITES, Process
 
 #: Seconds after its time in which a process may end what it has begun: a first step may be
 #: compiled.
@@ -293,18 +300,18 @@ def folder_of(arguments: argparse.Namespace, name: str) -> Path:
 
 def write(folder: Path, results: dict[str, Any]) -> None:
     write_table(folder / f"{results['suite']}.json", results)
-    report.write_page(folder)
+    page.write_page(folder)
 
 
 def show_tables(results: dict[str, Any], folder: Path) -> None:
     """Figures that are cut off would be worse than lines that wrap."""
     terminal = Console()
-    tables = [grid.table() for grid in report.grids(results)]
+    tables = [grid.table() for grid in page.grids(results)]
     widths = [Console(width=1000).measure(table).maximum for table in tables]
     console = Console(width=max(terminal.width, *widths))
     for table in tables:
         console.print(table)
-    for line in (report.subtitle(results), *report.remarks(results)):
+    for line in (grid.subtitle(results), *page.remarks(results)):
         terminal.print(line, markup=False, highlight=False)
     terminal.print(f"Results, tables and plots are in {folder}", markup=False, highlight=False)
 
@@ -332,7 +339,7 @@ def main() -> None:
     # Pages show the plots that a folder of committed results has.
     if not arguments.commit or (folder / f"{arguments.suite}-times.svg").exists():
         plot.draw(folder / f"{arguments.suite}.json", folder)
-    report.write_page(folder)  # once more, with the plot
+    page.write_page(folder)  # once more, with the plot
     show_tables(results, folder)
 
 

@@ -157,7 +157,7 @@ need_python_packages() {
 install_peers() {
   local missing
   mapfile -t missing < <(missing_python_packages "$python" "$1")
-  "$python" "$root/bench/peer_packages.py" --device "$2" "${missing[@]}"
+  PYTHONPATH=$root/bench "$python" -m harness.peer_packages --device "$2" "${missing[@]}"
 }
 
 # In a folder of its own, and without most of what it asks for: its optimizers do not use that, and transformers needs a

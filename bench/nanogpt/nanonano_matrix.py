@@ -25,13 +25,13 @@ from tqdm import tqdm
 
 import nanonano_plot
 import nanonano_settings
-import report
 import run
-from environment import ROOT, Env, environments
-from machine import Others, this_machine
+from harness.environment import ROOT, Env, environments
+from harness.machine import Others, this_machine
+from harness.processes import WorkerError, events_of
 from nanonano_settings import ATTENTION, Settings, SettingsError
-from processes import WorkerError, events_of
-from tables import write_table
+from reports import page
+from reports.tables import write_table
 
 TRAIN = Path(__file__).resolve().parent / "nanonano_train.py"
 
@@ -200,7 +200,7 @@ def main(words: list[str] | None = None) -> None:
     # Pages show the plots that a folder of committed results has.
     if not arguments.commit or (folder / "nanogpt-iterations.svg").exists():
         nanonano_plot.draw(folder / "nanogpt.json", folder)
-        report.write_page(folder)  # once more, with the plot
+        page.write_page(folder)  # once more, with the plot
     if arguments.json:
         write_table(arguments.json, results)
     run.show_tables(results, folder)

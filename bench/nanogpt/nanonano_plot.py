@@ -15,10 +15,10 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-import nanogpt_report
 from nanonano_settings import ATTENTION
-from report import Results, Row, subtitle
-from tables import write_plot
+from reports import nanogpt
+from reports.grid import Results, Row, subtitle
+from reports.tables import write_plot
 
 #: The figures that have a panel: key, title, factor.
 PANELS = (
@@ -34,7 +34,7 @@ matplotlib.rcParams.update({"font.size": 9})
 def series_of(results: Results) -> dict[str, list[Row]]:
     """Returns the rows that differ by attention only, by the name of what they share."""
     found: dict[str, list[Row]] = {}
-    for optimizer, rows in nanogpt_report.rows_of(results).items():
+    for optimizer, rows in nanogpt.rows_of(results).items():
         for row in rows:
             if "failed" not in row:
                 found.setdefault(f"{optimizer}{', compiled' * row['compile']}", []).append(row)

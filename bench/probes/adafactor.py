@@ -23,7 +23,7 @@ from transformers import Adafactor
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 
 def steps_of(sizes: list[tuple[int, ...]], device: str) -> dict[str, Callable[[], object]]:

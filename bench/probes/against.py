@@ -30,10 +30,10 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from environment import ROOT, environments
-from processes import WorkerError
-from shapes import ALL, HOST
-from tables import rounded, write_table
+from harness.environment import ROOT, environments
+from harness.processes import WorkerError
+from reports.tables import rounded, write_table
+from suites.shapes import ALL, HOST
 
 CLASSES = ("Adam", "AdamW", "Adan", "Adagrad", "Lamb")
 LISTS = ("matrix", "transposed", "small", "64x2000", "resnet50", "gpt2")

@@ -21,7 +21,7 @@ from fusedstep import optim
 from reference.codes import bitsandbytes_codes, bitsandbytes_map
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 SHAPE, BLOCK, AWAY = (4096, 256), 256, 64
 STATES = (("exp_avg", "state1", True), ("exp_avg_sq", "state2", False))

@@ -20,7 +20,7 @@ import torch
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 TENSORS, ELEMENTS, ROUNDS = 200, 1_000, 100
 

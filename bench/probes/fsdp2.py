@@ -31,7 +31,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 PROCESSES, ROUNDS, MAX_NORM, WIDTH = 2, 25, 1.0, 768
 

@@ -31,7 +31,7 @@ from fusedstep._matrix.projection import RIGHT
 from fusedstep._matrix.subspace import bases_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 WIDTH, VOCABULARY, CONTEXT, RANK = 768, 50257, 1024, 128
 

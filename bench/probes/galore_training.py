@@ -22,7 +22,7 @@ from fusedstep import optim
 from probes.small_llama import SmallLlama
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_plot, write_table
+from reports.tables import write_plot, write_table
 
 WIDTH, LAYERS, RANK, GAP = 128, 3, 32, 50
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 INPUTS, WIDTH, BATCH, STEPS, EXAMPLES = 64, 64, 64, 400, 2048
 

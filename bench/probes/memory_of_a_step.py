@@ -23,14 +23,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import small_gpt
 from fusedstep import optim
 from fusedstep.memory.activations import checkpoint_blocks, loss_of, trace
 from fusedstep.memory.model import load
 from fusedstep.memory.plan import MASTERS, STATE_DTYPES, Choice, Run, need
+from suites import small_gpt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 
 class Case(NamedTuple):

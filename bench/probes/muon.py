@@ -24,7 +24,7 @@ from fusedstep import optim
 from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 #: Matrices of a layer: query, key and value; their projection; the two of the feed-forward part.
 LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))

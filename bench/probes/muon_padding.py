@@ -27,7 +27,7 @@ from fusedstep.optim import Muon
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from probes.galore import milliseconds
-from tables import write_table
+from reports.tables import write_table
 
 COUNT, REPEATS = 32, 10
 APART = {"_CALLS": {}, "_CALLS_ELSEWHERE": 0}

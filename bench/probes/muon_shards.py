@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 PROCESSES = 2
 

@@ -24,8 +24,8 @@ from tqdm import tqdm
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from small_gpt import SmallGPT
-from tables import write_plot, write_table
+from reports.tables import write_plot, write_table
+from suites.small_gpt import SmallGPT
 
 BATCH, LENGTH, WARM_UP = 16, 128, 20
 

@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedstep
 from fusedstep import optim
-from small_gpt import SmallGPT
+from suites.small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 VOCABULARY, LENGTH = 50304, 1024
 SIZES = {

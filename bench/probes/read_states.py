@@ -18,7 +18,7 @@ import torch
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 WEIGHTS, ELEMENTS, ROUNDS = 2_000, 64, 500
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_plot
+from reports.tables import write_plot
 
 RESULTS = Path(__file__).parents[1] / "results" / "nvidia-h100"
 RANKS = tuple(2**k for k in range(11))

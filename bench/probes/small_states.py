@@ -19,7 +19,7 @@ import torch
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 WIDTH, LAYERS, VOCABULARY, CONTEXT = 768, 12, 50257, 1024
 SMALL = [(64, 64)] * 2000

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 PART = re.compile(r"^(?:passed|FAILED) +(\S.*?) +(\d+) s  (.*)$", re.MULTILINE)
 RAN = re.compile(r"^(?P<tests>.*?)(?: in ([\d.]+)s\b.*|, (\d+) s: .*)?$")

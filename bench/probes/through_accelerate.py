@@ -18,7 +18,7 @@ from read_states import ELEMENTS, ROUNDS, WEIGHTS, microseconds, subject
 from fusedstep import optim
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 
 def main() -> None:

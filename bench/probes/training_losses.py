@@ -25,10 +25,10 @@ from tqdm import tqdm
 
 from fusedstep import optim
 from fusedstep._state.storage import value_of, way_of
-from small_gpt import SmallGPT
+from suites.small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_plot, write_table
+from reports.tables import write_plot, write_table
 
 BATCH, LENGTH, STEPS, LR, BETAS, WARM_UP = 32, 64, 500, 4e-3, (0.9, 0.99), 50
 

@@ -27,7 +27,7 @@ import torch
 from small_states import SMALL, shapes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 FLOAT32, BF16 = torch.float32, torch.bfloat16
 ROUNDS, STEPS = 10, 10

@@ -27,10 +27,10 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 from fusedstep import optim
-from small_gpt import SmallGPT
+from suites.small_gpt import SmallGPT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tables import write_table
+from reports.tables import write_table
 
 LENGTH, BATCH = 256, 4
 SIZES = {

@@ -65,7 +65,7 @@ struct Subject {
 template <class Row>
 class OutOfMemoryTest : public testing::Test {
  protected:
-  // On one thread: what a team needs is a matter of the library, which tests/test_out_of_memory.py is about.
+  // On one thread: what a team needs is a matter of the library, which test_out_of_memory.py is about.
   void SetUp() override { torch::set_num_threads(1); }
   void TearDown() override { torch::set_num_threads(threads_); }
 

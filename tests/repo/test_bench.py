@@ -13,13 +13,10 @@ import pytest
 import torch
 
 import fusedstep
-import implementations
-import kernels
-import machine
-import rows
-import shapes
-from rows import BFLOAT16, MIXED, Purpose, Row
-from suites import SUITES
+from harness import machine
+from suites import implementations, kernels, rows, shapes
+from suites.rows import BFLOAT16, MIXED, Purpose, Row
+from suites.suite import SUITES
 from support.benchmark import BENCH, LIBRARIES, needs_kernels
 from support.cases import PLAIN
 
@@ -57,7 +54,7 @@ def test_small_tensors_are_small():
 
 def test_header_for_cpp_has_the_same_elements(tmp_path):
     header = tmp_path / "shape_lists.h"
-    subprocess.run([sys.executable, BENCH / "shapes.py", header], check=True)
+    subprocess.run([sys.executable, BENCH / "suites" / "shapes.py", header], check=True)
     text = header.read_text()
     arrays = {
         name: [int(count) for count in counts.split(", ")]

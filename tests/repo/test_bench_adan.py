@@ -9,17 +9,10 @@ import types
 import pytest
 import torch
 
-import adan_report
-import gpt2
-import implementations
-import memory
-import report
-import rows
-import shapes
-import subjects
-import worker
-from adan_published import PUBLISHED
 from fusedstep import optim
+from reports import adan, page
+from suites import gpt2, implementations, memory, rows, shapes, subjects, worker
+from suites.adan_published import PUBLISHED
 
 # ---- The publication -----------------------------------------------------------------------------
 
@@ -213,7 +206,7 @@ def cells(grid, line):
 
 
 def test_memory_table_stands_beside_the_published():
-    first, later, _ = report.grids(some_results())
+    first, later, _ = page.grids(some_results())
     assert cells(first, 0) == {
         "heads × layers × embedding": "6 × 6 × 1536",
         "M": "248",
@@ -233,10 +226,10 @@ def test_memory_table_of_a_gpu_has_what_was_reserved():
     found = results["rows"][1]["results"]
     for name, reserved in zip(memory.COMPARED, (4000, 4000, 4200), strict=True):
         found[name]["first_reserved"] = reserved * 10**6
-    first = cells(report.grids(results)[0], 0)
+    first = cells(page.grids(results)[0], 0)
     assert first["reserved, Adam"] == "4,000"
     assert first["reserved, Adan, fused multi %"] == "+5.00"
-    told = "\n".join(report.remarks(results))
+    told = "\n".join(page.remarks(results))
     handed_out, reserved = (
         f"memory {kind} in the first step: at most {most} % beside Adam, above the published in "
         for kind, most in (("handed out", "+10.00"), ("reserved", "+5.00"))
@@ -246,7 +239,7 @@ def test_memory_table_of_a_gpu_has_what_was_reserved():
 
 
 def test_time_table_stands_beside_the_published():
-    *_, grid = report.grids(some_results())
+    *_, grid = page.grids(some_results())
     assert cells(grid, 0) == {
         "heads × layers × embedding": "6 × 6 × 1536",
         "M": "248",
@@ -267,10 +260,10 @@ def test_time_table_stands_beside_the_published():
 
 
 def test_remarks_tell_the_point_and_what_is_missing():
-    told = list(report.remarks(some_results()))
+    told = list(page.remarks(some_results()))
     text = "\n".join(told)
     assert "60.0 % of the time of Adam, for-loop, median of 1 rows (60.0 to 60.0)" in text
     assert "Published on one A100: 77.2 %" in text
     assert "Not timed: Adan, fused multi does not fit: needs 99 GiB (adan, 16 × 24 × 2048)." in told
     assert "Adan, fused single is wrong: 1.0e+00 off (adan, 6 × 6 × 1536)." in text
-    assert adan_report.difference(some_results()["rows"][0], "adan_multi", "first") is None
+    assert adan.difference(some_results()["rows"][0], "adan_multi", "first") is None

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 import fusedstep
-import implementations
-import rows
-import shapes
-import subjects
-import worker
-from devices import Cpu
-from implementations import Implementation, Stepper
-from rows import BFLOAT16, FLOAT32, MIXED, Row
-from suites import SUITES
+from suites import implementations, rows, shapes, subjects, worker
+from suites.devices import Cpu
+from suites.implementations import Implementation, Stepper
+from suites.rows import BFLOAT16, FLOAT32, MIXED, Row
+from suites.suite import SUITES
 from support.cases import CASES, PLAIN
 
 # ---- Checks before timing ------------------------------------------------------------------------

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import compare
+from harness.processes import WorkerError
 from probes import against
-from processes import WorkerError
 
 
 def rounds(*times):

@@ -10,17 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-import devices
-import processes
 import run as bench_run
-import shapes
-import subjects
-import worker
 from fusedstep import optim
-from implementations import FUSED, Implementation, Stepper, UnavailableError
-from limit_library import Limit
-from rows import BFLOAT16, FLOAT32, Row
-from suites import SUITES
+from harness import processes
+from suites import devices, shapes, subjects, worker
+from suites.implementations import FUSED, Implementation, Stepper, UnavailableError
+from suites.limit_library import Limit
+from suites.rows import BFLOAT16, FLOAT32, Row
+from suites.suite import SUITES
 from support.benchmark import LIBRARIES
 from support.cases import PLAIN
 

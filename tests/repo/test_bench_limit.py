@@ -9,9 +9,8 @@ import types
 import numpy as np
 import pytest
 
-import limit_library
-import worker
-from limit_library import Memory, Streams, Walk
+from suites import limit_library, worker
+from suites.limit_library import Memory, Streams, Walk
 from support.benchmark import BENCH, LIBRARIES, needs_limit
 
 # Around a cache line, around a chunk of 64 KiB, and not of either.
@@ -276,7 +275,7 @@ def test_limit_above_a_step_is_looked_for_again(monkeypatch, step, seconds):
 @needs_limit
 def test_one_openmp_runtime(subprocess_environment):
     program = (
-        "import sys, pathlib, torch, limit_library\n"
+        "import sys, pathlib, torch\nfrom suites import limit_library\n"
         "library = limit_library.Library(pathlib.Path(sys.argv[1]))\n"
         "streams = limit_library.Streams(2, 4, 4, 4, False)\n"
         "library.arrays(streams, [1 << 20], limit_library.Memory(), 2)\n"

@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 import matplotlib
 from matplotlib.figure import Figure
 
-import tables
+from reports import tables
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -97,4 +97,4 @@ def test_a_lean_plot_shows_the_same(tmp_path):
 )
 def test_the_plots_of_pages_are_lean(file):
     text = file.read_text()
-    assert tables.lean(text) == text, f"python bench/tables.py {file}"
+    assert tables.lean(text) == text, f"python bench/reports/tables.py {file}"

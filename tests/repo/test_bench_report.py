@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-import report
+from reports import grid, page, steps
 
 pytest.importorskip("matplotlib")
 
-import plot
+from reports import plot
 
 
 def row_of(name, purpose="list", **more):
@@ -56,7 +56,7 @@ def results():
 
 
 def test_tables_by_optimizer_and_purpose(results):
-    grids = {grid.title: grid for grid in report.grids(results)}
+    grids = {grid.title: grid for grid in page.grids(results)}
     assert list(grids) == [
         "lamb: ms a step", "adam: ms a step", "adam by threads", "adam by host", "adam by size"
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def test_tables_by_optimizer_and_purpose(results):
 def test_allocators_of_a_list_follow_one_another(results):
     row = results["rows"][1]
     results["rows"].append(row | {"allocator": "jemalloc"})
-    lines = next(g for g in report.grids(results) if g.title == "adam: ms a step").lines
+    lines = next(g for g in page.grids(results) if g.title == "adam: ms a step").lines
     assert [line[:2] for line in lines[:3]] == [
         ["resnet50", "glibc"], ["resnet50", "jemalloc"], ["channels-last", "glibc"]
     ]  # fmt: skip
@@ -93,10 +93,10 @@ def test_what_is_wrong_or_skipped_is_shown_as_such(results):
     row["results"]["torch_fused"] = {"wrong": "tensor 0 is 1.0e+00 off"}
     huge = {k: v for k, v in row.items() if k not in ("limit", "results")}
     results["rows"].append(huge | {"title": "huge", "shapes": "huge", "skipped": "no memory"})
-    text = "\n".join(grid.markdown() for grid in report.grids(results))
+    text = "\n".join(grid.markdown() for grid in page.grids(results))
     assert "| wrong |" in text
     assert "| huge |" not in text
-    told = list(report.remarks(results))
+    told = list(page.remarks(results))
     assert "Not timed: torch fused is wrong: tensor 0 is 1.0e+00 off (adam, resnet50, glibc)." in (
         told
     )
@@ -108,14 +108,14 @@ def test_ratios_are_medians_over_the_lists(results):
     adam = [row for row in results["rows"] if row["optimizer"] == "adam"]
     for row, times in zip(adam, (1.5, 2.5, 3.5, 4.0, 9.0), strict=False):
         row["results"]["torch_fused"]["times"] = times
-    (told,) = (line for line in report.ratios(results) if line.startswith("adam"))
+    (told,) = (line for line in steps.ratios(results) if line.startswith("adam"))
     assert "torch fused 3.50× (1.50 to 9.00)" in told
 
 
 def test_share_above_the_limit_is_told_as_a_fault(results):
-    assert not any("Above the limit" in line for line in report.remarks(results))
+    assert not any("Above the limit" in line for line in page.remarks(results))
     results["rows"][0]["results"]["fused"]["share"] = 1.02
-    (told,) = (line for line in report.remarks(results) if "Above the limit" in line)
+    (told,) = (line for line in page.remarks(results) if "Above the limit" in line)
     assert told.endswith("ours fused (lamb, resnet50, glibc).")
 
 
@@ -125,11 +125,11 @@ def test_rows_on_a_gpu_have_the_shares_of_both_of_ours(results):
     for row in results["rows"]:
         del row["allocator"]
         row["results"]["graph"] = {"ms": 1.0, "times": 0.5, "share": 0.4}
-    grid = next(report.grids(results).__iter__())
-    assert grid.header[-2:] == ["share, ours fused", "share, ours, graph"]
-    assert grid.header[:2] == ["tensors", "ours unfused"]
-    assert report.subtitle(results) == "Some GPU, avx2, torch 2, today"
-    assert "graph: a replay" in report.legend(results)
+    first = next(page.grids(results).__iter__())
+    assert first.header[-2:] == ["share, ours fused", "share, ours, graph"]
+    assert first.header[:2] == ["tensors", "ours unfused"]
+    assert grid.subtitle(results) == "Some GPU, avx2, torch 2, today"
+    assert "graph: a replay" in steps.legend(results)
 
 
 def test_page_of_a_folder_has_its_tables_its_plots_and_what_made_them(results, tmp_path):
@@ -140,15 +140,15 @@ def test_page_of_a_folder_has_its_tables_its_plots_and_what_made_them(results, t
     (tmp_path / "odd.json").write_text("{}")
     (tmp_path / "rare.json").write_text('{"by": "python -m rare"}')
     (tmp_path / "peers-times.svg").touch()
-    page = report.page(tmp_path)
-    assert page.index("## Beside other libraries") < page.index("## Clipping and clearing")
-    assert "CPU, 2 threads, avx2, torch 2, today; `./run.sh bench peers`." in page
-    assert "![peers-times](peers-times.svg)" in page
-    assert "[odd.json](odd.json) is from `bench/probes/odd`." in page
-    assert "[rare.json](rare.json) is from `python -m rare`." in page
-    gpu = report.command("peers", {"device": "x"}), report.command("steps", {"device": "x"})
+    text = page.page(tmp_path)
+    assert text.index("## Beside other libraries") < text.index("## Clipping and clearing")
+    assert "CPU, 2 threads, avx2, torch 2, today; `./run.sh bench peers`." in text
+    assert "![peers-times](peers-times.svg)" in text
+    assert "[odd.json](odd.json) is from `bench/probes/odd`." in text
+    assert "[rare.json](rare.json) is from `python -m rare`." in text
+    gpu = steps.command("peers", {"device": "x"}), steps.command("steps", {"device": "x"})
     assert gpu == ("`./run.sh bench peers --device cuda`", "`./run.sh bench cuda`")
-    assert report.command("steps", {}) == "`./run.sh bench`"
+    assert steps.command("steps", {}) == "`./run.sh bench`"
 
 
 def test_panels_are_of_optimizers_that_were_measured_on_several_lists(results):
@@ -196,4 +196,4 @@ def test_the_same_results_make_the_same_file(results, tmp_path):
     ],
 )
 def test_milliseconds(value, text):
-    assert report.milliseconds(value) == text
+    assert grid.milliseconds(value) == text

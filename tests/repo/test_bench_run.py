@@ -11,14 +11,13 @@ from contextlib import redirect_stdout
 
 import pytest
 
-import peer_packages
-import processes
-import report
 import run as bench_run
-from processes import LateError, WorkerError
-from suites import SUITES
+from harness import peer_packages, processes
+from harness.processes import LateError, WorkerError
+from reports import grid, page, steps
+from reports.tables import rounded, write_table
+from suites.suite import SUITES
 from support.benchmark import BENCH, needs_kernels, needs_limit
-from tables import rounded, write_table
 
 # ---- A tiny run ----------------------------------------------------------------------------------
 
@@ -76,11 +75,11 @@ def test_results_have_the_kernels_alone(output):
     for row in results["rows"]:
         assert row["results"]["kernels"]["ms"] > 0
     for optimizer in ("lamb", "adam"):
-        grid = report.grid(results, optimizer, "size")
-        column = grid.header.index("kernels alone")
-        rows = report.rows_of(results, optimizer, "size")
-        for cells, row in zip(grid.lines, rows, strict=True):
-            assert cells[column] == report.milliseconds(row["results"]["kernels"]["ms"])
+        found = steps.grid(results, optimizer, "size")
+        column = found.header.index("kernels alone")
+        rows = grid.rows_of(results, optimizer, "size")
+        for cells, row in zip(found.lines, rows, strict=True):
+            assert cells[column] == grid.milliseconds(row["results"]["kernels"]["ms"])
 
 
 @needs_limit
@@ -363,7 +362,7 @@ def test_committed_results_are_what_would_be_written_again(repository, tmp_path)
     folders = [file.parent for file in results.glob("*/README.md")]
     assert len(folders) >= 5
     for folder in folders:
-        assert (folder / "README.md").read_text() == report.page(folder), folder.name
+        assert (folder / "README.md").read_text() == page.page(folder), folder.name
     for file in results.glob("*/*.json"):
         write_table(tmp_path / file.name, json.loads(file.read_text()))
         assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file
@@ -373,7 +372,7 @@ def test_what_made_a_figure_is_in_the_repository(repository):
     probes = {probe.stem for probe in (repository / "bench" / "probes").glob("*")}
     for file in (repository / "bench" / "results").glob("*/*.json"):
         if file.parent.name != "mnist":  # docs/mnist.md has its commands
-            known = file.stem in report.TITLES or file.stem in probes
+            known = file.stem in page.TITLES or file.stem in probes
             assert known or "by" in json.loads(file.read_text()), file
 
 

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import iterations
 from fusedstep import optim
 from nanonano_settings import ATTENTION
 from probes import against
 from probes.zero_offload import medians
+from reports import iterations
+from reports.tables import rounded
 from support.pages import INTEGRATIONS, PAGES, ROOT, blocks
-from tables import rounded
 
 
 def named(pages):

@@ -141,13 +141,17 @@ def imports(module: str) -> set[str]:
     return found & MODULES.keys()
 
 
-def test_modules_import_one_another_in_one_direction():
-    graph = {module: imports(module) for module in MODULES}
-    assert graph["fusedstep._api.base"] > {"fusedstep._native.ops", "fusedstep._step.step"}
+def assert_no_circle(graph):
     try:
         tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")
+
+
+def test_modules_import_one_another_in_one_direction():
+    graph = {module: imports(module) for module in MODULES}
+    assert graph["fusedstep._api.base"] > {"fusedstep._native.ops", "fusedstep._step.step"}
+    assert_no_circle(graph)
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -193,3 +197,25 @@ def test_no_test_file_is_imported(folder):
         for line in path.read_text().splitlines():
             word = re.match(r" *(?:from|import) (?:[\w.]+\.)?(test_\w+)", line)
             assert not word or word[1] not in names, f"{path}: {line}"
+
+
+#: Folders of the benchmark, from the lowest: a module imports those of folders below, and its own.
+BENCH = ("harness", "suites", "reports")
+
+
+def test_the_benchmark_imports_down():
+    graph = {}
+    for path in (ROOT / "bench").glob("*/*.py"):
+        if path.parent.name not in BENCH:
+            continue
+        module = f"{path.parent.name}.{path.stem}"
+        found = re.findall(
+            r"^from (\w+)(?:\.(\w+))? import ([\w, ]+)", path.read_text(), re.MULTILINE
+        )
+        for folder, name, names in found:
+            if folder in BENCH:
+                assert BENCH.index(folder) <= BENCH.index(path.parent.name), f"{module}: {folder}"
+                modules = [name] if name else names.split(", ")
+                graph.setdefault(module, set()).update(f"{folder}.{each}" for each in modules)
+    assert len(graph) > 10
+    assert_no_circle(graph)

@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import nanogpt_report
 import nanonano_loop
 import nanonano_matrix
 import nanonano_meter
@@ -22,11 +21,11 @@ import nanonano_plot
 import nanonano_settings
 import nanonano_text
 import nanonano_train
-import report
+from harness.processes import WorkerError
 from nanonano_loop import Run, train
 from nanonano_model import GPT
 from nanonano_settings import ATTENTION, Settings, SettingsError
-from processes import WorkerError
+from reports import nanogpt
 
 FOLDER = Path(nanonano_train.__file__).resolve().parent
 SIZES = {
@@ -551,13 +550,13 @@ def test_a_matrix_has_all_eight_runs(here, data, capsys):
     losses = [row["loss"] for row in results["rows"]]
     assert losses == pytest.approx(losses[:1] * 8, rel=1e-3)
     page = (here / "README.md").read_text()
-    assert page == report.page(here)
+    assert page == page.page(here)
     assert "| efficient_attn | flash_attention | yes | " in page
     assert "`./run.sh nanogpt --preset cpu --optimizer fusedstep:AdamW`" in page
     assert "(nanogpt-iterations.svg)" in page
     assert "- torch.compile by eager, which makes no kernels." in page
     results["settings"]["compile_backend"] = "inductor"
-    assert not [line for line in nanogpt_report.remarks(results) if "torch.compile" in line]
+    assert not [line for line in nanogpt.remarks(results) if "torch.compile" in line]
     out = capsys.readouterr()
     assert "efficient_attn" in out.out
     assert re.search(r"efficient_attn/compiled: 100%.* 16/16 .*loss=\d", out.err)
@@ -586,7 +585,7 @@ def test_what_fails_is_told_and_the_others_are_compared(here, data, capsys):
     assert "- Not measured: torch:SGD, naive: ended with status 1: no memory." in page
     assert "| naive | failed | no |" in page
     assert "median over the rows of all: torch:AdamW " in page
-    assert set(nanogpt_report.shares(results)) == {"torch:AdamW", "fusedstep:AdamW"}
+    assert set(nanogpt.shares(results)) == {"torch:AdamW", "fusedstep:AdamW"}
     assert set(nanonano_plot.series_of(results)) == {"torch:AdamW", "fusedstep:AdamW"}
     capsys.readouterr()
 

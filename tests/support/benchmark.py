@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-import kernels
-import limit_library
+from suites import kernels, limit_library
 
-BENCH = Path(limit_library.__file__).parent
+BENCH = Path(limit_library.__file__).parents[1]
 LIBRARIES = BENCH.parent / "build" / "release" / "bench"
 
 needs_limit = pytest.mark.skipif(

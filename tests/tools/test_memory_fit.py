@@ -7,11 +7,11 @@ import sys
 import pytest
 import torch
 
-import small_gpt
 from fusedstep import __main__
 from fusedstep.memory.fit import Way, code
 from fusedstep.memory.model import load
 from fusedstep.memory.plan import Choice, Run, state_bytes
+from suites import small_gpt
 from support.allocations import peak_of_training
 
 BATCH = ("--batch", "2", "--sequence", "64")

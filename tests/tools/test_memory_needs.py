@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-import small_gpt
 from fusedstep import __main__, optim
 from fusedstep.memory import report
 from fusedstep.memory.activations import trace
@@ -25,6 +24,7 @@ from fusedstep.memory.plan import (
     state_bytes,
 )
 from probes import memory_of_a_step as probe
+from suites import small_gpt
 from support.cases import CASES, COMPOSITES, DTYPES, LOW_PRECISION, PLAIN
 from support.pages import ROOT
 from support.stepping import CHUNK, as_parameters, make_gradients, make_weights

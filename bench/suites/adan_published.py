@@ -19,6 +19,9 @@ from dataclasses import dataclass
 
 DEVICE = "A100"
 
+#: The names of what is compared: torch's Adam, and Adan alone and over all weights at once.
+ADAM, ADANS = "adam_for_loop", ("adan_single", "adan_multi")
+
 
 @dataclass(frozen=True)
 class Published:

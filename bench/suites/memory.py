@@ -22,12 +22,11 @@ from pathlib import Path
 
 import torch
 
-from adan_published import PUBLISHED
-from adan_report import ADAM, ADANS
-from gpt2 import GPT2, POSITIONS, VOCABULARY, make_gradients
-from implementations import ADAN
-from rows import NAMED, Row
-from shapes import ShapeList
+from suites.adan_published import ADAM, ADANS, PUBLISHED
+from suites.gpt2 import GPT2, POSITIONS, VOCABULARY, make_gradients
+from suites.implementations import ADAN
+from suites.rows import NAMED, Row
+from suites.shapes import ShapeList
 
 #: Compared in the memory table: Adam as published, and the fused ways.
 COMPARED = (ADAM, *ADANS)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from fusedstep._native import ops as _ops
-from rows import BAGS, BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
-from subjects import MAX_NORM, bags_of
+from suites.rows import BAGS, BFLOAT16, FLOAT32, MIXED, NAMED, PLAIN, Purpose, Row
+from suites.subjects import MAX_NORM, bags_of
 from support.cases import Case
 
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
-import report
-from adan_published import DEVICE, PUBLISHED
-
-Results = dict[str, Any]
-Row = dict[str, Any]
-
-ADAM, ADANS = "adam_for_loop", ("adan_single", "adan_multi")
+from reports import steps
+from reports.grid import Grid, Results, Row, cell
+from suites.adan_published import ADAM, ADANS, DEVICE, PUBLISHED
 
 
 def rows_with(results: Results, key: str) -> list[Row]:
@@ -34,7 +29,7 @@ def ratio(row: Row, name: str = "adan_multi", base: str = ADAM, key: str = "ms")
 
 def _peak(row: Row, name: str, key: str) -> str:
     result = row["results"].get(name, {})
-    return f"{result[key] / 1e6:,.0f}" if key in result else report.cell(result)
+    return f"{result[key] / 1e6:,.0f}" if key in result else cell(result)
 
 
 def _percent(value: float | None) -> str:
@@ -45,7 +40,7 @@ def _share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}"
 
 
-def _memory_grid(results: Results, step: str) -> report.Grid:
+def _memory_grid(results: Results, step: str) -> Grid:
     """Peaks of the first step, beside the published ones, or of a later step."""
     titles = results["implementations"]
     header = ["heads × layers × embedding", "M", titles[ADAM], *(f"{titles[n]} %" for n in ADANS)]
@@ -66,28 +61,28 @@ def _memory_grid(results: Results, step: str) -> report.Grid:
             line += [f"{published.adam_peak:,}", _percent(published.difference)]
         lines.append(line)
     which = "the first step, which makes the states" if step == "first" else "a later step"
-    return report.Grid(f"Memory: peak of {which}, MB", header, lines)
+    return Grid(f"Memory: peak of {which}, MB", header, lines)
 
 
 def _beginning(row: Row) -> list[str]:
     return [row["title"], f"{row['elements'] // 10**6:,}"]
 
 
-def _time_grid(results: Results) -> report.Grid:
+def _time_grid(results: Results) -> Grid:
     rows, names = rows_with(results, "ms"), results["implementations"]
     header = ["heads × layers × embedding", "M", *names.values()]
     header += ["multi / for-loop %", "published %", "multi / foreach %", "multi / fused %"]
     lines = [
         _beginning(row)
-        + [report.cell(row["results"].get(name, {})) for name in names]
+        + [cell(row["results"].get(name, {})) for name in names]
         + [_share(ratio(row)), _share(PUBLISHED[row["shapes"]].ratio)]
         + [_share(ratio(row, base=base)) for base in ("adam_foreach", "adam_fused")]
         for row in rows
     ]
-    return report.Grid("Time: ms of a step", header, lines)
+    return Grid("Time: ms of a step", header, lines)
 
 
-def grids(results: Results) -> list[report.Grid]:
+def grids(results: Results) -> list[Grid]:
     memory = [_memory_grid(results, step) for step in ("first", "later")]
     return [each for each in (*memory, _time_grid(results)) if each.lines]
 
@@ -119,3 +114,7 @@ def remarks(results: Results) -> Iterator[str]:
             f"Published on one {DEVICE}: {_share(statistics.median(published))} % of the time of "
             "Adam, for-loop, median of these rows."
         )
+    yield from steps.problems(results)
+
+
+command = steps.command

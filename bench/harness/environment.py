@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 ALLOCATORS = ("glibc", "jemalloc")
 
@@ -32,7 +32,9 @@ def environments(wanted: list[str], tree: Path = ROOT) -> tuple[dict[str, Env], 
     """
     launcher = _launcher()
     common = {k: v for k, v in os.environ.items() if k not in OF_ALLOCATORS}
-    common["PYTHONPATH"] = os.pathsep.join(map(str, (tree / "python", ROOT / "tests")))
+    common["PYTHONPATH"] = os.pathsep.join(
+        map(str, (tree / "python", ROOT / "bench", ROOT / "tests"))
+    )
     launcher.threads_and_pinning(common)
     found, notes = {}, []
     for allocator in wanted:

@@ -115,7 +115,7 @@ QUICK = (
 
 
 _HEADER = """\
-// Written by bench/shapes.py.
+// Written by bench/suites/shapes.py.
 #pragma once
 #include <cstdint>
 #include <span>

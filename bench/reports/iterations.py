@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
 """Draw and tabulate which share of an iteration the optimizer step takes, in four trainings.
 
-iterations.py      writes bench/results/iterations.svg, and prints the table of docs/performance.md
+    PYTHONPATH=bench python -m reports.iterations
+
+writes bench/results/iterations.svg, and prints the table of docs/performance.md.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from tables import write_plot
+from reports.tables import write_plot
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 BOTH = ("torch", "fusedstep")
 HEADING = (
     "training",

@@ -18,7 +18,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from environment import ROOT, Env
+from harness.environment import ROOT, Env
 
 FOLDER = ROOT / "build" / "peers"
 

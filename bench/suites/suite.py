@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-import implementations as known
-import rows
-from implementations import Implementation
-from rows import Row
+from suites import implementations as known
+from suites import rows
+from suites.implementations import Implementation
+from suites.rows import Row
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-import devices
-import memory
-import rows
-import subjects
-from devices import DEVICES, Device, Timer
-from implementations import FUSED, Implementation, Stepper, UnavailableError, told
-from limit_library import Limit
-from rows import Row
-from suites import SUITES
+from suites import devices, memory, rows, subjects
+from suites.devices import DEVICES, Device, Timer
+from suites.implementations import FUSED, Implementation, Stepper, UnavailableError, told
+from suites.limit_library import Limit
+from suites.rows import Row
+from suites.suite import SUITES
 
 #: Turns that each implementation gets in a row, and the seconds of one at least. An implementation
 #: whose step takes longer than SLOW gets but one turn when the time is up.

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Draw how many times the time of ours others take, by list, a panel for each optimizer.
 
-plot.py RESULTS.json FOLDER      writes RESULTS-times.svg
+PYTHONPATH=bench python -m reports.plot RESULTS.json FOLDER      writes RESULTS-times.svg
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from report import OURS, Results, Row, columns, rows_of, subjects, subtitle
-from tables import write_plot
+from reports.grid import OURS, Results, Row, columns, rows_of, subtitle
+from reports.steps import subjects
+from reports.tables import write_plot
 
 #: Colours of those that are in most plots; others take what matplotlib has left.
 COLOURS = {"unfused": "#8c8c8c", "torch_fused": "#1f77b4"}

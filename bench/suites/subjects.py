@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from rows import BAGS, Row
-from shapes import ShapeList
+from suites.rows import BAGS, Row
+from suites.shapes import ShapeList
 from support.cases import Case
 
 #: Steps by which an implementation is checked.

@@ -13,9 +13,9 @@ from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from environment import ROOT, Env
+from harness.environment import ROOT, Env
 
-WORKER = ROOT / "bench" / "worker.py"
+WORKER = ROOT / "bench" / "suites" / "worker.py"
 
 Request = dict[str, Any]
 """The fields of worker.Request."""

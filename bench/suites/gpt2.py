@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from adan_published import Published
+from suites.adan_published import Published
 
 VOCABULARY, POSITIONS = 49_280, 2_048
 DROPOUT = 0.1

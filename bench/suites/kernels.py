@@ -7,9 +7,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from environment import Env
-from processes import Tell
-from rows import PLAIN
+from harness.environment import Env
+from harness.processes import Tell
+from suites.rows import PLAIN
 
 NAME = "fusedstep_bench_kernels"
 

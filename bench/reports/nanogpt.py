@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
 
-import report
-
-Results = dict[str, Any]
-Row = dict[str, Any]
+from reports.grid import Grid, Results, Row
 
 #: Figures of a row: title of the column, and how one is written.
 COLUMNS = {
@@ -36,15 +32,15 @@ def rows_of(results: Results) -> dict[str, list[Row]]:
     return found
 
 
-def grids(results: Results) -> list[report.Grid]:
+def grids(results: Results) -> list[Grid]:
     """Returns a table for each optimizer, with the columns that have figures."""
     return [_grid(optimizer, rows) for optimizer, rows in rows_of(results).items()]
 
 
-def _grid(optimizer: str, rows: list[Row]) -> report.Grid:
+def _grid(optimizer: str, rows: list[Row]) -> Grid:
     shown = [key for key in COLUMNS if any(key in row for row in rows)]
     header = ["attention", "kernel", "compiled", *(COLUMNS[key][0] for key in shown)]
-    return report.Grid(optimizer, header, [_line(row, shown) for row in rows], words=3)
+    return Grid(optimizer, header, [_line(row, shown) for row in rows], words=3)
 
 
 def _line(row: Row, shown: list[str]) -> list[str]:
@@ -105,6 +101,6 @@ def remarks(results: Results) -> Iterator[str]:
     yield from results["notes"]
 
 
-def command(results: Results) -> str:
+def command(_table: str, results: Results) -> str:
     options = "".join(f" --optimizer {name}" for name in rows_of(results))
     return f"`./run.sh nanogpt --preset {results['preset']}{options}`"

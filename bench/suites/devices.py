@@ -23,11 +23,11 @@ from typing import Any
 import torch
 
 import fusedstep
-import limit_library
 from fusedstep._native import ops
-from implementations import Stepper
-from limit_library import Limit, Memory, Walk
-from rows import Row
+from suites import limit_library
+from suites.implementations import Stepper
+from suites.limit_library import Limit, Memory, Walk
+from suites.rows import Row
 
 Timer = Callable[[int], list[float]]
 """Seconds a step, of some steps."""

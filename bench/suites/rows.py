@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import gpt2
-import shapes
-from adan_published import PUBLISHED
 from fusedstep import optim
-from limit_library import Streams, powers_of_two
 from reference.rowwise_adagrad import rowwise_adagrad
 from reference.sparse_adam import sparse_adam
-from shapes import ShapeList
+from suites import gpt2, shapes
+from suites.adan_published import PUBLISHED
+from suites.limit_library import Streams, powers_of_two
+from suites.shapes import ShapeList
 from support import cases
 
 
