@@ -87,6 +87,31 @@ MODELS = {
         {("split_heads", 2): 2},
         "gate_up_proj: guessed by the 64 inputs of down_proj: gate and value are equal blocks",
     ),
+    "GPT-OSS, experts in columns": (
+        lambda: of_transformers(
+            "GptOssForCausalLM", "GptOssConfig", num_local_experts=4, head_dim=8, **LLAMA
+        ),
+        {"vector": 2, "matrix": 8, "bias": 14, "experts": 4, "router": 2, "embedding": 1}
+        | {"head": 1, "norm": 5},
+        {},
+        "gate_up_proj: guessed by the 64 inputs of down_proj: gate and value lie along columns",
+    ),
+    "Mamba": (
+        lambda: of_transformers("MambaForCausalLM", "MambaConfig", **SIZES),
+        {"vector": 4, "matrix": 8, "depthwise convolution": 2, "bias": 4, "tied embedding": 1}
+        | {"norm": 3},
+        {},
+        "",
+    ),
+    "wav2vec 2.0, with a weight norm": (
+        lambda: of_transformers(
+            "Wav2Vec2ForCTC", "Wav2Vec2Config", num_conv_pos_embedding_groups=4, **SIZES
+        ),
+        {"vector": 2, "convolution": 7, "first convolution": 1, "matrix": 13, "head": 1}
+        | {"norm": 14, "bias": 15},
+        {("split_heads", 4): 1},
+        "conv_layers.0.conv.weight: guessed: the first of the model",
+    ),
     "BERT": (
         lambda: of_transformers("BertForMaskedLM", "BertConfig", **SIZES),
         {"matrix": 13, "tied embedding": 1, "embedding": 2, "norm": 12, "bias": 14},

@@ -134,7 +134,8 @@ def groups(
     ``depthwise convolution``, ``first convolution`` (patch embeddings, and the layer that reads the
     image), ``embedding``, ``tied embedding`` (it is the head too), ``position`` (tokens and
     positions that are parameters of a module), ``head``, ``router``, ``LoRA``, ``norm``, ``bias``
-    and ``vector`` (other weights of fewer than two dimensions). Frozen weights have theirs too.
+    and ``vector`` (other weights that are no matrix: numbers, one long side, logarithms). Frozen
+    weights have theirs too.
 
     ========================  ======================================================================
     ``for_``                  groups

@@ -34,7 +34,7 @@ ROLES: dict[str, str] = {
     "LoRA": "low-rank weights of an adapter",
     "norm": "of norms",
     "bias": "biases",
-    "vector": "other weights of fewer than two dimensions",
+    "vector": "other weights that are no matrix: numbers, one long side, logarithms",
 }
 
 HIDDEN = frozenset(
@@ -95,11 +95,16 @@ _HEADS = (
 
 _IS_POSITION = re.compile("embed|position|pos_|token|latent|prompt|register")
 _IS_ROUTER = re.compile("^(gate|gating|wg)$|router|expert_gate$")
-_IS_QKV = re.compile("qkv|^c_attn$|^query_key_value$")
-_IS_KV = re.compile("^(kv|to_kv|w_?kv|kv_proj)$")
-_IS_GATE = re.compile("gate_up|^(w12|w13|fc1|wi)$")
-_AFTER_GATE = re.compile("^(down_proj|w2|w3|fc2|wo)$")
-_AFTER_QKV = re.compile("^(o|o_proj|out_proj|proj|c_proj|dense|wo|to_out|out)$")
+_IS_LOGARITHM = re.compile("(^|_)log$")
+_IS_QKV = re.compile("qkv|^c_attn$|^query_key_value$", re.IGNORECASE)
+#: Names that say of nothing else in the weight, as ``qkvz`` and ``qkv_mlp`` do.
+_IS_QKV_ALONE = re.compile("(qkv(_?(proj|linear|layer))?|in_proj_weight|c_attn)$", re.IGNORECASE)
+_IS_KV = re.compile("^(kv|to_kv|w_?kv|kv_proj)$", re.IGNORECASE)
+_IS_GATE = re.compile("gate_up|^(w12|w13|fc1|wi)$", re.IGNORECASE)
+_AFTER_GATE = re.compile("^(down_proj|w2|w3|fc2|wo)$", re.IGNORECASE)
+_AFTER_QKV = re.compile("^(o|o_proj|out_proj|proj|c_proj|dense|wo|to_out|out)$", re.IGNORECASE)
+
+_IN_OUT = "[in, out]: the ratio of rows to columns is the inverse"
 
 _GATES: dict[str, int] = {"LSTM": 4, "GRU": 3}
 
@@ -108,10 +113,10 @@ def roles_of(model: nn.Module) -> list[Weight]:
     """Returns the weights of a model with their roles, in the order of ``named_parameters()``."""
     places: dict[int, list[_Place]] = {}
     names: dict[int, list[str]] = {}
-    for prefix, module in model.named_modules():
-        path = tuple(part for part in prefix.split(".") if part and part not in _WRAPPING)
+    modules = dict(model.named_modules())
+    for prefix, module in modules.items():
         for own, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(weight), []).append(_Place(path, own, module))
+            places.setdefault(id(weight), []).append(_place_of(weight, prefix, own, modules))
             names.setdefault(id(weight), []).append(f"{prefix}.{own}" if prefix else own)
     judge = _Judge(model, places)
     found = []
@@ -128,6 +133,18 @@ def embeddings(model: nn.Module) -> set[int]:
     return {id(each.weight) for each in roles_of(model) if each.role in EMBEDDINGS}
 
 
+def _place_of(weight: Tensor, prefix: str, own: str, modules: Mapping[str, nn.Module]) -> _Place:
+    """The place that a weight had before a norm or a mask took the weight apart."""
+    module, path = modules[prefix], prefix.split(".")
+    if own.startswith("original") and path[-2:-1] == ["parametrizations"]:
+        own = own if _has_one_side(weight) else path[-1]
+        path = path[:-2]
+        module = modules[".".join(path)]
+    elif own in ("weight_v", "weight_orig"):
+        own = "weight"
+    return _Place(tuple(part for part in path if part and part not in _WRAPPING), own, module)
+
+
 class _Judge:
     """Finds roles; of neighbours it asks names and shapes."""
 
@@ -141,6 +158,8 @@ class _Judge:
                 if weights[key].ndim in (2, 3) and "lora" not in own:
                     path = path if own == "weight" else (*path, own)
                     self._sides.setdefault(path, _sides_of(module, weights[key]))
+        self._in_out = _stacks_of_columns(self._sides)
+        self._sides |= {path: self._sides[path][::-1] for path in self._in_out}
         #: The layers below a module, by what comes after its path, with their inputs.
         self._below: dict[tuple[str, ...], dict[tuple[str, ...], int]] = {}
         for path, (_, inputs) in self._sides.items():
@@ -164,9 +183,15 @@ class _Judge:
         if "norm" in type(module).__name__.lower() and not _is_linear(module):
             return _Found("norm")
         if weight.ndim < 2:
-            return _Found("bias" if own.endswith("bias") else "vector")
+            return _Found("bias" if "bias" in own else "vector")
         if any("lora_" in part for part in (*path, own)):
             return _Found("LoRA")
+        if own != "weight" and _IS_POSITION.search(own):
+            return _Found("position")
+        if own != "weight" and "bias" in own:
+            return _Found("bias")
+        if own != "weight" and (_has_one_side(weight) or _IS_LOGARITHM.search(own)):
+            return _Found("vector")
         if any(_is_embedding(place.module) for place in at if place.own == "weight"):
             is_tied = id(weight) in self._heads or any(_is_linear(place.module) for place in at)
             return _Found("tied embedding" if is_tied else "embedding")
@@ -179,8 +204,6 @@ class _Judge:
             return _Found("recurrent", _GATES.get(module.mode, 1))
         if isinstance(module, nn.MultiheadAttention) and own == "in_proj_weight":
             return _Found("fused qkv", 3)
-        if own != "weight" and _IS_POSITION.search(own):
-            return _Found("position")
         return self._of_matrix(path if own == "weight" else (*path, own), module, weight)
 
     def _of_convolution(self, path: tuple[str, ...], module: Any, weight: Tensor) -> _Found:
@@ -202,15 +225,17 @@ class _Judge:
             return _Found(
                 "convolution", guess="guessed: all dimensions but the first are flattened"
             )
-        fused = self._fused(path, last, _has_columns(module, weight))
+        has_columns = _has_columns(module, weight) or path in self._in_out
+        fused = self._fused(path, last, has_columns)
+        layout = _IN_OUT if has_columns else ""
         if is_expert:
-            return (fused or _Found("experts"))._replace(role="experts")
+            return (fused or _Found("experts", layout=layout))._replace(role="experts")
         if weight.ndim == 3:
             return _Found("stack", guess="guessed: matrices of the last two dimensions")
         if fused:
             return fused
-        if _has_columns(module, weight):
-            return _Found("matrix", layout="[in, out]: the ratio of rows to columns is the inverse")
+        if layout:
+            return _Found("matrix", layout=layout)
         guess = f"guessed: a parameter of {type(module).__name__}"
         return _Found("matrix", guess="" if _is_linear(module) else guess)
 
@@ -230,6 +255,8 @@ class _Judge:
         if last == "query_key_value":
             return _Found("fused qkv", layout="rows of q, k and v may alternate: one matrix")
         after, width = self._after(path, _AFTER_QKV)
+        if not _IS_QKV_ALONE.search(last):
+            inputs = width = 0
         if outputs == 3 * (width or inputs):
             why = f"by the {width} inputs of {after}" if width else "by its sides"
             return _blocks("fused qkv", 3, "q, k and v", in_columns, why)
@@ -278,6 +305,25 @@ def _sides_of(module: nn.Module, weight: Tensor) -> tuple[int, int]:
     return (columns, rows) if _has_columns(module, weight) else (rows, columns)
 
 
+def _has_one_side(weight: Tensor) -> bool:
+    return sum(side > 1 for side in weight.shape) < 2
+
+
+def _stacks_of_columns(sides: Mapping[tuple[str, ...], tuple[int, int]]) -> set[tuple[str, ...]]:
+    """The stacks of experts that are [E, in, out], as the shapes of gate and next layer tell."""
+    found = set[tuple[str, ...]]()
+    stacks = [path for path in sides if path[-2:-1] == ("experts",)]
+    gates = [path for path in stacks if _IS_GATE.search(path[-1])]
+    for gate in gates:
+        rows, columns = sides[gate]
+        for path in stacks:
+            inputs, outputs = sides[path]
+            is_next = path[:-1] == gate[:-1] and _AFTER_GATE.search(path[-1])
+            if is_next and (rows, columns) == (outputs, 2 * inputs):
+                found |= {gate, path}
+    return found
+
+
 def _is_convolution(module: nn.Module) -> bool:
     """Returns whether it may be the first one: not one of each channel alone."""
     return isinstance(module, nn.modules.conv._ConvNd) and module.groups == 1
@@ -303,10 +349,15 @@ def _heads_of(model: nn.Module) -> tuple[set[int], bool]:
     for name in _HEADS:
         named = [path for path in linear if path.rpartition(".")[2] == name]
         if named:
-            return {id(linear[named[-1]].weight)}, False
+            return _matrices_of(linear[named[-1]]), False
     if is_told or not linear:
         return set(), False
-    return {id([*linear.values()][-1].weight)}, True
+    return _matrices_of([*linear.values()][-1]), True
+
+
+def _matrices_of(module: nn.Module) -> set[int]:
+    """The id() of each of its weights, of which a weight norm makes two."""
+    return {id(weight) for weight in module.parameters() if weight.ndim >= 2}
 
 
 def _weights_of(method: Callable[[], Any]) -> Iterable[Tensor]:
@@ -329,12 +380,12 @@ def _joined(path: str, part: str) -> str:
 
 
 def _repeated(model: nn.Module) -> Iterable[str]:
-    """The names of modules of which a parent has several of a class."""
+    """The names of modules of which a parent has several of a class, or a list."""
     for prefix, module in model.named_modules():
         children = [each for each in module.named_children() if any(each[1].children())]
         count = Counter(type(child) for _, child in children)
         for name, child in children:
-            if count[type(child)] > 1:
+            if count[type(child)] > 1 or isinstance(module, nn.ModuleList):
                 yield f"{prefix}.{name}" if prefix else name
 
 

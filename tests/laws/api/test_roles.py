@@ -52,6 +52,45 @@ class Mixture(nn.Module):
             self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(2))
 
 
+class Columns(nn.Module):
+    """Experts that are [E, in, out], with biases and numbers of two dimensions."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.gate_up_proj = nn.Parameter(torch.ones(4, 16, 24))
+        self.experts.gate_up_proj_bias = nn.Parameter(torch.ones(4, 24))
+        self.experts.down_proj = nn.Parameter(torch.ones(4, 12, 16))
+        self.A_log = nn.Parameter(torch.ones(6, 4))
+        self.alpha = nn.Parameter(torch.ones(1, 1, 16))
+
+
+class Alike(nn.Module):
+    """A name that begins like q, k and v, in sizes that are thrice others by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.in_proj_qkvz = nn.Linear(16, 48, bias=False)
+        self.out_proj = nn.Linear(16, 16, bias=False)
+
+
+class Capitals(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.Wi = nn.Linear(16, 64, bias=False)
+        self.Wo = nn.Linear(32, 16, bias=False)
+
+
+class Normed(nn.Module):
+    """Weights that a norm has taken apart, in both ways of torch."""
+
+    def __init__(self):
+        super().__init__()
+        new, old = nn.utils.parametrizations.weight_norm, nn.utils.weight_norm
+        self.conv = new(nn.Conv1d(16, 16, 3, groups=2, bias=False))
+        self.linear = old(nn.Linear(16, 16, bias=False))
+
+
 class Model(nn.Module):
     """Two blocks, so that what is in them is no last layer."""
 
@@ -178,6 +217,51 @@ EXPECTED = {
         {"blocks.0.experts.gate_up_proj": {"split_heads": 2}},
         "guessed by the 12 inputs of down_proj",
     ),
+    "a stack of experts in columns": (
+        lambda: Model(Columns()),
+        {
+            "blocks.0.experts.gate_up_proj": "experts",
+            "blocks.0.experts.gate_up_proj_bias": "bias",
+            "blocks.0.experts.down_proj": "experts",
+            "blocks.0.A_log": "vector",
+            "blocks.0.alpha": "vector",
+        },
+        {},
+        "guessed by the 12 inputs of down_proj: gate and value lie along columns, and are one m",
+    ),
+    "more than q, k and v": (
+        lambda: Model(Alike()),
+        {"blocks.0.in_proj_qkvz.weight": "fused qkv"},
+        {},
+        "guessed by its name: one matrix, since nothing tells whose rows are whose",
+    ),
+    "names in capitals": (
+        lambda: Model(Capitals()),
+        {"blocks.0.Wi.weight": "fused gate", "blocks.0.Wo.weight": "matrix"},
+        {"blocks.0.Wi.weight": {"split_heads": 2}},
+        "guessed by the 32 inputs of Wo",
+    ),
+    "weights that norms have taken apart": (
+        lambda: nn.Sequential(
+            nn.Conv1d(3, 16, 3, bias=False), Normed(), nn.utils.weight_norm(nn.Linear(16, 4))
+        ),
+        {
+            "1.conv.parametrizations.weight.original0": "vector",
+            "1.conv.parametrizations.weight.original1": "convolution",
+            "1.linear.weight_g": "vector",
+            "1.linear.weight_v": "matrix",
+            "2.weight_g": "vector",
+            "2.weight_v": "head",
+        },
+        {"1.conv.parametrizations.weight.original1": {"split_heads": 2, "stacked": False}},
+        "2.weight_v: guessed: the last linear layer",
+    ),
+    "a list of one block": (
+        lambda: nn.ModuleList([Gated(False)]),
+        {"0.fc1.weight": "matrix", "0.fc2.weight": "matrix"},
+        {},
+        "",
+    ),
     "convolutions": (
         convolutions,
         {
@@ -208,7 +292,7 @@ EXPECTED = {
     ),
     "recurrent": (
         lambda: Model(nn.LSTM(8, 8), head=nn.Linear(8, 4)),
-        {"blocks.0.weight_ih_l0": "recurrent", "blocks.0.bias_hh_l0": "vector"},
+        {"blocks.0.weight_ih_l0": "recurrent", "blocks.0.bias_hh_l0": "bias"},
         {"blocks.0.weight_ih_l0": {"split_heads": 4}, "blocks.0.weight_hh_l0": {"split_heads": 4}},
         "",
     ),
@@ -230,6 +314,7 @@ def options_by_name(groups):
     }
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize("case", EXPECTED)
 def test_roles(case):
     make, expected, of_muon, note = EXPECTED[case]
