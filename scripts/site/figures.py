@@ -42,7 +42,8 @@ def first_of(files: tuple[str, ...], optimizer: str, repository: str) -> str:
             if row["optimizer"] == optimizer and row["title"] in OF and "results" in row:
                 what = f"Milliseconds a step of {OF[row['title']]}, {machine(results)}"
                 link = f"[results]({repository}/blob/main/bench/results/{file})"
-                return f"{what} ({link}):\n\n{bars(results, row)}"
+                times = {n: r["ms"] for n, r in row["results"].items() if "ms" in r}
+                return f"{what} ({link}):\n\n{bars(results, times)}"
     return ""
 
 
@@ -50,16 +51,31 @@ def machine(results: dict[str, Any]) -> str:
     return results.get("device") or f"{results['threads']} cores of {results['machine']['cpu']}"
 
 
-def bars(results: dict[str, Any], row: dict[str, Any]) -> str:
+def bars(results: dict[str, Any], times: dict[str, float], mark: str = "") -> str:
     """The fastest first."""
-    names, measured = results["implementations"], row["results"]
-    times = {n: r["ms"] for n, r in measured.items() if "ms" in r and n not in NO_STEPS}
+    names = results["implementations"]
+    times = {name: time for name, time in times.items() if name not in NO_STEPS}
     longest = max(times.values())
     lines = []
-    for name, ms in sorted(times.items(), key=lambda item: item[1]):
+    for name, time in sorted(times.items(), key=lambda item: item[1]):
         kind = "bar ours" if name == "fused" else "bar"
-        time = f"{ms:#.3g}".rstrip(".") if ms < 999.5 else f"{ms:,.0f}"
-        length = f'<i style="width: {100 * ms / longest:.1f}%"></i>'
-        cells = f"<span>{html.escape(names[name])}</span><span>{length}</span><b>{time}</b>"
+        told = f"{time:#.3g}".rstrip(".") if time < 999.5 else f"{time:,.0f}"
+        length = f'<i style="width: {100 * time / longest:.1f}%"></i>'
+        cells = f"<span>{html.escape(names[name])}</span><span>{length}</span><b>{told}{mark}</b>"
         lines.append(f'<div class="{kind}">{cells}</div>')
     return "\n".join(['<div class="bars">', *lines, "</div>\n"])
+
+
+def narrow(picture: Path) -> str:
+    """What a narrow screen shows in place of peers-times.svg: times of ours, of some weights."""
+    results = json.loads((picture.parent / "peers.json").read_text(encoding="utf-8"))
+    parts = ['<div class="narrow">']
+    told = set()
+    for row in results["rows"]:
+        of = row["title"], row["optimizer"]
+        if row["title"] in (*OF, "2,000 small tensors") and "results" in row and of not in told:
+            told.add(of)
+            parts += [f"<b>{html.escape(', '.join(reversed(of)))}</b>"]
+            times = {n: r["times"] for n, r in row["results"].items() if "times" in r}
+            parts += [bars(results, {"fused": 1} | times, "×")]
+    return "\n".join([*parts, "</div>"])

@@ -4,6 +4,7 @@
 - Formulas become MathML, which browsers show without a script.
 - The page of an optimizer ends with its time beside others', its signature and its docstring.
 - Tables of many columns are smaller. A picture leads to itself, where it can be enlarged.
+  Instead of a picture of other libraries' times a narrow screen shows bars of some times.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import docstrings  # noqa: E402  this and the next are found by the line above
 import figures  # noqa: E402
 
 LINK = re.compile(r"(\]\(|^\[[^\]]+\]: )([^)\s]+)", re.MULTILINE)
+TIMES = re.compile(r"^!\[[^\]]*\]\(([^)\s]*peers-times\.svg)\)$", re.MULTILINE)
 FENCE = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 
 
@@ -110,7 +112,11 @@ def on_page_markdown(text: str, page: Page, config: MkDocsConfig, files: Files) 
         kind = "tree" if target.is_dir() else "blob"
         return f"{match[1]}{config.repo_url}/{kind}/main/{uri}{mark}{anchor}"
 
+    def with_bars(match: re.Match[str]) -> str:
+        return f"{match[0]}\n\n{figures.narrow(source.parent / match[1])}"
+
     text = ITEM.sub(item, text)
+    text = TIMES.sub(with_bars, text)
     parts = FENCE.split(text)
     parts[::2] = [LINK.sub(led, part) for part in parts[::2]]
     if folder == Path("optimizers"):

@@ -90,6 +90,27 @@ def test_pages_of_optimizers_have_bars_of_their_steps(monkeypatch):
             assert f"<b>{gpt2(file, name):#.3g}</b>" in sections[name], (file, name)
 
 
+def test_narrow_screens_have_bars_in_place_of_the_picture_of_times(monkeypatch):
+    """At a phone's width the picture's text is too small to read."""
+    monkeypatch.syspath_prepend(ROOT / "scripts" / "site")
+    hooks = pytest.importorskip("hooks", exc_type=ImportError)
+    for page in [ROOT / "README.md", ROOT / "docs" / "README.md", ROOT / "docs" / "performance.md"]:
+        ((path, times),) = [
+            (page.parent / match[1], match) for match in hooks.TIMES.finditer(page.read_text())
+        ]
+        assert times[0].startswith("![")
+        told = hooks.figures.narrow(path)
+        rows = json.loads((path.parent / "peers.json").read_text())["rows"]
+        (lamb, *_) = [
+            row["results"]
+            for row in rows
+            if (row["optimizer"], row["title"]) == ("lamb", "GPT-2 124 M")
+        ]
+        assert "<b>lamb, GPT-2 124 M</b>" in told
+        assert f"<b>{lamb['timm']['times']:#.3g}×</b>" in told
+        assert told.count("<b>1.00×</b>") == told.count('"bar ours"') > 3
+
+
 def test_every_page_is_in_a_menu_of_the_site():
     menus = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     assert "  - Optimizers: []" in menus  # where scripts/site/hooks.py puts that folder's pages
