@@ -94,6 +94,14 @@ def test_ranks_shard_the_model(capsys, monkeypatch):
     assert "offload" not in text
 
 
+def test_no_adapters_for_a_model_that_has_frozen_weights(capsys, monkeypatch):
+    """The adapters are there already, and others would be adapters of adapters."""
+    ways = found(capsys, monkeypatch, "test_memory_needs:adapter", "--fit", "2GiB")
+    assert ways["notes"] == ["LoRA is left out: the model has frozen weights, as one with adapters"]
+    assert ways["fits"]
+    assert not any(way["lora"] for way in ways["fits"])
+
+
 def blocks():
     return torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([torch.nn.Linear(8, 8)])})
 

@@ -98,8 +98,10 @@ def with_adapters(model: Model, rank: int) -> Model:
     """The model with LoRA's adapters at all linear layers, the only weights that are trained.
 
     Raises:
-        ValueError: without peft, or if it finds no linear layer.
+        ValueError: without peft, if it finds no linear layer, or for a model with frozen weights.
     """
+    if model.frozen:
+        raise ValueError("LoRA is left out: the model has frozen weights, as one with adapters")
     if model.make is None:
         shapes = [torch.Size(each) for o, i in model.adapted for each in ((rank, i), (o, rank))]
         return Model(model.name, tuple(shapes), model.parameters)
