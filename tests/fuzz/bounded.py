@@ -6,7 +6,7 @@ the order of its operations, and whether products and sums are rounded together 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,8 +56,26 @@ class Bounded:
         value = torch.tensor(float(number), dtype=torch.float64)
         return Bounded(value, self.arithmetic.unit / 2 * value.abs(), self.arithmetic)
 
-    def _operand(self, other: Bounded | float) -> Bounded:
+    def _operand(self, other: Bounded | Tensor | float) -> Bounded:
+        if isinstance(other, Tensor):
+            return Bounded(other.double(), 0.0, self.arithmetic)
         return other if isinstance(other, Bounded) else self._number(other)
+
+    def __getitem__(self, index: Any) -> Bounded:
+        return Bounded(self.value[index], self.error[index], self.arithmetic)
+
+    def __setitem__(self, index: Any, elements: Bounded) -> None:
+        self.value[index], self.error[index] = elements.value, elements.error
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.value.shape
+
+    def clone(self) -> Bounded:
+        return Bounded(self.value.clone(), self.error.clone(), self.arithmetic)
+
+    def reshape(self, *shape: int) -> Bounded:
+        return Bounded(self.value.reshape(*shape), self.error.reshape(*shape), self.arithmetic)
 
     def __add__(self, other: Bounded | float) -> Bounded:
         other = self._operand(other)
@@ -69,7 +87,7 @@ class Bounded:
     def __sub__(self, other: Bounded | float) -> Bounded:
         return self + -self._operand(other)
 
-    def __rsub__(self, other: float) -> Bounded:
+    def __rsub__(self, other: Tensor | float) -> Bounded:
         return -self + other
 
     def __mul__(self, other: Bounded | float) -> Bounded:
@@ -89,8 +107,8 @@ class Bounded:
         exact = (self.value == 0) & (self.error == 0) & (nearest > 0)
         return self._result(value, torch.where(exact, 0.0, error), self.value != 0)
 
-    def __rtruediv__(self, other: float) -> Bounded:
-        return self._number(other) / self
+    def __rtruediv__(self, other: Tensor | float) -> Bounded:
+        return self._operand(other) / self
 
     def __pow__(self, exponent: float) -> Bounded:
         if exponent == 2:
@@ -106,6 +124,27 @@ class Bounded:
         above = (self.value + self.error).sqrt() - value
         below = value - (self.value - self.error).clamp(min=0).sqrt()
         return self._result(value, torch.maximum(above, below))
+
+    def square(self) -> Bounded:
+        return self * self
+
+    def sum(self, *dim: int, keepdim: bool = False) -> Bounded:
+        value, error, sizes = (
+            each.sum(dim or None, keepdim=keepdim)
+            for each in (self.value, self.error, self.value.abs())
+        )
+        return self._result(value, error + self.arithmetic.norm * sizes)
+
+    def mean(self, *dim: int) -> Bounded:
+        total = self.sum(*dim)
+        return total / (self.value.numel() / max(total.value.numel(), 1))
+
+    def clamp(self, min: float) -> Bounded:  # noqa: A002 – its name in torch
+        value, *ends = (
+            each.clamp(min=min)
+            for each in (self.value, self.value - self.error, self.value + self.error)
+        )
+        return Bounded(value, torch.maximum(value - ends[0], ends[1] - value), self.arithmetic)
 
     def abs(self) -> Bounded:
         return Bounded(self.value.abs(), self.error, self.arithmetic)
@@ -181,6 +220,10 @@ def _where(condition: Bounded, a: Bounded, b: Bounded) -> Bounded:
 
 
 _FUNCTIONS = {
+    torch.Tensor.add: lambda a, b: b + a,
+    torch.Tensor.sub: lambda a, b: -b + a,
+    torch.Tensor.mul: lambda a, b: b * a,
+    torch.Tensor.div: lambda a, b: b._operand(a) / b,
     torch.gt: _is_more,
     torch.lt: lambda a, b: _is_more(-a, -b),
     torch.where: _where,

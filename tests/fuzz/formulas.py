@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fusedstep._matrix.newton_schulz import coefficients_of
 from fuzz import oracle
+from fuzz.bounded import Arithmetic, Bounded
 from reference.adafactor import adafactor
 from reference.adagrad import adagrad
 from reference.adam import adamw as adamw_of_torch
@@ -29,6 +30,10 @@ from reference.sparse_adam import sparse_adam
 #: Iterations with other roundings, the largest distance of which from the exact one is multiplied
 #: by `MARGIN`: the library's may be in another form, whose error is up to five times as large.
 SAMPLES, MARGIN = 3, 4
+
+
+#: For numbers whose errors are what that of the gradient makes of them, and nothing else.
+EXACT = Arithmetic(0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ class Asked:
     seed: int = 0
     error: Tensor | None = None
     """The gradient's largest error; None where it is not that of the step, but a nearby one."""
+
+    @property
+    def gradient(self) -> Bounded:
+        """The gradient, with its error."""
+        return Bounded(self.grad, 0.0 if self.error is None else self.error, EXACT)
 
     def state(self, name: str, shape: torch.Size | None = None) -> Tensor | None:
         """A state before the step in float64; None if there is none. ``shape``: the weight's."""
@@ -91,6 +101,23 @@ class Stepped:
     """Largest errors of elements, beside those of any arithmetic."""
     in_norm: dict[str, float] = field(default_factory=dict)
     """Largest norm of the errors of all elements together, where elements have no bound."""
+    feels_gradient: bool = True
+    """False where `errors` has what the gradient's own error makes of the results."""
+
+    @staticmethod
+    def of(results: dict[str, Bounded | Tensor]) -> Stepped:
+        """Results of a formula that has gone over the bounded gradient.
+
+        Each element may be off by the sum of what the errors of all of the gradient's make of it:
+        of a sum of squares, where all of these are larger or smaller at once; of what is divided by
+        such a sum, where it moves against them; of what a root mean square clips, where that does.
+        """
+        numbers = {name: each for name, each in results.items() if isinstance(each, Bounded)}
+        return Stepped(
+            results | {name: each.value for name, each in numbers.items()},
+            {name: each.error for name, each in numbers.items()},
+            feels_gradient=False,
+        )
 
 
 # ---- In 16 bits ----------------------------------------------------------------------------------
@@ -122,6 +149,11 @@ def direction_of(asked: Asked, bias2: float = 1.0) -> tuple[Tensor, Tensor]:
     return value, m.abs() / least * (1 - asked.unit) ** -3 - value.abs()
 
 
+def exact(value: Tensor) -> Bounded:
+    """A copy of a number that has no error."""
+    return Bounded(value, 0.0, EXACT).clone()
+
+
 # ---- By rows -------------------------------------------------------------------------------------
 
 
@@ -130,25 +162,26 @@ def rowwise(asked: Asked) -> Stepped:
     shape = (len(weight), *[1] * (weight.dim() - 1)) if weight.dim() else ()
     first = torch.full(shape, float(group["initial_accumulator_value"]), dtype=torch.float64)
     stored = asked.state("sum", torch.Size(shape))
-    total = (first if stored is None else stored).reshape(-1, 1).clone()
-    new = weight.reshape(len(total), -1).clone()
-    rows = torch.arange(len(total)) if rows is None else rows
+    total = exact(first if stored is None else stored).reshape(-1, 1)
+    new = exact(weight).reshape(len(total.value), -1)
+    rows = torch.arange(len(total.value)) if rows is None else rows
     options = asked.options(
         "lr", "lr_decay", "weight_decay", "eps", "decoupled_weight_decay", "maximize"
     )
-    grad = asked.grad.reshape(len(rows), new.shape[1])
+    grad = asked.gradient.reshape(len(rows), new.shape[1])
     new[rows], total[rows] = rowwise_adagrad(new[rows], grad, total[rows], asked.step, **options)
-    return Stepped({"weight": new.reshape(weight.shape), "sum": total})
+    return Stepped.of({"weight": new.reshape(*weight.shape), "sum": total})
 
 
 def of_sparse_adam(asked: Asked) -> Stepped:
     moments = {}
     for name in ("exp_avg", "exp_avg_sq"):
         stored = asked.state(name)
-        moments[name] = torch.zeros_like(asked.weight) if stored is None else stored.clone()
+        moments[name] = exact(torch.zeros_like(asked.weight) if stored is None else stored)
     options = asked.options("lr", "betas", "eps", "weight_decay", "maximize")
-    new = sparse_adam(asked.weight, asked.rows, asked.grad, moments, asked.step, **options)
-    return Stepped({"weight": new} | moments)
+    weight = exact(asked.weight)
+    new = sparse_adam(weight, asked.rows, asked.gradient, moments, asked.step, **options)
+    return Stepped.of({"weight": new} | moments)
 
 
 def adagrad_rows(asked: Asked) -> Stepped:
@@ -166,17 +199,17 @@ def _elementwise(
     """Steps the rows of a gradient; states that are not there yet begin as the formula says."""
     states, weight = asked.states(*names), asked.weight
     if asked.rows is None:
-        new, states = formula(weight, asked.grad, states, asked.step, **options)
-        return Stepped({"weight": new} | states)
+        new, states = formula(weight, asked.gradient, states, asked.step, **options)
+        return Stepped.of({"weight": new} | states)
     # Rows that have no gradient keep what a first step without one would give them.
     _, all_states = formula(weight, torch.zeros_like(weight), states, asked.step, **options)
     rows = {name: value[asked.rows] for name, value in states.items()}
-    found, own = formula(weight[asked.rows], asked.grad, rows, asked.step, **options)
+    found, own = formula(weight[asked.rows], asked.gradient, rows, asked.step, **options)
     new = {"weight": weight} | {name: states.get(name, all_states[name]) for name in own}
     for name, value in ({"weight": found} | own).items():
-        new[name] = new[name].clone()
+        new[name] = exact(new[name])
         new[name][asked.rows] = value
-    return Stepped(new)
+    return Stepped.of(new)
 
 
 # ---- By moments of rows and columns --------------------------------------------------------------
@@ -193,14 +226,15 @@ def of_adafactor(asked: Asked) -> Stepped:
     if torchs and weight.dim() >= 2 and "row" in own:
         own |= {"row": own["row"].squeeze(-1), "column": own["column"].squeeze(-2)}
     new, states = adafactor(
-        weight, asked.grad, own, asked.step, torchs=torchs, lr=group["lr"],
+        weight, asked.gradient, own, asked.step, torchs=torchs, lr=group["lr"],
         weight_decay=group["weight_decay"], scale=group["scale_parameter"] is not False,
         relative=group["relative_step"] is not False, warmup=bool(group["warmup_init"]),
         bound=group["max_relative_step"] or 1e-2,
         maximize=group["maximize"], **numbers_of_adafactor(asked, torchs),
     )  # fmt: skip
-    new = where_squares_are_finite(asked, new)
-    return Stepped({"weight": new} | {names[key]: value for key, value in states.items()})
+    found = Stepped.of({"weight": new} | {names[key]: each for key, each in states.items()})
+    found.values["weight"] = where_squares_are_finite(asked, found.values["weight"])
+    return found
 
 
 def where_squares_are_finite(asked: Asked, new: Tensor) -> Tensor:
@@ -241,20 +275,17 @@ def of_came(asked: Asked) -> Stepped:
     elif "exp_avg_sq_row" in asked.before:
         for key, name in pairs.items():
             row, column = (asked.before[f"{name}_{side}"].double() for side in ("row", "col"))
-            rows = row.reshape(-1, weight.shape[-2]) * of_rows
-            columns = column.reshape(-1, weight.shape[-1]) * of_columns
-            state[key] = [*zip(rows, columns, strict=True)]
+            state[key] = row * of_rows, column * of_columns
     options = asked.options("lr", "eps", "clip_threshold", "betas", "weight_decay", "maximize")
-    new, found = came(weight, asked.grad, state, **options)
-    values = {"weight": new, "exp_avg": found["average"]}
+    new, found = came(weight, asked.gradient, state, **options)
+    results = {"weight": new, "exp_avg": found["average"]}
     if weight.dim() < 2:
-        values["exp_avg_sq"] = found["moments"]
-        return Stepped(values)
+        results["exp_avg_sq"] = found["moments"]
+        return Stepped.of(results)
     for key, name in pairs.items():
-        rows, columns = zip(*found[key], strict=True)
-        values[f"{name}_row"] = torch.stack(rows) / of_rows
-        values[f"{name}_col"] = torch.stack(columns) / of_columns
-    return Stepped(values)
+        rows, columns = found[key]
+        results |= {f"{name}_row": rows / of_rows, f"{name}_col": columns / of_columns}
+    return Stepped.of(results)
 
 
 # ---- By Newton–Schulz ----------------------------------------------------------------------------

@@ -198,15 +198,17 @@ class CompositeRun(run.Run):
         value_dtype = torch.float32 if self._way(p) else p.dtype
         asked = formulas.Asked(
             names, weight, values, rows, state, after, step, p.dtype, value_dtype, place,
-            self.case["seed"],
+            self.case["seed"], error,
         )  # fmt: skip
         expected = self.row.formula(asked)
         # To one side, and each element to its own: what is divided by sums feels the others less.
         generator = torch.Generator().manual_seed(self.case["seed"])
         signs = [2 * torch.rand(values.shape, generator=generator) - 1 for _ in range(2)]
+        nearby = dataclasses.replace(asked, error=None)
         near = [
-            self.row.formula(dataclasses.replace(asked, grad=values + sign * error)).values
-            for sign in ((1, -1, *(each.sign() for each in signs)) if error.any() else ())
+            self.row.formula(dataclasses.replace(nearby, grad=values + sign * error)).values
+            for sign in (1, -1, *(each.sign() for each in signs))
+            if error.any() and expected.feels_gradient
         ]
         if "step" in after and after["step"].item() != step:
             raise oracle.WrongError(f"{what}: the step count is {after['step'].item()}")
@@ -310,16 +312,16 @@ def _place_of(p: Tensor, groups: list[dict[str, Any]]) -> tuple[int, int, int]:
 def _sums(grad: Tensor, factor: float) -> tuple[Tensor, Tensor, Tensor | None]:
     """Values of a gradient in float64, the error that sums of entries have, and its rows.
 
-    Where a factor is applied in place it rounds each entry.
+    Where a factor is applied in place it rounds each entry that is not zero.
     """
     eps = max(torch.finfo(grad.dtype).eps, 2.0**-22 if grad.dtype != torch.float64 else 0.0)
     least = torch.finfo(grad.dtype).smallest_normal * eps * (factor != 1)  # a denormal's error
     if not grad.is_sparse:
         values = grad.double() * factor
-        return values, eps * values.abs() * (factor != 1) + least, None
+        return values, eps * values.abs() * (factor != 1) + least * (values != 0), None
     entries, at = grad._values().double() * factor, grad._indices()[0]
     rows, places = at.unique(return_inverse=True)
     sums = entries.new_zeros(len(rows), *entries.shape[1:])
     values, sizes = (sums.index_add(0, places, each) for each in (entries, entries.abs()))
     counts = torch.bincount(places, minlength=len(rows)).reshape(-1, *[1] * (values.dim() - 1))
-    return values, eps * sizes * (counts - 1 + (factor != 1)) + least * counts, rows
+    return values, eps * sizes * (counts - 1 + (factor != 1)) + least * counts * (sizes > 0), rows

@@ -26,7 +26,7 @@ def adafactor(
     else:
         v = new["column"] = (1 - rate) * state.get("column", zero) + rate * squares
     update = gradient / (v.clamp(min=eps1**2) if torchs else v).sqrt()
-    update = update / max(1.0, rms(update) / d)
+    update = update / (rms(update) / d).clamp(min=1.0)
     size = lr
     if relative:
         bound = 1e-6 * step if warmup else lr if torchs else bound

@@ -5,11 +5,10 @@ import torch
 
 def approximated(sums, squares, beta):
     """New sums of rows and columns, and the matrix R C / sum(R) that they stand for."""
-    rows, columns = sums or (torch.zeros(len(squares)), torch.zeros(squares.shape[1]))
-    ones = [torch.ones(size, dtype=squares.dtype) for size in squares.shape]
-    rows = beta * rows + (1 - beta) * squares @ ones[1]
-    columns = beta * columns + (1 - beta) * ones[0] @ squares
-    return (rows, columns), torch.outer(rows, columns) / rows.sum()
+    rows = beta * sums[0] + (1 - beta) * squares.sum(-1)
+    columns = beta * sums[1] + (1 - beta) * squares.sum(-2)
+    total = rows.sum(-1)[..., None, None]
+    return (rows, columns), rows[..., :, None] * columns[..., None, :] / total
 
 
 def came(
@@ -18,21 +17,18 @@ def came(
 ):  # fmt: skip
     """`state`: "average", and "moments" and "residuals": sums of each matrix, or all elements."""
     gradient = -grad if maximize else grad
-    matrices, new = gradient.dim() >= 2, {}
+    matrices, zero, new = weight.dim() >= 2, torch.zeros(()), {}
 
     def denominator(name, squares, beta):
         if not matrices:
-            new[name] = beta * state.get(name, 0.0) + (1 - beta) * squares
+            new[name] = beta * state.get(name, zero) + (1 - beta) * squares
             return new[name].sqrt()
-        stack = squares.reshape(-1, *squares.shape[-2:])
-        kept = state.get(name, [None] * len(stack))
-        pairs = [approximated(sums, each, beta) for sums, each in zip(kept, stack, strict=True)]
-        new[name] = [sums for sums, _ in pairs]
-        return torch.stack([matrix for _, matrix in pairs]).sqrt().reshape(squares.shape)
+        new[name], matrix = approximated(state.get(name, (zero, zero)), squares, beta)
+        return matrix.sqrt()
 
     update = gradient / denominator("moments", gradient**2 + eps[0], betas[1])
-    update = update / max(1.0, update.square().mean().sqrt() / clip_threshold)
-    average = new["average"] = betas[0] * state.get("average", 0.0) + (1 - betas[0]) * update
+    update = update / (update.square().mean().sqrt() / clip_threshold).clamp(min=1.0)
+    average = new["average"] = betas[0] * state.get("average", zero) + (1 - betas[0]) * update
     residuals = (update - average) ** 2 + eps[1]
     step = average / denominator("residuals", residuals, betas[2]) if matrices else average
     return (1 - lr * weight_decay) * weight - lr * step, new

@@ -1,9 +1,11 @@
 """The property fuzz itself: it draws the same cases again, passes, and sees what is planted."""
 
 import copy
+import dataclasses
 import json
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -223,6 +225,22 @@ ONCE_REFUSED |= {
         {"rank": 4},
         master_weights="split",
     ),
+}
+
+
+ONCE_REFUSED |= {
+    "squares of a row that max_norm rounds to one side": {
+        "seed": 500000180,
+        "row": "came",
+        "options": {},
+        "groups": [
+            {
+                "options": {},
+                "weights": [{"id": 2, "dtype": "bfloat16", "shape": [10, 35, 6]}],
+            }
+        ],
+        "steps": [{"n": 4, "changes": [], "grads": {}, "call": {"max_norm": 1.0}}],
+    },
 }
 
 
@@ -556,6 +574,78 @@ def test_a_wrong_move_is_seen_by_the_formula(row, products, what):
         run.check(case, oracle.Tally(), plant)
     assert (failure.value.kind, failure.value.n) == ("value", 1)
     assert "weight" in str(failure.value)
+
+
+class WithinErrors(properties.CompositeRun):
+    """Compares steps of other gradients within the error with the bound that the formula gives."""
+
+    looked_at: Counter
+
+    def _compare(self, name, stepped, near, asked, p, what):
+        super()._compare(name, stepped, near, asked, p, what)
+        self.looked_at[name] += 1
+        value, error, places = asked.grad, asked.error, torch.zeros_like(asked.grad)
+        places.reshape(-1)[0] = 1
+        larger = value.sign()
+        for signs in (larger, -larger, larger * (2 * places - 1), larger * places):
+            other = dataclasses.replace(asked, grad=value + signs * error, error=None)
+            off = (self.row.formula(other).values[name] - stepped.values[name]).abs()
+            assert (off <= stepped.errors[name] + 1e-12 * stepped.values[name].abs()).all(), name
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("row", [row for row in composites.ROWS if row not in OWN_KINDS])
+def test_bounds_hold_what_the_error_of_a_gradient_makes(row, dtype, monkeypatch):
+    monkeypatch.setattr(WithinErrors, "looked_at", found := Counter(), raising=False)
+    case = small_case(row, dtype)
+    case["settings"] = case["settings"][:1]
+    for step in case["steps"]:
+        step["call"] = {"max_norm": 0.1}
+    run.check(case, oracle.Tally(), WithinErrors)
+    assert found["weight"] == 9
+    assert all(count >= 3 for count in found.values())
+
+
+def _another_basis(basis):
+    basis.copy_(basis.roll(1, 0 if len(basis) > basis.shape[1] else 1))
+
+
+WRONG_BASES = {
+    "another": (_another_basis, "of the gradient"),
+    "not orthonormal": (lambda basis: basis.mul_(1.01), "is not orthonormal"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_BASES)
+@pytest.mark.parametrize("row", ["galore", "galore_adafactor", "apollo"])
+def test_a_wrong_basis_is_seen(row, what):
+    spoil, text = WRONG_BASES[what]
+
+    class WrongBasis(WrongInCopies):
+        def spoil(self, p, old):
+            for name, state in self.optimizer.state[p].items():
+                if name.startswith("projector"):
+                    spoil(state)
+
+    case = small_composite_case(row)
+    if row == "apollo":
+        case["groups"][0]["options"]["proj"] = "svd"
+    case["groups"][0]["options"]["update_proj_gap"] = 1
+    run.check(case, oracle.Tally(), properties.CompositeRun)
+    with pytest.raises(run.CaseError, match=text):
+        run.check(case, oracle.Tally(), WrongBasis)
+
+
+@pytest.mark.parametrize("row", ["galore", "galore_adafactor"])
+def test_a_basis_that_changes_between_its_steps_is_seen(row):
+    class Moved(WrongInCopies):
+        def spoil(self, p, old):
+            for name, state in self.optimizer.state[p].items():
+                if name.startswith("projector") and self.optimizer.state[p]["step"] > 1:
+                    state.neg_()
+
+    with pytest.raises(run.CaseError, match="has changed, but is not due"):
+        run.check(small_composite_case(row), oracle.Tally(), Moved)
 
 
 # Its instruments

@@ -44,12 +44,8 @@ def moments(state, shape):
     if len(shape) < 2:
         return found | {"exp_avg_sq": state["moments"]}
     for kind, names in (("moments", NAMES[:2]), ("residuals", NAMES[2:4])):
-        rows, columns = map(torch.stack, zip(*state[kind], strict=True))
-        means = rows / shape[-1], columns / shape[-2]
-        shapes = shape[:-1], (*shape[:-2], shape[-1])
-        found |= {
-            name: mean.reshape(each) for name, mean, each in zip(names, means, shapes, strict=True)
-        }
+        rows, columns = state[kind]
+        found |= zip(names, (rows / shape[-1], columns / shape[-2]), strict=True)
     return found
 
 
