@@ -68,15 +68,20 @@ class _Low:
 
         Vectors beyond the rank of the gradient have products of rounding alone, or of zero.
         Adafactor divides a row by its size, and clips by all rows: such a row counts fully or not.
-        One product may be all of its row's size, so each is once the only one with an error.
+        One product may be all of its row's size, so each is once the only one with an error; and of
+        its column's, where the product of both is as near to zero as an exact one would be: so each
+        is once the only one that is not.
         """
         generator = torch.Generator().manual_seed(seed)
         signs = [1, -1, *(formulas.noise(self.value, generator).sign() for _ in range(2))]
+        found = [self.value + sign * self.error for sign in signs]
+        nearest = self.value - self.value.clamp(-self.error, self.error)
         rows, columns = (torch.arange(size) % 16 for size in self.value.shape)
         for places in (rows[:, None], columns):
-            signs += [(places == each) * signs[2] for each in places.unique()]
-        nearest = self.value - self.value.clamp(-self.error, self.error)
-        return [*(self.value + sign * self.error for sign in signs), nearest]
+            for each in places.unique():
+                others = (self.value, nearest)
+                found += [torch.where(places == each, found[2], other) for other in others]
+        return [*found, nearest]
 
     def back(self, update: Tensor) -> Tensor:
         for side, basis in self.bases.items():

@@ -215,6 +215,12 @@ ONCE_REFUSED |= {
         {4: {"grads": {"2": {"how": "new", "values": "holes", "strides": [1, 0]}}}},
         {"rank": 4},
     ),
+    "roundings alone whose common product is zero": _steps_of_galore_adafactor(
+        640000044,
+        {"dtype": "float64", "shape": [15, 36]},
+        {1: {"grads": {"1": {"how": "new", "strides": [0, 1]}}}},
+        {"rank": 2, "proj_type": "full"},
+    ),
     "rows of roundings alone": _steps_of_galore_adafactor(
         400000672,
         {"dtype": "bfloat16", "shape": [4, 9]},
