@@ -75,7 +75,7 @@ class Bounded:
         return Bounded(self.value.clone(), self.error.clone(), self.arithmetic)
 
     def reshape(self, *shape: int) -> Bounded:
-        return Bounded(self.value.reshape(*shape), self.error.reshape(*shape), self.arithmetic)
+        return Bounded(self.value.reshape(shape), self.error.reshape(shape), self.arithmetic)
 
     def __add__(self, other: Bounded | float) -> Bounded:
         other = self._operand(other)

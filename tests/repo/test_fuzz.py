@@ -605,10 +605,13 @@ def test_bounds_hold_what_the_error_of_a_gradient_makes(row, dtype, monkeypatch)
     monkeypatch.setattr(WithinErrors, "looked_at", found := Counter(), raising=False)
     case = small_case(row, dtype)
     case["settings"] = case["settings"][:1]
+    (group,) = case["groups"]
+    if composites.ROWS[row].fits({}, []):
+        group["weights"].append({"id": 4, "dtype": dtype, "shape": []})
     for step in case["steps"]:
         step["call"] = {"max_norm": 0.1}
     run.check(case, oracle.Tally(), WithinErrors)
-    assert found["weight"] == 9
+    assert found["weight"] == 3 * len(group["weights"])
     assert all(count >= 3 for count in found.values())
 
 
