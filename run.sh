@@ -47,7 +47,7 @@ Usage:
                                  (--into FOLDER: default build/wheels; --architectures LIST: GPUs, as '90' or
                                  '80-real;90', for all of them take nvcc long)
   ./run.sh doctor                what was found on this machine, and what costs speed
-  ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, shellcheck (minutes)
+  ./run.sh lint [--fix]          clang-format, clang-tidy, ruff, mypy, shellcheck (minutes)
   ./run.sh build                 only install what is missing and build (--library: without tests and benchmarks, as an
                                  install for C++ needs it)
   ./run.sh help

@@ -37,6 +37,7 @@ lint() {
     check ruff "$python" -m ruff check
     check ruff-format "$python" -m ruff format --check
   fi
+  check mypy "$python" -m mypy # with the files and options of pyproject.toml; it keeps a cache
   check clang-tidy tidy
   ! command -v shellcheck >/dev/null || check shellcheck shellcheck -x run.sh .ci/run bench/probes/build_time.sh scripts/repair_wheel.sh
   ((${#failed[@]} == 0)) || die "lint: ${failed[*]}"

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from fusedstep._api.registry import by_name
@@ -19,10 +18,11 @@ from fusedstep._native import ops
 from fusedstep._options.extras import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.storage import way_of
+from fusedstep._step.owner import Owner
 from fusedstep._step.support import why_not_readable
 
 
-def trace_update(optimizer: Optimizer) -> bool:
+def trace_update(optimizer: Owner) -> bool:
     """Adds an update to the graph that is being made; returns False if it cannot be there."""
     if optimizer._composite:
         return False

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fusedstep._step.gradients import with_gradients
+from fusedstep._step.owner import Owner
 
 
 def init_group(
-    self: Optimizer,
+    self: Owner,
     group: dict[str, Any],
     params_with_grad: list[Tensor],
     grads: list[Tensor],

@@ -16,9 +16,10 @@ from fusedstep._api.saved import (
 )
 from fusedstep._native import ops
 from fusedstep._options.extras import fill_own
+from fusedstep._step.binding import BindsGroups
 
 
-class LoadsStates:
+class LoadsStates(BindsGroups):
     """Gives an optimizer ``load_state_dict`` and ``__setstate__``: they take all, or nothing."""
 
     @torch._disable_dynamo
@@ -40,11 +41,11 @@ class LoadsStates:
         # The last hook sees the dictionary as the user's hooks have left it, before torch casts it.
         self._loading: dict[str, Any] = {}
 
-        def look(optimizer: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
+        def look(_: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
             check_is_no_checkpoint(dictionary)
-            dictionary = with_options_of_empty_groups(optimizer, dictionary)
-            check_dictionary(optimizer, dictionary)
-            optimizer._loading.update(dictionary)
+            dictionary = with_options_of_empty_groups(self, dictionary)
+            check_dictionary(self, dictionary)
+            self._loading.update(dictionary)
             return dictionary
 
         hook = self.register_load_state_dict_pre_hook(look)

@@ -6,6 +6,7 @@ have the other rule beside them, as their base.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ class MuonSteps(MatrixBatches):
         return {"ns_dtype": torch.float64} if uses_muon(group) else {}
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         on_meta = [p for p in weights if p.is_meta]
         if on_meta and uses_muon(group) and own_option(group, "fused"):

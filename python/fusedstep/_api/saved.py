@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
-from torch.optim import Optimizer
 
 from fusedstep._api.registry import classes
 from fusedstep._api.unknown import (
@@ -31,6 +30,7 @@ from fusedstep._state.codes import (
     of_shape,
 )
 from fusedstep._state.storage import BESIDE, LOW, asked_way
+from fusedstep._step.owner import Owner
 
 #: Options that no dictionary of an optimizer which has them has ever lacked.
 _ALWAYS_SAVED = frozenset(
@@ -92,9 +92,7 @@ def _dictionaries_in(parent: Any, depth: int = 3) -> list[str]:
     ]
 
 
-def with_options_of_empty_groups(
-    optimizer: Optimizer, dictionary: dict[str, Any]
-) -> dict[str, Any]:
+def with_options_of_empty_groups(optimizer: Owner, dictionary: dict[str, Any]) -> dict[str, Any]:
     """The dictionary with all options of groups without weights.
 
     torch's distributed checkpoints leave these options out: the optimizer keeps its own.
@@ -109,7 +107,7 @@ def with_options_of_empty_groups(
     return {**dictionary, "param_groups": groups}
 
 
-def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> None:
+def check_dictionary(optimizer: Owner, dictionary: Mapping[str, Any]) -> None:
     """Raises what keeps a dictionary from being loaded, but for what torch checks itself."""
     saved_groups, states = dictionary.get("param_groups", ()), dictionary.get("state", {})
     groups = optimizer.param_groups
@@ -140,9 +138,7 @@ def check_dictionary(optimizer: Optimizer, dictionary: Mapping[str, Any]) -> Non
         check_look_alike(type(optimizer), saved)
 
 
-def _check_keys(
-    optimizer: Optimizer, states: Mapping[Any, Any], groups: list[dict[str, Any]]
-) -> None:
+def _check_keys(optimizer: Owner, states: Mapping[Any, Any], groups: list[dict[str, Any]]) -> None:
     """Raises if a state belongs to no parameter; entries of other kinds are the user's own."""
     names = {"step", *optimizer._numbers, *optimizer._states}
     of_weights = {
@@ -163,7 +159,7 @@ def strays(states: Mapping[Any, Any], keys: Iterable[Iterable[Any]]) -> str:
     return ", ".join(sorted(unknown)[:5]) + (", …" if len(unknown) > 5 else "")
 
 
-def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any]) -> None:
+def check_saved_options(optimizer: Owner, index: int, saved: dict[str, Any]) -> None:
     try:
         check_options(saved, optimizer._own_options | optimizer.defaults)
         weights = optimizer.param_groups[index]["params"]
@@ -175,7 +171,7 @@ def check_saved_options(optimizer: Optimizer, index: int, saved: dict[str, Any])
 
 
 def check_state(
-    optimizer: Optimizer,
+    optimizer: Owner,
     options: dict[str, Any],
     group: dict[str, Any],
     where: tuple[int, int],
@@ -214,13 +210,13 @@ def check_state(
             raise ValueError(f"{key} of {name} must be int16, not {state[key].dtype}")
 
 
-def _numbers(optimizer: Optimizer, options: dict[str, Any]) -> set[str]:
+def _numbers(optimizer: Owner, options: dict[str, Any]) -> set[str]:
     """The numbers that the states of a group have."""
     return {*optimizer._numbers, *(("step",) if optimizer._counts_steps(options) else ())}
 
 
 def check_names(
-    optimizer: Optimizer,
+    optimizer: Owner,
     name: str,
     state: Mapping[str, Any],
     options: dict[str, Any],
@@ -238,7 +234,7 @@ def check_names(
 
 
 def _needed(
-    optimizer: Optimizer, options: dict[str, Any], shapes: Mapping[str, Any] | None
+    optimizer: Owner, options: dict[str, Any], shapes: Mapping[str, Any] | None
 ) -> tuple[str, ...]:
     """States that no dictionary lacks; ``shapes``: those of the weight's states, if its own."""
     if shapes is None:
@@ -314,7 +310,7 @@ def _kind(value: Any) -> str:
 # Which optimizer has saved it
 
 
-def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states: list[Any]) -> None:
+def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: list[Any]) -> None:
     """Raises if the options of a saved group are those of an optimizer with another formula."""
     own = optimizer.defaults.keys() | options_of(type(optimizer)) | optimizer._own_options.keys()
     own -= {"variant"}  # which Adafactor finds out for a dictionary of any class
@@ -349,7 +345,7 @@ def _check_kind(optimizer: Optimizer, index: int, saved: dict[str, Any], states:
         )
 
 
-def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
+def _is_state_of(cls: type[Owner], state: Mapping[str, Any]) -> bool:
     if cls._composite:  # whose groups may have the states of Adam
         return False
     needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
@@ -358,6 +354,6 @@ def _is_state_of(cls: type[Optimizer], state: Mapping[str, Any]) -> bool:
     return bool(names) and needed <= names <= {*needed, *cls._states}
 
 
-def _looks_like(classes: list[type[Optimizer]]) -> str:
+def _looks_like(classes: list[type[Owner]]) -> str:
     names = " or ".join(cls.__name__ for cls in classes)
     return f", but looks like one of {names}" if names else ""

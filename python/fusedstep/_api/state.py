@@ -5,17 +5,19 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import defaultdict
 from itertools import chain
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from fusedstep._step.owner import Owner
 from fusedstep._step.plan import Plan, Snapshot
 
 
-class WatchedState:
+class WatchedState(Owner):
     """Gives an optimizer its attribute ``state``.
 
     Code that has read it may exchange its entries, or move their memory, at any time. Every step
@@ -25,12 +27,12 @@ class WatchedState:
     """
 
     @property
-    def state(self) -> dict[Tensor, dict[str, Any]]:
+    def state(self) -> defaultdict[Tensor, dict[str, Any]]:
         self._store.note_read()
         return self._state
 
     @state.setter
-    def state(self, state: dict[Tensor, dict[str, Any]]) -> None:
+    def state(self, state: defaultdict[Tensor, dict[str, Any]]) -> None:
         is_first = "_state" not in self.__dict__
         self._state = state
         self._store = self._new_store(state)
@@ -53,17 +55,18 @@ class WatchedState:
         values = chain.from_iterable(self._state.get(p, {}).values() for p in weights)
         return [value for value in values if isinstance(value, Tensor) and not value.is_inference()]
 
-    def _look_for_holders(self) -> None:
+    def _look_for_holders(self) -> Literal[True]:
         """Counts steps since the state was read; now and then asks whether anybody holds it.
 
         For steps that repeat the last one: all states are then held by a plan, and nothing else.
         """
         store = self._store
         if not store.is_look_due():
-            return
+            return True
         store.was_read = False  # before counting: another thread's read makes it True
         if self._is_state_held():
             store.was_read = True
+        return True
 
     def _is_state_held(self) -> bool:
         """Returns whether code outside holds states, if the last step can be repeated."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from fusedstep._api.foreign import FOREIGN, in_our_words, look_alike_of, maker_of
 from fusedstep._api.registry import classes
+from fusedstep._options.cached import cached
 from fusedstep._state.codes import absmax_of, is_codes
 from fusedstep._state.storage import BESIDE
+from fusedstep._step.owner import Owner
 
 #: Keys of every group, and notes that schedulers and trainers leave there. No step reads the notes.
 _NOTES = frozenset(
@@ -29,20 +29,20 @@ _OF_PARTS = frozenset({"capturable", "differentiable", "foreach", "fused", "keep
 }
 
 
-@functools.cache
-def options_of(cls: type[Optimizer]) -> frozenset[str]:
+@cached
+def options_of(cls: type[Owner]) -> frozenset[str]:
     """The names of the options that groups of a class have."""
     named = inspect.signature(cls).parameters.keys() - {"params", "variant"}
     return frozenset(named | cls._later_options.keys())
 
 
-def is_dictionary_of(optimizer: Optimizer, saved: Mapping[str, Any]) -> bool:
+def is_dictionary_of(optimizer: Owner, saved: Mapping[str, Any]) -> bool:
     """Returns whether a group has all options of a class: what else is there is the user's own."""
     return optimizer.defaults.keys() - optimizer._own_options.keys() <= saved.keys()
 
 
 def unknown_options(
-    cls: type[Optimizer], group: Mapping[str, Any], notes: Set[str] = frozenset()
+    cls: type[Owner], group: Mapping[str, Any], notes: Set[str] = frozenset()
 ) -> list[str]:
     """The options of a group that may ask for another formula than the one of a class.
 
@@ -56,7 +56,7 @@ def unknown_options(
     ]
 
 
-def check_keys(cls: type[Optimizer], keys: Iterable[Any]) -> None:
+def check_keys(cls: type[Owner], keys: Iterable[Any]) -> None:
     """Raises a key of a group that is an option with a typo; all others are the user's own."""
     own = options_of(cls) | cls._own_options.keys()
     known = own | _NOTES | _OF_PARTS | FOREIGN.keys() | _of_any_class()
@@ -80,13 +80,13 @@ def _misspelt(key: str, options: Set[str]) -> str | None:
     return None
 
 
-@functools.cache
+@cached
 def _of_any_class() -> frozenset[str]:
     """The options of all classes: groups that are meant for one may be another's."""
     return frozenset().union(*map(options_of, classes))
 
 
-def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice: str) -> None:
+def check_foreign_options(cls: type[Owner], group: Mapping[str, Any], advice: str) -> None:
     """Raises those options of other libraries that ask a class for another formula."""
     for name in group.keys() & (FOREIGN.keys() - options_of(cls)):
         value = group[name]
@@ -97,7 +97,7 @@ def check_foreign_options(cls: type[Optimizer], group: Mapping[str, Any], advice
             )
 
 
-def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any]) -> None:
+def check_look_alike(cls: type[Owner], group: Mapping[str, Any]) -> None:
     """Raises a group that may have another formula with the options and states of a class.
 
     Call it last: all that has a name of its own makes a better error.
@@ -110,7 +110,7 @@ def check_look_alike(cls: type[Optimizer], group: Mapping[str, Any]) -> None:
 
 
 def check_unknown(
-    cls: type[Optimizer], group: Mapping[str, Any], advice: str, notes: Set[str] = frozenset()
+    cls: type[Owner], group: Mapping[str, Any], advice: str, notes: Set[str] = frozenset()
 ) -> None:
     """Raises the options of a group that a class does not know.
 
@@ -124,7 +124,7 @@ def check_unknown(
 
 
 def unknown_states(
-    optimizer: Optimizer, group: dict[str, Any], weight: Tensor, state: Mapping[Any, Any]
+    optimizer: Owner, group: dict[str, Any], weight: Tensor, state: Mapping[Any, Any]
 ) -> list[Any]:
     """The names in the state of a weight that a class does not keep."""
     kept = {*optimizer._possible_names(group), *(optimizer._state_shapes(group, weight) or ())}
@@ -134,7 +134,7 @@ def unknown_states(
 
 
 def check_states_known(
-    optimizer: Optimizer,
+    optimizer: Owner,
     name: str,
     group: dict[str, Any],
     weight: Tensor,
@@ -168,7 +168,7 @@ def _is_default(name: str, value: Any) -> bool:
     return (tuple(value) if isinstance(value, list) else value) in _defaults(name)
 
 
-@functools.cache
+@cached
 def _defaults(name: str) -> tuple[Any, ...]:
     parameters = [inspect.signature(cls).parameters.get(name) for cls in classes]
     later = [cls._later_options[name] for cls in classes if name in cls._later_options]

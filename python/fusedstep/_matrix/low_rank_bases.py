@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fusedstep._matrix.projection import LEFT, RIGHT, is_due
 from fusedstep._sharding.dtensor import local
+from fusedstep._torch_ops.imperative import ImperativeTwin
 
 
-class LowRankBases:
+class LowRankBases(ImperativeTwin):
     """The bases of groups with a rank: when they are due, and those of gradients of zeros."""
 
     def _forget_plans(self) -> None:

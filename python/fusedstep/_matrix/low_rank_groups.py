@@ -6,7 +6,7 @@ The formula is that of ``_matrix/transformers_adamw.py``, on low-rank gradients.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -97,7 +97,7 @@ class LowRankGroups(LowRankShards):
         return cls._moment_shapes(group, shape) | cls._more_shapes(group, weight)
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         if self._is_projected(group):
             self._check_projection(group)

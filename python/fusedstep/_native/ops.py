@@ -84,6 +84,8 @@ def _load_bind() -> ModuleType | None:
     if missing or not path.is_file():
         return None
     spec = importlib.util.spec_from_file_location("fusedstep._bind", path)
+    if spec is None:  # a file that this Python does not take for a module
+        return None
     try:
         return importlib.util.module_from_spec(spec)
     except (ImportError, AttributeError):

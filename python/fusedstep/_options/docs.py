@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from typing import Any, Protocol
 
 #: A paragraph for each option, by name.
 _ARGS = {
@@ -96,7 +97,18 @@ Example::
 _MADE = re.compile(r"^Example::\n\n    >>> optimizer = optim\.\w+\(model\.\w+\(\)(.*)\)\n\n", re.M)
 
 
-def complete(cls: type) -> None:
+class Documented(Protocol):
+    """A class of optimizers, as far as paragraphs tell of it."""
+
+    __name__: str
+    __doc__: str | None
+    _states: tuple[str, ...]
+    _numbers: dict[str, float]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object: ...
+
+
+def complete(cls: Documented) -> None:
     """Adds to the docstring of a class the weights and options that it shares, and what it raises.
 
     Its own are under ``Args:`` there; the others follow in the order of the signature. An example

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+if TYPE_CHECKING:  # importing it takes a second
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(tensor: Tensor) -> bool:
-    # Only a program that has imported the module has such tensors; importing it takes a second.
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    # Only a program that has imported the module has such tensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 

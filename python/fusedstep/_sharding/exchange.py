@@ -84,7 +84,7 @@ class Unit(NamedTuple):
 
     weight: int
     """The place of its weight in a list."""
-    index: tuple[int, ...]
+    position: tuple[int, ...]
     """Where it is in the stack."""
     first: int
     """Its first row among those of all blocks."""
@@ -151,7 +151,7 @@ class Batch:
 
     def part_of_shard(self, unit: Unit, shard: Tensor) -> Tensor:
         """The part of a matrix in this process's shard of the weight."""
-        rows = shard[unit.index] if unit.index else shard
+        rows = shard[unit.position] if unit.position else shard
         first, length = unit.first, unit.shape[0]
         if not unit.dim:
             begin, length = unit.parts[self._rank]
@@ -198,7 +198,8 @@ def batches_of(
     units = [_units(place, form, dim, order) for place, form in enumerate(forms)]
     # The longest first, and those of one shape together.
     places = sorted(range(len(forms)), key=lambda place: -_cost(units[place][0]))
-    loads, batches, batch, size = [0] * len(order), [], [], 0
+    loads, batches, size = [0] * len(order), [], 0
+    batch: list[Unit] = []
     begins = {
         place: _chunk(form.shape[dim], len(order), order[rank])[0]
         for place, form in enumerate(forms)

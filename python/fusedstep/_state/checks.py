@@ -107,17 +107,17 @@ def check_betas(
         check_beta(i, beta)
     check_count(betas, count)
     beta1, beta2, *others = betas
-    others = map(as_number, others)
+    rest = map(as_number, others)
     tensors = sum(isinstance(beta, Tensor) for beta in (beta1, beta2))
     if tensors == 0:
-        return beta1, beta2, *others
+        return beta1, beta2, *rest
     if tensors == 1:
         raise ValueError("betas must be either both floats or both Tensors")
     if foreach and not capturable:
         raise ValueError(
             "betas[0] as a Tensor is not supported for capturable=False and foreach=True"
         )
-    return as_number(beta1), as_number(beta2), *others
+    return as_number(beta1), as_number(beta2), *rest
 
 
 #: By their number.

@@ -19,7 +19,7 @@ import functools
 import math
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -76,7 +76,7 @@ def asked_kind(group: Mapping[str, Any], weight: Tensor) -> str | None:
     return kind if isinstance(kind, str) and can_be_coded(weight) else None
 
 
-def is_codes(value: Any) -> bool:
+def is_codes(value: Any) -> TypeGuard[Tensor]:
     """Returns whether a value is a state in codes."""
     return isinstance(value, Tensor) and value.dtype in CODES
 

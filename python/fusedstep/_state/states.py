@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, product
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -286,7 +286,7 @@ class StateStore:
         """Sets what a weight keeps beside it, so that its value is what it was in another way."""
         way, state = way_of(group, weight), self.by_weight.get(weight, {})
         before = [each for each, name in BESIDE.items() if name in state and each != way]
-        if before:
+        if before and way is not None:
             value = value_of(before[0], weight, state)
             dtensor.local(beside).copy_(start_beside(way, weight, value))
         elif way == "float32":  # sparse gradients do not reach every row of it
@@ -353,8 +353,8 @@ class StateStore:
                     continue
                 shape = p.shape if shapes is None else shapes[name]
                 narrow = p.dtype in _SIXTEEN_BITS
-                dtypes = (torch.float32,) if narrow and shapes is not None else (p.dtype,)
-                dtypes += (torch.float32,) if narrow else ()
+                dtypes = [torch.float32 if narrow and shapes is not None else p.dtype]
+                dtypes += [torch.float32] if narrow else []
                 if found.shape != shape or not (any_dtype or found.dtype in dtypes):
                     raise RuntimeError(
                         f"tensor {index} of the list: the state {name} is {found.dtype} of the "
@@ -453,7 +453,8 @@ class StateStore:
         _replace(*self._conversion(group, weight))
 
     def _conversion(self, group: dict[str, Any], weight: Tensor) -> _Change:
-        state, new, gone = self.by_weight.get(weight, {}), {}, []
+        state, new = self.by_weight.get(weight, {}), dict[str, Tensor]()
+        gone: list[str] = []
         may_differ = isinstance(own_option(group, "state_dtype"), str)
         if not (may_differ or any(map(is_codes, state.values()))):
             return state, new, gone
@@ -517,9 +518,9 @@ class StateStore:
             names = names[len(shapes) :]
             placements = (self._placements(group, p) if shapes else None) or {}
             for name, shape in shapes.items():
-                if kinds.get(name) is not None:
+                if (kind_of_it := kinds.get(name)) is not None:
                     like = [self._like(group, p, name)]
-                    for _, what, codes in self._zero_codes(kinds[name], (name,), like, False):
+                    for _, what, codes in self._zero_codes(kind_of_it, (name,), like, False):
                         yield p, what, codes
                     continue
                 dtype = torch.float32 if p.dtype in _SIXTEEN_BITS else p.dtype
@@ -584,7 +585,7 @@ def _as_low(weight: Tensor, tensor: Tensor) -> Tensor:
     return dtensor.spread_like(weight, dtensor.local(tensor).view(torch.int16))
 
 
-def _is_like(value: Any, number: Tensor) -> bool:
+def _is_like(value: Any, number: Tensor) -> TypeGuard[Tensor]:
     """Returns whether a value is a number as _new_number() makes them."""
     return isinstance(value, Tensor) and (value.dtype, value.shape, value.device) == (
         number.dtype,

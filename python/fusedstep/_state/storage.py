@@ -133,13 +133,14 @@ def put_value(
     if is_dtensor(weight):
         increment_version([weight])  # no operation of its own writes it
     weight, value = local(weight), local(value)
-    beside = local(state[BESIDE[way]]) if way in BESIDE else None
+    if way == "stochastic":
+        weight.copy_(rounded_at_random(value, draws))
+        return
+    beside = local(state[BESIDE[way]])
     if way == "split":
         rounded, low = _split(value)
         weight.copy_(rounded)
         beside.copy_(low)
-    elif way == "stochastic":
-        weight.copy_(rounded_at_random(value, draws))
     else:
         weight.copy_(value)
         beside.copy_(_beside(way, weight, value))

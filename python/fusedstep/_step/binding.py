@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from fusedstep._state.checks import (
 )
 from fusedstep._step.factors import PLAIN
 from fusedstep._step.gradients import with_gradients
+from fusedstep._step.owner import Owner, StepRecord
 from fusedstep._step.plan import Bucket, Plan, PlansAside, Snapshot, Work, plans_of_nobody, same
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.support import why_not_native
@@ -29,7 +30,7 @@ from fusedstep._step.support import why_not_native
 _Place = tuple[int, ...]
 
 
-class BindsGroups:
+class BindsGroups(Owner):
     """Chooses native or imperative code for groups, and keeps the plans of those with native."""
 
     def _wants_native(self, group: dict[str, Any]) -> bool:
@@ -51,7 +52,7 @@ class BindsGroups:
         return fused is None and not (foreach or differentiable)
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         """Returns whether native kernels update these weights; raises if they must but cannot."""
         for p in weights:
@@ -72,7 +73,7 @@ class BindsGroups:
         self._aside = PlansAside()
         self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
         self._seen: Snapshot | None = None  # of the state that the plans were made for
-        self._last_step: tuple[Any, ...] | None = None
+        self._last_step: StepRecord | None = None
         self._spread: SpreadWeights | None = None
 
     def _spread_weights(self) -> SpreadWeights:
@@ -143,8 +144,11 @@ class BindsGroups:
         """Returns the work of a step; raises any group's error before anything is changed."""
         if self._seen is None or not self._seen.is_of(self._state):
             self._forget_plans()
+        parts: Iterable[tuple[int, list[Tensor]]]
         parts = enumerate(group["params"] for group in self.param_groups)
-        work, places, numbers = [], set(), ()
+        work: list[Work] = []
+        places: set[_Place] = set()
+        numbers: tuple[int, ...] = ()
         if bucket is not None:
             index = next(i for i, group in enumerate(self.param_groups) if group is bucket.group)
             parts, numbers = [(index, bucket.weights)], (bucket.number,)

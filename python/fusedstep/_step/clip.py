@@ -51,18 +51,18 @@ def factors_of(
     """Returns the factors of a step, or that it is to be skipped.
 
     ``scaler``: its ``found_inf`` and ``grad_scale``. ``spread``: the weights with parts in other
-    processes, where there is a norm.
+    processes, if the step needs the norm.
     """
     found_inf, scale = scaler
     max_norm, own_max_norm, own_eps, *_ = asked
     if found_inf is None and scale is None and not asked.is_norm:
         return PLAIN
-    if _is_on_device(work):
-        return _on_device(work, found_inf, scale, asked, spread)
+    if (device := _only_device(work)) is not None:
+        return _on_device(work, device, found_inf, scale, asked, spread)
     if found_inf is not None and found_inf.item():
         return Factors(is_skipped=True)
     factor, clip, norm = 1.0 if scale is None else 1.0 / scale.item(), 1.0, math.inf
-    if asked.is_norm:
+    if spread is not None:
         left = norm = _grad_norm(work, spread) * factor
         if asked.skips and not math.isfinite(norm):
             return Factors(norm=norm, is_skipped=True)
@@ -76,31 +76,34 @@ def factors_of(
 
 def norm_of(work: list[Work], spread: SpreadWeights) -> float | Tensor:
     """The 2-norm of all gradients of a step: on the device, if all of it is on one."""
-    if _is_on_device(work):
-        return _device_norm2(work, spread, work[0].plan.device).sqrt()
+    if (device := _only_device(work)) is not None:
+        return _device_norm2(work, spread, device).sqrt()
     return _grad_norm(work, spread)
 
 
-def _is_on_device(work: list[Work]) -> bool:
-    return bool(work) and all(item.plan and item.plan.is_on_device for item in work)
+def _only_device(work: list[Work]) -> torch.device | None:
+    """The first accelerator of a step of which all is on accelerators, natively; else None."""
+    if all(item.plan and item.plan.is_on_device for item in work):
+        return next((item.plan.device for item in work if item.plan), None)
+    return None
 
 
 def _on_device(
     work: list[Work],
+    device: torch.device,
     found_inf: Tensor | None,
     scale: Tensor | None,
     asked: Asked,
     spread: SpreadWeights | None,
 ) -> Factors:
     """The same without waiting for a device."""
-    device = work[0].plan.device
     max_norm, own_max_norm, own_eps, *_ = asked
     factor: float | Tensor = 1.0
     clip: float | Tensor = 1.0
     norm: float | Tensor = math.inf
     if scale is not None:
         factor = scale.to(device, torch.float64).reciprocal()
-    if asked.is_norm:
+    if spread is not None:
         norm = _device_norm2(work, spread, device).sqrt()
         if scale is not None:
             norm = norm * factor
@@ -117,7 +120,7 @@ def _on_device(
         found_inf = found_inf.to(device)
         if isinstance(norm, Tensor):
             norm = torch.where(found_inf != 0, math.inf, norm)
-    if asked.skips:
+    if asked.skips and isinstance(norm, Tensor):
         found_inf = (norm < math.inf).logical_not().to(torch.float32)
     return Factors(factor, clip, norm, found_inf)
 
@@ -126,7 +129,7 @@ def _device_norm2(work: Iterable[Work], spread: SpreadWeights, device: torch.dev
     """The square of the 2-norm of all gradients, added up device by device."""
     sums: dict[torch.device, Tensor] = {}
     for item in work:
-        if not item.plan.is_spread:
+        if item.plan and not item.plan.is_spread:
             there = item.plan.device
             if there not in sums:
                 sums[there] = torch.zeros((), dtype=torch.float64, device=there)
@@ -188,7 +191,8 @@ def _add_norms2(handles: list[int], plain: list[Tensor], others: list[Tensor], t
 
 def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     """The 2-norm of all gradients of a step."""
-    on_cpu, on_device = [], []
+    on_cpu: list[int] = []
+    on_device: list[Work] = []
     plain: list[Tensor] = []
     others: list[Tensor] = []
     for item in work:
@@ -198,10 +202,13 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
                     values = local(grad.coalesce().values() if grad.is_sparse else grad)
                     (plain if _is_plain(values, item.group) else others).append(values)
         elif not item.plan.is_spread:
-            (on_device if item.plan.is_on_device else on_cpu).append(item)
+            if item.plan.is_on_device:
+                on_device.append(item)
+            else:
+                on_cpu.append(item.plan.handle)
     norms = []
     if on_cpu:
-        norms.append(torch.ops.fusedstep.plans_grad_norm([item.plan.handle for item in on_cpu]))
+        norms.append(torch.ops.fusedstep.plans_grad_norm(on_cpu))
     if on_device:
         found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
         norms.append(found.sqrt().item())

@@ -26,20 +26,18 @@ class Factors(NamedTuple):
     @property
     def on_device(self) -> Tensor | None:
         """The product, where it is not known to the host."""
-        if self._is_on_host:
-            return None
         if is_one(self.clip):  # an operation on a device takes the host microseconds
-            return self.grad
-        return self.clip if is_one(self.grad) else self.grad * self.clip
+            product = self.grad
+        else:
+            product = self.clip if is_one(self.grad) else self.grad * self.clip
+        return product if isinstance(product, Tensor) else None
 
     @property
     def on_host(self) -> float:
         """The product, or one where it is on a device."""
-        return self.grad * self.clip if self._is_on_host else 1.0
-
-    @property
-    def _is_on_host(self) -> bool:
-        return not (isinstance(self.grad, Tensor) or isinstance(self.clip, Tensor))
+        if isinstance(self.grad, Tensor) or isinstance(self.clip, Tensor):
+            return 1.0
+        return self.grad * self.clip
 
     @property
     def of_others(self) -> float | Tensor:

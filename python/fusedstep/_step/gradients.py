@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import repeat
 from operator import is_not
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """The weights that have a gradient, with these."""
     grads = [p.grad for p in params]
     if all(map(is_not, grads, repeat(None))):
-        return list(params), grads
+        return list(params), cast("list[Tensor]", grads)
     weights = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
     return weights, [grad for grad in grads if grad is not None]
 
@@ -30,7 +31,7 @@ def by_place(
     places = [(p.device, spread_of_sums(p), kind) for p, kind in zip(weights, kinds, strict=True)]
     if len(set(places)) == 1:
         return [(weights, grads)]
-    parts = {place: ([], []) for place in places}
+    parts: dict[Any, tuple[list[Tensor], list[Tensor]]] = {place: ([], []) for place in places}
     for place, weight, grad in zip(places, weights, grads, strict=True):
         parts[place][0].append(weight)
         parts[place][1].append(grad)

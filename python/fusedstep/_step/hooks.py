@@ -16,6 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from fusedstep._native import ops
+from fusedstep._step.owner import Owner
 
 #: The function that torch.compile has Python call for each frame, or None. A torch that does not
 #: tell it is taken to have one.
@@ -56,7 +57,7 @@ def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..
     repeats = func is own
 
     @functools.wraps(func)
-    def between_hooks(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def between_hooks(self: Owner, *args: Any, **kwargs: Any) -> Any:
         """Compares the last step after the hooks, to notice what they have changed."""
         if (
             repeats
@@ -64,7 +65,7 @@ def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..
             and not is_compiling()
             and self._last_step is not None
             and (direct := ops.direct())
-            and (not self._store.was_read or self._look_for_holders() is None)
+            and (not self._store.was_read or self._look_for_holders())
             and direct.repeat(self, self._last_step._replace(empty=()))
         ):
             return None
@@ -73,14 +74,14 @@ def with_hooks(func: Callable[..., Any], own: Callable[..., Any]) -> Callable[..
     torch_step = Optimizer.profile_hook_step(between_hooks)
 
     @functools.wraps(func)
-    def step(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def step(self: Owner, *args: Any, **kwargs: Any) -> Any:
         if (
             repeats
             and (not (args or kwargs) or _asks_nothing(args, kwargs))
             and not torch.compiler.is_compiling()
             and self._last_step is not None
             and (direct := ops.direct())
-            and (not self._store.was_read or self._look_for_holders() is None)
+            and (not self._store.was_read or self._look_for_holders())
             and direct.repeat(self, self._last_step)
         ):
             return None

@@ -69,7 +69,8 @@ class Plan:
         """
         self.names = names
         self.state_dtype = state_dtype
-        self.seed, self.places = draws or (None, None)
+        self.seed: int | None = draws[0] if draws else None
+        self.places: list[int] | None = draws[1] if draws else None
         self.weights = list(weights)
         self.device = weights[0].device
         self.spread_of_sums = spread_of_sums(weights[0])
@@ -87,7 +88,8 @@ class Plan:
     @property
     def is_spread(self) -> bool:
         """Returns whether other processes have other parts of the weights."""
-        return self.is_distributed and any(each.is_partial() for each in self.spread_of_sums[1])
+        spread = self.spread_of_sums
+        return spread is not None and any(each.is_partial() for each in spread[1])
 
     @property
     def is_on_device(self) -> bool:

@@ -61,7 +61,7 @@ def take(
     at_once = uses or len(others) == len(work) or bool(spread and spread.rows)
     if at_once:
         by_torch(others)
-    native = [item for item in work if item.plan]
+    native = [item.plan for item in work if item.plan]
     spread = spread if in_phases else None
     in_order = others and not at_once
     one_by_one = iter(others)
@@ -70,7 +70,7 @@ def take(
     for item in work:
         if item.plan:
             if in_order:
-                _take_native([item], spread)
+                _take_native([item.plan], spread)
                 stepped += item.weights
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
@@ -85,19 +85,20 @@ def take(
     return untreated
 
 
-def _take_native(work: list[Work], spread: SpreadWeights | None) -> None:
+def _take_native(native: list[Plan], spread: SpreadWeights | None) -> None:
     """Takes steps that have been prepared."""
-    is_spread = [spread is not None and item.plan.is_spread for item in work]
+    is_spread = [spread is not None and plan.is_spread for plan in native]
     # In one call: nothing can fail between two groups.
-    if alone := [item.plan.handle for item, each in zip(work, is_spread, strict=True) if not each]:
+    if alone := [plan.handle for plan, each in zip(native, is_spread, strict=True) if not each]:
         ops.take_steps(alone)
+    if spread is None:
+        return
     plans: dict[Any, list[Plan]] = {}
-    for item, each in zip(work, is_spread, strict=True):
+    for plan, each in zip(native, is_spread, strict=True):
         if each:
-            plans.setdefault((item.plan.device, item.plan.spread_of_sums), []).append(item.plan)
+            plans.setdefault((plan.device, plan.spread_of_sums), []).append(plan)
     # All of them, though this process may have no gradient there.
-    places = spread.places(native=True) if spread else ()
-    for place in dict.fromkeys((*places, *plans)):
+    for place in dict.fromkeys((*spread.places(native=True), *plans)):
         parts = []
         for plan in plans.get(place, []):
             norms2 = _no_norms2(len(plan.weights), plan.device)
@@ -119,6 +120,6 @@ def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:
     native = [item for item in work if item.plan]
     if not native:
         return []
-    found = ops.plans_aliasing_grads([item.plan.handle for item in native])
+    found = ops.plans_aliasing_grads([item.plan.handle for item in work if item.plan])
     places = zip(found[::2], found[1::2], strict=True)
     return [(native[p].weights[i], native[p].grads[i]) for p, i in places]

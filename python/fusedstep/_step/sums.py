@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._sharding.dtensor import is_dtensor, local, spread_of_sums, total
+from fusedstep._sharding.dtensor import local, spread_of_sums, total
 from fusedstep._state.checks import name_of
 from fusedstep._step.plan import same
 
@@ -122,18 +122,18 @@ class SpreadWeights:
         if size_of not in self._lists:
             lists = self._lists[size_of] = {}
             for weight in dict.fromkeys(itertools.chain.from_iterable(self._params)):
-                if found := size_of(weight):
-                    lists.setdefault((weight.device, found[0]), {})[id(weight)] = found[1]
+                if size := size_of(weight):
+                    lists.setdefault((weight.device, size[0]), {})[id(weight)] = size[1]
         sums = dict(parts)
         for (device, spread), sizes in self._lists[size_of].items():
             counts = [float(key in parts) for key in sizes]
             numbers = [torch.tensor(counts, dtype=torch.float64, device=device)]
-            for key, size in sizes.items():
-                numbers.append(parts[key] if key in parts else numbers[0].new_zeros(size))
+            for key, count in sizes.items():
+                numbers.append(parts[key] if key in parts else numbers[0].new_zeros(count))
             found = total(torch.cat(numbers), spread).to(device)
-            counted, *found = found.split([len(sizes), *sizes.values()])
+            counted, *summed = found.split([len(sizes), *sizes.values()])
             self._check(spread, counted, list(sizes))
-            sums |= {key: each for key, each in zip(sizes, found, strict=True) if key in parts}
+            sums |= {key: each for key, each in zip(sizes, summed, strict=True) if key in parts}
         return sums
 
     def check_gradients(self, weights: list[Tensor]) -> None:
@@ -197,9 +197,9 @@ class SpreadWeights:
 
 def place_of(weight: Tensor) -> Place | None:
     """The place of a weight; None if no other process has another part of it."""
-    if not is_dtensor(weight):
-        return None
     spread = spread_of_sums(weight)
+    if spread is None:
+        return None
     return (weight.device, spread) if any(each.is_partial() for each in spread[1]) else None
 
 

@@ -142,5 +142,5 @@ def interrupted(
         f"{total - len(names)} and their states are as they were: with the gradients of those that "
         f"have been stepped set to None, step() takes them. {error}"
     )
-    found.stepped = stepped
+    found.stepped = stepped  # type: ignore[attr-defined]  # Python's error has it added
     return found

@@ -23,6 +23,7 @@ from fusedstep._state.storage import (
     value_of,
     way_of,
 )
+from fusedstep._step.binding import BindsGroups
 from fusedstep._step.factors import Factors
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.plan import Work
@@ -34,7 +35,7 @@ from fusedstep._torch_ops.trial import is_usual, made_stand_ins
 MOST_COPIES = 12
 
 
-class ImperativeTwin:
+class ImperativeTwin(BindsGroups):
     """Steps weights in torch operations where no native kernel does."""
 
     #: False for an optimizer that tries a step of another one.
@@ -109,7 +110,7 @@ class ImperativeTwin:
         factor = factors.on_host if work else 1
         if factor == 1:
             return work
-        return [item._replace(grads=torch._foreach_mul(item.grads, factor)) for item in work]
+        return [item._replace(grads=list(torch._foreach_mul(item.grads, factor))) for item in work]
 
     def _imperative_update(self, work: list[Work]) -> None:
         """Steps groups whose gradients have been multiplied by the factor of the step."""

@@ -9,18 +9,25 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedstep._step.owner import Owner
+
 #: Options that make a step the plain formula, where a class has them.
-_IMPERATIVE = {"fused": False, "foreach": None, "capturable": False, "differentiable": False}
+_IMPERATIVE: dict[str, Any] = {
+    "fused": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+}
 
 #: Attributes by which a GradScaler tells an optimizer about one step.
 _SCALER = ("grad_scale", "found_inf")
 
 
 def imperative_twin(
-    optimizer: Optimizer,
+    optimizer: Owner,
     groups: list[list[Tensor]],
     state: dict[Tensor, dict[str, Any]] | None = None,
-) -> Optimizer:
+) -> Owner:
     """Returns an optimizer like the given one, with these weights in its groups."""
     param_groups = []
     for group, weights in zip(optimizer.param_groups, groups, strict=True):
@@ -34,15 +41,15 @@ def imperative_twin(
 
 
 def like(
-    optimizer: Optimizer,
+    optimizer: Owner,
     param_groups: list[dict[str, Any]],
     state: dict[Tensor, dict[str, Any]] | None = None,
-) -> Optimizer:
+) -> Owner:
     """Returns an optimizer of the class and defaults of the given one, with these groups.
 
     It is made as unpickling makes one: constructors of subclasses may take anything.
     """
-    cls = optimizer._store.optimizer  # a wrapper of it may have another class
+    cls: type[Owner] = optimizer._store.optimizer  # a wrapper of it may have another class
     twin = cls.__new__(cls)
     twin.__setstate__(
         {
@@ -56,4 +63,5 @@ def like(
 
 def step(twin: Optimizer, *args: Any, **kwargs: Any) -> None:
     """Steps a twin without the hooks that torch runs for every optimizer of the process."""
-    type(twin).step.__wrapped__(twin, *args, **kwargs)
+    with_hooks: Any = type(twin).step
+    with_hooks.__wrapped__(twin, *args, **kwargs)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -234,7 +234,7 @@ class Adafactor(FusedOptimizer):
         return True
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         super()._is_native(group, weights, grads)
         if own_option(group, "fused") and (reason := _why_not_fused(weights, grads)):

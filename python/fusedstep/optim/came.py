@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -153,7 +154,7 @@ class CAME(FusedOptimizer):
         return True
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         on_meta = [p for p in weights if p.is_meta]
         if on_meta and own_option(group, "fused"):

@@ -228,7 +228,7 @@ class MuSGD(MuonSteps, SGD):
     # The step
 
     def _is_native(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor] = ()
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         asks = uses_muon(group) and own_option(group, "fused")
         if asks and (reason := self._why_no_kernels(group, weights)):
