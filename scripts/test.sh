@@ -107,7 +107,8 @@ test_everything() {
   bringing=$!
   part "C++" cpp_tests release
   part "site" test_site
-  part "Python" python_tests --dist worksteal "${short_tests[@]}" --ignore=tests/packaging --ignore=tests/frameworks
+  part "Python" python_tests --dist worksteal "${short_tests[@]}" --junitxml "$logs/python-tests.xml" \
+    --ignore=tests/packaging --ignore=tests/frameworks
   # In what the other parts leave idle: a minute of a core, and the same cases each time. `./run.sh fuzz` has others.
   # What goes wrong is seen when its turn comes.
   { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &

@@ -201,9 +201,14 @@ def test_what_the_tests_take_is_read_from_their_summary(tmp_path):
         "skipped  site                 0 s  run.sh: skipped: the site is not built\n"
         "passed   fuzz                 2 s  fuzz: 400 cases, 1,927 steps, 266 s: 400 cases passed\n"
     )
+    cases = [("a.test_x", "test_1[a]", 7.6), ("a.test_x", "test_1[b]", 4), ("test_y", "test_2", 3)]
+    lines = [f'<testcase classname="{a}" name="{b}" time="{c}" />' for a, b, c in cases]
+    (tmp_path / "report").write_text(f"<testsuite>{''.join(lines)}</testsuite>")
+    (tmp_path / "out.json").write_text('{"files": {"a.test_x": 7, "test_y": 1}}')
     probe = REPOSITORY / "bench" / "probes" / "test_time.py"
-    done = run(sys.executable, probe, tmp_path / "log", tmp_path / "out.json")
+    done = run(sys.executable, probe, *(tmp_path / name for name in ("log", "out.json", "report")))
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "a.test_x: 12 s, 7 s before\n"
     assert json.loads((tmp_path / "out.json").read_text()) == {
         "parts": [
             {"part": "C++", "seconds": 159, "tests": "10321 tests passed"},
@@ -212,4 +217,6 @@ def test_what_the_tests_take_is_read_from_their_summary(tmp_path):
             {"part": "fuzz", "seconds": 2, "tests": "fuzz: 400 cases, 1,927 steps", "ran": 266},
         ],
         "seconds": 787,
+        "files": {"a.test_x": 12, "test_y": 3},
+        "functions": {"a.test_x.test_1": 12, "test_y.test_2": 3},
     }
