@@ -83,6 +83,7 @@ class LoadsStates(BindsGroups):
             self._forget_plans()
             raise
 
+    @torch.inference_mode(False)  # as where a step makes states
     def _take_over(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "param_groups" in self.__dict__:
@@ -102,6 +103,7 @@ class LoadsStates(BindsGroups):
             fill_own(group, self.defaults, self._own_options)
             for p, key in zip(group["params"], keys, strict=False):
                 self._store.keep_wide(group, p, loading["state"].get(key, {}))
+            self._store.make_ordinary(group["params"])
             self._store.tidy(group)
             weights = [p for p in group["params"] if self._state.get(p)]
             for p in weights:

@@ -21,7 +21,7 @@ from fusedstep._sharding.dtensor import is_dtensor, spread_of
 from fusedstep._state.checks import check_at_least_zero, floats, name_of
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep._state.counts import read_count
-from fusedstep._state.storage import way_of
+from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
 from fusedstep._step.plan import Work
@@ -149,7 +149,7 @@ class LowRankGroups(LowRankShards):
         found = list(found) if isinstance(found, (list, tuple)) else [found]
         bases = dict(zip(self._sides(group, weight), found, strict=False))
         known = state | {side: basis for side, basis in bases.items() if basis is not None}
-        formed = {}
+        formed = {name: state[name] for name in BESIDE.values() if name in state}
         for name in ("step", *shapes):
             value = known.get(name)
             if isinstance(value, Tensor) and value.is_floating_point():

@@ -108,7 +108,8 @@ class Scratch:
             if key not in self._buffers or self._buffers[key].numel() < count:
                 self._buffers.pop(key, None)  # before the larger one is there
                 views.clear()
-                self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
+                with torch.inference_mode(False):  # the memory is for steps outside of it, too
+                    self._buffers[key] = torch.empty(count, dtype=dtype, device=device)
             views[shape] = self._buffers[key][:count].view(shape)
         return views[shape]
 

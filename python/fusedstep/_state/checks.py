@@ -352,6 +352,21 @@ def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
             )
 
 
+def check_writable(weights: list[Tensor]) -> None:
+    """Raises for weights of inference mode, which torch's operations change in that mode alone.
+
+    They would raise themselves, with states that have been changed.
+    """
+    if torch.is_inference_mode_enabled():
+        return
+    for index, weight in enumerate(weights):
+        if weight.is_inference():
+            raise RuntimeError(
+                f"tensor {index} of the list: the weight was made in inference mode, outside of "
+                "which torch's operations do not change it; clone() it first"
+            )
+
+
 def memory_of(
     weights: list[Tensor], grads: list[Tensor], states: list[dict[str, Any]]
 ) -> tuple[list[Any], ...] | None:

@@ -175,7 +175,7 @@ class StateStore:
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
-        if self._keeps_count(group, weight):
+        if self.keeps_count(group, weight):
             return self.by_weight[weight]
         # A graph is compiled again when what it reads changes: it reads no state that it needs not.
         state = self.by_weight[weight] if self.names_of(group, weight) else {}
@@ -192,7 +192,7 @@ class StateStore:
                 found[name] = state[name]
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    def _keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
+    def keeps_count(self, group: dict[str, Any], weight: Tensor) -> bool:
         """Returns whether the count is part of the state: random numbers follow from it."""
         return self._counts_steps(group) or way_of(group, weight) == "stochastic"
 
@@ -228,6 +228,8 @@ class StateStore:
         name, with the numbers.
         """
         check_state_dtype(own_option(group, "state_dtype"))
+        if self.was_read:  # else nobody has given it states
+            self.make_ordinary(weights)
         for change in [self._conversion(group, p) for p in weights]:
             _replace(*change)
         all_weights = weights
@@ -250,7 +252,7 @@ class StateStore:
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
         counts = {} if "step" in self._first else self._counts_beside(group, made)
-        in_states = [p for p in counts if self._keeps_count(group, p)]
+        in_states = [p for p in counts if self.keeps_count(group, p)]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
         for p, new in made.items():  # all at once: memory may run out before all are there
@@ -271,7 +273,7 @@ class StateStore:
         for p in made:
             state, names = self.by_weight.get(p, {}), self._names(group, p)
             has_moments = any(name in state for name in names)
-            goes_on = self._keeps_count(group, p) and (has_moments or not names)
+            goes_on = self.keeps_count(group, p) and (has_moments or not names)
             if not (goes_on and "step" in state):
                 counts[p] = self._count_of(group, p) if goes_on else _new_number(p, group)
         return counts
@@ -373,6 +375,15 @@ class StateStore:
             if p in self._counts:
                 self._counts[p] = state["step"]
 
+    @torch.no_grad()
+    def make_ordinary(self, weights: list[Tensor]) -> None:
+        """Copies states that were made in inference mode: torch changes none outside of it."""
+        for p in weights:
+            state = self.by_weight.get(p, {})
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    state[name] = value.clone()
+
     def tidy(self, group: dict[str, Any]) -> None:
         """Makes tensors of numbers that come from elsewhere, and removes what is None."""
         for p in group["params"]:
@@ -383,7 +394,7 @@ class StateStore:
                 if isinstance(state.get(name), (int, float)):
                     state[name] = _new_number(p, group, state[name])
             if "step" not in self._first:
-                if not self._keeps_count(group, p):
+                if not self.keeps_count(group, p):
                     self._count_of(group, p)
                 elif isinstance(state.get("step"), (int, float)):
                     state["step"] = _new_number(p, group, state["step"])
@@ -424,7 +435,7 @@ class StateStore:
             return value.is_shared() and (value.is_cpu or not from_dictionary)
 
         for p in weights:
-            state, count = self.by_weight[p], ("step",) if self._keeps_count(group, p) else ()
+            state, count = self.by_weight[p], ("step",) if self.keeps_count(group, p) else ()
             for name in dict.fromkeys((*self._first, *count)):
                 number = state[name].reshape(())  # older ones have the shape [1]
                 new = _new_number(p, group)
@@ -496,7 +507,7 @@ class StateStore:
     def _has_all(self, group: dict[str, Any], p: Tensor) -> bool:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
         absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
-        count = ("step",) if self._keeps_count(group, p) else ()
+        count = ("step",) if self.keeps_count(group, p) else ()
         if not state.keys() >= {*self._first, *count, *names, *absmax}:
             return False
         if p.dtype not in _SIXTEEN_BITS:

@@ -15,6 +15,7 @@ from fusedstep._state.checks import (
     check_counts,
     check_memory,
     check_operands,
+    check_writable,
     has_text,
     memory_of,
     with_name,
@@ -250,6 +251,9 @@ class BindsGroups(Owner):
         ``is_known``: whether ``_is_known`` says so.
         """
         check_operands(weights, grads)
+        made_elsewhere = any(p.is_inference() for p in weights)
+        if made_elsewhere and not self._writes_natively(group, weights, grads):
+            check_writable(weights)
         if self._is_composite(group):
             self._rehearse(group, weights, grads)
             if is_dtensor(weights[0]):
@@ -264,6 +268,12 @@ class BindsGroups(Owner):
                 self._memory[weights[0]], self._seen = memory, None  # for states have been made
         else:
             self._store.check(group, weights, any_dtype=True)
+
+    def _writes_natively(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether a native operation changes weights that have no plan."""
+        return False
 
     def _is_known(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> bool:
         """Returns whether a composite's operands, states and options have been checked.

@@ -28,7 +28,8 @@ class SkippedSteps:
         if factors.found_inf is None:
             return
         if self._there is None:
-            self._there = torch.zeros_like(factors.found_inf, dtype=torch.float64)
+            with torch.inference_mode(False):  # steps outside of it count as well
+                self._there = torch.zeros_like(factors.found_inf, dtype=torch.float64)
         # In place: a captured graph counts as well.
         self._there += factors.found_inf.to(self._there.device)
 

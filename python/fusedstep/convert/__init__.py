@@ -344,7 +344,7 @@ def _taken(
     for index, (group, members) in enumerate(zip(groups, given, strict=True)):
         _check_given(optimizer, new_groups[index], index, group, members)
     states = [
-        _translated(own | {"step": group.get("step")}, members, type(optimizer))
+        _translated(own | {"step": group.get("step")}, members, optimizer)
         for group, own, members in zip(groups, new_groups, given, strict=True)
     ]
     states = _in_form(optimizer, new_groups, states)
@@ -375,9 +375,10 @@ def _like(cls: type[FusedOptimizer], group: dict[str, Any], place: int) -> Tenso
 
 
 def _translated(
-    group: dict[str, Any], states: list[dict[str, Any]], cls: type[Optimizer]
+    group: dict[str, Any], states: list[dict[str, Any]], optimizer: FusedOptimizer
 ) -> list[dict[str, Any]]:
     """The states of a group under our names, each with a step count of its own."""
+    cls = type(optimizer)
     if issubclass(cls, optim.Adagrad):
         # DeepSpeed calls the sum by Adam's name. apex counts no steps: only lr_decay needs them.
         states = [
@@ -399,7 +400,11 @@ def _translated(
         zeros = {"exp_avg", "exp_avg_sq", "exp_avg_diff"}
         states = [{} if state.keys() - {"step"} == zeros else state for state in states]
     if not cls._counts_steps(group):
-        return [{k: value for k, value in state.items() if k != "step"} for state in states]
+        counted = [optimizer._store.keeps_count(group, weight) for weight in group["params"]]
+        return [
+            {name: value for name, value in state.items() if name != "step" or has_count}
+            for state, has_count in zip(states, counted, strict=True)
+        ]
     counts = [group.get("step"), *(state.get("step") for state in states)]
     largest = max((float(steps) for steps in counts if steps is not None), default=None)
     return [_with_step(state, largest) for state in states]

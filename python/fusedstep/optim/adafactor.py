@@ -452,6 +452,12 @@ class Adafactor(FusedOptimizer):
         fuses = self._wants_native(group) and not is_seen
         return fuses, fuses and _why_not_fused(weights, grads) is None
 
+    def _writes_natively(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> bool:
+        copied = any(way_of(group, weight) for weight in weights)  # a native operation steps copies
+        return not copied and self._fuses(group, weights, grads)[1]
+
     def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
         """Multiplies gradients that torch operations take; native ones do so as they read."""
         self._read_with = {}

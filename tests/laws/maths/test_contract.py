@@ -402,24 +402,26 @@ DIFFERENCES = [
         ("fused",),
     ),
     Difference("weights that share memory", "weights_that_share_memory", ALL, ("default", "fused")),
-    Difference("tensors made in inference mode", "inference_tensors_elsewhere", ALL, ("default",)),
     Difference(
-        "tensors made in inference mode", "inference_tensors_elsewhere", WITHOUT_FUSED, ("fused",)
+        "weights made in inference mode",
+        "inference_tensors_elsewhere",
+        ALL,
+        ("default", "unfused", "foreach"),
     ),
     Difference(
-        "states that a step in inference mode",
+        "weights made in inference mode", "inference_tensors_elsewhere", WITHOUT_FUSED, ("fused",)
+    ),
+    Difference(
+        "states that were made in inference mode",
         "states_made_in_inference_mode",
         tuple(cls for cls in ALL if cls not in (optim.Adagrad, optim.SGD)),
         tuple(MODES),
     ),
     Difference(
-        "states that a step in inference mode",
+        "states that were made in inference mode",
         "states_made_in_inference_mode",
         (optim.SGD,),
         ("default", "unfused", "foreach"),
-    ),
-    Difference(
-        "tensors made in inference mode", "inference_tensors_elsewhere", (optim.ASGD,), ("foreach",)
     ),
     Difference(
         "a weight cast to another",
