@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from fusedstep import optim
@@ -48,6 +49,9 @@ ROWS = (
 
 
 DENSE = [row for row in ROWS if row.optimizer is not optim.SparseAdam]
+#: Rows without a native plan, which tells of a second thread.
+WITHOUT_PLAN = [row for row in DENSE if row.optimizer is not optim.RowWiseAdagrad]
+MODES = pytest.mark.parametrize("fused", [None, True, False])
 
 
 def values_of(step):

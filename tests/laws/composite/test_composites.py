@@ -9,17 +9,14 @@ import torch
 
 from fusedstep import optim
 from support.cases import COMPOSITES, PRODUCTS
-from support.composites import DENSE, ROWS, SHAPE, stepped, values_of
+from support.composites import DENSE, MODES, ROWS, SHAPE, WITHOUT_PLAN, stepped, values_of
 from support.negated import WAYS, negated, negated_at_once
 from support.stepping import assert_same_bits, assert_same_contents, contents
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
 
-#: Rows without a native plan, which tells of a second thread.
-WITHOUT_PLAN = [row for row in DENSE if row.optimizer is not optim.RowWiseAdagrad]
 EACH = pytest.mark.parametrize("row", ROWS, ids=str)
-MODES = pytest.mark.parametrize("fused", [None, True, False])
 
 
 def first_state(optimizer, param):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import fusedstep
-from cases import first_of_each
-from peers import said
-from stepping import assert_same_bits, assert_same_contents, contents
-from test_composites import MODES, WITHOUT_PLAN
-from test_process_defaults import FIRST, SUBJECTS, built, steps, values
+from support.cases import first_of_each
+from support.composites import MODES, WITHOUT_PLAN
+from support.peers import said
+from support.stepping import assert_same_bits, assert_same_contents, contents
+from support.subjects import FIRST, SUBJECTS, built, steps, values
 
 #: Each class with each storage of its states and weights.
 STORED = ("state_dtype", "master_weights", "rounding")
