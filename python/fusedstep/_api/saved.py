@@ -18,6 +18,8 @@ from fusedstep._api.unknown import (
     check_states_known,
     check_unknown,
     is_dictionary_of,
+    is_state_of,
+    looks_like,
     options_of,
 )
 from fusedstep._state.checks import check_options, name_of
@@ -226,10 +228,10 @@ def check_names(
     """Raises if the state of a weight lacks what it has whatever other options are."""
     needed = _needed(optimizer, options, optimizer._state_shapes(options, weight))
     if missing := sorted({*_numbers(optimizer, options), *needed} - state.keys()):
-        likely = [cls for cls in classes if _is_state_of(cls, state)]
+        likely = [cls for cls in classes if is_state_of(cls, state)]
         raise ValueError(
             f"the state of {name} has no {', '.join(missing)}: it is not one of "
-            f"{type(optimizer).__name__}{_looks_like(likely)}{advice}"
+            f"{type(optimizer).__name__}{looks_like(likely)}{advice}"
         )
 
 
@@ -329,7 +331,7 @@ def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: lis
         cls
         for cls in classes
         if (options_of(cls) - cls._own_options.keys()) & known == saved.keys() & known
-        and all(_is_state_of(cls, each) for each in stepped)
+        and all(is_state_of(cls, each) for each in stepped)
     ]
     kept = optimizer.defaults.keys() - optimizer._own_options.keys()
     missing = sorted(kept & _ALWAYS_SAVED - optimizer._later_options.keys() - saved.keys())
@@ -340,20 +342,6 @@ def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: lis
         has = f"no {lacks}" if lacks else ", ".join(sorted(saved.keys() & known - own))
         raise ValueError(
             f"group {index} of the dictionary has {has}: it is not one of "
-            f"{name}{_looks_like(likely)}. To go on from another optimizer all the same, "
+            f"{name}{looks_like(likely)}. To go on from another optimizer all the same, "
             "call fusedstep.import_state_dict"
         )
-
-
-def _is_state_of(cls: type[Owner], state: Mapping[str, Any]) -> bool:
-    if cls._composite:  # whose groups may have the states of Adam
-        return False
-    needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
-    absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
-    names = state.keys() - {"step", *BESIDE.values()} - absmax
-    return bool(names) and needed <= names <= {*needed, *cls._states}
-
-
-def _looks_like(classes: list[type[Owner]]) -> str:
-    names = " or ".join(cls.__name__ for cls in classes)
-    return f", but looks like one of {names}" if names else ""

@@ -146,10 +146,27 @@ def check_states_known(
         key for key in unknown_states(optimizer, group, weight, state) if state[key] is not None
     ]
     if unknown:
+        own = type(optimizer).__name__
+        likely = looks_like([cls for cls in classes if is_state_of(cls, state)])
         raise ValueError(
-            f"the state of {name} has {', '.join(map(str, unknown))}, which "
-            f"{type(optimizer).__name__} does not keep{maker_of(state)}{advice}"
+            f"the state of {name} has {', '.join(map(str, unknown))}, which {own} does not keep"
+            f"{maker_of(state) or (likely and f': it is not one of {own}{likely}')}{advice}"
         )
+
+
+def is_state_of(cls: type[Owner], state: Mapping[Any, Any]) -> bool:
+    """Returns whether a state of a weight has the names of a class, and no other ones."""
+    if cls._composite:  # whose groups may have the states of Adam
+        return False
+    needed = {*cls._state_names(cls._later_options), *cls._numbers} - {"step"}
+    absmax = {absmax_of(name) for name, value in state.items() if is_codes(value)}
+    names = state.keys() - {"step", *BESIDE.values()} - absmax
+    return bool(names) and needed <= names <= {*needed, *cls._states}
+
+
+def looks_like(likely: list[type[Owner]]) -> str:
+    names = " or ".join(cls.__name__ for cls in likely)
+    return f", but looks like one of {names}" if names else ""
 
 
 def _says_nothing(value: Any) -> bool:

@@ -287,6 +287,20 @@ def test_states_of_other_optimizers():
         adam.load_state_dict(torch.optim.SGD(adam.param_groups[0]["params"]).state_dict())
 
 
+@pytest.mark.parametrize("name", ["Lion", "SGD", "MuSGD", "RowWiseAdagrad"])
+def test_states_of_torchs_adamw_are_named_where_a_class_keeps_fewer(name):
+    weight = torch.nn.Parameter(torch.ones(3, 2))
+    theirs = torch.optim.AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    theirs.step()
+    optimizer = getattr(optim, name)([weight], lr=1e-3)
+    text = f"keep: it is not one of {name}, but looks like one of Adam or AdamW"
+    unchanged = Unchanged(optimizer)
+    with pytest.raises(ValueError, match=text):
+        fusedstep.import_state_dict(optimizer, theirs.state_dict())
+    unchanged.check()
+
+
 def test_an_optimizer_can_be_changed_by_import():
     """As the error of load_state_dict says; what it saves then is its own."""
     params, adamw = trained(next(case for case in PLAIN if case.optimizer is optim.AdamW))
