@@ -97,8 +97,10 @@ FOREIGN: dict[str, Foreign] = {
 
 #: Libraries, by options and states that no other has.
 _MAKERS = {
+    "beta2_cap": "timm's AdafactorBigVision",
     "d_coef": "prodigyopt",
     "d_numerator": "prodigyopt",
+    "eps_scale": "timm's Adafactor",
     "exp_avg_lr_1": "timm's LaProp",
     "is_preconditioning": "heavyball",
     "is_initialized": "heavyball",
@@ -125,6 +127,7 @@ class _Library(NamedTuple):
 
 
 _TIMM = {
+    "Adafactor": (frozenset({"eps_scale"}), frozenset()),
     "Adan": (frozenset({"no_prox"}), frozenset()),
     **dict.fromkeys(("AdamW", "APOLLOAdamW", "GaLoreAdamW"), (frozenset({"amsgrad"}), frozenset())),
     "Lamb": (frozenset({"trust_clip"}), frozenset()),

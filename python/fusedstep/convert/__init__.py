@@ -335,7 +335,7 @@ def _taken(
     """
     given = [
         [
-            in_our_states(name_of(own, index, place), state, group, own)
+            in_our_states(name_of(own, index, place), own["params"][place], state, group, own)
             for place, state in enumerate(members)
         ]
         for index, (group, own, members) in enumerate(zip(groups, new_groups, given, strict=True))

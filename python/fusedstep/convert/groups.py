@@ -1,12 +1,13 @@
-"""Groups of optimi and of timm's Muon, whose options and states mean something else than here.
+"""Groups of optimi and of two classes of timm, which mean something else than here.
 
 optimi keeps moments that are debiased: those here times ``1 - beta**step``. timm's Muon has other
-coefficients by the names that they have here, and says of each weight who steps it.
+coefficients by the names that they have here, and says of each weight who steps it. timm's
+Adafactor factors the moments of large matrices alone, and does not scale a given lr by the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -56,6 +57,10 @@ def is_of_timms_muon(group: Mapping[str, Any]) -> bool:
     return {"ns_coefficients", "safety_factor"} <= group.keys()
 
 
+def is_of_timms_adafactor(group: Mapping[str, Any]) -> bool:
+    return {"eps_scale", "min_dim_size_to_factor"} <= group.keys()
+
+
 def in_our_options(
     group: Mapping[str, Any], states: list[Any], cls: type[FusedOptimizer]
 ) -> dict[str, Any]:
@@ -68,16 +73,23 @@ def in_our_options(
         return _from_optimi(group, cls)
     if is_of_timms_muon(group) and issubclass(cls, optim.Muon):
         return _from_timms_muon(group, states)
+    if is_of_timms_adafactor(group) and issubclass(cls, optim.Adafactor):
+        return _from_timms_adafactor(group)
     return dict(group)
 
 
 def in_our_states(
-    what: str, state: Any, group: Mapping[str, Any], new_group: Mapping[str, Any]
+    what: str, weight: Tensor, state: Any, group: Mapping[str, Any], new_group: Mapping[str, Any]
 ) -> Any:
     """The state of a weight of such a group under our names; any other as it is.
 
     `what`: the weight in an error. `new_group`: the options to come.
+
+    Raises:
+        ValueError: for a weight that the other class steps by another formula.
     """
+    if is_of_timms_adafactor(group):
+        _check_factored(what, weight.shape, group["min_dim_size_to_factor"])
     if not (isinstance(state, Mapping) and state):
         return state
     if is_of_optimi(group):
@@ -143,6 +155,26 @@ def _from_timms_muon(group: Mapping[str, Any], states: list[Any]) -> dict[str, A
     use_muon = bool(kinds.pop()) if kinds else not group.get("use_fallback")
     new = options_of_timms_muon(group, use_muon, REMOVE)
     return new | ({"use_muon": False} if not use_muon else {"use_muon": True} if kinds else {})
+
+
+def _from_timms_adafactor(group: Mapping[str, Any]) -> dict[str, Any]:
+    new = {name: value for name, value in group.items() if name != "min_dim_size_to_factor"}
+    new["eps"] = (group["eps"], new.pop("eps_scale"))
+    return new if group["relative_step"] else new | {"scale_parameter": False}
+
+
+def _check_factored(what: str, shape: Sequence[int], least: int) -> None:
+    """Raises unless timm's Adafactor factors the moments of a weight as ours does."""
+    if len(shape) < 2:
+        return
+    of_filters = len(shape) > 2 and min(shape[:2]) > least
+    if of_filters or min(shape[-2:]) <= least:
+        kept = "of the first two dimensions" if of_filters else "of each element"
+        raise ValueError(
+            f"timm's Adafactor with min_dim_size_to_factor={least} keeps second moments {kept} of "
+            f"{what}, of the shape {list(shape)}, where Adafactor has those of rows and columns of "
+            "the last two dimensions"
+        )
 
 
 def options_of_timms_muon(

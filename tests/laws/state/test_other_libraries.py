@@ -25,6 +25,14 @@ TAKEN = [
     ("timm.optim", "AdamWLegacy", "AdamW", {}),
     ("timm.optim", "Lamb", "Lamb", {"weight_decay": 0.1}),
     ("timm.optim", "SGDW", "SGD", {"momentum": 0.9, "weight_decay": 0.0}),
+    *(
+        ("timm.optim", "Adafactor", "Adafactor", {"min_dim_size_to_factor": 3} | options)
+        for options in (
+            {"weight_decay": 0.1, "eps_scale": 0.5},
+            {"lr": 0.01, "betas": (0.8, 0.9), "weight_decay": 0.1, "eps": 1e-6},
+            {"warmup_init": True, "scale_parameter": False, "decay_rate": -0.7},
+        )
+    ),
     *(("pytorch_optimizer", name, name, {}) for name in ("Adan", "Lion")),
     ("pytorch_optimizer", "AdaDelta", "Adadelta", {}),
     ("pytorch_optimizer", "AdaMax", "Adamax", {"lr": 0.01}),
@@ -40,6 +48,9 @@ REFUSED = [
     ("timm.optim", "Mars", "AdamW", {}, ""),
     ("timm.optim", "SGDP", "SGD", {"lr": 0.01, "momentum": 0.9}, ""),
     ("timm.optim", "RMSpropTF", "RMSprop", {}, "lr_in_momentum=True"),
+    ("timm.optim", "Adafactor", "Adafactor", {"lr": 0.01}, r"of each element of .*\[8, 16\]"),
+    ("timm.optim", "Adafactor", "Adafactor", {"caution": True}, "caution=True has no counterpart"),
+    ("timm.optim", "AdafactorBigVision", "Adafactor", {}, "one of timm's AdafactorBigVision"),
     ("timm.optim", "Lion", "Lion", {"caution": True}, "caution=True has no counterpart"),
     ("pytorch_optimizer", "Lamb", "Lamb", {}, "has weight_norm, adam_norm, trust_ratio, which"),
     ("pytorch_optimizer", "StableAdamW", "AdamW", {}, "kahan_sum=True has no counterpart"),
@@ -97,6 +108,29 @@ def test_refuses_the_other(monkeypatch, package, name, ours, options, text):
     with pytest.raises(ValueError, match=r"no counterpart|has no|one of"):
         optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
     assert optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize("shape", [(17, 17), (3, 5, 17, 17), (18, 17, 3, 3), (17, 16), (1, 1, 32)])
+def test_adafactor_of_timm_is_refused_where_it_factors_otherwise(monkeypatch, shape):
+    """Also a weight that has no state yet."""
+    library, saved = need_library(monkeypatch, "timm.optim"), []
+    weight = torch.nn.Parameter(torch.ones(shape))
+    other = library.Adafactor([weight], lr=0.01)
+    saved.append(copy.deepcopy(other.state_dict()))
+    weight.grad = torch.ones(shape)
+    other.step()
+    saved.append(other.state_dict())
+    is_same = "exp_avg_sq_col" in (state := other.state[weight]) and (
+        state["exp_avg_sq_col"].shape == (*shape[:-2], shape[-1])
+    )
+    for dictionary in saved:
+        optimizer = optim.Adafactor([weight])
+        if is_same:
+            fusedstep.import_state_dict(optimizer, dictionary)
+            continue
+        with pytest.raises(ValueError, match="keeps second moments of"):
+            fusedstep.import_state_dict(optimizer, dictionary)
+        assert not optimizer.state
 
 
 def test_refuses_lora_fa_of_peft(monkeypatch):
