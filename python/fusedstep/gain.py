@@ -119,7 +119,7 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
 
     >>> fusedstep.compare(optimizer, iteration_ms=217)
     """
-    check_ours(optimizer)
+    ours = check_ours(optimizer)
     if rounds < 1:
         raise ValueError(f"Invalid rounds value: {rounds}")
     if iteration_ms is not None and not iteration_ms > 0:
@@ -133,14 +133,14 @@ def compare(optimizer: Optimizer, *, rounds: int = 5, iteration_ms: float | None
             for group in groups
         ]
 
-    timed: dict[str, Optimizer] = {OURS: twin.like(optimizer, copies(), {})}
+    timed: dict[str, Optimizer] = {OURS: twin.like(ours, copies(), {})}
     for name, way in _ways_of_torch(type(optimizer)):
         if other := _of_torch(type(optimizer), copies(), optimizer.defaults, way):
             timed[name] = other
             break
     else:
         weights = [group["params"] for group in copies()]
-        timed[FORMULA] = twin.imperative_twin(optimizer, weights)
+        timed[FORMULA] = twin.imperative_twin(ours, weights)
     ms = time_steps(timed, rounds)
     found = Gain(type(optimizer).__name__, ms, iteration_ms, notes_of(timed))
     print(found)

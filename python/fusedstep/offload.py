@@ -181,7 +181,7 @@ def _options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 def _without_groups(optimizer: FusedOptimizer) -> FusedOptimizer:
     """An optimizer to unpickle into: of the class that has the states, not of a wrapper's."""
-    cls = optimizer._store.optimizer
+    cls: type[FusedOptimizer] = optimizer._store.optimizer
     return cls.__new__(cls)
 
 
@@ -286,8 +286,7 @@ class OffloadedOptimizer(Optimizer):
         kept = self._in_groups()
         self._removed = [copy for copy in self._on_cpu.values() if copy not in kept]
         for copy in self._removed:
-            if copy.weight.grad is not None:
-                copy.give_gradient_back()
+            copy.give_gradient_back()
 
     def _forget_removed(self) -> None:
         """Lets go of weights that have left the groups and that neither a state nor a user has.
@@ -318,13 +317,14 @@ class OffloadedOptimizer(Optimizer):
         for group, inner in self._pairs():
             inner |= {name: value for name, value in group.items() if name != "params"}
 
-    @property
+    @property  # type: ignore[override]  # a view is no dictionary
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
         """The states, which are on the CPU, by the weights of the model."""
         return _States(self)
 
     @state.setter
     def state(self, states: Mapping[Tensor, dict[str, Any]]) -> None:
+        of_copies: dict[Tensor, dict[str, Any]]
         of_copies = {self._on_cpu[weight].weight: state for weight, state in states.items()}
         self._finish()
         self._inner.state = defaultdict(dict, of_copies)
@@ -518,9 +518,14 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         del self._there()[self._copy_of(weight)]
 
     def __contains__(self, weight: object) -> bool:
-        return weight in self._optimizer._on_cpu and self._copy_of(weight) in self._there()
+        return (
+            isinstance(weight, Tensor)
+            and weight in self._optimizer._on_cpu
+            and self._copy_of(weight) in self._there()
+        )
 
     def __iter__(self) -> Iterator[Tensor]:
+        sources: dict[Tensor, Tensor]
         sources = {copy.weight: weight for weight, copy in self._optimizer._on_cpu.items()}
         return iter([sources[weight] for weight in self._there()])
 
@@ -584,6 +589,8 @@ class _Copy:
 
     def give_gradient_back(self) -> None:
         """The weight has left its group, and is not stepped."""
+        if self.weight.grad is None:
+            return
         grad, self.weight.grad = self.weight.grad.to(self.source.device, copy=True), None
         self.source.grad = grad if self.source.grad is None else grad + self.source.grad
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.buckets import check_free, check_ours
 from fusedstep._sharding import dtensor
 from fusedstep._state.codes import is_codes
@@ -243,7 +244,8 @@ class _Watch:
         # and weights is no part of the step.
         before = optimizer.register_step_pre_hook(self._before)
         after = optimizer.register_step_post_hook(self._after)
-        after.hooks_dict_ref().move_to_end(after.id, last=False)
+        if (hooks := after.hooks_dict_ref()) is not None:
+            hooks.move_to_end(after.id, last=False)
         self._handles = [before, after]
 
     def end(self) -> None:
@@ -264,7 +266,7 @@ class _Watch:
 
         def watched() -> Any:
             loss = closure()
-            self._foresee(optimizer, others, options)
+            self._foresee(check_ours(optimizer), others, options)
             return loss
 
         if closure is not None:
@@ -272,18 +274,21 @@ class _Watch:
         call = _Call(bound.kwargs)
         self._call = weakref.ref(call)
         if closure is None:
-            self._foresee(optimizer, others, options)
+            self._foresee(check_ours(optimizer), others, options)
         return bound.args, call
 
     @torch.no_grad()
-    def _foresee(self, optimizer: Optimizer, args: list[Any], kwargs: dict[str, Any]) -> None:
+    def _foresee(self, optimizer: FusedOptimizer, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Takes the step that is to come on copies."""
+        call = self._call()
+        if call is None:  # a closure is called when its step has ended
+            return
         twin, _ = _copy_of(optimizer, torch.clone)
         started = time.perf_counter()
         _twin.step(twin, *args, **kwargs)
         self.report.reference_ms = min(self.report.reference_ms, _ms_since(started))
 
-        call, ways, owners = self._call(), _ways_of(optimizer), _groups_of(optimizer)
+        ways, owners = _ways_of(optimizer), _groups_of(optimizer)
         for units in (0, 1, -1):
             twin, copies = _copy_of(optimizer, _in_double, units)
             for group, own in zip(twin.param_groups, optimizer.param_groups, strict=True):
@@ -311,21 +316,24 @@ class _Watch:
 
     @torch.no_grad()
     def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kwargs is not self._call() or not kwargs.expected:
+        call = self._call()
+        if call is None or kwargs is not call or not call.expected:
             return
-        report = self.report
-        report.native_ms = min(report.native_ms, _ms_since(kwargs.started))
+        report, ours = self.report, check_ours(optimizer)
+        report.native_ms = min(report.native_ms, _ms_since(call.started))
         try:
-            report.isa = optimizer._isa()
+            report.isa = ours._isa()
         except RuntimeError:
             report.isa = None
-        report.by_torch = groups_by_torch(optimizer)
-        self._compare(optimizer, kwargs.expected)
+        report.by_torch = groups_by_torch(ours)
+        self._compare(ours, call.expected)
         report.steps += 1
         if report.steps == report.wanted:
             print(report)
 
-    def _compare(self, optimizer: Optimizer, expected: dict[Tensor, dict[str, _Expected]]) -> None:
+    def _compare(
+        self, optimizer: FusedOptimizer, expected: dict[Tensor, dict[str, _Expected]]
+    ) -> None:
         elements, ways = sum(p.numel() for p in expected), _ways_of(optimizer)
         owners = _groups_of(optimizer)
         for name, p in _named_parameters(optimizer):
@@ -359,7 +367,7 @@ class _Watch:
 
 
 def _copy_of(
-    optimizer: Optimizer, copied: Callable[[Tensor], Tensor], units: int = 0
+    optimizer: FusedOptimizer, copied: Callable[[Tensor], Tensor], units: int = 0
 ) -> tuple[Optimizer, dict[Tensor, Tensor]]:
     """An imperative twin over copies of weights, gradients and states; the copies by weight.
 
@@ -396,7 +404,7 @@ def _noise(values: Tensor) -> Tensor:
     return (values * (1e6 / torch.where(largest > 0, largest, 1))).sin()
 
 
-def _averaged(optimizer: Optimizer, group: dict[str, Any], weight: Tensor) -> int:
+def _averaged(optimizer: FusedOptimizer, group: dict[str, Any], weight: Tensor) -> int:
     """The most elements that a number of a weight's states is the mean of; 0 if none is a mean."""
     shapes = (optimizer._state_shapes(group, weight) or {}).values()
     least = min((shape.numel() for shape in shapes if shape.numel()), default=weight.numel())
@@ -421,7 +429,7 @@ def _value(way: str | None, weight: Tensor, optimizer: Optimizer) -> Tensor:
 
 
 def _named_parameters(optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    named = []
+    named: list[tuple[str, Tensor]] = []
     for index, group in enumerate(optimizer.param_groups):
         places = [f"group {index}, {place}" for place in range(len(group["params"]))]
         named += zip(group.get("param_names", places), group["params"], strict=True)
@@ -495,7 +503,7 @@ def _elements(tensor: Tensor) -> Tensor:
     return torch.view_as_real(shard) if shard.is_complex() else shard
 
 
-def _is_rounded(optimizer: Optimizer, name: str, value: Any) -> bool:
+def _is_rounded(optimizer: FusedOptimizer, name: str, value: Any) -> bool:
     """A number beside the states, such as a step count, has a dtype of its own."""
     return name not in optimizer._numbers and _is_inexact(value)
 

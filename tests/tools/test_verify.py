@@ -450,6 +450,17 @@ def test_a_step_that_runs_no_closure_is_not_compared():
     assert (report.steps, report.ok) == (0, False)
 
 
+def test_a_closure_that_is_called_after_its_step_is_not_compared():
+    class Late(optim.Lamb):
+        def step(self, closure=None):
+            self.closure = closure
+
+    params, optimizer = build(PLAIN[0], optimizer=Late)
+    report = verified(params, optimizer)
+    optimizer.closure()
+    assert (report.steps, report.ok) == (0, False)
+
+
 def test_goes_on_after_a_step_that_failed():
     params, optimizer = build(PLAIN[0])
     report = fusedstep.verify(optimizer, steps=1)

@@ -97,6 +97,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: True if dictionaries may hold a step count for a whole group.
     _counts_in_groups: ClassVar[bool] = False
 
+    #: Known of a step of composites that is under way: a second one at once is an error.
+    _stepping: object
+
     #: States that _in_form() reads, beyond those that a weight has.
     _foreign_states: ClassVar[frozenset[str]] = frozenset()
 
@@ -119,8 +122,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         if cls.__module__.startswith("fusedstep."):
             classes.append(cls)
         if "__init__" in vars(cls):
-            complete(cls)
-            cls.__init__ = with_advice(cls.__init__)
+            complete(cls, cls._states, cls._numbers)
+            cls.__init__ = with_advice(cls.__init__)  # type: ignore[method-assign]  # the same
 
     def __init__(self, params: ParamsT, arguments: dict[str, Any]) -> None:
         """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
@@ -531,13 +534,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         asked = Asked(max_norm, own_max_norm, own_eps, error_if_nonfinite, skips)
         spread = self._spread_weights() if asked.is_norm else None
         factors = factors_of(work, scaler, asked, spread)
-        if error_if_nonfinite:
+        if error_if_nonfinite and spread is not None:
             check_norm(factors, work, spread, self._groups)
-        norm: float | Tensor | None = None
+        norm: Tensor | None = None
         if max_norm is not None:  # before anything is changed: there may be no memory for it
-            norm = factors.norm
-            if not isinstance(norm, Tensor):
-                norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
+            if isinstance(factors.norm, Tensor):
+                norm = factors.norm
+            else:
+                norm = torch.tensor(factors.norm, dtype=torch.float64, device="cpu")
         of_others = 0.0 if zero_grad else factors.of_others
         if not isinstance(of_others, Tensor) and of_others not in (0, 1):
             of_others = torch.tensor(of_others, dtype=torch.float64, device="cpu")  # here as well

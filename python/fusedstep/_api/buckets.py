@@ -22,10 +22,10 @@ from fusedstep._step.clip import EPSILON
 from fusedstep._step.plan import Bucket, same
 
 
-def check_ours(optimizer: Any) -> None:
-    """Raises for an optimizer of another library, and for an object that has one inside."""
+def check_ours(optimizer: Any) -> FusedOptimizer:
+    """Returns it; raises for one of another library, and for an object that has one inside."""
     if isinstance(optimizer, FusedOptimizer):
-        return
+        return optimizer
     advice = inside(optimizer)
     if not advice and isinstance(optimizer, Optimizer):
         advice = ": fusedstep.convert() makes one of it"
@@ -95,7 +95,8 @@ def name_in(groups: list[dict[str, Any]], weight: Tensor) -> str:
 def buckets_of(groups: list[dict[str, Any]], cap: float) -> Iterator[Bucket]:
     """Divides the weights of each group: as many as have room in so many bytes, one at least."""
     for group in groups:
-        number, weights, size = 0, [], 0.0
+        number, size = 0, 0.0
+        weights: list[Tensor] = []
         for weight in group["params"]:
             if weights and size + weight.nbytes > cap:
                 yield Bucket(group, number, weights)
@@ -198,7 +199,8 @@ class Arrivals:
         self._buckets = [_Waiting(each) for each in buckets_of(self._groups, self._cap)]
         for each in self._buckets:
             for weight in each.bucket.weights:
-                seen = self._seen[weight] = before.pop(weight, None) or new()
+                known = before.pop(weight, None)
+                seen = self._seen[weight] = known or new()
                 seen.waiting = each
         for seen in before.values():
             _remove(seen.handle)
@@ -357,16 +359,17 @@ class PreviousNorm:
 
     def begin_iteration(self) -> float | Tensor | None:
         """Returns the norm of the iteration that ends; None where nothing is clipped."""
-        norm: float | Tensor | None = None
         norms, self._norms = self._norms, []
-        if any(isinstance(norm, Tensor) for norm in norms):
-            first = next(norm for norm in norms if isinstance(norm, Tensor))
+        if self._limit is None or not norms:
+            return None
+        first = next((norm for norm in norms if isinstance(norm, Tensor)), None)
+        if first is not None:
             dtype, device = first.dtype, first.device
             stacked = torch.stack([torch.as_tensor(x, dtype=dtype, device=device) for x in norms])
             norm = torch.linalg.vector_norm(stacked)
             self._factor = (self._limit / (norm + EPSILON)).clamp(max=1.0)
-        elif norms:
-            norm = math.hypot(*norms)
-            factor = self._limit / (norm + EPSILON)
-            self._factor = 1.0 if factor >= 1 else factor  # NaN of a norm that is
-        return norm
+            return norm
+        of_all = math.hypot(*map(float, norms))
+        factor = self._limit / (of_all + EPSILON)
+        self._factor = 1.0 if factor >= 1 else factor  # NaN of a norm that is
+        return of_all

@@ -6,7 +6,7 @@ import functools
 import inspect
 import math
 from collections.abc import Callable, Container, Iterable, Mapping, Set
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -28,7 +28,7 @@ class Foreign(NamedTuple):
 
     neutral: Container[Any] = ()
     """Values that ask for what a class without the option does anyway."""
-    ours: Callable[[Any], dict[str, Any]] | None = None
+    ours: Callable[[Any], dict[str, Any] | None] | None = None
     """Options that say the same, for classes that have them."""
     neutral_in: tuple[str, ...] = ()
     """The classes that the neutral values hold for; all if there are none."""
@@ -83,7 +83,7 @@ FOREIGN: dict[str, Foreign] = {
     "max_unorm": Foreign((0,)),
     "min_8bit_size": Foreign((4096,)),
     "min_coeff": Foreign((0,), lambda bound: {"min_ratio": bound}),
-    "optim_bits": Foreign((32,), {8: {"state_dtype": "int8"}}.get),
+    "optim_bits": Foreign((32,), lambda bits: {"state_dtype": "int8"} if bits == 8 else None),
     "percentile_clipping": Foreign((100,)),
     "safety_factor": Foreign(),  # of timm's Muon, which names other coefficients as ours are named
     "set_grad_none": Foreign((True,)),
@@ -249,7 +249,7 @@ def with_advice(init: _Init) -> _Init:
                 )
         init(self, *args, **options)
 
-    return __init__
+    return cast("_Init", __init__)
 
 
 def _advice(name: str, value: Any, optimizer: type[Any], parameters: Mapping[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, cast
 
 from torch import Tensor
 
@@ -12,10 +12,16 @@ from torch import Tensor
 _GIVEN = {"foreach": False, "maximize": False}
 _LEFT_OUT = {"fused", "grad_scale", "found_inf", "has_complex", "has_sparse_grad"}
 
-_Formula = Callable[[Any, dict[str, Any], Tensor, Tensor, dict[str, Tensor]], Tensor]
+
+class Formula(Protocol):
+    """The method ``_formula`` of an optimizer."""
+
+    def __call__(
+        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
+    ) -> Tensor: ...
 
 
-def by_torch(function: Callable[..., None], *states: str) -> _Formula:
+def by_torch(function: Callable[..., None], *states: str) -> Formula:
     """Returns the ``_formula`` of a class whose namesake computes its step by this function.
 
     ``states``: names in the order of the function's lists. The list of a state that is not there is
@@ -40,4 +46,4 @@ def by_torch(function: Callable[..., None], *states: str) -> _Formula:
         function([weight], [grad], *lists, **given)
         return weight
 
-    return _formula
+    return cast("Formula", _formula)  # a class makes a method of it

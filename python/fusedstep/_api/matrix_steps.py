@@ -7,7 +7,7 @@ have the other rule beside them, as their base.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -128,7 +128,8 @@ class MuonSteps(MatrixBatches):
         elif is_dtensor(weight):
             self._imperative_shard(self._as_muon(group), weight, grad, state)
         else:
-            FusedOptimizer._imperative(self, self._as_muon(group), weight, grad, state)
+            whole = cast("FusedOptimizer", self)  # which a class mixes these steps into
+            FusedOptimizer._imperative(whole, self._as_muon(group), weight, grad, state)
 
     def _imperative_shard(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

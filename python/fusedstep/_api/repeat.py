@@ -15,6 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from fusedstep._native import ops
 from fusedstep._step.hooks import frame_callback
+from fusedstep._step.owner import StepRecord
 from fusedstep._step.plan import GradUse, Work
 
 #: Options of these types cannot change while they are the same object; nor can tuples of them.
@@ -46,17 +47,18 @@ def last_step(
     hooks: tuple[dict[int, Any], ...],
     values: list[Any],
     accessed: Callable[[list[Tensor]], list[Tensor] | None],
-) -> tuple[Any, ...] | None:
+) -> StepRecord | None:
     """Records a step that had neither scaler nor norm; None if it cannot be repeated so.
 
     ``values``: of the optimizer's state. ``accessed`` returns the states of weights, or None if
     nobody has had them.
     """
     parts = []
-    if not all(item.plan for item in work):
+    plans = [item.plan for item in work if item.plan]
+    if len(plans) < len(work):
         return None
     for group in groups:
-        mine = [item for item in work if item.group is group]
+        mine = [pair for pair in zip(work, plans, strict=True) if pair[0].group is group]
         if len(mine) > 1 or not is_fixed(group):
             return None
         items = list(chain.from_iterable(group.items()))
@@ -72,8 +74,7 @@ def last_step(
                 )
             )
             continue
-        (item,) = mine
-        plan = item.plan
+        ((item, plan),) = mine
         if plan.had_sparse or not plan.counts_on_host:
             return None
         # The place of a weight tells its random numbers. A weight without a gradient, which is not
@@ -90,10 +91,11 @@ def last_step(
                 use=item.use,
             )
         )
+    silent: tuple[Callable[[], object], ...]
     silent = (frame_callback, _profiler_enabled, torch._C._len_torch_dispatch_stack)
-    if any(item.plan.is_on_device for item in work):
+    if any(plan.is_on_device for plan in plans):
         silent += (torch._C._cuda_isCurrentStreamCapturing,)
-    return Repeat(
+    record: StepRecord = Repeat(
         rule=rule,
         empty=(*hooks, _global_optimizer_pre_hooks, _global_optimizer_post_hooks),
         silent=silent,
@@ -101,6 +103,7 @@ def last_step(
         parts=tuple(parts),
         bump_versions=torch._C._increment_version,
     )
+    return record
 
 
 def is_fixed(group: dict[str, Any]) -> bool:

@@ -128,11 +128,11 @@ def check_dictionary(optimizer: Owner, dictionary: Mapping[str, Any]) -> None:
         count = saved.get("step") if optimizer._counts_in_groups else None
         if count is not None:
             check_count_of_steps(f"group {index}", count)
-        options = optimizer.defaults | optimizer._later_options | saved
+        options = {**optimizer.defaults, **optimizer._later_options, **saved}
         for place, key in enumerate(saved["params"]):
             state = states.get(key, {})
             if count is not None and isinstance(state, Mapping) and state:
-                state = {"step": count} | state
+                state = {"step": count, **state}
             check_state(optimizer, options, group, (index, place), state)
             if not is_own:
                 name, weight = name_of(group, index, place), group["params"][place]

@@ -102,7 +102,7 @@ def _holders(value: Tensor) -> tuple[int, ...]:
     return (
         sys.getrefcount(value),
         weakref.getweakrefcount(value),
-        value._use_count(),
+        value._use_count(),  # type: ignore[attr-defined]  # torch's stubs lack it
         torch._C._storage_Use_Count(storage),
     )
 
@@ -113,9 +113,10 @@ def _holders_of_unread_states() -> tuple[tuple[int, int], tuple[int, ...]]:
 
     Releases of Python and torch count differently: this asks the ones in use.
     """
-    kind = {"dtype": torch.float32, "device": "cpu"}  # whatever the defaults of the process are
-    weight, optimizer = torch.zeros(1, **kind), SimpleNamespace()
-    tensors = {"sum": torch.zeros(1, **kind), "step": torch.zeros((), **kind)}
+    # Whatever the defaults of the process are.
+    zeros = functools.partial(torch.zeros, dtype=torch.float32, device="cpu")
+    weight, optimizer = zeros(1), SimpleNamespace()
+    tensors = {"sum": zeros(1), "step": zeros(())}
     optimizer.state = optimizer.store = {weight: tensors}
     del tensors
     states = list(optimizer.state.values())

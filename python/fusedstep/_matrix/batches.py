@@ -122,8 +122,9 @@ class MatrixBatches(ImperativeTwin):
     def _known_of(self, group: dict[str, Any], weights: list[Tensor]) -> _Known | None:
         """Returns how these weights have been stepped, if nothing has changed since but floats."""
         known, checks = self._known.get(weights[0]), self._checks_of(group, weights)
-        is_same = known is not None and same(list(checks), list(known.checks))
-        return known if is_same and same(weights, known.weights) else None
+        if known is None or not same(list(checks), list(known.checks)):
+            return None
+        return known if same(weights, known.weights) else None
 
     def _arranged(self, group: dict[str, Any], weights: list[Tensor]) -> _Known:
         """The batches of a group's weights, and those of which processes have parts of matrices."""
@@ -147,8 +148,8 @@ class MatrixBatches(ImperativeTwin):
     ) -> _Together:
         forms = [matrices_of(group, local(p)) for p in weights]
         alike: dict[tuple[torch.Size, Shape], list[int]] = {}
-        for index, (p, (_, *matrix)) in enumerate(zip(weights, forms, strict=True)):
-            alike.setdefault((p.shape, tuple(matrix)), []).append(index)
+        for index, (p, (_, rows, columns)) in enumerate(zip(weights, forms, strict=True)):
+            alike.setdefault((p.shape, (rows, columns)), []).append(index)
         moving = []
         if not any(map(functools.partial(self._has_copies, group), weights)):
             moving = self._begin(group, weights, weights)
@@ -276,9 +277,9 @@ class MatrixBatches(ImperativeTwin):
         take_second = self._second_step(group, moving)
         if is_last:
             self._advance(group, moving)
-        new_moments = moments.split(counts) if kept_moments else ()
-        for each, new in zip(kept_moments, new_moments, strict=True):
-            each.copy_(new.view(each.shape))
+        new_moments = () if moments is None else moments.split(counts)
+        for kept, new in zip(kept_moments, new_moments, strict=True):
+            kept.copy_(new.view(kept.shape))
         alike = [(self._ratio(group, *shapes), indices) for shapes, indices in batch.alike.items()]
         self._move(group, values, directions, alike, rooms, is_native)
         take_second()
@@ -307,13 +308,13 @@ class MatrixBatches(ImperativeTwin):
 
         def pack(batch: Batch, parts: list[Tensor]) -> None:
             places = batch.weights
-            moving = self._begin(group, *([each[i] for i in places] for each in (weights, grads)))
+            moving = self._begin(group, [weights[i] for i in places], [grads[i] for i in places])
             self._advance(group, moving)
             by_place = under_way[batch] = dict(zip(places, moving, strict=True))
             for unit, part in zip(batch.units, parts, strict=True):
                 each = by_place[unit.weight]
-                whole = each.grad, each.average
-                _write_update(group, *(batch.part_of_shard(unit, x) for x in whole), part)
+                grad, average = (batch.part_of_shard(unit, x) for x in (each.grad, each.average))
+                _write_update(group, grad, average, part)
 
         def unpack(batch: Batch, parts: list[Tensor]) -> None:
             by_place = under_way.pop(batch)
@@ -395,7 +396,7 @@ class MatrixBatches(ImperativeTwin):
         self,
         group: dict[str, Any],
         values: list[Tensor],
-        directions: list[Tensor],
+        directions: Sequence[Tensor],
         alike: list[tuple[float, list[int]]],
         rooms: tuple[Tensor, ...],
         is_native: bool = False,

@@ -74,7 +74,7 @@ class GaLoreSteps(LowRankSteps):
         if not is_due:
             return {}
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
-        has_last = count and weight not in self._waiting
+        has_last = count and weight not in (self._waiting or ())
         last = {name: local(state[name]).to(grad.device) for name in side} if has_last else None
         (place,) = whole_places_of(self._groups, group, [weight])
         key = key_of_draws(group.get("seed", 0), count, place)

@@ -47,11 +47,10 @@ class LowRankSteps(LowRankGroups):
         index: int,
         target: Tensor,
         state: dict[str, Tensor],
-        factor: float,
     ) -> None:
         """Moves a weight, as a matrix, by the update in the scratch memory.
 
-        ``target``: the weight, or the float32 value of one of 16 bits. ``factor``: of gradients.
+        ``target``: the weight, or the float32 value of one of 16 bits.
         """
         raise NotImplementedError
 
@@ -67,7 +66,11 @@ class LowRankSteps(LowRankGroups):
         self._looks: list[tuple[Work, Scratch]] = []  # that have not been waited for
 
     def _bind(
-        self, place: tuple[int, int], group: dict[str, Any], weights: list[Tensor], grads: Any
+        self,
+        place: tuple[int, ...],
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
     ) -> Work:
         if not self._is_projected(group):
             return super()._bind(place, group, weights, grads)
@@ -153,7 +156,8 @@ class LowRankSteps(LowRankGroups):
         if spread is not None:
             self._check_shards(work, spread)
             self._make_bases_of_shards(work)
-        factor, failed = factors.on_host, []
+        factor = factors.on_host
+        failed: list[RuntimeError] = []
         for item in work:
             if factor != 1 or self._scratch_of(item) not in self._early:
                 self._project(item, factor, failed)
@@ -195,9 +199,6 @@ class LowRankSteps(LowRankGroups):
 
     def _check_ready(self) -> None:
         self._check_low_rank(self._looks, None, [])
-
-    def _scratch_of(self, item: Work) -> Scratch | None:
-        return self._scratch.get(item.weights[0])
 
     def _project(self, item: Work, factor: float, failed: list[RuntimeError]) -> None:
         """Makes the low-rank gradients of a group, but for weights where that has ``failed``."""
@@ -322,8 +323,8 @@ class LowRankSteps(LowRankGroups):
             for each in saved.values() if is_out_of_memory(error) else ():
                 each.put_back()
             raise
-        for item, scratch in zip(work, found, strict=True):
-            if scratch is None:
+        for item, own in zip(work, found, strict=True):
+            if own is None:
                 super()._imperative_update([item])
 
     def _move_or_undo(

@@ -7,23 +7,48 @@ A zero basis in a state is the sign of that, so that it is in dictionaries.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.projection import LEFT, RIGHT, is_due
+from fusedstep._matrix.projection import LEFT, RIGHT, is_due, matrix_shape, sides
 from fusedstep._sharding.dtensor import local
+from fusedstep._state.checks import name_of
+from fusedstep._state.counts import read_count
 from fusedstep._torch_ops.imperative import ImperativeTwin
 
 
 class LowRankBases(ImperativeTwin):
-    """The bases of groups with a rank: when they are due, and those of gradients of zeros."""
+    """Groups with a rank, and their bases: when they are due, and those of gradients of zeros."""
 
     def _forget_plans(self) -> None:
         super()._forget_plans()
         self._waiting: set[Tensor] | None = None  # weights with zero bases; None before a look
         self._is_zero: dict[Tensor, bool] = {}  # gradients that the step under way makes bases of
+
+    @classmethod
+    def _is_projected(cls, group: dict[str, Any]) -> bool:
+        return group.get("rank") is not None
+
+    @classmethod
+    def _sides(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
+        return sides(group["proj_type"], *matrix_shape(weight))
+
+    def _count(self, weight: Tensor) -> int:
+        """The steps of a weight so far; -1 for a count that is NaN, which is refused later."""
+        step = self._state.get(weight, {}).get("step", 0)
+        count = read_count(step) if isinstance(step, Tensor) else float(step)
+        return -1 if math.isnan(count) else int(count)
+
+    def _name_of(self, group: dict[str, Any], weight: Tensor) -> str:
+        index = next(i for i, each in enumerate(self._groups) if each["params"] is group["params"])
+        return name_of(group, index, self._place(group, weight))
+
+    @staticmethod
+    def _place(group: dict[str, Any], weight: Tensor) -> int:
+        return next(i for i, p in enumerate(group["params"]) if p is weight)
 
     def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
         """Returns whether the gap of a weight ends at the step after so many."""
@@ -63,8 +88,9 @@ class LowRankBases(ImperativeTwin):
 
     def _follow_waiting(self) -> None:
         """Notes which weights wait after a step, which has written its new bases."""
-        for weight, is_zero in self._is_zero.items():
-            (self._waiting.add if is_zero else self._waiting.discard)(weight)
+        if self._waiting is not None:
+            for weight, is_zero in self._is_zero.items():
+                (self._waiting.add if is_zero else self._waiting.discard)(weight)
 
     def _made_bases(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, count: int, is_due: bool

@@ -5,7 +5,6 @@ The formula is that of ``_matrix/transformers_adamw.py``, on low-rank gradients.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -14,13 +13,12 @@ from torch import Tensor
 
 from fusedstep._matrix.low_rank_shards import LowRankShards
 from fusedstep._matrix.products import dtype_of_products
-from fusedstep._matrix.projection import check_whole_number, low_shape_of, matrix_shape, sides
+from fusedstep._matrix.projection import check_whole_number, low_shape_of
 from fusedstep._matrix.transformers_adamw import native_numbers
 from fusedstep._native import ops
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
-from fusedstep._state.checks import check_at_least_zero, floats, name_of
+from fusedstep._state.checks import check_at_least_zero, floats
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
-from fusedstep._state.counts import read_count
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
@@ -31,16 +29,12 @@ class LowRankGroups(LowRankShards):
     """The options, states and counts of groups with a rank."""
 
     _rule = "adam"
-    _states = ("exp_avg", "exp_avg_sq")
+    _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _learns_in_int4 = True
     _composite: ClassVar[bool] = True
     _foreign_states = frozenset({"projector", "seed"})
 
     # The projection of a class
-
-    @classmethod
-    def _sides(cls, group: dict[str, Any], weight: Tensor) -> tuple[str, ...]:
-        return sides(group["proj_type"], *matrix_shape(weight))
 
     @classmethod
     def _moment_shapes(cls, group: dict[str, Any], shape: torch.Size) -> dict[str, torch.Size]:
@@ -58,6 +52,7 @@ class LowRankGroups(LowRankShards):
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:
         matrices = [p for p in weights if p.ndim >= 2]
         others = [p for p in weights if p.ndim < 2]
+        groups: list[dict[str, Any]]
         groups = [{"params": matrices}, {"params": others, "rank": None}]
         return [group for group in groups if group["params"]]
 
@@ -75,10 +70,6 @@ class LowRankGroups(LowRankShards):
         shared = {name: value for name, value in options.items() if name not in own}
         super()._check(shared)
         options.update(shared)
-
-    @classmethod
-    def _is_projected(cls, group: dict[str, Any]) -> bool:
-        return group.get("rank") is not None
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return self._is_projected(group)
@@ -108,7 +99,7 @@ class LowRankGroups(LowRankShards):
         return super()._is_native(group, weights, grads)
 
     def _takes_scratch(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
     ) -> bool:
         """Returns whether products and a native step do a group with a rank; raises if they must.
 
@@ -123,14 +114,6 @@ class LowRankGroups(LowRankShards):
         is_slow = any(p.is_cpu and p.dtype is torch.float16 for p in weights)
         return reason is None and bool(group.get("fused") or not is_slow)
 
-    def _name_of(self, group: dict[str, Any], weight: Tensor) -> str:
-        index = next(i for i, each in enumerate(self._groups) if each["params"] is group["params"])
-        return name_of(group, index, self._place(group, weight))
-
-    @staticmethod
-    def _place(group: dict[str, Any], weight: Tensor) -> int:
-        return next(i for i, p in enumerate(group["params"]) if p is weight)
-
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Returns False: the numbers of a step follow from counts, which the host has to know."""
@@ -140,8 +123,8 @@ class LowRankGroups(LowRankShards):
         self, group: dict[str, Any], weight: Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
         """Takes the bases out of a projector object, and makes states beside 16 bits float32."""
-        shapes = self._state_shapes(group, weight)
-        if state.keys().isdisjoint({*self._states, *(shapes or ())}):  # it has taken no step
+        shapes = self._state_shapes(group, weight) or {}
+        if state.keys().isdisjoint({*self._states, *shapes}):  # it has taken no step
             return {}
         if not self._is_projected(group):
             return {name: value for name, value in state.items() if name != "seed"}
@@ -163,12 +146,6 @@ class LowRankGroups(LowRankShards):
         return formed
 
     # Counts, which the numbers of a native step follow from
-
-    def _count(self, weight: Tensor) -> int:
-        """The steps of a weight so far; -1 for a count that is NaN, which is refused later."""
-        step = self._state.get(weight, {}).get("step", 0)
-        count = read_count(step) if isinstance(step, Tensor) else float(step)
-        return -1 if math.isnan(count) else int(count)
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
@@ -200,7 +177,7 @@ class LowRankGroups(LowRankShards):
         """Raises if states are no longer those that the options of a group ask for."""
         for place, p in enumerate(weights):
             state, spread = self._state[p], self._state_placements(group, p) or {}
-            for name, shape in self._state_shapes(group, p).items():
+            for name, shape in (self._state_shapes(group, p) or {}).items():
                 found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
                 if is_codes(found):
                     fits = are_codes_of(found, state.get(absmax_of(name)), of_shape(p, shape))
@@ -230,6 +207,6 @@ class LowRankGroups(LowRankShards):
     def _low_rank_states(self, group: dict[str, Any], weight: Tensor) -> list[Tensor]:
         """The states of a weight, but for bases that a step leaves alone and what is beside it."""
         bases = () if weight in self._fresh else self._sides(group, weight)
-        names = {"step", *self._state_shapes(group, weight)}.difference(bases)
+        names = {"step", *(self._state_shapes(group, weight) or ())}.difference(bases)
         names |= set(map(absmax_of, names))
         return [value for name, value in self._state[weight].items() if name in names]

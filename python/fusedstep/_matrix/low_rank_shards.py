@@ -6,6 +6,7 @@ they are finite, these follow from the weights that have one.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from fusedstep._matrix.low_rank_bases import LowRankBases
 from fusedstep._matrix.projection import why_not_projected
+from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.sharded_projections import (
     copies_of,
     is_summed,
@@ -39,6 +41,13 @@ class LowRankShards(LowRankBases):
 
     #: False if weights of groups with a rank cannot be DTensors.
     _takes_shards: ClassVar[bool] = True
+    #: Memory for low-rank gradients, by the first weight of a launch.
+    _scratch: dict[Tensor, Scratch]
+    #: Bases made for the step under way.
+    _fresh: dict[Tensor, dict[str, Tensor]]
+
+    def _scratch_of(self, item: Work) -> Scratch | None:
+        return self._scratch.get(item.weights[0])
 
     @classmethod
     def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
@@ -54,7 +63,7 @@ class LowRankShards(LowRankBases):
         if not (cls._is_projected(group) and is_dtensor(weight)):
             return super()._state_placements(group, weight)
         low = low_placements(weight, cls._sides(group, weight))
-        shapes = cls._state_shapes(group, weight)
+        shapes = cls._state_shapes(group, weight) or {}
         return {
             name: low if name in cls._states else copies_of(weight)
             for name, shape in shapes.items()
@@ -103,8 +112,9 @@ class LowRankShards(LowRankBases):
                     alike.setdefault(place, []).append((item, weight, is_due, flags))
         for place, members in alike.items():
             found = [flags for *_, flags in members]
-            flags = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 2).to(place[0])
-            (total,) = spread.sums(place, [([weight for _, weight, *_ in members], flags)])
+            numbers = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 2)
+            weights = [weight for _, weight, *_ in members]
+            (total,) = spread.sums(place, [(weights, numbers.to(place[0]))])
             for (item, weight, is_due, _), sums in zip(members, total.tolist(), strict=True):
                 is_bad, has_any = map(bool, sums)
                 if is_bad:
@@ -174,6 +184,6 @@ def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bo
         if place := place_of(weight):
             alike.setdefault(place, []).append(weight)
     for place, some in alike.items():
-        number = float(found)
-        found |= bool(spread.sum(place, lambda each, own=number: each.fill_(own), some).item())
+        fill = functools.partial(Tensor.fill_, value=float(found))
+        found |= bool(spread.sum(place, fill, some).item())
     return found

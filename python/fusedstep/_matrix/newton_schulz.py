@@ -71,7 +71,7 @@ def coefficients_of(asked: Any, count: int) -> list[Step]:
         return [_QUINTIC] * count if asked == "quintic" else _polar_express(count)
     try:
         steps = [asked] if isinstance(asked[0], (int, float)) else asked
-        numbers = [tuple(map(float, step)) for step in steps]
+        numbers = [(float(a), float(b), float(c)) for a, b, c in steps]
         is_right = bool(numbers) and all(
             len(step) == 3 and all(map(math.isfinite, step)) for step in numbers
         )

@@ -5,6 +5,7 @@ Their bits are those of torch's operations one by one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -40,7 +41,11 @@ def has_pass(weights: torch.dtype, products: torch.dtype) -> bool:
 
 
 def average_into(
-    averages: list[Tensor], grads: list[Tensor], updates: list[Tensor], share: float, lead: float
+    averages: list[Tensor],
+    grads: list[Tensor],
+    updates: Sequence[Tensor],
+    share: float,
+    lead: float,
 ) -> None:
     """Takes a share of gradients into averages, and writes updates that these lead.
 
@@ -52,7 +57,7 @@ def average_into(
 
 
 def decay_and_add(
-    weights: list[Tensor], directions: list[Tensor], keep: float, factors: list[float]
+    weights: list[Tensor], directions: Sequence[Tensor], keep: float, factors: list[float]
 ) -> None:
     """Multiplies weights by a number, and adds directions times their factors."""
     torch.ops.fusedstep.decay_and_add.default(weights, directions, keep, factors)

@@ -74,7 +74,11 @@ def add_back(
 ) -> None:
     """Sets a matrix to ``keep`` times it plus ``factor`` times the low-rank update in full."""
     a, b = bases.get(LEFT), bases.get(RIGHT)
-    if a is not None and b is not None:
+    if a is None:
+        weight.addmm_(low, bases[RIGHT], beta=keep, alpha=factor)
+    elif b is None:
+        weight.addmm_(a, low, beta=keep, alpha=factor)
+    else:
         half = _half(bases, between)
         a, low, b = (
             (a, low, torch.mm(low, b, out=half))
@@ -86,10 +90,6 @@ def add_back(
             )
         )
         weight.addmm_(a, b, beta=keep, alpha=factor)
-    elif a is not None:
-        weight.addmm_(a, low, beta=keep, alpha=factor)
-    else:
-        weight.addmm_(low, b, beta=keep, alpha=factor)
 
 
 def size_between(bases: dict[str, torch.Size]) -> int:

@@ -54,7 +54,10 @@ class Scratch:
         wide = torch.float64 if self.dtype is torch.float64 else torch.float32
         self._flat_grads, self.grads = memory(wide)
         self._flat_updates, self.updates = memory(wide)
-        self._flat_narrow, self._narrow = memory(self.dtype) if wide != self.dtype else (None, [])
+        self._flat_narrow: Tensor | None = None
+        self._narrow: list[Tensor] = []
+        if wide != self.dtype:
+            self._flat_narrow, self._narrow = memory(self.dtype)
         between = max(map(size_between, bases))
         self.between = torch.empty(between, dtype=self.dtype, device=device) if between else None
         self._bases: list[dict[str, Tensor]] = [{} for _ in weights]

@@ -37,7 +37,7 @@ class SecondSteps:
 
     def __init__(self, rule: str, state: str) -> None:
         """``state``: the name of the rule's state, if it has one."""
-        self.plans = PlansAside()
+        self.plans: PlansAside[_Plan] = PlansAside()
         self._rule, self._state = rule, state
 
     def prepare(
@@ -48,8 +48,7 @@ class SecondSteps:
         ``numbers``: the rule's hyper-parameters and, last, whether to maximize.
         """
         plan, grads = self.plans.take(of.values), of.grads
-        fits = plan is not None and same(plan.states, of.states)
-        if not (fits and plan.bind(of.values, grads, False)):
+        if not (plan and same(plan.states, of.states) and plan.bind(of.values, grads, False)):
             plan = _Plan(of.values, of.states, (self._state,) if of.states else ())
             if not plan.bind(of.values, grads, False):  # one is a negated view or a zero tensor
                 grads = [grad.clone() for grad in grads]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from fusedstep._matrix.projection import LEFT
 OVERSAMPLING, POWER_STEPS = 8, 2
 
 
-def gaussian(shape: tuple[int, int], key: int, like: Tensor) -> Tensor:
+def gaussian(shape: Sequence[int], key: int, like: Tensor) -> Tensor:
     """Standard normal numbers that follow from a key: the same on every device, in every dtype."""
     generator = torch.Generator("cpu").manual_seed(key % 2**63)
     numbers = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -53,14 +53,16 @@ def bases_of(
             return _exact(matrix, rank, sides)
         largest = matrix.abs().amax()
         matrix = matrix / torch.where(largest > 0, largest, 1)  # squares stay in range
-        find = _randomized if previous is None or svd != "power" else _power
         found = {}
         for side in sides:
             # The basis from the right is that of the transposed matrix from the left.
             tall = matrix if side == LEFT else matrix.t()
             last = None if previous is None else previous[side]
             last = last if last is None or side == LEFT else last.t()
-            basis = find(tall, rank, last, key)
+            if last is None or svd != "power":
+                basis = _randomized(tall, rank, last, key)
+            else:
+                basis = _power(tall, rank, last, key)
             found[side] = basis if side == LEFT else basis.t().contiguous()
         return found
     except torch.linalg.LinAlgError as error:

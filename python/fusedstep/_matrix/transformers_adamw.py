@@ -11,6 +11,7 @@ It differs from torch's: eps is added before the bias of v is corrected, and the
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +21,7 @@ _TINY = 2.0**-500
 
 
 def native_numbers(
-    betas: tuple[float, float],
+    betas: Sequence[float],
     eps: float,
     count: int,
     lr: float,
@@ -61,7 +62,7 @@ def second_bias(group: dict[str, Any], count: int) -> float:
 
 
 def direction(
-    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, betas: tuple[float, float], eps: float
+    exp_avg: Tensor, exp_avg_sq: Tensor, grad: Tensor, betas: Sequence[float], eps: float
 ) -> Tensor:
     """Takes the moments forward, in place, and returns the direction of the step."""
     beta1, beta2 = betas

@@ -344,7 +344,7 @@ def _heads_of(model: nn.Module) -> tuple[set[int], bool]:
     linear = {
         ".".join(part for part in path.split(".") if part not in _WRAPPING): module
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and blocks.isdisjoint(accumulate(path.split("."), _joined))
+        if isinstance(module, nn.Linear) and blocks.isdisjoint(_with_parents(path))
     }
     for name in _HEADS:
         named = [path for path in linear if path.rpartition(".")[2] == name]
@@ -375,8 +375,9 @@ def _weights_of(method: Callable[[], Any]) -> Iterable[Tensor]:
     ]
 
 
-def _joined(path: str, part: str) -> str:
-    return f"{path}.{part}"
+def _with_parents(path: str) -> Iterable[str]:
+    """The names of a module's parents from the outermost on, and its own."""
+    return accumulate(path.split("."), "{}.{}".format)
 
 
 def _repeated(model: nn.Module) -> Iterable[str]:

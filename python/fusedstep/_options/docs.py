@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from typing import Any, Protocol
+from collections.abc import Iterable
 
 #: A paragraph for each option, by name.
 _ARGS = {
@@ -97,20 +97,10 @@ Example::
 _MADE = re.compile(r"^Example::\n\n    >>> optimizer = optim\.\w+\(model\.\w+\(\)(.*)\)\n\n", re.M)
 
 
-class Documented(Protocol):
-    """A class of optimizers, as far as paragraphs tell of it."""
-
-    __name__: str
-    __doc__: str | None
-    _states: tuple[str, ...]
-    _numbers: dict[str, float]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> object: ...
-
-
-def complete(cls: Documented) -> None:
+def complete(cls: type, states: tuple[str, ...], numbers: Iterable[str]) -> None:
     """Adds to the docstring of a class the weights and options that it shares, and what it raises.
 
+    ``states`` and ``numbers``: the names of its states.
     Its own are under ``Args:`` there; the others follow in the order of the signature. An example
     may have a line, with options, or none.
     """
@@ -125,9 +115,9 @@ def complete(cls: Documented) -> None:
         for name in parameters
         if name in _ARGS and f"\n    {name} (" not in f"\n{own}"
     }
-    numbers = "".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in cls._numbers)
+    numbers = "".join(f"; ``{name}`` is a 0-dimensional float32 tensor" for name in numbers)
     if "\n\nWeights " not in before:  # else it says itself which it takes
-        before += "\n" + _WEIGHTS.format(states=_listed(cls._states), numbers=numbers)
+        before += "\n" + _WEIGHTS.format(states=_listed(states), numbers=numbers)
     args = "\n".join(filter(None, [shared.pop("params", ""), own, *shared.values()]))
     raises, after = _RAISES, f"{after}\n\n"
     if after.startswith("Raises:"):

@@ -80,7 +80,7 @@ def check_max_grad_norm(max_grad_norm: float | None) -> None:
         raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
 
 
-def check_at_least_zero(name: str, value: float) -> None:
+def check_at_least_zero(name: str, value: Any) -> None:
     check_number(name, value)
     if not value >= 0.0:
         raise ValueError(f"Invalid {name} value: {value}")

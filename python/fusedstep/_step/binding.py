@@ -71,7 +71,7 @@ class BindsGroups(Owner):
 
     def _forget_plans(self) -> None:
         self._plans: dict[_Place, Plan] = {}
-        self._aside = PlansAside()
+        self._aside: PlansAside[Plan] = PlansAside()
         self._memory: dict[Tensor, Any] = {}  # of a composite's operands, by the first weight
         self._seen: Snapshot | None = None  # of the state that the plans were made for
         self._last_step: StepRecord | None = None

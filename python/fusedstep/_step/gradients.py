@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import repeat
 from operator import is_not
 from typing import Any, cast
@@ -25,7 +25,7 @@ def with_gradients(params: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 
 
 def by_place(
-    weights: list[Tensor], grads: list[Tensor], kinds: list[bool]
+    weights: list[Tensor], grads: list[Tensor], kinds: Sequence[Hashable]
 ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
     """The same, by themselves those of a kind and device that are spread over processes alike."""
     places = [(p.device, spread_of_sums(p), kind) for p, kind in zip(weights, kinds, strict=True)]

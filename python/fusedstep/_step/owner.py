@@ -54,10 +54,11 @@ class Owner(Optimizer):
     _store: StateStore
     _last_step: StepRecord | None
     _loading: dict[str, Any]
-    _passed: dict[int, list[Any]]
 
     if TYPE_CHECKING:
 
+        @property
+        def _passed(self) -> dict[int, list[Any]]: ...
         @classmethod
         def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]: ...
 

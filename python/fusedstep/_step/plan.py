@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from itertools import chain
 from operator import is_
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,9 @@ from fusedstep._native import ops
 from fusedstep._sharding.dtensor import local, local_pairs, spread_of_sums
 from fusedstep._step.factors import Factors
 from fusedstep._step.support import why_not_readable
+
+#: Plans of one kind.
+_Plan = TypeVar("_Plan", bound="Plan")
 
 
 class GradUse(IntEnum):
@@ -148,7 +151,7 @@ class Plan:
         return sparse_grads >= 0
 
 
-class PlansAside:
+class PlansAside(Generic[_Plan]):
     """Plans of weights that a group had before and may have again, as engines exchange them.
 
     They are found by their weights. A group of which other weights have a gradient at each step
@@ -161,16 +164,16 @@ class PlansAside:
     __slots__ = ("_count", "_plans")
 
     def __init__(self) -> None:
-        self._plans: dict[tuple[int, ...], Plan] = {}  # oldest first; a plan keeps its weights
+        self._plans: dict[tuple[int, ...], _Plan] = {}  # oldest first; a plan keeps its weights
         self._count = 0
 
-    def put(self, plan: Plan) -> None:
+    def put(self, plan: _Plan) -> None:
         self._plans[tuple(map(id, plan.weights))] = plan
         self._count += len(plan.weights)
         while self._count > self.MOST:
             self.take(next(iter(self._plans.values())).weights)
 
-    def take(self, weights: list[Tensor]) -> Plan | None:
+    def take(self, weights: list[Tensor]) -> _Plan | None:
         """Returns the plan of these weights, and forgets it."""
         plan = self._plans.pop(tuple(map(id, weights)), None)
         if plan is not None:
@@ -180,7 +183,7 @@ class PlansAside:
     def __contains__(self, weights: list[Tensor]) -> bool:
         return tuple(map(id, weights)) in self._plans
 
-    def __iter__(self) -> Iterator[Plan]:
+    def __iter__(self) -> Iterator[_Plan]:
         return iter(self._plans.values())
 
 

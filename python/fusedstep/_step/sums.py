@@ -95,7 +95,7 @@ class SpreadWeights:
         found = found[:, :-1] if has_all else found[order, :-1]
         return [part.contiguous() for part in found.split([len(weights) for weights, _ in parts])]
 
-    def sum(self, place: Place, add: Callable[[Tensor], None], weights: list[Tensor]) -> Tensor:
+    def sum(self, place: Place, add: Callable[[Tensor], object], weights: list[Tensor]) -> Tensor:
         """The sum over the processes of one number, to which the gradients of weights belong.
 
         ``add`` adds this process's to one that is 0.

@@ -300,7 +300,7 @@ def _carried(
     if theirs := options_of_bitsandbytes(group, states, cls):
         group, notes = group | theirs, notes | {"alpha", "betas"}
     decays = bool(group.get("weight_decay", True))
-    cls = next(each for each in cls.__mro__ if each in classes)
+    cls = next(each for each in cls.__mro__ if each in classes and issubclass(each, FusedOptimizer))
     accepted = inspect.signature(cls).parameters.keys() - {"variant"}
     of_others = set().union(*map(options_of, classes)) - options_of(cls)
     carried: dict[str, Any] = {}

@@ -161,6 +161,7 @@ def _of_bitsandbytes(
         raise ValueError(
             f"the state of {what} has unorm_vec: it is one of LARS, not of {cls.__name__}"
         )
+    found: dict[str, Any]
     found = {name: state[name] for name in ("step", "projector") if name in state}
     for number, name in enumerate(names, 1):
         theirs = f"state{number}"
@@ -190,9 +191,8 @@ def _read(text: str, number: int, state: Mapping[str, Any], weight: Tensor) -> T
         if state.get(f"qmap{number}") is None:
             return value
         value = _as_codes(name, value, state.get(f"absmax{number}"))
-    qmap, absmax = (state.get(f"{part}{number}") for part in ("qmap", "absmax"))
-    _check_dense(text.format("qmap"), qmap)
-    _check_dense(text.format("absmax"), absmax)
+    qmap = _check_dense(text.format("qmap"), state.get(f"qmap{number}"))
+    absmax = _check_dense(text.format("absmax"), state.get(f"absmax{number}"))
     if qmap.shape != (256,):
         raise ValueError(f"{text.format('qmap')} must have 256 values, not {list(qmap.shape)}")
     fitting = [block for block in _BLOCKS if -(-elements // block) == absmax.numel()]
@@ -204,14 +204,14 @@ def _read(text: str, number: int, state: Mapping[str, Any], weight: Tensor) -> T
     return _Codes(value.flatten(), qmap, absmax, 256 if 256 in fitting else fitting[0])
 
 
-def _of_torchao(name: str, value: Tensor, weight: Tensor) -> _Codes:
+def _of_torchao(name: str, value: Any, weight: Tensor) -> _Codes:
     value, weight = local(value), local(weight)
     codes, scale, elements = value.codes, value.scale, weight.numel()
     for part, tensor in (("codes", codes), ("scale", scale)):
         _check_dense(f"the {part} of {name}", tensor)
-    qmap = None if codes.dtype is torch.float8_e4m3fn else getattr(value, "qmap", None)
+    qmap: Tensor | None = None
     if codes.dtype is not torch.float8_e4m3fn:
-        _check_dense(f"the qmap of {name}", qmap)
+        qmap = _check_dense(f"the qmap of {name}", getattr(value, "qmap", None))
         if codes.dtype is not torch.uint8 or qmap.shape not in ((256,), (16,)):
             raise ValueError(
                 f"{name} must have float8_e4m3fn codes, or uint8 codes and a qmap of 256 or 16 "
@@ -272,10 +272,11 @@ def _as_codes(name: str, value: Tensor, absmax: Any, weight: Tensor | None = Non
     return codes
 
 
-def _check_dense(name: str, value: Any) -> None:
+def _check_dense(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_meta:
         kind = "missing" if value is None else f"a {torch.typename(value)}"
         raise ValueError(f"{name} must be a dense tensor with values, but is {kind}")
+    return value
 
 
 # As states of ours
@@ -296,7 +297,7 @@ def _placed(
     if not signed and torch.any(numbers < 0):
         raise ValueError(f"{name} of {what} has negative numbers: it is of another optimizer")
     codes = _same_codes(found, kind, signed)
-    if codes is None:
+    if kind is None or codes is None:
         return {name: spread_like(weight, numbers.view(shape))}
     codes = pack(codes).view(sizes_in_units(shape, 2)) if kind == "int4" else codes.view(shape)
     absmax = found.absmax().view(sizes_in_units(shape, BLOCKS[kind]))

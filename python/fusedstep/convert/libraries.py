@@ -26,11 +26,12 @@ def successor(optimizer: Optimizer) -> _Successor:
     ours = set(classes)
     namesakes = {
         getattr(torch.optim, cls.__name__): cls
-        for cls in ours
-        if hasattr(torch.optim, cls.__name__)
+        for cls in classes
+        if hasattr(torch.optim, cls.__name__) and issubclass(cls, FusedOptimizer)
     }
     cls = type(optimizer)
-    if cls in ours or getattr(low_bit, cls.__name__, None) is cls:
+    is_low_bit = getattr(low_bit, cls.__name__, None) is cls
+    if issubclass(cls, FusedOptimizer) and (cls in ours or is_low_bit):
         return cls, {}
     if cls in namesakes:
         return namesakes[cls], {}
@@ -56,7 +57,8 @@ def in_groups_of_storage(optimizer: Any) -> list[dict[str, Any]]:
     torchao keeps float32 states of large weights that are no whole number of its blocks. Where a
     group has others in codes, such weights get a group of their own, after all groups.
     """
-    groups, apart = [], []
+    groups: list[dict[str, Any]] = []
+    apart: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         odd = [p for p in group["params"] if _is_odd(optimizer, p)]
         if not odd or len(odd) == len(_large(group["params"])):

@@ -111,7 +111,7 @@ def _from_elsewhere(
     optimizer: FusedOptimizer, group: dict[str, Any]
 ) -> list[tuple[str, str | None]]:
     """Options that choose how to step, and have another value than the constructor gave them."""
-    found = []
+    found: list[tuple[str, str | None]] = []
     for name in ("foreach", "fused"):
         given = optimizer.defaults.get(name, OWN.get(name))
         value = group.get(name, given)

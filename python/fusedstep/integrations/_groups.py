@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from fusedstep import optim
+from fusedstep._api.buckets import check_ours
 from fusedstep._api.unknown import options_of
 from fusedstep._torch_ops import twin as _twin
 from fusedstep.convert import import_state_dict
@@ -27,7 +28,8 @@ def made_by(
     def new(_: type, params: Iterable[Any], **options: Any) -> optim.FusedOptimizer:
         return make(params, **options)
 
-    return type(cls)(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
+    metaclass: Any = type(cls)
+    return metaclass(cls.__name__, (cls,), {"__new__": new}, is_alias=True)
 
 
 def listed(params: Iterable[Any]) -> Groups:
@@ -89,7 +91,7 @@ def _in_our_groups(
         for own in places
     ]
     twin = _twin.like(optimizer, [dict(group) for group in groups])
-    import_state_dict(twin, {**saved, "param_groups": in_our_groups})
+    import_state_dict(check_ours(twin), {**saved, "param_groups": in_our_groups})
     return twin.state_dict()
 
 

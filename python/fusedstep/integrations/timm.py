@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fusedstep import optim
 from fusedstep._api.names import find
@@ -133,7 +134,7 @@ def _in_timms_words(cls: type[optim.FusedOptimizer]) -> type[optim.FusedOptimize
     return made_by(cls, make)
 
 
-def _add_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _add_timms_words(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A dictionary with what timm's Adan and LAMB read, which count steps in groups."""
     groups = []
     for group in saved["param_groups"]:
@@ -153,7 +154,7 @@ def _add_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> 
     return {**saved, "param_groups": groups}
 
 
-def _remove_timms_words(optimizer: optim.FusedOptimizer, saved: dict[str, Any]) -> dict[str, Any]:
+def _remove_timms_words(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """A dictionary without what _add_timms_words() has added; one of timm has been translated."""
     added = {"step"} | (_LAMB.keys() if isinstance(optimizer, optim.Lamb) else set())
     groups = [

@@ -157,11 +157,12 @@ def _conversions() -> Iterator[None]:
                 self._buffers[name] = convert(buffer)
         return self
 
-    torch.nn.Module._apply = apply
+    modules: Any = torch.nn.Module
+    modules._apply = apply
     try:
         yield
     finally:
-        torch.nn.Module._apply = own
+        modules._apply = own
 
 
 def stacks(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.nn.ModuleList]]:
@@ -235,8 +236,8 @@ class _Live(TorchDispatchMode):
             return
         for each in buckets_of([{"params": weights}], bucket):
             missing = set(each.weights)
-            for weight in each.weights:
-                weight.register_post_accumulate_grad_hook(partial(_free, each.weights, missing))
+            for member in each.weights:
+                member.register_post_accumulate_grad_hook(partial(_free, each.weights, missing))
 
     def times(self) -> tuple[tuple[int, int], ...]:
         """The times that no other one exceeds in both kinds of bytes."""

@@ -308,7 +308,7 @@ def code(way: Way) -> list[str]:
         options["master_weights"] = _written(MASTERS[run.masters])
     given = "".join(f", {name}={value}" for name, value in options.items())
     made = f"optim.{choice.optimizer}({params}, lr=lr{given})"
-    cap = "" if run.bucket == 25 * 2**20 or not is_early else f"{run.bucket / 2**20:g}"
+    cap = "" if run.bucket in (None, 25 * 2**20) else f"{run.bucket / 2**20:g}"
     cap = cap and f", bucket_cap_mb={cap}"
     if way.is_offloaded:
         return [*found, f"optimizer = fusedstep.offload({made}{cap})"]

@@ -178,14 +178,14 @@ class Adafactor(FusedOptimizer):
         return ()
 
     @classmethod
-    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
+    def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:
         return shapes_of(group, weight.shape)
 
     @classmethod
     def _state_placements(cls, group: dict[str, Any], weight: Tensor) -> dict[str, Any] | None:
         if not is_dtensor(weight):
             return None
-        found = dict.fromkeys(cls._state_shapes(group, weight), spread_of(weight)[1])
+        found = dict.fromkeys(cls._state_shapes(group, weight) or (), spread_of(weight)[1])
         if weight.dim() > 1:
             for name, dim in zip(list(found)[:2], (-1, -2), strict=True):
                 found[name] = placements_without(weight, dim, keepdim=is_torchs(group))
@@ -432,7 +432,7 @@ class Adafactor(FusedOptimizer):
 
     def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
         state = self._state[weight]
-        *moments, average = (state[name] for name in self._state_shapes(group, weight))
+        *moments, average = (state[name] for name in self._state_shapes(group, weight) or ())
         if option_of(group, "beta1") is None:
             moments, average = [*moments, average], None
         numbers = numbers_at(group, state["step"].item() + 1, first_eps(group, weight))
@@ -563,7 +563,7 @@ class Adafactor(FusedOptimizer):
             ]
         rows, columns = [], []
         for weight, state in zip(weights, states, strict=True):
-            names = list(self._state_shapes(group, weight))
+            names = list(self._state_shapes(group, weight) or ())
             # The moments of a vector's elements are those of the columns of one row.
             columns.append(state[names[1 if weight.dim() > 1 else 0]])
             rows.append(state[names[0]] if weight.dim() > 1 else local(columns[-1]).new_empty(0))

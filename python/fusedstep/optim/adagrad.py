@@ -85,7 +85,9 @@ class Adagrad(FusedOptimizer):
             for p in weights:
                 self.state[p]["sum"].share_memory_()
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> tuple[bool, bool]:
+    def _init_group(  # type: ignore[override]  # torch's classes return different things
+        self, group: dict[str, Any], *lists: list[Tensor]
+    ) -> tuple[bool, bool]:
         """As torch's: whether there is a sparse gradient, and whether a complex weight."""
         has_complex = super()._init_group(group, *lists)
         _, grads, *_ = lists

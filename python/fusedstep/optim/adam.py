@@ -45,7 +45,7 @@ class Adam(FusedOptimizer):
     """
 
     _rule = "adam"
-    _states = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _learns_in_int4 = True
     _needs: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
     _later_options = FusedOptimizer._later_options | {

@@ -216,7 +216,7 @@ class Adan(FusedOptimizer):
 
         # All memory first: without it nothing is written.
         if group["maximize"]:
-            grads = torch._foreach_neg(grads)
+            grads = list(torch._foreach_neg(grads))
         betas = beta1, beta2, beta3
         beta1_, beta2_, beta3_, eps, none, less, more, *roots = numbers_first(
             exp_avgs[0],

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -144,7 +145,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         return True
 
     def _takes_scratch(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
     ) -> bool:
         return False  # no plan steps the moments of rows and columns
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ _PAPER = {
 _APEX = _PAPER | {"eps": 1e-6, "weight_decay": 0.01, "always_adapt": False, "max_grad_norm": 1.0}
 
 #: The options that differ between variants; docs/optimizers/lamb.md has the same table.
-VARIANTS = MappingProxyType(
+VARIANTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "paper": _PAPER,
         "apex": _APEX,

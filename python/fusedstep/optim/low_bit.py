@@ -40,7 +40,8 @@ def _in_codes(kind: str) -> Callable[[_Class], _Class]:
         def constructor(self: Any, *args: Any, foreach: bool | None = None, **options: Any) -> None:
             base.__init__(self, *args, **({"state_dtype": kind} | options))
 
-        cls.__init__ = constructor
+        changed: Any = cls
+        changed.__init__ = constructor
         cls._usual_codes = kind
         cls.__doc__ = f"""{base.__name__} with states in codes: ``state_dtype="{kind}"``.
 

@@ -186,6 +186,7 @@ class Muon(MuonSteps, Adam):
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:
         matrices = [p for p in weights if p.ndim >= 2]
         others = [p for p in weights if p.ndim < 2]
+        groups: list[dict[str, Any]]
         groups = [{"params": matrices}, {"params": others, "use_muon": False}]
         return [group for group in groups if group["params"]]
 

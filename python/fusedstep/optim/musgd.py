@@ -160,6 +160,7 @@ class MuSGD(MuonSteps, SGD):
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:
         matrices = [p for p in weights if p.ndim >= 2]
         others = [p for p in weights if p.ndim < 2]
+        groups: list[dict[str, Any]]
         groups = [{"params": matrices, "use_muon": True}, {"params": others}]
         return [group for group in groups if group["params"]]
 

@@ -46,7 +46,7 @@ class SGD(FusedOptimizer):
     """
 
     _rule = "sgd"
-    _states = ("momentum_buffer",)
+    _states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     _allocates_first = True
     _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
     _numbers: ClassVar[dict[str, float]] = {}
@@ -85,7 +85,7 @@ class SGD(FusedOptimizer):
                 return f"{name} option is not compatible with sparse gradients"
         return None
 
-    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> bool:
         """As torch's: None for a buffer that is missing, and whether there is a sparse gradient."""
         weights, grads, buffers, *_ = lists
         weights.extend(p for p in group["params"] if p.grad is not None)
