@@ -96,6 +96,7 @@ struct TreatedKernel {
     span.norms = norms;
     span.coded = where.coded;
     span.first = where.first;
+    span.rounding = task.rounding;
     span.weight_code = task.weight_code;
     span.draws = task.draws;
     return span;
@@ -268,8 +269,8 @@ inline void run_coded(const TreatedKernel& kernel, int64_t begin, int64_t end) {
     for (int k = 0; k < task.operands; ++k) {
       if (row.operand[k] != tiles[k] || is_value(k) || !kernel.writes(k)) continue;
       if (is_decoded(k)) {
-        encode(task.coded[k - kFirstState], reinterpret_cast<const float*>(tiles[k]), begin, count,
-               task.data[k]);
+        encode(task.coded[k - kFirstState], task.rounding, reinterpret_cast<const float*>(tiles[k]), begin,
+               count, task.data[k]);
       } else {
         copy_in_order<false>(task, k, begin, count, tiles[k]);
       }

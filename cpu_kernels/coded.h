@@ -37,10 +37,14 @@ struct CodeRegister {
   struct Tables {
     __m512 value_slope, value_start, slope, start;
     __m512i last, octave[2];
-    __m512i zero, count;
+    __m512i zero, count, floor;
+    __m512 rounding;
 
     explicit Tables(const CodeMap& map)
-        : zero(_mm512_set1_epi32(map.zero)), count(_mm512_set1_epi32(map.count)) {
+        : zero(_mm512_set1_epi32(map.zero)),
+          count(_mm512_set1_epi32(map.count)),
+          floor(_mm512_set1_epi32(map.floor)),
+          rounding(_mm512_set1_ps(map.rounding)) {
       if constexpr (kStorage == Storage::kFloat8) return;
       slope = eight(map.slope);
       start = eight(map.start);
@@ -66,11 +70,16 @@ struct CodeRegister {
     // The mantissa of an exponent's threshold, all ones where it has none, above the segment below it: 15 for
     // none.
     FUSEDSTEP_FN static __m512i octave_words(const CodeMap& map, int first) {
-      const __m512i threshold = _mm512_loadu_si512(map.octave_threshold + first);
-      const __m512i segment = _mm512_loadu_si512(map.octave_segment + first);
-      const __mmask16 none = _mm512_cmpeq_epi32_mask(threshold, _mm512_set1_epi32(kInfinityBits));
+      const __m512i one = _mm512_set1_epi32(1), next = _mm512_loadu_si512(map.octave_threshold + first);
+      const __m512i threshold = _mm512_castps_si512(_mm512_permutexvar_ps(next, eight(map.threshold)));
+      const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      const __m512i exponent = _mm512_add_epi32(lanes, _mm512_set1_epi32(CodeMap::kFirstExponent + first));
+      const __m512i of_threshold = _mm512_srli_epi32(threshold, kMantissa);
+      const __mmask16 none = _mm512_cmpneq_epi32_mask(of_threshold, exponent);
+      const __mmask16 above = _mm512_cmpge_epi32_mask(of_threshold, exponent);
       const __m512i mantissa = _mm512_mask_mov_epi32(_mm512_slli_epi32(threshold, kAboveMantissa), none,
                                                      _mm512_set1_epi32(-1 << kAboveMantissa));
+      const __m512i segment = _mm512_mask_sub_epi32(next, above, next, one);
       return _mm512_or_si512(mantissa, _mm512_and_si512(segment, _mm512_set1_epi32(kSize - 1)));
     }
   };
@@ -129,7 +138,7 @@ struct CodeRegister {
       const __m512i slope =
           _mm512_slli_epi32(_mm512_sub_epi32(_mm512_set1_epi32(2 * kBias + kFloat8Mantissa), e), kMantissa);
       const __m512i before = _mm512_slli_epi32(_mm512_sub_epi32(e, least), kFloat8Mantissa);
-      const __m512 start = _mm512_add_ps(_mm512_cvtepi32_ps(before), _mm512_set1_ps(0.5f));
+      const __m512 start = _mm512_add_ps(_mm512_cvtepi32_ps(before), tables.rounding);
       level = _mm512_cvttps_epi32(_mm512_add_ps(_mm512_mul_ps(size, _mm512_castsi512_ps(slope)), start));
     } else {
       const __m512 at = _mm512_max_ps(size, _mm512_set1_ps(CodeMap::kLeastShare));
@@ -146,7 +155,7 @@ struct CodeRegister {
     if constexpr (!kSigned && kStorage == Storage::kInt4) return level;
     if constexpr (!kSigned) {
       const __mmask16 positive = _mm512_cmpgt_epi32_mask(bits, _mm512_setzero_si512());
-      return _mm512_maskz_max_epi32(positive, level, _mm512_set1_epi32(1));
+      return _mm512_maskz_max_epi32(positive, level, tables.floor);
     }
     const __mmask16 negative = _mm512_cmpgt_epu32_mask(bits, _mm512_set1_epi32(~kMagnitudeBits));
     if constexpr (kStorage == Storage::kFloat8) {
@@ -193,7 +202,6 @@ struct CodeRegister {
 
  private:
   static constexpr int kAboveMantissa = 32 - kMantissa;
-  static constexpr int32_t kInfinityBits = 0x7f800000;
 };
 
 #elif defined(__AVX2__)
@@ -268,7 +276,7 @@ struct CodeRegister {
       const __m256i slope =
           _mm256_slli_epi32(_mm256_sub_epi32(repeated(2 * kBias + kFloat8Mantissa), e), kMantissa);
       const __m256i before = _mm256_slli_epi32(_mm256_sub_epi32(e, least), kFloat8Mantissa);
-      const __m256 start = _mm256_add_ps(_mm256_cvtepi32_ps(before), _mm256_set1_ps(0.5f));
+      const __m256 start = _mm256_add_ps(_mm256_cvtepi32_ps(before), _mm256_set1_ps(map.rounding));
       level = _mm256_cvttps_epi32(_mm256_add_ps(_mm256_mul_ps(size, as_floats(slope)), start));
     } else {
       __m256i segment = repeated(-1);
@@ -285,7 +293,7 @@ struct CodeRegister {
     if constexpr (!kSigned && kStorage == Storage::kInt4) return level;
     if constexpr (!kSigned) {
       const __m256i positive = _mm256_cmpgt_epi32(bits, _mm256_setzero_si256());
-      return _mm256_and_si256(_mm256_max_epi32(level, repeated(1)), positive);
+      return _mm256_and_si256(_mm256_max_epi32(level, repeated(map.floor)), positive);
     }
     // The sign bit decides; that of zero counts for nothing.
     const __m256i is_minus_zero = _mm256_cmpeq_epi32(bits, repeated(~kMagnitudeBits));
@@ -426,7 +434,8 @@ FUSEDSTEP_FN void by_map(const CodeMap& map, Run run) {
   });
 }
 
-// Elements [begin, begin + count) of a state, which begin with a block, to numbers; and from numbers.
+// Elements [begin, begin + count) of a state, which begin with a block, to numbers; and from numbers, in a
+// step that rounds by this (src/core/code_map.h).
 inline void decode(const CodedState& state, const void* codes, int64_t begin, int64_t count, float* to) {
   const CodeMap map = *state.map;  // a copy, which no store can change
   const auto* const bytes = static_cast<const uint8_t*>(codes);
@@ -439,8 +448,9 @@ inline void decode(const CodedState& state, const void* codes, int64_t begin, in
     }
   });
 }
-inline void encode(const CodedState& state, const float* from, int64_t begin, int64_t count, void* codes) {
-  const CodeMap map = *state.map;
+inline void encode(const CodedState& state, float rounding, const float* from, int64_t begin, int64_t count,
+                   void* codes) {
+  const CodeMap map = rounding_by(*state.map, rounding);
   auto* const bytes = static_cast<uint8_t*>(codes);
   by_map(map, [&]<Storage kStorage, bool kSigned>(StorageIs<kStorage>, std::bool_constant<kSigned>) {
     const CodeTables<kStorage, kSigned> tables(map);

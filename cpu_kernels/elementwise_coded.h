@@ -30,6 +30,12 @@ struct SignOf<Rule<kFlags>> {
   }
 };
 
+// A state, and TensorTask::rounding.
+struct StateOfStep {
+  const CodedState& state;
+  float rounding;
+};
+
 // A state's elements of one block.
 template <Storage kStorage, bool kSigned>
 struct StateBlock {
@@ -43,7 +49,7 @@ struct StateBlock {
   typename CodeRegister::Bits largest;
   alignas(64) float fresh[kMost];
 
-  explicit StateBlock(const CodedState& state) : map(*state.map), tables(map) {}
+  explicit StateBlock(const StateOfStep& of) : map(rounding_by(*of.state.map, of.rounding)), tables(map) {}
 
   void go_to(const Span& span, int k, int64_t begin) {
     codes = static_cast<uint8_t*>(span.operand[kFirstState + k]) + map.bytes_of(begin);
@@ -92,7 +98,7 @@ template <bool kSigned>
 struct StateBlock<Storage::kPlain, kSigned> {
   float* first;
 
-  explicit StateBlock(const CodedState&) {}
+  explicit StateBlock(const StateOfStep&) {}
 
   void go_to(const Span& span, int k, int64_t begin) {
     first = static_cast<float*>(span.operand[kFirstState + k]) + begin;
@@ -147,7 +153,8 @@ void update_blocks(const Span& span, std::index_sequence<kState...>) {
   const PrefetchDistance ahead = span.ahead;
   const WeightCode code = span.weight_code;
   CodedWeight weight{span.operand[kWeight], span.operand[kFirstState + sizeof...(kState)], 0, 0};
-  std::tuple<StateBlock<kStorage, SignOf<Rule>::is_signed(kState)>...> states(span.coded[kState]...);
+  std::tuple<StateBlock<kStorage, SignOf<Rule>::is_signed(kState)>...> states(
+      StateOfStep{span.coded[kState], span.rounding}...);
   const auto update_at = [&]<class V>(V*, int64_t at, int64_t i) __attribute__((always_inline)) {
     V p, g;
     by_form<kStorage>(

@@ -34,7 +34,8 @@ struct Span {
   // columns is the first, and begins a block.
   const CodedState* coded = nullptr;
   int64_t first = 0;
-  WeightCode weight_code;  // and `draws`: as in TensorTask
+  float rounding;
+  WeightCode weight_code;  // and `rounding`, `draws`: as in TensorTask
   uint64_t draws;
 };
 
@@ -76,9 +77,11 @@ struct KernelTable {
   // Returns the name of the instruction set that the code was compiled for.
   const char* (*run)(const SpanKernel&, const TensorTask&, const GradTreatment&, int64_t begin, int64_t end,
                      double* norms);
-  // Elements [begin, begin + count) of a state in codes, which begin with a block, to numbers; and back.
+  // Elements [begin, begin + count) of a state in codes, which begin with a block, to numbers; and back, in a
+  // step that rounds by this (TensorTask::rounding).
   void (*decode)(const CodedState&, const void* codes, int64_t begin, int64_t count, float* to);
-  void (*encode)(const CodedState&, const float* from, int64_t begin, int64_t count, void* codes);
+  void (*encode)(const CodedState&, float rounding, const float* from, int64_t begin, int64_t count,
+                 void* codes);
   const FactoredKernels* (*factored)(FactoredFormat);
   const RowKernels* (*rowwise)(Format);
 };

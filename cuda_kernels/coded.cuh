@@ -41,7 +41,7 @@ __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& c
         body.put_weight(p, read, first);
       }
     } else {
-      load_tables(launch.tensors[chunk.tensor], tables);
+      load_tables(launch, chunk, tables);
       body.decode(tables, states, read);
       body.with_packs(read, [&](int, auto& p, auto g, auto& s) {
         const auto u = Rule::direction(body.scalars, p, g, s);
@@ -52,7 +52,7 @@ __device__ __forceinline__ void update_part(const Launch& launch, const Chunk& c
     body.store_weight(launch, chunk, at, read);
   } else {
     body.load_states(at, states, read);
-    load_tables(launch.tensors[chunk.tensor], tables);
+    load_tables(launch, chunk, tables);
     body.template load_value<kOnce>(at, read);
     body.take_scalars(launch, chunk);
     if (body.scales) body.scale_grad(at, read);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, kCodedResident<Coded<Rule, Weight, k
   if (left_out(launch.found_inf)) return;
   const NumberedChunk numbered = launch.chunks[blockIdx.x];
   const Chunk chunk = numbered.chunk;
-  load_tables(launch.tensors[chunk.tensor], tables);
+  load_tables(launch, chunk, tables);
 #pragma unroll 1
   for (int part = 0; chunk.begin + part * kPartElements < chunk.end; ++part) {
     if (is_whole(chunk, part, in_words)) {

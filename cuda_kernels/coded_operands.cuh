@@ -111,16 +111,37 @@ struct StateCodes {
   float absmax[kStates][kHalves];
 };
 
+// A word of a table by which a step rounds: two thresholds and their gaps, or slopes and starts of two lines.
+__device__ __forceinline__ float4 rounding_by(float rounding, int word, float4 of) {
+  constexpr int kWord = sizeof(float4);
+  constexpr int kThresholds = offsetof(CodeTable, threshold) / kWord,
+                kLines = offsetof(CodeTable, line) / kWord, kLasts = offsetof(CodeTable, last) / kWord;
+  static_assert(offsetof(CodeTable, threshold) % kWord == 0 && offsetof(CodeTable, line) % kWord == 0 &&
+                offsetof(CodeTable, last) % kWord == 0 && kThresholds < kLines && kLines < kLasts);
+  if (word < kThresholds || word >= kLasts) return of;
+  if (word < kLines) {
+    return {moved_threshold(of.x, of.y, rounding), of.y, moved_threshold(of.z, of.w, rounding), of.w};
+  }
+  return {of.x, moved_start(of.x, of.y, rounding), of.z, moved_start(of.z, of.w, rounding)};
+}
+
 // Tables are shared by the threads of a block, which wait for them.
 template <int kStates>
-__device__ __forceinline__ void load_tables(const TensorTask& task, CodeTable (&tables)[kStates]) {
-  constexpr int kWords = sizeof(CodeTable) / sizeof(uint4);
-  static_assert(kWords <= kThreads && sizeof(CodeTable) % sizeof(uint4) == 0);
+__device__ __forceinline__ void load_tables(const Launch& launch, const Chunk& chunk,
+                                            CodeTable (&tables)[kStates]) {
+  constexpr int kWords = sizeof(CodeTable) / sizeof(float4);
+  static_assert(kWords <= kThreads && sizeof(CodeTable) % sizeof(float4) == 0);
+  const TensorTask& task = launch.tensors[chunk.tensor];
+  wait_for_kernel_before();  // which may have prepared scalars
+  const float rounding = launch.scalars_of_tensor != nullptr ? launch.scalars_of_tensor[chunk.tensor].rounding
+                                                             : launch.scalars.rounding;
 #pragma unroll
   for (int k = 0; k < kStates; ++k) {
-    const auto* const from = reinterpret_cast<const uint4*>(task.coded[k].table);
-    auto* const to = reinterpret_cast<uint4*>(&tables[k]);
-    if (const int word = static_cast<int>(threadIdx.x); word < kWords) to[word] = from[word];
+    const auto* const from = reinterpret_cast<const float4*>(task.coded[k].table);
+    auto* const to = reinterpret_cast<float4*>(&tables[k]);
+    if (const int word = static_cast<int>(threadIdx.x); word < kWords) {
+      to[word] = task.coded[k].halves ? from[word] : rounding_by(rounding, word, from[word]);
+    }
   }
   __syncthreads();
 }
@@ -130,7 +151,7 @@ enum class StatesIn { kCodes, kFloats };
 
 // Codes and tables of states that have none.
 struct NoCodes {};
-__device__ __forceinline__ void load_tables(const TensorTask&, NoCodes&) {}
+__device__ __forceinline__ void load_tables(const Launch&, const Chunk&, NoCodes&) {}
 
 // A rule's operands in registers. The weight is there by its value.
 template <class Rule_, class Weight, StatesIn kStatesIn, bool kWhole>

@@ -68,6 +68,8 @@ __global__ void prepare_kernel(const __grid_constant__ PrepareLaunch launch) {
   if (launch.draws != nullptr) {
     launch.draws[i] = key_of_step(launch.seed, static_cast<uint64_t>(numbers[0]));
   }
+  constexpr bool kByStep = rules::rounds_by_step(R::kAllStates);
+  launch.scalars[i].rounding = kByStep ? rounding_of_step(numbers[0]) : CodeMap::kToNearest;
   if (launch.tensors[i].as_double) {
     const auto scalars = rules::prepare<R, double>(hyper, numbers[0], numbers + 1);
     memcpy(&launch.scalars[i], &scalars, sizeof scalars);

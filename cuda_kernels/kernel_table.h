@@ -31,9 +31,11 @@ struct alignas(16) Hyper {
 };
 struct alignas(16) Scalars {
   std::byte bytes[kScalarsBytes];
+  float rounding;  // what the step adds to the exact levels of states in codes (src/core/code_map.h)
 };
 
-// A map of codes (src/core/code_map.h) as kernels read it: the same computation for all of them.
+// A map of codes (src/core/code_map.h) as kernels read it: the same computation for all of them. It rounds to
+// nearest; a step moves its thresholds and starts.
 struct alignas(16) CodeTable {
   static constexpr int kValues = 256, kOctaves = CodeMap::kOctaves, kLines = 2 * kOctaves;
 
@@ -45,8 +47,8 @@ struct alignas(16) CodeTable {
   struct alignas(sizeof(Line)) Last {
     int32_t level;
   };
-  struct alignas(sizeof(Line)) Threshold {
-    float share;
+  struct Threshold {
+    float share, gap;
   };
 
   float value[kValues];  // of each code, as a share

@@ -12,6 +12,12 @@
 // A share is rounded to the nearest code, with two exceptions. In the signed map of int8 a negative number
 // does not become zero, as in bitsandbytes. In the unsigned maps of int8 and fp8 a positive number does not
 // become zero: a step divides the first moment by the root of the second, and the first has kept its size.
+//
+// To nearest, a moment that changes by less than half of the distance to the next code would keep its code,
+// and lag. So the steps of a rule with states that are never negative round states in int8 and fp8 another
+// way: up where the exact level of a share is at least 1 - rounding_of_step() above a level. A number between
+// two codes gets each of them in its share of the steps. And a positive number of an unsigned map gets a code
+// from which the next ones are not far: see step_map().
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -28,6 +34,7 @@ enum class Storage : uint8_t { kPlain, kInt8, kInt4, kFloat8 };
 // it between two thresholds. Both are computed alike everywhere, by products and sums that are rounded apart.
 struct CodeMap {
   static constexpr int kSegments = 8;
+  static constexpr float kToNearest = 0.5f;
 
   Storage storage = Storage::kPlain;
   int block = 256;      // elements that share an absolute maximum
@@ -45,15 +52,18 @@ struct CodeMap {
   float value[16] = {};
 
   // int8 and int4: a share beyond so many thresholds, at least one, has the level share * slope + start, cut
-  // off, and no more than `last`, with the numbers of the last of them. Others have level zero.
-  float threshold[kSegments] = {}, slope[kSegments] = {}, start[kSegments] = {};
+  // off, and no more than `last`, with the numbers of the last of them. Others have level zero. A threshold
+  // is in the middle of a gap between two levels, where shares are rounded to nearest; that below level one
+  // has no gap, and stays where it is. A segment of one level has the slope zero.
+  float threshold[kSegments] = {}, gap[kSegments] = {}, slope[kSegments] = {}, start[kSegments] = {};
   int32_t last[kSegments] = {};
-  // By the exponent % kOctaves of a share that is at least kLeastShare: the thresholds below the shares of
-  // this exponent, less one, and the one among them, of which there is no second.
-  static constexpr int kOctaves = 32;
+  // By the exponent % kOctaves of a share that is at least kLeastShare: the threshold that may be among the
+  // shares of this exponent, or the next above them, or else the last. There is no second one among them.
+  static constexpr int kOctaves = 32, kFirstExponent = 128 - kOctaves;
   static constexpr float kLeastShare = 0x1p-30f;
-  int32_t octave_segment[kOctaves] = {};
-  float octave_threshold[kOctaves] = {};
+  int32_t octave_threshold[kOctaves] = {};
+  // fp8: added to an exact level before it is cut off.
+  float rounding = kToNearest;
 
   constexpr bool is_signed() const { return negative != 0; }
   constexpr int elements_per_byte() const { return storage == Storage::kInt4 ? 2 : 1; }
@@ -97,6 +107,35 @@ FUSEDSTEP_FN BlockScale scale_of(int32_t largest, float top) {
   if (largest > kMost) return {from_bits(kNaN), 0};
   const float absmax = from_bits(largest < kLeast ? kLeast : largest);
   return {absmax, 1 / (absmax / top)};
+}
+
+// What a step adds to exact levels before it cuts them off, by its number: a sequence of low discrepancy, the
+// multiples of the golden ratio (Weyl). The first step rounds to nearest. At 2^-12 from 0 and 1, and nearer,
+// a number that is a code's could get the next code by the errors of float32.
+FUSEDSTEP_FN float rounding_of_step(double step) {
+  constexpr uint32_t kGoldenRatio = 0x9e3779b9u, kHalf = 0x80000000u, kLeast = 0x10, kOne = 0x10000;
+  const auto number = static_cast<uint32_t>(static_cast<uint64_t>(step)) - 1;
+  const uint32_t found = (number * kGoldenRatio + kHalf) >> 16;
+  const uint32_t kept = found < kLeast ? kLeast : found > kOne - kLeast ? kOne - kLeast : found;
+  return static_cast<float>(kept) * 0x1p-16f;
+}
+
+// Thresholds and starts of a map by which such a step rounds.
+FUSEDSTEP_FN float moved_threshold(float threshold, float gap, float rounding) {
+  return threshold - (rounding - CodeMap::kToNearest) * gap;
+}
+FUSEDSTEP_FN float moved_start(float slope, float start, float rounding) {
+  return slope == 0 ? start : start + (rounding - CodeMap::kToNearest);
+}
+// The map by which it rounds. int4 is rounded to nearest.
+FUSEDSTEP_FN CodeMap rounding_by(CodeMap map, float rounding) {
+  if (map.storage == Storage::kInt4) return map;
+  map.rounding = rounding;
+  for (int k = 0; k < CodeMap::kSegments; ++k) {
+    map.threshold[k] = moved_threshold(map.threshold[k], map.gap[k], rounding);
+    map.start[k] = moved_start(map.slope[k], map.start[k], rounding);
+  }
+  return map;
 }
 
 // Calls run(storage) with a constant.
@@ -143,11 +182,11 @@ FUSEDSTEP_FN int32_t level_of(const CodeMap& map, float share) {
     const int32_t exponent = bits_of(share) >> kMantissa, e = exponent < kLeast ? kLeast : exponent;
     const float slope = from_bits((2 * kBias + kFloat8Mantissa - e) << kMantissa);
     const int32_t before = (e - kLeast) << kFloat8Mantissa;  // levels below those of its exponent, but eight
-    return static_cast<int32_t>(share * slope + (static_cast<float>(before) + 0.5f));
+    return static_cast<int32_t>(share * slope + (static_cast<float>(before) + map.rounding));
   }
   const float at = share < CodeMap::kLeastShare ? CodeMap::kLeastShare : share;
-  const int octave = (bits_of(at) >> kMantissa) % CodeMap::kOctaves;
-  const int segment = map.octave_segment[octave] + (bits_of(share) > bits_of(map.octave_threshold[octave]));
+  const int next = map.octave_threshold[(bits_of(at) >> kMantissa) % CodeMap::kOctaves];
+  const int segment = next - 1 + (bits_of(share) > bits_of(map.threshold[next]));
   if (segment < 0) return 0;
   const auto level = static_cast<int32_t>(share * map.slope[segment] + map.start[segment]);
   return level < map.last[segment] ? level : map.last[segment];

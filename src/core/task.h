@@ -42,6 +42,8 @@ struct alignas(64) TensorTask {
   // keeps beside the weight; it has no memory where the weight is rounded at random.
   WeightCode weight_code = WeightCode::kPlain;
 
+  float rounding = 0;  // what the step adds to the exact levels of states in codes (src/core/code_map.h)
+
   bool is_coded(int operand) const {
     return has_codes && operand >= kFirstState && coded[operand - kFirstState].map;
   }

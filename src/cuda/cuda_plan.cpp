@@ -40,9 +40,10 @@ Hyper hyper_of(const BoundRule& rule) {
 }
 
 Scalars scalars_of(const ScalarsBlock& block) {
-  static_assert(sizeof(Scalars) == BoundRule::kScalarsBytes);
   Scalars scalars{};
+  static_assert(sizeof scalars.bytes == BoundRule::kScalarsBytes);
   std::memcpy(scalars.bytes, block.bytes, sizeof block.bytes);
+  scalars.rounding = block.rounding;
   return scalars;
 }
 

@@ -42,7 +42,7 @@ void step(int device, const BoundRule& rule, double number, const ProjectedTenso
   launch.rank = static_cast<int>(tensor.rank);
   launch.contracted = static_cast<int>(tensor.contracted);
   launch.grad_factor = tensor.grad_factor;
-  static_assert(sizeof launch.scalars == BoundRule::kScalarsBytes);
+  static_assert(sizeof launch.scalars.bytes == BoundRule::kScalarsBytes);
   rule.prepare(rule, number, nullptr, /*as_double=*/false, launch.scalars.bytes);
   const DeviceGuard guard(device);
   if (!launch_rule(launch, tensor.from_left, tensor.in_two, device, current_stream(device))) {

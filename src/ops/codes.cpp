@@ -37,11 +37,15 @@ Tensor new_tensor(Dims sizes, int32_t dtype) {
 // The number of a storage, which encode_state() takes in place of its name: rules.h says why.
 int64_t storage_index(std::string_view name) { return static_cast<int64_t>(storage_of(name)); }
 
-std::tuple<Tensor, Tensor> encode_state(const Tensor& values, int64_t storage_index, bool is_signed) {
+// As step number `step` of a rule that rounds by it does; 0: to the nearest codes.
+std::tuple<Tensor, Tensor> encode_state(const Tensor& values, int64_t storage_index, bool is_signed,
+                                        int64_t step) {
   check(storage_index > 0 && storage_index <= static_cast<int64_t>(Storage::kFloat8),
         "there is no storage of codes of this number");
   const auto storage = static_cast<Storage>(storage_index);
-  const CodeMap& map = code_map(storage, is_signed);
+  check(step >= 0, "step must not be negative");
+  const CodeMap& map = step > 0 ? step_map(storage, is_signed) : code_map(storage, is_signed);
+  const float rounding = step > 0 ? rounding_of_step(static_cast<double>(step)) : CodeMap::kToNearest;
   const TensorView from = view(values, "values");
   check(from.dtype == DType::kFloat && values.is_contiguous(), "values must be float32 and contiguous");
   const CodesShape shape = codes_shape(storage, from.sizes);
@@ -49,7 +53,8 @@ std::tuple<Tensor, Tensor> encode_state(const Tensor& values, int64_t storage_in
   Tensor absmax = new_tensor(shape.absmax, aoti_torch_dtype_float32());
   const CodedState state{&map, static_cast<float*>(absmax.data_ptr())};
   for_blocks(map, elements_of(from.sizes), [&](int64_t begin, int64_t count) {
-    kernels().encode(state, static_cast<const float*>(from.data) + begin, begin, count, codes.data_ptr());
+    kernels().encode(state, rounding, static_cast<const float*>(from.data) + begin, begin, count,
+                     codes.data_ptr());
   });
   return {codes, absmax};
 }
@@ -72,7 +77,7 @@ Tensor decode_state(const Tensor& codes, const Tensor& absmax, const std::vector
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def("storage_index(str name) -> int");
-  m.def("encode_state(Tensor values, int storage, bool signed) -> (Tensor, Tensor)");
+  m.def("encode_state(Tensor values, int storage, bool signed, int step=0) -> (Tensor, Tensor)");
   m.def("decode_state(Tensor codes, Tensor absmax, int[] shape, bool signed) -> Tensor");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CPU, m) {

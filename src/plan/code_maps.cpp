@@ -11,36 +11,36 @@
 namespace fusedstep {
 namespace {
 
-// Adds the linear function by which shares beyond `threshold` find their level.
+// Adds the linear function by which shares beyond a threshold find their level. The threshold is in the
+// middle between two levels, and has a gap between them if it may move.
 class Segments {
  public:
   explicit Segments(CodeMap& map) : map_(map) {
     std::fill(std::begin(map.threshold), std::end(map.threshold), std::numeric_limits<float>::infinity());
   }
-  void add(double threshold, double slope, double start, int32_t last) {
+  void add(double threshold, double gap, double slope, double start, int32_t last) {
     map_.threshold[count_] = static_cast<float>(threshold);
+    map_.gap[count_] = static_cast<float>(gap);
     map_.slope[count_] = static_cast<float>(slope);
     map_.start[count_] = static_cast<float>(start);
     map_.last[count_] = last;
     ++count_;
   }
   void note_octaves() {
-    for (int exponent = 1 - CodeMap::kOctaves + kBias; exponent <= kBias; ++exponent) {
-      const int32_t first = exponent << kMantissa, last = first | kMantissaBits;
-      const int at = exponent % CodeMap::kOctaves;
-      int found = 0;
-      map_.octave_segment[at] = -1;
-      map_.octave_threshold[at] = std::numeric_limits<float>::infinity();
-      for (const float threshold : map_.threshold) {
-        if (bits_of(threshold) < first) ++map_.octave_segment[at];
-        if (bits_of(threshold) < first || bits_of(threshold) > last) continue;
-        map_.octave_threshold[at] = threshold;
-        if (++found > 1) throw std::logic_error("shares of one exponent have two thresholds");
+    for (int exponent = CodeMap::kFirstExponent; exponent <= kBias; ++exponent) {
+      const float first = from_bits(exponent << kMantissa), end = 2 * first;
+      int next = 0;
+      while (next < count_ - 1 && end_of_gap(next, 1) < first) ++next;
+      map_.octave_threshold[exponent % CodeMap::kOctaves] = next;
+      if (next < count_ - 1 && end_of_gap(next + 1, -1) < end) {
+        throw std::logic_error("shares of one exponent may have two thresholds");
       }
     }
   }
 
  private:
+  float end_of_gap(int k, float sign) const { return map_.threshold[k] + sign * map_.gap[k] / 2; }
+
   CodeMap& map_;
   int count_ = 0;
 };
@@ -60,7 +60,12 @@ std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) 
     const auto before = static_cast<double>(levels.size());
     const auto last = static_cast<int32_t>(levels.size()) + parts - 1;
     const double early = std::ldexp(0.5, exponent - kMantissa);
-    segments.add((levels.back() + first) / 2, 1 / step, before + 0.5 - first / step - early, last);
+    const double threshold = (levels.back() + first) / 2, gap = decade > 0 ? first - levels.back() : 0;
+    if (parts == 1) {
+      segments.add(threshold, gap, 0, before, last);
+    } else {
+      segments.add(threshold, gap, 1 / step, before + 0.5 - first / step - early, last);
+    }
     // The numbers from 2^exponent on count these levels.
     const int at = (kBias + exponent) % CodeMap::kSegments;
     map.value_slope[at] = static_cast<float>(scale * 0.9);
@@ -68,7 +73,7 @@ std::vector<double> make_decades(CodeMap& map, int decades, int first_exponent) 
     for (int i = 0; i < parts; ++i) levels.push_back(first + i * step);
   }
   const auto highest = static_cast<int32_t>(levels.size());
-  segments.add((levels.back() + 1) / 2, 0, highest, highest);
+  segments.add((levels.back() + 1) / 2, 1 - levels.back(), 0, highest, highest);
   segments.note_octaves();
   const int last = (kBias + decades + first_exponent) % CodeMap::kSegments;
   map.value_slope[last] = 0;
@@ -98,7 +103,7 @@ CodeMap make_map(Storage storage, bool is_signed) {
   } else {
     for (int i = 1; i <= kUnsigned4; ++i) levels.push_back(static_cast<double>(i) / kUnsigned4);
     Segments segments(map);
-    segments.add(1.5 / kUnsigned4, kUnsigned4, -0.5, kUnsigned4 - 1);
+    segments.add(1.5 / kUnsigned4, 0, kUnsigned4, -0.5, kUnsigned4 - 1);
     segments.note_octaves();
   }
   const auto most = static_cast<int32_t>(levels.size()) - 1;
@@ -122,12 +127,26 @@ CodeMap make_map(Storage storage, bool is_signed) {
   return map;
 }
 
+CodeMap with_floor(CodeMap map, int32_t floor) {
+  map.floor = floor;
+  return map;
+}
+
+// The lowest level of the decade of sixteen levels, and of the numbers of fp8 that have all bits of mantissa.
+constexpr int32_t kStepFloorInt8 = 15, kStepFloorFloat8 = 8;
+
 }  // namespace
 
 std::span<const CodeMap> code_maps() {
-  static const auto* const maps = new std::vector<CodeMap>{
-      make_map(Storage::kInt8, true),  make_map(Storage::kInt8, false),  make_map(Storage::kInt4, true),
-      make_map(Storage::kInt4, false), make_map(Storage::kFloat8, true), make_map(Storage::kFloat8, false)};
+  static const auto* const maps =
+      new std::vector<CodeMap>{make_map(Storage::kInt8, true),
+                               make_map(Storage::kInt8, false),
+                               make_map(Storage::kInt4, true),
+                               make_map(Storage::kInt4, false),
+                               make_map(Storage::kFloat8, true),
+                               make_map(Storage::kFloat8, false),
+                               with_floor(make_map(Storage::kInt8, false), kStepFloorInt8),
+                               with_floor(make_map(Storage::kFloat8, false), kStepFloorFloat8)};
   return *maps;
 }
 
@@ -140,6 +159,11 @@ const CodeMap& code_map(Storage storage, bool is_signed) {
     default:
       return code_maps()[is_signed ? 4 : 5];
   }
+}
+
+const CodeMap& step_map(Storage storage, bool is_signed) {
+  if (is_signed || storage == Storage::kInt4) return code_map(storage, is_signed);
+  return code_maps()[storage == Storage::kInt8 ? 6 : 7];
 }
 
 Storage storage_of(std::string_view name) {

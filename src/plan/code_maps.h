@@ -14,6 +14,12 @@ namespace fusedstep {
 // The map of a state that is kept in codes. `is_signed` unless the state is never negative.
 FUSEDSTEP_API const CodeMap& code_map(Storage storage, bool is_signed);
 
+// The map of such a state in a step of a rule with states that are never negative. Steps do not round
+// positive ones to the lowest codes of int8 and fp8, which are far apart: those below 1.3e-4 and 3.5e-5 of
+// the absolute maximum. An element that had such a code would wait long for its next one, and a step divides
+// by its root.
+FUSEDSTEP_API const CodeMap& step_map(Storage storage, bool is_signed);
+
 // All of them, in one place.
 FUSEDSTEP_API std::span<const CodeMap> code_maps();
 

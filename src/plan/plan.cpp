@@ -80,7 +80,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
     if (!state.has_codes()) continue;
     if (!std::exchange(has_codes, true)) in_order = strides_in_order(operands.weight.sizes);
     const Storage storage = checked_storage(i, operands.weight, state);
-    coded[k] = {&code_map(storage, (not_negative_ >> k & 1) == 0), state.absmax};
+    coded[k] = {&step_map(storage, (not_negative_ >> k & 1) == 0), state.absmax};
     decoded[k] = state;
     decoded[k].sizes = operands.weight.sizes;
     decoded[k].strides = in_order;
@@ -161,7 +161,7 @@ void Plan::use_signs(uint32_t not_negative) {
   for (Entry& entry : entries_) {
     for (int k = 0; k < slots_; ++k) {
       const CodeMap*& map = entry.coded[k].map;
-      if (map != nullptr) map = &code_map(map->storage, (not_negative >> k & 1) == 0);
+      if (map != nullptr) map = &step_map(map->storage, (not_negative >> k & 1) == 0);
     }
   }
   ++operands_version_;

@@ -355,8 +355,9 @@ Scalars prepare_scalars(const Plan& plan, const BoundRule& rule, std::span<doubl
   const auto add = [&](size_t i) {
     std::array<double, kMaxNumbers>& its = after.emplace_back();
     for (size_t k = 0; k <= rule.numbers.size(); ++k) its[k] = numbers[k * tensors + i];
-    rule.prepare(rule, its[0], &its[1], plan.format(i) == Format::kDouble,
-                 scalars.blocks.emplace_back().bytes);
+    ScalarsBlock& block = scalars.blocks.emplace_back();
+    block.rounding = rule.rounds_by_step ? rounding_of_step(its[0]) : CodeMap::kToNearest;
+    rule.prepare(rule, its[0], &its[1], plan.format(i) == Format::kDouble, block.bytes);
   };
   for (size_t i = 0; plan.rounds_at_random() && i < tensors; ++i) {
     scalars.draws.push_back(plan.draws(i, numbers[i]));

@@ -25,6 +25,7 @@ struct BoundRule {
   unsigned flags;
   int states;                                  // that each tensor has
   uint32_t not_negative;                       // those that are never negative, a bit each
+  bool rounds_by_step;                         // as in rules/specs.h
   std::span<const rules::NumberSpec> numbers;  // that it has beside the step count
   std::byte hyper[kHyperBytes]{};              // the rule's Hyper, for a device that prepares scalars itself
   // Writes the rule's Scalars<double> or Scalars<float> for a step count to `out`, which has kScalarsBytes.
@@ -67,6 +68,7 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
                   .flags = flags,
                   .states = states,
                   .not_negative = not_negative(R::kAllStates, flags),
+                  .rounds_by_step = rules::rounds_by_step(R::kAllStates),
                   .numbers = {},
                   .prepare = nullptr,
                   .trust_ratio = nullptr};
@@ -98,9 +100,10 @@ struct StepOptions {
   GradUse grads = GradUse::kLeave;
 };
 
-// The scalars of a tensor's step.
+// The scalars of a tensor's step, and TensorTask::rounding.
 struct alignas(64) ScalarsBlock {
   std::byte bytes[BoundRule::kScalarsBytes];
+  float rounding;
 };
 
 // The scalars for each distinct step count, precision and numbers among a plan's tensors, prepared once.
@@ -109,9 +112,10 @@ struct Scalars {
   std::vector<uint32_t> of_tensor;  // the block of each; empty if there is one block
   std::vector<uint64_t> draws;      // of each, the key of its random numbers; empty if there are none
 
-  const void* of(size_t tensor) const { return blocks[of_tensor.empty() ? 0 : of_tensor[tensor]].bytes; }
   void complete(TensorTask& task, size_t tensor) const {
-    task.scalars = of(tensor);
+    const ScalarsBlock& block = blocks[of_tensor.empty() ? 0 : of_tensor[tensor]];
+    task.scalars = block.bytes;
+    task.rounding = block.rounding;
     if (!draws.empty()) task.draws = draws[tensor];
   }
 };

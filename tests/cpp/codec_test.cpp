@@ -1,5 +1,6 @@
 // Conversion to and from 16 bits: one element at a time against the definition of the formats, and the
-// registers of every instruction set against each other. Compiled with the definitions of a kernel source.
+// registers of every instruction set against each other. Codes of states, as steps round to them. Compiled
+// with the definitions of a kernel source.
 #include "cpu_kernels/codecs.h"
 
 #include <gtest/gtest.h>
@@ -9,8 +10,10 @@
 #include <cstring>
 #include <functional>
 #include <random>
+#include <vector>
 
 #include "fusedstep/isa.h"
+#include "src/plan/code_maps.h"
 #include "tests/cpp/model.h"
 
 namespace fusedstep::test {
@@ -250,6 +253,89 @@ TEST_P(PatternTest, RegistersRoundToNearestEven) {
 
 INSTANTIATE_TEST_SUITE_P(Dtypes, PatternTest, testing::Values(DType::kBFloat16, DType::kHalf),
                          [](const auto& info) { return name(info.param); });
+
+// Codes of states (src/core/code_map.h), in steps that round by their number.
+
+TEST(RoundingOfStepTest, IsSpreadOverAnyStepsInARow) {
+  EXPECT_EQ(rounding_of_step(1), CodeMap::kToNearest);
+  constexpr int kParts = 16, kInARow = 64 * kParts;
+  for (const int64_t first :
+       {int64_t{1}, int64_t{12'345}, (int64_t{1} << 24) - 100, (int64_t{1} << 32) - 500}) {
+    int found[kParts] = {};
+    for (int64_t step = first; step < first + kInARow; ++step) {
+      const float rounding = rounding_of_step(static_cast<double>(step));
+      ASSERT_GE(rounding, 0x1p-12f);
+      ASSERT_LE(rounding, 1 - 0x1p-12f);
+      ++found[static_cast<int>(rounding * kParts)];
+    }
+    for (const int count : found) EXPECT_NEAR(count, kInARow / kParts, 3) << first;
+  }
+}
+
+// Calls run(storage, map) for each map of codes of eight bits by which steps round.
+template <class Run>
+void for_step_maps(Run run) {
+  for (const Storage storage : {Storage::kInt8, Storage::kFloat8}) {
+    for (const bool is_signed : {true, false}) {
+      SCOPED_TRACE(testing::Message() << (storage == Storage::kInt8 ? "int8" : "fp8") << is_signed);
+      by_storage(storage, [&](auto constant) { run(constant, step_map(storage, is_signed)); });
+    }
+  }
+}
+// The code of a positive number by a map.
+template <Storage kStorage>
+int32_t code_by(const CodeMap& map, float number, float absmax = 1) {
+  return code_of<kStorage>(map, number, number * scale_of(fusedstep::bits_of(absmax), map.top).inverse);
+}
+
+constexpr int kSteps = 1000;
+
+TEST(CodesOfStepsTest, ANumberThatIsACodesKeepsIt) {
+  for_step_maps([]<Storage kStorage>(StorageIs<kStorage>, const CodeMap& map) {
+    const int highest = kStorage == Storage::kFloat8 ? 126 : map.is_signed() ? 254 : 255;
+    for (int step = 1; step <= kSteps; ++step) {
+      const CodeMap by = rounding_by(map, rounding_of_step(step));
+      for (const float absmax : {1.0f, 0.7f, 3e-9f, 1.9e8f}) {
+        for (int code = map.zero + std::max(map.floor, 1); code <= highest; ++code) {
+          const float number = value_of<kStorage>(map, code) * (absmax / map.top);
+          ASSERT_EQ(code_by<kStorage>(by, number, absmax), code) << step << ", absmax " << absmax;
+        }
+      }
+    }
+  });
+}
+
+TEST(CodesOfStepsTest, ANumberBetweenTwoCodesGetsEachInItsShareOfTheSteps) {
+  for_step_maps([]<Storage kStorage>(StorageIs<kStorage>, const CodeMap& map) {
+    const int lowest = map.zero + std::max(map.floor, 1);
+    const int highest = kStorage == Storage::kFloat8 ? 126 : map.is_signed() ? 254 : 255;
+    for (const float part : {0.02f, 0.3f, 0.5f, 0.81f}) {
+      std::vector<int> ups(highest);
+      for (int step = 1; step <= kSteps; ++step) {
+        const CodeMap by = rounding_by(map, rounding_of_step(step));
+        for (int code = lowest; code < highest; ++code) {
+          const float low = value_of<kStorage>(map, code), high = value_of<kStorage>(map, code + 1);
+          const int32_t found = code_by<kStorage>(by, (low + part * (high - low)) / map.top);
+          ASSERT_TRUE(found == code || found == code + 1) << found << " instead of " << code;
+          ups[code] += found - code;
+        }
+      }
+      for (int code = lowest; code < highest; ++code) ASSERT_NEAR(ups[code], part * kSteps, 4) << code;
+    }
+  });
+}
+
+TEST(CodesOfStepsTest, NoPositiveSecondMomentIsBelowTheFloor) {
+  for_step_maps([]<Storage kStorage>(StorageIs<kStorage>, const CodeMap& map) {
+    if (map.is_signed()) return;
+    const int32_t floor = kStorage == Storage::kInt8 ? 7 : 8;
+    for (int step = 1; step <= kSteps; ++step) {
+      const CodeMap by = rounding_by(map, rounding_of_step(step));
+      EXPECT_EQ(code_by<kStorage>(by, 0), 0);
+      for (float number = 1; number > 0; number *= 0.4f) ASSERT_GE(code_by<kStorage>(by, number), floor);
+    }
+  });
+}
 
 }  // namespace
 }  // namespace fusedstep::test

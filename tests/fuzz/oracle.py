@@ -18,7 +18,15 @@ from torch import Tensor
 
 from fuzz.bounded import Arithmetic, Bounded, UndecidableError, judge
 from fuzz.memory import overlaps
-from reference.codes import MAPS, NOT_NEGATIVE, values
+from reference.codes import (
+    MAPS,
+    NOT_NEGATIVE,
+    STEP_FLOORS,
+    around,
+    rounds_by_step,
+    turning_points,
+    values,
+)
 from support.cases import Case as Row
 
 MASTER, LOW, COMPENSATION = "master_param", "low_param", "compensation"
@@ -289,21 +297,34 @@ def decoded(name: str, state: dict[str, Tensor], shape: torch.Size) -> Tensor:
     return values(codes.contiguous(), state[name + ABSMAX], kind, name not in NOT_NEGATIVE, shape)
 
 
-def _as_codes(name: str, number: Bounded, state: dict[str, Tensor], shape: torch.Size) -> Bounded:
-    """A number with the error that its nearest code adds."""
+def step_of(expected: Expected) -> int:
+    """The number by which the step rounds states in codes; 0: to nearest."""
+    return int(expected.count) if expected.counts and rounds_by_step(expected.states) else 0
+
+
+def as_codes(
+    name: str, number: Bounded, state: dict[str, Tensor], shape: torch.Size, step: int
+) -> Bounded:
+    """A number with the error that its code adds, that of a step or the nearest."""
     kind, absmax = kind_of(state[name], shape), state[name + ABSMAX].double()
     of_code, block = MAPS[kind, name not in NOT_NEGATIVE]
-    of_code = of_code[~of_code.isnan()].sort().values
+    of_code = of_code[~of_code.isnan()].unique()
     most = absmax.repeat_interleave(block)[: shape.numel()].reshape(shape)
     share = (number.value / most).nan_to_num(0.0)
-    above = torch.searchsorted(of_code, share.contiguous()).clamp(1, len(of_code) - 1)
-    near = torch.stack([share - of_code[above - 1], of_code[above] - share]).abs().amin(0)
+    low, high = around(share, kind, name not in NOT_NEGATIVE)
+    turn = turning_points(low, high, kind, step)
+    to_low, to_high = (share - low).abs(), (share - high).abs()
+    near = torch.where(share.abs() > turn.abs(), to_high, to_low)
+    # Sums in float32, and the number's error, leave a few near the turning point undecided.
+    vague = 1e-6 * share.abs() + 2e-4 * (high - low).abs()
+    vague = vague + (2 * number.error / most).nan_to_num(0.0)
+    near = torch.where((share - turn).abs() <= vague, torch.maximum(to_low, to_high), near)
     if kind == "int8" and name not in NOT_NEGATIVE:  # nothing negative is rounded to zero
         least = of_code[of_code < 0].max()
         is_near = (share > least) & (number.value - number.error < 0)
         near = torch.where(is_near, torch.maximum(near, share - least), near)
     if kind != "int4" and name in NOT_NEGATIVE:  # nothing positive is rounded to zero
-        least = of_code[of_code > 0].min()
+        least = of_code[of_code >= 0][STEP_FLOORS[kind] if step else 1]
         is_near = (share < least) & (number.value + number.error > 0)
         near = torch.where(is_near, torch.maximum(near, least - share), near)
     # Blocks of less count as zero, and of more as infinite.
@@ -366,7 +387,8 @@ def _stored(
                 raise WrongError(f"{what}: {name} is {value.item()} instead of {number.item()}")
             continue
         if name + ABSMAX in state:
-            yield name, decoded(name, state, p.shape), _as_codes(name, number, state, p.shape)
+            number = as_codes(name, number, state, p.shape, step_of(expected))
+            yield name, decoded(name, state, p.shape), number
             continue
         if (value.dtype, value.shape) != (expected.dtype, p.shape):
             raise WrongError(f"{what}: {name} is {value.dtype} {list(value.shape)}")

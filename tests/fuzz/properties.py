@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fuzz import choices, composites, events, formulas, oracle, run
+from reference.codes import rounds_by_step
 
 OF_FORMULA = 1e-4
 """Largest distance from a formula, in the largest move of an element and in the element."""
@@ -248,7 +249,8 @@ class CompositeRun(run.Run):
             bound = bound + stepped.errors[name].reshape(actual.shape)
         if name + oracle.ABSMAX in after:
             number = oracle.Bounded(expected, bound, oracle.Arithmetic.of(torch.float32))
-            bound = oracle._as_codes(name, number, after, expected.shape).error
+            step = int(after["step"].item()) if "step" in after and rounds_by_step(after) else 0
+            bound = oracle.as_codes(name, number, after, expected.shape, step).error
         # A number within the bound may be one that overflows.
         known = expected.isfinite() & (expected.abs() + bound < 0.9 * torch.finfo(p.dtype).max)
         off = torch.where(known, (actual - expected).abs(), 0.0)

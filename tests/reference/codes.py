@@ -37,6 +37,56 @@ NOT_NEGATIVE = {
 }  # fmt: skip
 
 
+#: The least level of a positive number in a step, by kind, where the state is never negative.
+STEP_FLOORS = {"int8": 15, "fp8": 8}
+
+
+def rounds_by_step(names) -> bool:
+    """Whether steps of a rule with a count and these states round codes by their number."""
+    return not NOT_NEGATIVE.isdisjoint(names)
+
+
+def rounding_of_step(step: int) -> float:
+    """What step number ``step`` adds to exact levels before it cuts them off; 0: to nearest."""
+    golden_ratio = 0x9E3779B9  # times 2**32, less one
+    found = (max(step - 1, 0) * golden_ratio + 2**31) % 2**32 >> 16
+    return min(max(found, 16), 2**16 - 16) / 2**16
+
+
+def around(shares: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
+    """The values of the codes that float64 shares lie between: the one nearer to zero first."""
+    of_code = MAPS[kind, signed][0]
+    of_code = of_code[~of_code.isnan()].unique()
+    above = torch.searchsorted(of_code, shares.contiguous()).clamp(1, len(of_code) - 1)
+    low, high = of_code[above - 1], of_code[above]
+    return torch.where(shares < 0, high, low), torch.where(shares < 0, low, high)
+
+
+def turning_points(low: Tensor, high: Tensor, kind: str, step: int) -> Tensor:
+    """The shares beyond which a step, or 0, rounds to the value that is further from zero."""
+    rounding = torch.full_like(low, 0.5 if kind == "int4" else rounding_of_step(step))
+    if kind == "int8":  # between zero and the first level it is the middle at every step
+        rounding[low == 0] = 0.5
+    return high - rounding * (high - low)
+
+
+def rounded(shares: Tensor, kind: str, signed: bool, step: int) -> tuple[Tensor, Tensor]:
+    """The values that a step, or 0, rounds float64 shares to, and where these are sure.
+
+    Sums in float32 decide close to the turning points.
+    """
+    low, high = around(shares, kind, signed)
+    turn = turning_points(low, high, kind, step)
+    found = torch.where(shares.abs() > turn.abs(), high, low)
+    of_code = MAPS[kind, signed][0].nan_to_num(-1.0).unique()
+    if not signed and kind != "int4":
+        least = of_code[of_code >= 0][STEP_FLOORS[kind] if step else 1]
+        found = torch.where(shares > 0, found.clamp(min=least), found)
+    elif signed and kind == "int8":  # nothing negative becomes zero
+        found = torch.where(shares < 0, found.clamp(max=of_code[of_code < 0].max()), found)
+    return found, (shares - turn).abs() > 1e-6 * shares.abs() + 2e-4 * (high - low).abs()
+
+
 def bitsandbytes_map(signed: bool) -> Tensor:
     """The values of the int8 map as bitsandbytes computes them, each step in float32."""
     values = [0.0, 1.0]

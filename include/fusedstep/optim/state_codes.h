@@ -73,7 +73,8 @@ inline std::tuple<torch::Tensor, torch::Tensor> encode(const torch::Tensor& numb
                                                        bool is_signed) {
   static const Op op("fusedstep::encode_state"), index_of("fusedstep::storage_index");
   const int64_t storage = index_of({std::string(kind)})[0].toInt();
-  const auto both = op({numbers.to(torch::kCPU, torch::kFloat32).contiguous(), storage, is_signed});
+  const auto both = op({numbers.to(torch::kCPU, torch::kFloat32).contiguous(), storage, is_signed,
+                        /*step=*/int64_t{0}});
   const torch::Tensor &codes = both[0].toTensor(), &absmax = both[1].toTensor();
   return {codes.to(numbers.device()), absmax.to(numbers.device())};
 }

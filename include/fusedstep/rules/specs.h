@@ -27,6 +27,16 @@ constexpr int states_with(const StateSpec (&states)[kCount], unsigned flags) {
   return count;
 }
 
+// Tells if steps round states in codes of 8 bits by another threshold at each step (src/core/code_map.h):
+// where one of them is never negative, as those are by whose root a step divides.
+template <size_t kCount>
+constexpr bool rounds_by_step(const StateSpec (&states)[kCount]) {
+  for (const StateSpec& state : states) {
+    if (state.sign == Sign::kNotNegative) return true;
+  }
+  return false;
+}
+
 // A float32 number that a rule keeps for each weight beside the step count.
 struct NumberSpec {
   const char* name;

@@ -185,11 +185,14 @@ def storage_index(kind: str) -> int:
 
 
 @torch.no_grad()
-def encode(numbers: Tensor, kind: str, signed: bool) -> tuple[Tensor, Tensor]:
-    """The codes of numbers, and their absmax."""
+def encode(numbers: Tensor, kind: str, signed: bool, step: int = 0) -> tuple[Tensor, Tensor]:
+    """The codes of numbers, and their absmax: the nearest, or those that a step rounds to.
+
+    ``step``: the number of the step of a rule that rounds by it (src/core/code_map.h), or 0.
+    """
     part = local(numbers)
     codes, absmax = torch.ops.fusedstep.encode_state(
-        part.detach().to("cpu", torch.float32).contiguous(), storage_index(kind), signed
+        part.detach().to("cpu", torch.float32).contiguous(), storage_index(kind), signed, step
     )
     return codes.to(part.device), absmax.to(part.device)
 

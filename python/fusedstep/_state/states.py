@@ -162,16 +162,22 @@ class StateStore:
         state: dict[str, Tensor],
         numbers: dict[str, Tensor],
     ) -> None:
-        """Puts numbers into those parts of a state that are in codes."""
-        for name in [name for name, value in state.items() if is_codes(value)]:
+        """Puts the numbers after a step into those parts of a state that are in codes."""
+        coded = [name for name, value in state.items() if is_codes(value)]
+        step = int(read_count(state["step"])) if coded and self._rounds_by_step(group) else 0
+        for name in coded:
             like = self._like(group, weight, name)
             kind = _codes.kind_of(state[name], like)
             kept = _codes.parts(state[name], state[absmax_of(name)], like)
-            for part, new in zip(kept, self._encode(name, kind, numbers), strict=True):
+            found = _codes.encode(numbers[name], kind, name in self._signed, step)
+            for part, new in zip(kept, found, strict=True):
                 part.copy_(new)
 
-    def _encode(self, name: str, kind: str, numbers: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return _codes.encode(numbers[name], kind, name in self._signed)
+    def _rounds_by_step(self, group: dict[str, Any]) -> bool:
+        """Returns whether steps round states in codes by their number, as those of rules do."""
+        return self._counts_steps(group) and not self._signed.issuperset(
+            self._names_in_group(group)
+        )
 
     def with_count(self, group: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
         """The state of a weight, and the count of its steps where that is not part of it."""
@@ -480,7 +486,7 @@ class StateStore:
                 continue  # an error will say so
             numbers = self._decode(name, like, state) if codes else value
             if kind is not None:
-                found, absmax = self._encode(name, kind, {name: numbers})
+                found, absmax = _codes.encode(numbers, kind, name in self._signed)
                 new[name] = _codes.spread_codes(like, found, kind)
                 new[absmax_of(name)] = _codes.spread_absmax(like, absmax, kind)
             else:

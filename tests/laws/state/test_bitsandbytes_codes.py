@@ -1,8 +1,11 @@
 """Law: int8 rounds shares as bitsandbytes' optimizers do on a GPU, but for 2 ulp around a border.
 
 A share is a number divided by its block's absmax. The reference has bitsandbytes' search. Here a
-positive share of a state that is never negative does not become zero.
+positive share of a state that is never negative does not become zero, and a step gives it no code
+below the 15th. First steps round to nearest.
 """
+
+import functools
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ import torch
 import fusedstep
 from fusedstep import optim
 from fusedstep._state.codes import storage_index
-from reference.codes import MAPS, bitsandbytes_codes, bitsandbytes_map
+from reference.codes import MAPS, STEP_FLOORS, bitsandbytes_codes, bitsandbytes_map
 from support.cuda_device import needs_cuda
 from support.stepping import as_parameters, forced_isa
 
@@ -88,17 +91,17 @@ def elsewhere(signed):
     return torch.cat([shares, bitsandbytes_map(signed), MAPS["int8", signed][0].float()])
 
 
-def expected_codes(shares, signed):
+def expected_codes(shares, signed, floor=1):
     codes = bitsandbytes_codes(shares, signed)
-    return codes if signed else torch.maximum(codes, (shares > 0).long())
+    return codes if signed else torch.maximum(codes, floor * (shares > 0).long())
 
 
-def assert_codes_of_bitsandbytes(codes_of, signed):
+def assert_codes_of_bitsandbytes(codes_of, signed, floor):
     shares, away = near_borders(signed)
-    differ = codes_of(shares, signed) != expected_codes(shares, signed)
+    differ = codes_of(shares, signed) != expected_codes(shares, signed, floor)
     assert not torch.any(differ & (away > APART))
     shares = elsewhere(signed)
-    differ = codes_of(shares, signed) != expected_codes(shares, signed)
+    differ = codes_of(shares, signed) != expected_codes(shares, signed, floor)
     bits, of_borders = shares.view(torch.int32).long(), borders(signed).view(torch.int32).long()
     away = torch.stack([(bits[differ] - border).abs() for border in of_borders]).amin(0)
     assert torch.all(away <= APART)
@@ -106,16 +109,17 @@ def assert_codes_of_bitsandbytes(codes_of, signed):
 
 @SIGNED
 @pytest.mark.parametrize("isa", fusedstep.isas())
-@pytest.mark.parametrize("codes_of", [encoded, stepped])
-def test_codes_are_those_of_bitsandbytes(codes_of, isa, signed):
+@pytest.mark.parametrize(("codes_of", "floor"), [(encoded, 1), (stepped, STEP_FLOORS["int8"])])
+def test_codes_are_those_of_bitsandbytes(codes_of, floor, isa, signed):
     with forced_isa(isa):
-        assert_codes_of_bitsandbytes(codes_of, signed)
+        assert_codes_of_bitsandbytes(codes_of, signed, floor)
 
 
 @SIGNED
 @needs_cuda
 def test_codes_are_those_of_bitsandbytes_on_cuda(signed):
-    assert_codes_of_bitsandbytes(lambda *of: stepped(*of, device="cuda"), signed)
+    codes_of = functools.partial(stepped, device="cuda")
+    assert_codes_of_bitsandbytes(codes_of, signed, STEP_FLOORS["int8"])
 
 
 @SIGNED
