@@ -125,6 +125,8 @@ def _check_weights(optimizer: FusedOptimizer) -> None:
                     f"{name} is a DTensor: fully_shard(…, offload_policy=CPUOffloadPolicy()) "
                     "offloads those"
                 )
+            if weight.is_nested:
+                raise ValueError(f"{name} is a nested tensor, which native kernels do not take")
             if weight.is_complex():
                 raise ValueError(f"{name} is complex: native kernels take real weights")
             devices.add(weight.device)

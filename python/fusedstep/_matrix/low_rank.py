@@ -26,7 +26,7 @@ from fusedstep._state.checks import with_name
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.nonfinite import not_finite
-from fusedstep._step.plan import Work, same
+from fusedstep._step.plan import Plan, Work, same
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.undo import Reserve, Saved, is_out_of_memory, undone_on_error
 
@@ -64,6 +64,13 @@ class LowRankSteps(LowRankGroups):
         self._early: set[Scratch] = set()  # which have products of the step under way
         self._had_no_factor = False  # the last step
         self._looks: list[tuple[Work, Scratch]] = []  # that have not been waited for
+
+    def _new_plan(
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> Plan | None:
+        if self._is_projected(group):  # before bases of other sides are made beside those states
+            self._check_states(group, weights)
+        return super()._new_plan(group, weights, grads)
 
     def _bind(
         self,

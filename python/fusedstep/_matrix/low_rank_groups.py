@@ -176,8 +176,10 @@ class LowRankGroups(LowRankShards):
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""
         for place, p in enumerate(weights):
-            state, spread = self._state[p], self._state_placements(group, p) or {}
+            state, spread = self._state.get(p, {}), self._state_placements(group, p) or {}
             for name, shape in (self._state_shapes(group, p) or {}).items():
+                if name not in state:  # it is to be made
+                    continue
                 found, wide = state[name], torch.float32 if p.itemsize == 2 else p.dtype
                 if is_codes(found):
                     fits = are_codes_of(found, state.get(absmax_of(name)), of_shape(p, shape))

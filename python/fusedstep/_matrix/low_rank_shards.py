@@ -51,6 +51,8 @@ class LowRankShards(LowRankBases):
 
     @classmethod
     def _why_not_projected(cls, group: dict[str, Any], weight: Tensor) -> str | None:
+        if weight.is_nested:
+            return f"is a nested tensor, which {cls.__name__} does not project"
         if is_dtensor(weight) and not cls._takes_shards:
             return (
                 f"is a DTensor: {cls.__name__} does not project shards. Put it into a group "

@@ -353,6 +353,9 @@ def test_others_are_refused():
         fusedstep.offload(torch.optim.AdamW(Net().parameters()))
     with pytest.raises(ValueError, match="parameter 0 of group 0 is complex"):
         fusedstep.offload(optim.AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))]))
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    with pytest.raises(ValueError, match="parameter 0 of group 0 is a nested tensor"):
+        fusedstep.offload(optim.AdamW([nn.Parameter(nested)]))
     with pytest.raises(ValueError, match="parameter 1 of group 0 is on meta, and others on"):
         fusedstep.offload(
             optim.AdamW([nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, device="meta"))])

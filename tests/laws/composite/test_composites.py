@@ -364,3 +364,28 @@ def test_steps_in_inference_mode(row, fused, modes):
         with torch.inference_mode(mode == "I"):
             optimizer.step()
     assert_same_contents(contents(optimizer), contents(expected))
+
+
+@MODES
+@pytest.mark.parametrize("row", DENSE, ids=str)
+def test_a_weight_that_shrinks_is_refused_with_states_as_they_were(row, fused):
+    """Also where the shorter side is another one then."""
+    params, optimizer = stepped(row, 2, fused=fused)
+    params[1].grad = None
+    params[1].data = params[1].data[:4]
+    params[1].grad = row.grad(values_of(3)[:4])
+    before = copy.deepcopy(contents(optimizer))
+    with pytest.raises(RuntimeError, match=r"parameter 1 of group 0|of the list"):
+        optimizer.step()
+    assert_same_contents(contents(optimizer), before)
+
+
+LOW_RANK = [row for row in DENSE if "rank" in row.of_group]
+
+
+@pytest.mark.parametrize("row", LOW_RANK, ids=str)
+def test_a_nested_weight_of_a_group_with_a_rank_is_named(row):
+    parts = [torch.ones(12, 8), torch.ones(4, 8)]
+    nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
+    with pytest.raises(ValueError, match="parameter 1 of group 0 is a nested tensor"):
+        row.build([torch.nn.Parameter(torch.ones(12, 8)), torch.nn.Parameter(nested)])
