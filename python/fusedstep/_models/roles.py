@@ -113,10 +113,10 @@ def roles_of(model: nn.Module) -> list[Weight]:
     """Returns the weights of a model with their roles, in the order of ``named_parameters()``."""
     places: dict[int, list[_Place]] = {}
     names: dict[int, list[str]] = {}
-    modules = dict(model.named_modules())
-    for prefix, module in modules.items():
+    by_path = dict(model.named_modules())
+    for prefix, module in by_path.items():
         for own, weight in module.named_parameters(recurse=False, remove_duplicate=False):
-            places.setdefault(id(weight), []).append(_place_of(weight, prefix, own, modules))
+            places.setdefault(id(weight), []).append(_place_of(weight, prefix, own, by_path))
             names.setdefault(id(weight), []).append(f"{prefix}.{own}" if prefix else own)
     judge = _Judge(model, places)
     found = []
