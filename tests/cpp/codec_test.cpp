@@ -328,7 +328,7 @@ TEST(CodesOfStepsTest, ANumberBetweenTwoCodesGetsEachInItsShareOfTheSteps) {
 TEST(CodesOfStepsTest, NoPositiveSecondMomentIsBelowTheFloor) {
   for_step_maps([]<Storage kStorage>(StorageIs<kStorage>, const CodeMap& map) {
     if (map.is_signed()) return;
-    const int32_t floor = kStorage == Storage::kInt8 ? 7 : 8;
+    const int32_t floor = kStorage == Storage::kInt8 ? 15 : 8;
     for (int step = 1; step <= kSteps; ++step) {
       const CodeMap by = rounding_by(map, rounding_of_step(step));
       EXPECT_EQ(code_by<kStorage>(by, 0), 0);
