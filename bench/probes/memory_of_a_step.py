@@ -61,7 +61,7 @@ CASES = (
 
 
 def predicted(case: Case, factory: str, length: int) -> int:
-    model = load(f"small_gpt:{factory}")
+    model = load(f"suites.small_gpt:{factory}")
     found = trace(
         model.make,
         (case.batch, length),

@@ -321,7 +321,8 @@ def wide_gpt2(transformers):
 
 #: Names of optimizers that are not torch's, the package they are in, the model, and the bound.
 OF_OTHERS = [
-    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-5),
+    # Steps round codes by their number here, and to nearest there.
+    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-4),
     ("lion_8bit", "bitsandbytes", wide_gpt2, 1e-5),
     ("lion_32bit", "bitsandbytes", gpt2, 1e-5),
     ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, 1e-5),

@@ -162,11 +162,15 @@ def beside_peers(tmp_path_factory):
     (packages / "bitsandbytes").mkdir()
     (packages / "bitsandbytes" / "reason").write_text("no wheel for this machine")
     peers = ("timm", "pytorch_optimizer", "torchao", "bitsandbytes")
-    printed = run_here(
+    words = (
         "peers", "--output", folder, "--budget", "1", "--all-rows", "--packages", packages,
         "--allocator", "glibc", *(f"--peer={name}" for name in peers),
         "^(lamb/(matrix|sliced)|adamw/matrix|adam/64x10)$",
     )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        # Another test of this process may have imported it, from where no program finds it.
+        patch.delitem(sys.modules, "bitsandbytes", raising=False)
+        printed = run_here(*words)
     results = json.loads((folder / "peers.json").read_text())
     return printed, folder, {row["name"]: row for row in results["rows"]}
 

@@ -13,6 +13,11 @@ tomllib = pytest.importorskip("tomllib")
 
 
 FOLDERS = ("tests", "bench", "examples")
+#: Packages of the repository: folders that are on the path of the programs there.
+ROOMS = {
+    *("fusedstep", "fuzz", "optimizers", "reference", "support"),
+    *("harness", "probes", "reports", "suites"),
+}
 
 
 def modules(folder):
@@ -36,14 +41,7 @@ def test_extras_list_what_is_imported(extras, folders, repository):
     ]
     listed = {re.split(r"[><=]", each)[0].replace("-", "_") for each in requirements}
     own = [path for name in (*FOLDERS, "scripts") for path in (repository / name).rglob("*.py")]
-    ours = {path.stem for path in own} | {
-        "fusedstep",
-        "fuzz",
-        "optimizers",
-        "probes",
-        "reference",
-        "support",
-    }
+    ours = {path.stem for path in own} | ROOMS
     aside = {"megatron"}  # scripts/install.sh puts it into a folder of its own
     distributions = importlib.metadata.packages_distributions()
     for folder in folders:

@@ -25,7 +25,7 @@ from harness.processes import WorkerError
 from nanonano_loop import Run, train
 from nanonano_model import GPT
 from nanonano_settings import ATTENTION, Settings, SettingsError
-from reports import nanogpt
+from reports import nanogpt, page
 
 FOLDER = Path(nanonano_train.__file__).resolve().parent
 SIZES = {
@@ -549,12 +549,12 @@ def test_a_matrix_has_all_eight_runs(here, data, capsys):
     assert not {"data", "optimizer"} & results["settings"].keys()
     losses = [row["loss"] for row in results["rows"]]
     assert losses == pytest.approx(losses[:1] * 8, rel=1e-3)
-    page = (here / "README.md").read_text()
-    assert page == page.page(here)
-    assert "| efficient_attn | flash_attention | yes | " in page
-    assert "`./run.sh nanogpt --preset cpu --optimizer fusedstep:AdamW`" in page
-    assert "(nanogpt-iterations.svg)" in page
-    assert "- torch.compile by eager, which makes no kernels." in page
+    text = (here / "README.md").read_text()
+    assert text == page.page(here)
+    assert "| efficient_attn | flash_attention | yes | " in text
+    assert "`./run.sh nanogpt --preset cpu --optimizer fusedstep:AdamW`" in text
+    assert "(nanogpt-iterations.svg)" in text
+    assert "- torch.compile by eager, which makes no kernels." in text
     results["settings"]["compile_backend"] = "inductor"
     assert not [line for line in nanogpt.remarks(results) if "torch.compile" in line]
     out = capsys.readouterr()

@@ -171,7 +171,7 @@ def test_the_command_has_all_parts(capsys, monkeypatch):
 
 
 def test_iterations_of_a_model_are_timed(capsys, monkeypatch):
-    asked = ("small_gpt:tiny", "--rounds", "1", "--device", "cpu", "--batch", "1")
+    asked = ("suites.small_gpt:tiny", "--rounds", "1", "--device", "cpu", "--batch", "1")
     text = gain(capsys, monkeypatch, *asked, "--sequence", "8", "--optimizer", "SGD:momentum=0.9")
     assert "A training becomes" in text
     assert "An iteration took" in text
@@ -214,8 +214,8 @@ def test_a_plot_is_drawn(capsys, monkeypatch, tmp_path):
         ("1K --device nowhere", "--device nowhere: "),
         ("1K --weights bf15", "--weights: must be one of float32 (fp32)"),
         (
-            "small_gpt:tiny --batch 1 --sequence 300 --rounds 1 --device cpu",
-            "an iteration of MODEL small_gpt:tiny cannot be timed: ",
+            "suites.small_gpt:tiny --batch 1 --sequence 300 --rounds 1 --device cpu",
+            "an iteration of MODEL suites.small_gpt:tiny cannot be timed: ",
         ),
     ],
 )

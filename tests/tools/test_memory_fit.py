@@ -40,7 +40,7 @@ SEARCHES = {
 def test_the_lines_run_and_peak_at_what_is_told(capsys, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "peft", None)  # tests/frameworks has LoRA
     more = ("--headroom", "0B", "--bucket-cap-mb", "0.25", *arguments)
-    ways = found(capsys, monkeypatch, "small_gpt:tiny", *BATCH, *more)
+    ways = found(capsys, monkeypatch, "suites.small_gpt:tiny", *BATCH, *more)
     assert ways["notes"] == ["LoRA needs peft: pip install peft"]
     assert ways["fits"]
     for way in ways["fits"]:

@@ -363,7 +363,7 @@ def test_models_by_path():
     assert (found.trained_elements, found.frozen) == (11, 110)
     # The first layer's result, which the last one keeps, the scores, and their gradient.
     assert trace(found.make, (8, 10), tokens=False).highest >= 8 * 10 * 4
-    tied = load("small_gpt:tiny")
+    tied = load("suites.small_gpt:tiny")
     assert tied.parameters == sum(p.numel() for p in small_gpt.tiny().parameters())
 
 
@@ -418,7 +418,7 @@ def test_the_table_and_the_bars(capsys, monkeypatch):
 def test_the_activations_of_a_factory(capsys, monkeypatch):
     batch = ("--batch", "2", "--sequence", "256", "--json")
     batch += ("--optimizer", "AdamW", "--states", "default")
-    found = json.loads(run(capsys, monkeypatch, "small_gpt:tiny", *batch))
+    found = json.loads(run(capsys, monkeypatch, "suites.small_gpt:tiny", *batch))
     assert found["choices"][0]["bytes"]["total"] == probe.predicted(probe.CASES[0], "tiny", 256)
     assert found["highest_activations"] > found["choices"][0]["bytes"]["activations"]
 
@@ -454,7 +454,7 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
         ("none", "MODEL must be a parameter count (124M), a config.json or package.module:"),
         ("0", "MODEL must have a parameter or more"),
         ("no_such_module:factory", "MODEL no_such_module:factory cannot be imported"),
-        ("small_gpt:nothing", "MODEL small_gpt:nothing cannot be imported"),
+        ("suites.small_gpt:nothing", "MODEL suites.small_gpt:nothing cannot be imported"),
         ("math:tau", "MODEL math:tau is not callable"),
         (
             "builtins:dict",
@@ -483,9 +483,12 @@ def test_a_config_needs_transformers(capsys, monkeypatch, tmp_path):
         ("1B --zero 4 --ranks 2", "--zero"),
         ("1B --fit much", "--fit: must be a size as 24GiB or 24GB, not 'much'"),
         ("1B --fit 24", "--fit: must be a size as 24GiB or 24GB, not '24'"),
-        ("small_gpt:tiny --batch 2", "--batch needs --sequence"),
-        ("small_gpt:tiny --batch 2 --sequence 257", "the activations of MODEL small_gpt:tiny"),
-        ("small_gpt:tiny --input 2x3x4x5", "the activations of MODEL small_gpt:tiny"),
+        ("suites.small_gpt:tiny --batch 2", "--batch needs --sequence"),
+        (
+            "suites.small_gpt:tiny --batch 2 --sequence 257",
+            "the activations of MODEL suites.small_gpt:tiny",
+        ),
+        ("suites.small_gpt:tiny --input 2x3x4x5", "the activations of MODEL suites.small_gpt:tiny"),
         ("test_memory_needs:adapter --input 2x1x10 --checkpointing", "has no ModuleList"),
     ],
 )

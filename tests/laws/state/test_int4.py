@@ -35,7 +35,9 @@ def test_a_constructor_warns_once_where_int4_falls_behind(cls):
 
 
 def test_the_field_is_what_was_measured(repository):
-    file = repository / "bench" / "results" / "intel-emerald-rapids-16-cores" / "losses_in_codes.json"
+    file = (
+        repository / "bench" / "results" / "intel-emerald-rapids-16-cores" / "losses_in_codes.json"
+    )
     rows = json.loads(file.read_text())["rows"]
     measured = {}
     for row in rows:
