@@ -258,7 +258,7 @@ INSTANTIATE_TEST_SUITE_P(Dtypes, PatternTest, testing::Values(DType::kBFloat16, 
 
 TEST(RoundingOfStepTest, IsSpreadOverAnyStepsInARow) {
   EXPECT_EQ(rounding_of_step(1), CodeMap::kToNearest);
-  constexpr int kParts = 16, kInARow = 64 * kParts;
+  constexpr int kParts = 16, kInAPart = 64, kInARow = kInAPart * kParts;
   for (const int64_t first :
        {int64_t{1}, int64_t{12'345}, (int64_t{1} << 24) - 100, (int64_t{1} << 32) - 500}) {
     int found[kParts] = {};
@@ -268,7 +268,7 @@ TEST(RoundingOfStepTest, IsSpreadOverAnyStepsInARow) {
       ASSERT_LE(rounding, 1 - 0x1p-12f);
       ++found[static_cast<int>(rounding * kParts)];
     }
-    for (const int count : found) EXPECT_NEAR(count, kInARow / kParts, 3) << first;
+    for (const int count : found) EXPECT_NEAR(count, kInAPart, 3) << first;
   }
 }
 
@@ -332,7 +332,11 @@ TEST(CodesOfStepsTest, NoPositiveSecondMomentIsBelowTheFloor) {
     for (int step = 1; step <= kSteps; ++step) {
       const CodeMap by = rounding_by(map, rounding_of_step(step));
       EXPECT_EQ(code_by<kStorage>(by, 0), 0);
-      for (float number = 1; number > 0; number *= 0.4f) ASSERT_GE(code_by<kStorage>(by, number), floor);
+      float number = 1;
+      while (number > 0) {
+        ASSERT_GE(code_by<kStorage>(by, number), floor);
+        number *= 0.4f;
+      }
     }
   });
 }
