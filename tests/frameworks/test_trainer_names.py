@@ -321,8 +321,7 @@ def wide_gpt2(transformers):
 
 #: Names of optimizers that are not torch's, the package they are in, the model, and the bound.
 OF_OTHERS = [
-    # Steps round codes by their number here, and to nearest there.
-    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-4),
+    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-5),
     ("lion_8bit", "bitsandbytes", wide_gpt2, 1e-5),
     ("lion_32bit", "bitsandbytes", gpt2, 1e-5),
     ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, 1e-5),
@@ -331,6 +330,11 @@ OF_OTHERS = [
     ("galore_adafactor", "galore_torch", llama, 1e-5),
     ("apollo_adamw", "apollo_torch", llama, 1e-3),  # goes on with other random projections
 ]
+
+
+#: The bound of the last loss, which comes after two steps from bitsandbytes' states: AdamW8bit rounds
+#: codes by the number of the step, and bitsandbytes to nearest.
+LAST = {"adamw_bnb_8bit": 5e-5}
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "reduce_lr_on_plateau"])
@@ -365,7 +369,8 @@ def test_a_folder_of_trainers_own_optimizer_is_resumed(
     for folder in ("theirs/checkpoint-3", "ours/checkpoint-5"):
         it, found = run(tmp_path / "ours", tmp_path / folder)
         assert isinstance(inner(it), optim.FusedOptimizer)
-        assert_same_losses(found, losses, rtol)
+        assert_same_losses(found[:-1], losses[:-1], rtol)
+        assert_same_losses(found[-1:], losses[-1:], LAST.get(name, rtol))
     rates = {group["lr"] for group in inner(it).param_groups}
     assert len(rates) == 1
 

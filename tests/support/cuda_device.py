@@ -1,5 +1,6 @@
 """Base of the laws on a CUDA device: subjects there, their gradients, and comparisons."""
 
+import copy
 import subprocess
 import sys
 
@@ -49,6 +50,19 @@ def assert_same(optimizer, params, twin_optimizer, twins, what):
         assert_same_bits(twin.detach().cpu(), param.detach(), what)
         for name, value in optimizer.state[param].items():
             assert_same_bits(twin_optimizer.state[twin][name].cpu(), value, f"{what}: {name}")
+
+
+def assert_states_move(optimizer, params, twin_optimizer, twins):
+    """Both go on alike after each has loaded the states of the other device."""
+    for step in (1, 2, 3, 4):
+        set_gradients(params, twins, step)
+        if step == 3:
+            first, second = optimizer.state_dict(), twin_optimizer.state_dict()
+            optimizer.load_state_dict(copy.deepcopy(second))
+            twin_optimizer.load_state_dict(copy.deepcopy(first))
+        optimizer.step()
+        twin_optimizer.step()
+    assert_same(optimizer, params, twin_optimizer, twins, "after the states were exchanged")
 
 
 def assert_reported(code, environment):

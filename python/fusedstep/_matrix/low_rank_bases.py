@@ -21,7 +21,10 @@ from fusedstep._torch_ops.imperative import ImperativeTwin
 
 
 class LowRankBases(ImperativeTwin):
-    """Groups with a rank, and their bases: when they are due, and those of gradients of zeros."""
+    """Gives an optimizer the bases of groups with a rank.
+
+    Tells when a basis has to be made anew, and makes the basis of a gradient of zeros.
+    """
 
     def _forget_plans(self) -> None:
         super()._forget_plans()

@@ -356,7 +356,7 @@ def _heads_of(model: nn.Module) -> tuple[set[int], bool]:
 
 
 def _matrices_of(module: nn.Module) -> set[int]:
-    """The id() of each of its weights, of which a weight norm makes two."""
+    """The id() of each matrix of a module. A weight norm splits one matrix into two weights."""
     return {id(weight) for weight in module.parameters() if weight.ndim >= 2}
 
 
@@ -381,7 +381,7 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _repeated(model: nn.Module) -> Iterable[str]:
-    """The names of modules of which a parent has several of a class, or a list."""
+    """The names of blocks that repeat: a parent has several modules of one class, or a list."""
     for prefix, module in model.named_modules():
         children = [each for each in module.named_children() if any(each[1].children())]
         count = Counter(type(child) for _, child in children)

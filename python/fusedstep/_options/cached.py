@@ -10,8 +10,9 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def cached(function: _Function) -> _Function:
-    """Keeps what a function has returned. The type of its arguments is that of the function.
+    """Returns a function that remembers its results by its arguments, as functools.cache does.
 
-    That of functools.cache is Hashable, which mypy does not find in classes of optimizers.
+    The returned function keeps the types of the arguments. functools.cache declares all arguments
+    Hashable, and mypy does not see that classes of optimizers are hashable.
     """
     return cast(_Function, functools.cache(function))

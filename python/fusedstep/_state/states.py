@@ -174,7 +174,10 @@ class StateStore:
                 part.copy_(new)
 
     def _rounds_by_step(self, group: dict[str, Any]) -> bool:
-        """Returns whether steps round states in codes by their number, as those of rules do."""
+        """Returns whether a step of the group rounds codes by the number of the step.
+
+        Such a group counts its steps and has a state that is never negative.
+        """
         return self._counts_steps(group) and not self._signed.issuperset(
             self._names_in_group(group)
         )

@@ -1,12 +1,10 @@
 """Adafactor on a CUDA device: the CPU's bits, without waiting for the device."""
 
-import copy
-
 import pytest
 import torch
 
 from fusedstep import optim
-from support.cuda_device import assert_same, needs_cuda, on_cuda, set_gradients
+from support.cuda_device import assert_same, assert_states_move, needs_cuda, on_cuda, set_gradients
 from support.factored import ADAFACTOR as CASES
 from support.layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
 from support.stepping import WAYS, as_parameters, make_gradients, make_weights
@@ -139,16 +137,7 @@ def test_one_group_may_be_on_several_devices():
 
 
 def test_states_move_between_devices():
-    optimizer, params, twin, twins = subjects({"beta1": 0.9})
-    for step in range(4):
-        set_gradients(params, twins, step)
-        if step == 2:
-            first, second = optimizer.state_dict(), twin.state_dict()
-            optimizer.load_state_dict(copy.deepcopy(second))
-            twin.load_state_dict(copy.deepcopy(first))
-        optimizer.step()
-        twin.step()
-    assert_same(optimizer, params, twin, twins, "after the states were exchanged")
+    assert_states_move(*subjects({"beta1": 0.9}))
 
 
 def test_the_current_stream_is_used():

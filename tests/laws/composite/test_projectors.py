@@ -185,6 +185,21 @@ def test_a_decomposition_that_fails_falls_back_and_says_so_once(monkeypatch):
 # ---- What is saved -------------------------------------------------------------------------------
 
 
+def assert_goes_on(build, steps):
+    """A run that is resumed after three steps ends as a whole run. Returns what was resumed."""
+    whole, first, second = build(), build(), build()
+    run(whole, range(steps))
+    run(first, range(3))
+    second.load_state_dict(saved(first))
+    with torch.no_grad():
+        for p, q in zip(weights_of(second), weights_of(first), strict=True):
+            p.copy_(q)
+    run(second, range(3, steps))
+    assert_same(weights_of(second), weights_of(whole))
+    assert_same(tensors_of(second), tensors_of(whole))
+    return second
+
+
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("svd", SVDS)
 def test_a_resumed_run_is_the_same(svd, fused):
@@ -194,16 +209,7 @@ def test_a_resumed_run_is_the_same(svd, fused):
         options = {"svd": svd, "stagger": True, "update_proj_gap": 4}
         return optim.GaLoreAdamW(groups(torch.float32, **options), **OPTIONS, fused=fused)
 
-    whole, first, second = build(), build(), build()
-    run(whole, range(9))
-    run(first, range(3))
-    second.load_state_dict(saved(first))
-    with torch.no_grad():
-        for p, q in zip(weights_of(second), weights_of(first), strict=True):
-            p.copy_(q)
-    run(second, range(3, 9))
-    assert_same(weights_of(second), weights_of(whole))
-    assert_same(tensors_of(second), tensors_of(whole))
+    assert_goes_on(build, 9)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -221,15 +227,7 @@ def test_a_resumed_run_of_other_states_is_the_same(cls, options, dtype, fused):
     def build():
         return cls(coded_groups(dtype), lr=0.01, fused=fused, **options)
 
-    whole, first, second = build(), build(), build()
-    run(whole, range(7))
-    run(first, range(3))
-    second.load_state_dict(saved(first))
-    with torch.no_grad():
-        for p, q in zip(weights_of(second), weights_of(first), strict=True):
-            p.copy_(q)
-    run(second, range(3, 7))
-    assert_same(tensors_of(second), tensors_of(whole))
+    second = assert_goes_on(build, 7)
     is_coded = any(value.itemsize == 1 for value in second.state[weights_of(second)[0]].values())
     assert is_coded == (cls is not optim.GaLoreAdafactor)
 

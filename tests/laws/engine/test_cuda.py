@@ -1,6 +1,5 @@
 """The CUDA backend: the CPU's bits, for every row and layout, without waiting for the device."""
 
-import copy
 import gc
 
 import pytest
@@ -12,6 +11,7 @@ from support.cuda_device import (
     SHAPES,
     assert_reported,
     assert_same,
+    assert_states_move,
     needs_cuda,
     on_cuda,
     set_gradients,
@@ -241,16 +241,7 @@ def test_a_capture_without_a_count_on_the_device_is_refused(case):
 @needs_cuda
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_states_move_between_devices(case):
-    optimizer, params, twin_optimizer, twins = subjects(case, torch.float32)
-    for step in (1, 2, 3, 4):
-        set_gradients(params, twins, step)
-        if step == 3:
-            first, second = optimizer.state_dict(), twin_optimizer.state_dict()
-            optimizer.load_state_dict(copy.deepcopy(second))
-            twin_optimizer.load_state_dict(copy.deepcopy(first))
-        optimizer.step()
-        twin_optimizer.step()
-    assert_same(optimizer, params, twin_optimizer, twins, "after the states were exchanged")
+    assert_states_move(*subjects(case, torch.float32))
 
 
 @needs_cuda
