@@ -332,7 +332,7 @@ OF_OTHERS = [
 ]
 
 
-#: The bound of the last loss, which comes after two steps from bitsandbytes' states: AdamW8bit rounds
+#: The bound of the last loss, two steps after bitsandbytes' states were loaded. AdamW8bit rounds
 #: codes by the number of the step, and bitsandbytes to nearest.
 LAST = {"adamw_bnb_8bit": 5e-5}
 
