@@ -66,6 +66,13 @@ class Asked:
         """The gradient, with its error."""
         return Bounded(self.grad, 0.0 if self.error is None else self.error, EXACT)
 
+    @property
+    def rounded_weight(self) -> Bounded:
+        """A copy of the weight. Its products are rounded, as in a sum with the gradient: alone,
+        where both cancel out.
+        """
+        return Bounded(self.weight, 0.0, Arithmetic.of(self.value_dtype)).clone()
+
     def state(self, name: str, shape: torch.Size | None = None) -> Tensor | None:
         """A state before the step in float64; None if there is none. ``shape``: the weight's."""
         if name not in self.before:
@@ -163,7 +170,7 @@ def rowwise(asked: Asked) -> Stepped:
     first = torch.full(shape, float(group["initial_accumulator_value"]), dtype=torch.float64)
     stored = asked.state("sum", torch.Size(shape))
     total = exact(first if stored is None else stored).reshape(-1, 1)
-    new = exact(weight).reshape(len(total.value), -1)
+    new = asked.rounded_weight.reshape(len(total.value), -1)
     rows = torch.arange(len(total.value)) if rows is None else rows
     options = asked.options(
         "lr", "lr_decay", "weight_decay", "eps", "decoupled_weight_decay", "maximize"
@@ -179,8 +186,7 @@ def of_sparse_adam(asked: Asked) -> Stepped:
         stored = asked.state(name)
         moments[name] = exact(torch.zeros_like(asked.weight) if stored is None else stored)
     options = asked.options("lr", "betas", "eps", "weight_decay", "maximize")
-    weight = exact(asked.weight)
-    new = sparse_adam(weight, asked.rows, asked.gradient, moments, asked.step, **options)
+    new = sparse_adam(asked.rounded_weight, asked.rows, asked.gradient, moments, asked.step, **options)
     return Stepped.of({"weight": new} | moments)
 
 

@@ -140,16 +140,17 @@ class Run:
     # The step
 
     def take_step(self, call: dict[str, Any]) -> Any:
-        if "scale" in call:
-            self.optimizer.grad_scale = torch.tensor(call["scale"])
-            self.optimizer.found_inf = torch.tensor(float(call["found_inf"]))
+        is_scaled = not call.keys().isdisjoint(("scale", "found_inf"))
+        if is_scaled:
+            self.optimizer.grad_scale = torch.tensor(call.get("scale", 1.0))
+            self.optimizer.found_inf = torch.tensor(float(call.get("found_inf", False)))
         options = {name: call[name] for name in ("max_norm", "zero_grad") if name in call}
         if "closure" in call:
             options["closure"] = None if call["closure"] == "none" else lambda: 1.5
         try:
             return self.optimizer.step(**options)
         finally:
-            if "scale" in call:
+            if is_scaled:
                 del self.optimizer.grad_scale, self.optimizer.found_inf
 
     def _step(self, step: dict[str, Any]) -> dict[str, int]:
@@ -173,7 +174,8 @@ class Run:
             if p.grad is not None and isinstance(expected[p].gradient, str)
         }
         with_gradient = {identity for identity, p in self.params.items() if p.grad is not None}
-        known = {*self.row.numbers, *oracle.BESIDE}
+        numbers = {"step", *self.row.numbers}
+        known = numbers.union(oracle.BESIDE)
         stateless = {
             i
             for i in with_gradient
@@ -185,8 +187,12 @@ class Run:
         for identity, p in self.params.items():
             what = f"weight {identity}"
             if identity in still:
-                # States may have been made, as they are before a step.
-                if not still[identity].items() <= self._bits(identity).items():
+                # States may have been made, as they are before a step. The count of a weight
+                # without any other state begins anew then.
+                kept = still[identity]
+                if identity in stateless:
+                    kept = {name: kept[name] for name in kept.keys() - numbers}
+                if not kept.items() <= self._bits(identity).items():
                     raise oracle.WrongError(f"{what}: it or a state has changed")
             else:
                 oracle.compare(expected[p], p, self.optimizer.state[p], what, self.tally)
