@@ -22,7 +22,8 @@ Usage:
   ./run.sh [--full]              build, time three optimizers against the alternatives, train a network on MNIST:
                                  minutes after the build (--full: all optimizers and sizes, 14 epochs)
   ./run.sh SCRIPT.py [ARG...]    run a Python script as it should run on a Xeon: jemalloc, threads, pinning
-  ./run.sh test                  every test, once
+  ./run.sh test                  every law, on a part of all combinations: another one for each commit
+                                 (--all: on all of them; --draw TEXT: on those that another run has named)
   ./run.sh test newest-torch     tests of what depends on torch most, again on its newest release
   ./run.sh test sanitize         the engine's C++ tests again, under AddressSanitizer and UndefinedBehaviorSanitizer
   ./run.sh test sanitize-cuda    the CUDA kernels under compute-sanitizer, where there is a GPU
@@ -140,7 +141,9 @@ run_script() {
 
 run_tests() {
   case ${1:-} in
-    '') test_everything ;;
+    '') test_everything "$(commit)" ;;
+    --draw) test_everything "$2" ;;
+    --all) test_everything ;;
     newest-torch) test_on_newest_torch ;;
     sanitize) test_under_sanitizers ;;
     sanitize-cuda) test_under_compute_sanitizer ;;
@@ -153,8 +156,8 @@ main() {
   case "$command" in
     build) [[ $* == @(|--library) ]] || die "build takes no argument but --library: $*" ;;
     --full | doctor) (($# == 0)) || die "$command takes no arguments: $*" ;;
-    test) [[ $* == @(|newest-torch|sanitize|sanitize-cuda) ]] ||
-      die "test takes no argument but newest-torch, sanitize or sanitize-cuda: $*" ;;
+    test) [[ $* == @(|--all|--draw +([! ])|newest-torch|sanitize|sanitize-cuda) ]] ||
+      die "test takes no argument but --all, --draw TEXT, newest-torch, sanitize or sanitize-cuda: $*" ;;
   esac
   case "$command" in
     help | -h | --help) usage && return ;;

@@ -98,8 +98,16 @@ await() {
   [[ $(tail -n 1 "$2") == passed ]]
 }
 
+# A text that chooses a draw: another one for each commit.
+commit() { git -C "$root" rev-parse HEAD 2>/dev/null || echo fusedstep; }
+
+# test_everything [TEXT]: all combinations of the laws' parameters, or the draw that TEXT chooses (tests/support/draw.py).
 test_everything() {
-  local bringing fuzzing fuzz_log=$logs/fuzz.log
+  local bringing fuzzing fuzz_log=$logs/fuzz.log combinations=()
+  if (($#)); then
+    combinations=(--draw "$1")
+    say "combinations are drawn by $1: './run.sh test --draw $1' has them again, './run.sh test --all' has all"
+  fi
   need_python_packages test wheel docs
   install_frameworks
   # For the tests of packages. Gigabytes to load down and unpack, as the compilers run.
@@ -107,14 +115,14 @@ test_everything() {
   bringing=$!
   part "C++" cpp_tests release
   part "site" test_site
-  part "Python" python_tests --dist worksteal "${short_tests[@]}" --junitxml "$logs/python-tests.xml" \
-    --ignore=tests/packaging --ignore=tests/frameworks
+  part "Python" python_tests --dist worksteal "${short_tests[@]}" "${combinations[@]}" \
+    --junitxml "$logs/python-tests.xml" --ignore=tests/packaging --ignore=tests/frameworks
   # In what the other parts leave idle: a minute of a core, and the same cases each time. `./run.sh fuzz` has others.
   # What goes wrong is seen when its turn comes.
   { renice -n 10 "$BASHPID" >/dev/null && random_cases --seed 1 --cases 250 && echo passed; } </dev/null &>"$fuzz_log" &
   fuzzing=$!
   # A file is about one framework, which takes seconds to import.
-  part "frameworks" python_tests --dist loadfile tests/frameworks
+  part "frameworks" python_tests --dist loadfile "${combinations[@]}" tests/frameworks
   wait "$bringing" || true
   part "packaging" python_tests --dist loadfile tests/packaging
   part "fuzz" await "$fuzzing" "$fuzz_log"

@@ -13,28 +13,34 @@ from _pytest.runner import runtestprotocol
 
 import fusedstep
 from fusedstep._native import ops
-from support.cases import PLAIN, WITH_COUNTS, WITH_STATES
+from support.draw import drawn, is_plain
 
 SHOWN = 0.005
 """Seconds from which pytest's `--durations` shows a fixture."""
 
 
 def pytest_addoption(parser):
-    parser.addoption("--plain", action="store_true", help="only the plain rows of tests/optimizers")
+    group = parser.getgroup("combinations of parameters")
+    group.addoption("--plain", action="store_true", help="only the plain rows of tests/optimizers")
+    group.addoption("--draw", metavar="TEXT", help="a draw of all combinations, chosen by TEXT")
+
+
+def pytest_configure(config):
+    config.addinivalue_line(
+        "markers", "whole(parameter=value): a draw has all combinations, or all with these values"
+    )
 
 
 def pytest_collection_modifyitems(config, items):
-    """With `--plain` keeps all tests that take no row.
+    """Leaves combinations out, as the options say.
 
     Of a function's tests that are skipped for one reason, as without a GPU, keeps the first.
     """
-
-    def is_plain(item):
-        row = item.callspec.params.get("case") if hasattr(item, "callspec") else None
-        return row is None or row in (*PLAIN, *WITH_STATES, *WITH_COUNTS)
-
+    text = config.getoption("draw")
     if config.getoption("plain"):
         items[:] = filter(is_plain, items)
+    if text is not None:
+        items[:] = drawn(items, text)
     kept = {}
     for item in items:
         reasons = [m.kwargs["reason"] for m in item.iter_markers("skipif") if m.args[0]]

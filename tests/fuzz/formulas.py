@@ -68,8 +68,8 @@ class Asked:
 
     @property
     def rounded_weight(self) -> Bounded:
-        """A copy of the weight. Its products are rounded, as in a sum with the gradient: alone,
-        where both cancel out.
+        """A copy of the weight, whose products have an error: all that is left of a sum with a
+        gradient that cancels the product out.
         """
         return Bounded(self.weight, 0.0, Arithmetic.of(self.value_dtype)).clone()
 
@@ -186,7 +186,9 @@ def of_sparse_adam(asked: Asked) -> Stepped:
         stored = asked.state(name)
         moments[name] = exact(torch.zeros_like(asked.weight) if stored is None else stored)
     options = asked.options("lr", "betas", "eps", "weight_decay", "maximize")
-    new = sparse_adam(asked.rounded_weight, asked.rows, asked.gradient, moments, asked.step, **options)
+    new = sparse_adam(
+        asked.rounded_weight, asked.rows, asked.gradient, moments, asked.step, **options
+    )
     return Stepped.of({"weight": new} | moments)
 
 

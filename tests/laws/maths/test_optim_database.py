@@ -39,6 +39,8 @@ from support.peers import (
 )
 from support.stepping import Bounds, contents, make_gradients, make_weights
 
+pytestmark = pytest.mark.whole(mode="default")
+
 SHAPES = ((), (7,), (33, 31), (0,))
 STEPS = 7
 ALL_MODES = MODES | {"differentiable": {"differentiable": True, "fused": None}}

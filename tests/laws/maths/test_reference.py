@@ -26,6 +26,8 @@ from support.stepping import (
     make_weights,
 )
 
+pytestmark = pytest.mark.whole
+
 SHAPES = ((), (1,), (7,), (33, 31), (3, 4, 5), (0,), (CHUNK + 77,))
 STEPS = 20
 CHECKED = (1, 2, 3, 5, 10, 20)
