@@ -15,7 +15,7 @@ def rmsprop(
     if centered:
         mean = alpha * state.get("grad_avg", zeros) + (1 - alpha) * gradient
         new_state["grad_avg"] = mean
-        v = v - mean**2
+        v = v - mean**2 if alpha else zeros
     update = gradient / (v.sqrt() + eps)
     if momentum > 0:
         update = momentum * state.get("momentum_buffer", zeros) + update

@@ -28,7 +28,7 @@ struct RMSpropParamState : ParamState<RMSpropParamState, rules::RMSprop> {
 //
 //   g = g + weight_decay p
 //   v = alpha v + (1 - alpha) g^2,   a = alpha a + (1 - alpha) g
-//   u = g / (sqrt(v) + eps)                    centered: g / (sqrt(v - a^2) + eps)
+//   u = g / (sqrt(v) + eps)                    centered: g / (sqrt(v - a^2) + eps), and g / eps if alpha = 0
 //   b = momentum b + u                         (if momentum > 0)
 //   p = p - lr b                               (otherwise p - lr u)
 class RMSprop : public FusedOptimizer<RMSprop, RMSpropOptions, RMSpropParamState, rules::RMSprop> {

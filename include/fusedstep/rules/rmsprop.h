@@ -23,7 +23,8 @@ struct RMSpropScalars {
 };
 
 // RMSprop (Tieleman and Hinton, 2012, lecture 6e), with momentum and, centered, with the variance in place of
-// the mean square (Graves, 2013, equations 38 to 41), in torch's form.
+// the mean square (Graves, 2013, equations 38 to 41), in torch's form. Averages without memory have no
+// variance: where alpha is 0, v and a^2 are the same number, and their difference would be a rounding error.
 //
 //   v = alpha v + (1 - alpha) g^2        a = a + (1 - alpha) (g - a)
 //   b = momentum b + g / (sqrt(v) + eps)            centered: sqrt(v - a^2)
@@ -54,7 +55,8 @@ struct RMSprop {
       V& mean = state[kStates - 1];
       mean = s.average(mean, g);
       // States have been rounded: the difference of two that are nearly equal may lie below 0.
-      variance = maximum(mul_add(-mean, mean, square), V(T(0)));
+      const V zero(T(0)), rounded = maximum(mul_add(-mean, mean, square), zero);
+      variance = where_equal(V(s.alpha), zero, zero, rounded);
     }
     V u = g / (square_root(variance) + V(s.eps));
     if constexpr (kFlags & kRMSpropMomentum) {

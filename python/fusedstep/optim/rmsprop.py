@@ -27,6 +27,8 @@ class RMSprop(FusedOptimizer):
         b = momentum * b + g / (sqrt(v - a**2) + eps)
         w = w - lr * b
 
+    Where ``alpha`` is 0 the averages keep nothing, and the variance ``v - a**2`` is 0.
+
     This is RMSprop of `lecture 6e`_, with the centered form of `Generating Sequences With Recurrent
     Neural Networks`_.
 
@@ -110,7 +112,10 @@ class RMSprop(FusedOptimizer):
         square_avg.mul_(alpha_).addcmul_(grad, grad, value=1 - alpha)
         if group["centered"]:
             mean = state["grad_avg"].lerp_(grad, 1 - alpha)
-            torch.addcmul(square_avg, mean, mean, value=-1, out=avg).clamp_(min=0).sqrt_()
+            if alpha == 0:  # the two are equal, and their difference would be a rounding error
+                avg.zero_()
+            else:
+                torch.addcmul(square_avg, mean, mean, value=-1, out=avg).clamp_(min=0).sqrt_()
         else:
             torch.sqrt(square_avg, out=avg)
         avg.add_(eps)

@@ -3,6 +3,8 @@
 A difference of the two is rounded by the larger, and would hide it.
 """
 
+import itertools
+
 import pytest
 import torch
 
@@ -86,3 +88,22 @@ def test_a_variance_that_rounds_below_zero_is_zero(alpha, fused):
     for _ in range(300 if alpha else 3):
         optimizer.step()
     assert weight.isfinite().all()
+
+
+@pytest.mark.parametrize("isa", [*fusedstep.isas(), "torch operations"])
+def test_averages_that_keep_nothing_have_no_variance(isa):
+    """The difference of two equal numbers is exactly 0: a step is the gradient times lr / eps."""
+    fused = isa in fusedstep.isas()
+    for dtype, state_dtype, momentum in itertools.product(
+        (torch.float32, torch.float64, torch.bfloat16),
+        (None, torch.float32, "int8", "fp8", "int4"),
+        (0.0, 0.5),
+    ):
+        options = {"alpha": 0.0, "centered": True, "momentum": momentum, "state_dtype": state_dtype}
+        weight = torch.nn.Parameter(torch.zeros(33, 65, dtype=dtype))
+        optimizer = optim.RMSprop([weight], lr=2**-10, eps=2**-10, fused=fused, **options)
+        weight.grad = torch.linspace(0.1, 3, weight.numel()).to(dtype).view_as(weight)
+        with forced_isa(isa if fused else "base"):
+            for step in range(1, 2 if momentum else 3):
+                optimizer.step()
+                assert torch.equal(weight, -step * weight.grad), (dtype, state_dtype, momentum)
