@@ -249,6 +249,9 @@ class _Chooser:
         step: dict[str, Any] = {"n": n, "changes": [], "grads": {}, "call": {}}
         if n > 1 and self._chance(0.4):
             step["changes"] = [self._change() for _ in range(self._random.randint(1, 3))]
+        apart = random.Random(f"order {self._seed} {n}")  # a seed draws all else as it did before
+        if n > 1 and apart.random() < 0.2:
+            step["changes"].append({"do": ORDER, "group": apart.randrange(self._groups)})
         for weight in self._weights:
             gradient = self._gradient(weight)
             if many and n > 1 and gradient["how"] == "refill":
@@ -298,7 +301,10 @@ class _Chooser:
         return change
 
 
-#: Changes that may happen between steps; `run.py` has a function for each.
+#: The change that reverses the weights of a group.
+ORDER = "order"
+
+#: Other changes that may happen between steps; `run.py` has a function for each.
 CHANGES = (
     "option", "option", "option", "layout", "data", "weight", "place_state", "scale_state",
     "drop_state", "drop_states", "count", "load", "copy", "pickle", "group", "freeze", "zero_grad",

@@ -104,10 +104,13 @@ def _checked_bases(asked: Asked) -> dict[str, Tensor]:
     group, grad = asked.group, asked.grad.flatten(1)
     sides = _sides(group, *grad.shape)
     count = int(asked.step) - 1
-    index, number = asked.place[1:]
-    gap = group["update_proj_gap"]
-    offset = index * gap // number if group.get("stagger") else 0
-    svd = group.get("svd", "exact")
+    gap, svd = group["update_proj_gap"], group.get("svd", "exact")
+    if svd != "exact":
+        _kept(asked, "place", asked.place[:2])
+    offset = 0
+    if group.get("stagger"):
+        index, number = _kept(asked, "turn", asked.place[1:])
+        offset = index * gap // number
     due = count == 0 or (count + offset) % gap == 0
     doublings = asked.before.get("gap_doublings")
     if due and count and svd == "lazy":
@@ -147,6 +150,14 @@ def _checked_bases(asked: Asked) -> dict[str, Tensor]:
     if svd == "lazy" and asked.error is not None:
         _check_doublings(asked, due, min(cosines, default=None))
     return bases
+
+
+def _kept(asked: Asked, name: str, now: tuple[int, int]) -> tuple[int, int]:
+    """The place of a weight when it got its states, which a state keeps."""
+    expected = tuple(map(int, asked.before[name].tolist())) if name in asked.before else now
+    if tuple(asked.after[name].tolist()) != expected:
+        raise oracle.WrongError(f"{name} is {asked.after[name].tolist()} instead of {expected}")
+    return expected
 
 
 def _check_power_step(matrix: Tensor, old: Tensor, found: Tensor, side: str) -> None:
@@ -321,12 +332,12 @@ def of_apollo(asked: Asked) -> Stepped:
 
 
 def _random_basis(asked: Asked, shape: torch.Size) -> dict[str, Tensor]:
-    """Normal numbers that follow from the seed, the draw, the group and the weight's place."""
+    """Normal numbers that follow from the seed, the draw, and the weight's first place."""
     group = asked.group
     (side,) = _sides(group, *shape)
     rank = group["rank"]
     key = _mixed(group["seed"])
-    index, place, _ = asked.place
+    index, place = _kept(asked, "place", asked.place[:2])
     for number in ((int(asked.step) - 1) // group["update_proj_gap"], (index << 32) + place):
         key = _mixed((key + number) & _64_BITS)
     generator = torch.Generator().manual_seed(key % 2**63)

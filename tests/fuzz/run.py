@@ -288,6 +288,12 @@ def _group_is_added(run: Run, change: dict[str, Any]) -> None:
         run.optimizer.add_param_group(run._group(change["of"]))
 
 
+def _weights_are_reversed(run: Run, change: dict[str, Any]) -> None:
+    groups = run.optimizer.param_groups
+    if change["group"] < len(groups):
+        groups[change["group"]]["params"].reverse()
+
+
 def _is_loaded(run: Run, change: dict[str, Any]) -> None:
     # A dictionary that lacks a part of a weight's state is refused.
     states = {*getattr(run.row, "states", ())}
@@ -386,6 +392,7 @@ def _of_weight(function):
 CHANGES = {
     "option": _option_changes,
     "group": _group_is_added,
+    "order": _weights_are_reversed,
     "load": _is_loaded,
     "copy": _is_copied,
     "pickle": _is_pickled,

@@ -35,7 +35,8 @@ def test_cases_have_everything_in_them():
     gradients = [gradient for step in steps for gradient in step["grads"].values()]
     weights = [w for case in drawn for group in case["groups"] for w in group["weights"]]
     assert {case["row"] for case in drawn} == {row.name for row in PLAIN}
-    assert {change["do"] for change in changes} == set(run.CHANGES) == set(choices.CHANGES)
+    drawn_changes = {change["do"] for change in changes}
+    assert drawn_changes == set(run.CHANGES) == {*choices.CHANGES, choices.ORDER}
     assert {gradient["how"] for gradient in gradients} == {"new", "refill", "keep", "none", "share"}
     assert {weight["dtype"] for weight in weights} == set(DTYPES)
     called = {name for step in steps for name in step["call"]}
@@ -476,7 +477,7 @@ def test_cases_of_composites_have_everything_in_them():
     assert {case["row"] for case in drawn} == composites.ROWS.keys()
     steps = [step for case in drawn for step in case["steps"]]
     changes = {change["do"] for step in steps for change in step["changes"]}
-    assert changes == {*composites.CHANGES}
+    assert changes == {*composites.CHANGES, choices.ORDER}
     gradients = [gradient for step in steps for gradient in step["grads"].values()]
     assert {gradient.get("sparse") for gradient in gradients} == {None, *composites.SPARSE}
     called = {name for step in steps for name in step["call"]}

@@ -48,6 +48,10 @@ PROJECTIONS += [
 ]
 PROJECTIONS += [(optim.APOLLOAdamW, {"scale_front": True, "scale": 4.0})]
 
+#: Projections that follow from the place of a weight.
+PLACED = [(optim.GaLoreAdamW, {"svd": "lazy", "stagger": True}), (optim.APOLLOAdamW, {})]
+PLACED += [(optim.GaLoreAdamW, {"svd": "randomized"}), (optim.GaLoreAdamW, {"stagger": True})]
+
 BOUNDS = {"rtol": 1e-9, "atol": 1e-11}
 
 
@@ -273,6 +277,20 @@ def all_wait_for_a_gradient_that_is_not_zero(here):
                 found.assert_alike(f"{cls.__name__}, {options}, {fused}, {step}")
 
 
+def bases_of_shards_follow_their_weight(here):
+    """Shards in other groups, and in another order there, over a load too."""
+    for number, (cls, options) in enumerate(PLACED):
+        found = Projected(here, ROWS.values(), cls, fused=(None, False)[number % 2], **options)
+        found.step(range(3))
+        groups = found.sharded.param_groups
+        groups.reverse()
+        for group in groups:
+            group["params"].reverse()
+        found.step((3, 4)).assert_alike(f"{cls.__name__}, {options}")
+        found.sharded.load_state_dict(copy.deepcopy(found.sharded.state_dict()))
+        found.step((5, 6, 7)).assert_alike(f"{cls.__name__}, {options}, loaded")
+
+
 def gradients_of_zeros_are_not_gathered(here):
     found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW)
     found.take_gradients(0, torch.zeros_like)
@@ -307,7 +325,7 @@ class TrainedByProjection(Trained):
 
 def projected_states_are_saved_and_resharded(here):
     for cls, options in (
-        (optim.GaLoreAdamW, {"svd": "lazy"}),
+        (optim.GaLoreAdamW, {"svd": "lazy", "stagger": True}),
         (optim.GaLoreAdamW, {"proj_type": "full"}),
         (optim.APOLLOAdamW, {}),
         (optim.APOLLOAdamW, {"proj": "svd"}),
@@ -337,6 +355,7 @@ WORKS = (
     a_gradient_of_no_shard_that_is_not_finite_stops_all,
     a_basis_that_fails_in_one_process_stops_all,
     all_wait_for_a_gradient_that_is_not_zero,
+    bases_of_shards_follow_their_weight,
     gradients_of_zeros_are_not_gathered,
     what_cannot_be_projected_is_refused_by_name,
     projected_states_are_saved_and_resharded,

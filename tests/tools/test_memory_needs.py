@@ -108,7 +108,7 @@ WITHOUT_ROWS = (
     (optim.Adafactor, {"beta1": 0.9}),
     (optim.CAME, {}),
     (optim.GaLoreAdafactor, {"rank": 20}),
-    (optim.GaLoreAdafactor, {"rank": 20, "beta1": 0.9, "proj_type": "full"}),
+    (optim.GaLoreAdafactor, {"rank": 20, "beta1": 0.9, "proj_type": "full", "stagger": True}),
     (optim.GaLoreAdamW, {"rank": 20}),
     # The exact projections take most of a step.
     *(

@@ -167,9 +167,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """The placements of these states of a DTensor, but for those that are tensors of torch."""
         return None
 
-    def _starts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Sequence[float]]:
-        """The states of a weight whose elements start at different numbers, with the numbers."""
-        return {}
+    def _starts(self, group: dict[str, Any], weight: Tensor, name: str) -> Sequence[float]:
+        """The numbers that the elements of a weight's state start at, if these are different."""
+        return ()
 
     def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Makes the states that older dictionaries lack, when weights have got states of these."""

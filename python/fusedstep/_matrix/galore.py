@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank_bases import PLACE, TURN
 from fusedstep._matrix.projection import (
     PROJ_TYPES,
     basis_shapes,
     check_one_of,
     is_due,
     matrix_shape,
-    offset_of,
 )
 from fusedstep._matrix.subspace import bases_of, overlap
 from fusedstep._sharding.dtensor import local
-from fusedstep._state.storage import key_of_draws, whole_places_of
 
 SVDS = ("exact", "randomized", "power", "lazy")
 
@@ -43,6 +42,8 @@ _AT_REST, _MOST_DOUBLINGS = 0.4, 4
 class GaLoreSteps(LowRankSteps):
     """Steps through bases that are singular vectors of gradients."""
 
+    _later_states: ClassVar[frozenset[str]] = frozenset({PLACE, TURN})
+
     @classmethod
     def _check_projection(cls, options: dict[str, Any]) -> None:
         super()._check_projection(options)
@@ -54,13 +55,23 @@ class GaLoreSteps(LowRankSteps):
         shapes = basis_shapes(group["rank"], cls._sides(group, weight), *matrix_shape(weight))
         return shapes | ({_DOUBLINGS: torch.Size(())} if group["svd"] == "lazy" else {})
 
+    @classmethod
+    def _possible_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        names = super()._possible_names(group)
+        return (*names, _DOUBLINGS) if cls._is_projected(group) else names
+
+    @classmethod
+    def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        needs = {PLACE: group["svd"] != "exact", TURN: group["stagger"]}
+        return tuple([name for name, is_needed in needs.items() if is_needed])
+
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor
     ) -> dict[str, torch.Size]:
         return self._more_shapes(group, weight)
 
     def _is_refresh(self, group: dict[str, Any], weight: Tensor, count: int) -> bool:
-        offset = offset_of(group, self._place(group, weight)) if group["stagger"] else 0
+        offset = self._offset(group, weight) if group["stagger"] else 0
         if not is_due(count, group["update_proj_gap"], offset):
             return False
         if count == 0 or group["svd"] != "lazy":
@@ -76,8 +87,7 @@ class GaLoreSteps(LowRankSteps):
         state, side, svd = self._state[weight], self._sides(group, weight), group["svd"]
         has_last = count and weight not in (self._waiting or ())
         last = {name: local(state[name]).to(grad.device) for name in side} if has_last else None
-        (place,) = whole_places_of(self._groups, group, [weight])
-        key = key_of_draws(group.get("seed", 0), count, place)
+        key = self._key(group, weight, count) if svd != "exact" else 0
         wide = grad.to(state[side[0]].dtype)
         found = bases_of(wide, group["rank"], side, svd, last, key)
         if svd != "lazy":

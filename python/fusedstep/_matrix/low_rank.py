@@ -111,7 +111,7 @@ class LowRankSteps(LowRankGroups):
 
     def _kind(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, ...]:
         """All that scratch memory is made for."""
-        names = ("rank", "proj_type", "proj", "svd", "scale_type", "state_dtype")
+        names = ("rank", "proj_type", "proj", "svd", "stagger", "scale_type", "state_dtype")
         options = [group.get(name) for name in names]
         shapes = [(p.shape, p.dtype, p.device) for p in weights]
         return *options, way_of(group, weights[0]), *shapes

@@ -43,7 +43,7 @@ class LowRankGroups(LowRankShards):
 
     @classmethod
     def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
-        """The shapes of states beside the moments."""
+        """The shapes of states beside the moments and the place."""
         raise NotImplementedError
 
     # Options, and which groups
@@ -85,7 +85,8 @@ class LowRankGroups(LowRankShards):
         if reason := cls._why_not_projected(group, weight):
             raise ValueError(f"a weight of a group with a rank {reason}")
         shape = low_shape_of(group, weight)
-        return cls._moment_shapes(group, shape) | cls._more_shapes(group, weight)
+        moments, more = cls._moment_shapes(group, shape), cls._more_shapes(group, weight)
+        return moments | more | cls._place_shapes(group)
 
     def _is_native(
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()

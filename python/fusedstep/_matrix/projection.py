@@ -117,8 +117,3 @@ def basis_shapes(
 def is_due(count: int, gap: int, offset: int) -> bool:
     """Returns whether a basis is made anew at the step after so many: at the first one, always."""
     return count == 0 or (count + offset) % gap == 0
-
-
-def offset_of(group: dict[str, Any], index: int) -> int:
-    """The steps by which the refreshes of a group's weight come before the multiples of the gap."""
-    return index * group["update_proj_gap"] // len(group["params"])

@@ -229,12 +229,12 @@ class StateStore:
         group: dict[str, Any],
         weights: list[Tensor],
         native: bool,
-        starts: Callable[[dict[str, Any], Tensor], dict[str, Sequence[float]]] | None = None,
+        starts: Callable[[dict[str, Any], Tensor, str], Sequence[float]] | None = None,
     ) -> None:
         """Gives a state to those weights that have none, and the codes that options ask for.
 
-        ``starts`` returns the states of a weight whose elements start at different numbers, by
-        name, with the numbers.
+        ``starts`` returns the numbers that the elements of a weight's state of a name start at, if
+        these are different.
         """
         check_state_dtype(own_option(group, "state_dtype"))
         if self.was_read:  # else nobody has given it states
@@ -252,7 +252,7 @@ class StateStore:
             if name not in state:
                 if name in BESIDE.values():
                     self._start_beside(group, p, tensor)
-                elif starts is not None and (numbers := starts(group, p).get(name)):
+                elif starts is not None and (numbers := starts(group, p, name)):
                     for element, number in zip(dtensor.local(tensor), numbers, strict=True):
                         element.fill_(number)
                 elif value := self._first_value(group, _state_of(name)):

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.low_rank import LowRankSteps
+from fusedstep._matrix.low_rank_bases import PLACE
 from fusedstep._matrix.low_rank_shards import Norm
 from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
@@ -19,7 +20,6 @@ from fusedstep._matrix.subspace import bases_of, gaussian
 from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of
-from fusedstep._state.storage import PLACES, key_of_draws, whole_places_of
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import numbers_first
 
@@ -33,10 +33,6 @@ _EPSILON = 1e-8
 
 #: The state that is the norm of the last scaled gradient.
 _NORM = "scaled_grad"
-
-#: The state that a random basis follows from: the index of a weight's group and the weight's place
-#: there when it got its states. Weights keep their bases when groups are edited.
-_PLACE = "place"
 
 
 class APOLLOAdamW(LowRankSteps, FusedOptimizer):
@@ -115,7 +111,6 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
-    _later_states: ClassVar[frozenset[str]] = frozenset({_PLACE})
     _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
         "correct_bias": True,
         "scale_front": False,
@@ -171,18 +166,11 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
     @classmethod
     def _more_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size]:
         norm = {_NORM: torch.Size(())}
-        if group["proj"] == "random":
-            return norm | {_PLACE: torch.Size((2,))}
-        return norm | cls._basis_shapes(group, weight)
+        return norm if group["proj"] == "random" else norm | cls._basis_shapes(group, weight)
 
-    def _starts(self, group: dict[str, Any], weight: Tensor) -> dict[str, Sequence[float]]:
-        (place,) = whole_places_of(self._groups, group, [weight])
-        return {_PLACE: divmod(place, PLACES)}
-
-    def _make_later_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
-        if self._is_projected(group) and group["proj"] == "random":
-            older = [p for p in weights if _PLACE not in self._state[p]]
-            self._store.create(group, older, False, self._starts)
+    @classmethod
+    def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        return (PLACE,) if group["proj"] == "random" else ()
 
     def _shapes_from_gradients(
         self, group: dict[str, Any], weight: Tensor
@@ -198,8 +186,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
             if not is_due:
                 return {}
             return bases_of(grad.to(wide), group["rank"], sides, "exact", None, 0)
-        index, place = map(int, local(self._state[weight][_PLACE]).tolist())
-        key = key_of_draws(group.get("seed", 0), count // gap, index * PLACES + place)
+        key = self._key(group, weight, count // gap)
         like = torch.empty(0, dtype=wide, device=weight.device)
         (side,) = sides
         shape = self._basis_shapes(group, weight)[side]

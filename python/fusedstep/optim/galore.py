@@ -43,6 +43,11 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
     ``projector_right`` [r, N] are the bases; with ``svd="lazy"`` there is the number
     ``gap_doublings`` too. All are float32 beside 16-bit weights.
 
+    The state ``place`` has the index of a weight's group and the weight's place there when it got
+    its states; ``svd="exact"`` needs none. With ``stagger`` the state ``turn`` has that place and
+    the number of weights there. So bases belong to their weight when groups are edited, and over a
+    resume.
+
     With ``fused=None`` or True a group with a rank takes one library product for each weight into
     memory that the optimizer holds, one native step over all low-rank gradients, and one product
     that adds the update to the weight. Products of 16-bit weights have their dtype.
@@ -72,8 +77,8 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         stagger (bool, optional): spread the refreshes of a group over the gap, so that no
             step but the first one has them all (default: False)
         seed (int, optional): of the random numbers of ``svd`` and of ``rounding="stochastic"``.
-            They follow from the seed, the step count, the group and the weight's place there,
-            and are the same on every device (default: 0)
+            They follow from the seed, the step count and the state ``place``, and are the same
+            on every device (default: 0)
 
     Raises:
         ValueError: if an option is out of range or unknown, ``params`` is empty, or a weight of a

@@ -44,9 +44,9 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     one and all others together. The states ``exp_avg_sq_row`` and ``exp_avg_sq_col`` are those of
     the rows and columns of ``R``, and ``exp_avg`` has its shape; ``projector_left`` [M, r] and
     ``projector_right`` [r, N] are the bases; with ``svd="lazy"`` there is the number
-    ``gap_doublings`` too. All are float32 beside 16-bit weights. The products of a group with a
-    rank are the library's, and what is done to ``R`` is torch's; other groups are one native
-    operation.
+    ``gap_doublings`` too, and ``place`` and ``turn`` are those of :class:`GaLoreAdamW`. All are
+    float32 beside 16-bit weights. The products of a group with a rank are the library's, and what
+    is done to ``R`` is torch's; other groups are one native operation.
 
     Args:
         params (iterable): iterable of parameters or named_parameters to optimize

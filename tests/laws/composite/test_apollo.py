@@ -1,13 +1,12 @@
 """APOLLOAdamW: its formula, its random projections, and its rank-1 form."""
 
-import functools
 import inspect
 import io
 
 import pytest
 import torch
 
-from fusedstep import convert, import_state_dict, optim
+from fusedstep import convert, optim
 from reference.apollo import apollo
 from reference.galore import galore
 from reference.low_rank_bases import side_of
@@ -17,7 +16,6 @@ from support.low_rank import (
     by_reference,
     gradient,
     run,
-    saved,
     set_gradients,
     weights_of,
 )
@@ -296,81 +294,3 @@ def test_positional_arguments_are_the_published_ones():
     assert names[:8] == [
         "params", "lr", "betas", "eps", "weight_decay", "correct_bias", "scale_front", "disable_nl",
     ]  # fmt: skip
-
-
-@pytest.mark.parametrize("shape", [(6, 5), (5, 6, 2)])
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("change", ["reversed", "removed", "moved"])
-def test_a_weight_keeps_its_basis_when_groups_are_edited(change, fused, shape):
-    """Also over a resume, and until the next basis as after it."""
-
-    def build():
-        return optim.APOLLOAdamW(
-            as_params([({}, [(3,)]), ({"rank": 2}, [shape] * 4)], torch.float32),
-            update_proj_gap=6, lr=0.05, fused=fused,
-        )  # fmt: skip
-
-    def edit(optimizer):
-        group = optimizer.param_groups[1]
-        if change == "reversed":
-            group["params"].reverse()
-        elif change == "removed":
-            optimizer.state.pop(group["params"].pop(0), None)
-        else:
-            optimizer.add_param_group(
-                {name: value for name, value in group.items() if name != "params"}
-                | {"params": [group["params"].pop(0)]}
-            )
-
-    def step(optimizer, places, numbers):
-        """Gives each weight the gradients of its first place."""
-        for number in numbers:
-            for weight in weights_of(optimizer):
-                weight.grad = gradient(weight, number, places[weight])
-            optimizer.step()
-
-    whole, edited = build(), build()
-    places = {
-        weight: place
-        for optimizer in (whole, edited)
-        for place, weight in enumerate(weights_of(optimizer))
-    }
-    for optimizer in (whole, edited):
-        step(optimizer, places, range(3))
-    edit(edited)
-    step(edited, places, range(3, 5))
-    resumed = build()
-    edit(resumed)
-    for weight, old in zip(weights_of(resumed), weights_of(edited), strict=True):
-        weight.data.copy_(old.detach())
-        places[weight] = places[old]
-    resumed.load_state_dict(saved(edited))
-    step(whole, places, range(3, 9))
-    right = {place: weight for weight, place in places.items() if weight in whole.state}
-    step(edited, places, range(5, 9))
-    step(resumed, places, range(5, 9))
-    for weight in weights_of(edited) + weights_of(resumed):
-        assert torch.equal(weight, right[places[weight]])
-
-
-@pytest.mark.parametrize("reader", ["load_state_dict", "import_state_dict"])
-@pytest.mark.parametrize("fused", [True, False])
-def test_dictionaries_without_places_go_on_as_before(fused, reader):
-    whole, second = (optim.APOLLOAdamW(groups(), **OPTIONS, fused=fused) for _ in range(2))
-    run(whole, range(2))
-    dictionary = saved(whole)
-    for state in dictionary["state"].values():
-        state.pop("place", None)
-    for p, q in zip(weights_of(second), weights_of(whole), strict=True):
-        p.data.copy_(q.detach())
-    read = {
-        "load_state_dict": second.load_state_dict,
-        "import_state_dict": functools.partial(import_state_dict, second),
-    }
-    read[reader](dictionary)
-    for p, q in zip(weights_of(second), weights_of(whole), strict=True):
-        assert second.state[p].keys() == whole.state[q].keys()
-    run(whole, range(2, 8))
-    run(second, range(2, 8))
-    for p, q in zip(weights_of(second), weights_of(whole), strict=True):
-        assert torch.equal(p, q)
