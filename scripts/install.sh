@@ -185,7 +185,7 @@ install_megatron() {
 install_low_bit() {
   step low-bit "installing bitsandbytes, torchao and other optimizers for their tests" \
     "$python" -m pip install --no-deps --target "$root/build/low-bit" bitsandbytes torchao \
-    torch-optimi prodigyopt schedulefree lion-pytorch pytorch_optimizer
+    galore-torch apollo-torch torch-optimi prodigyopt schedulefree lion-pytorch pytorch_optimizer
 }
 
 # Installs what tests train inside of, or compare with. The tests of one that cannot be had are skipped.

@@ -2,11 +2,15 @@
 
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import fusedstep
 from fusedstep import integrations, optim
+from fusedstep.convert import forms
+from fusedstep.integrations._groups import written_as_theirs
 from support import recipes
 from support.foreign_codes import FOLDER, need_library
 from support.pages import run_page
@@ -319,60 +323,190 @@ def wide_gpt2(transformers):
     return gpt2(transformers, width=64)
 
 
-#: Names of optimizers that are not torch's, the package they are in, the model, and the bound.
+def wide_llama(transformers):
+    """One whose projected moments are large enough for codes, where the rank is 64."""
+    return llama(transformers, width=64)
+
+
+#: Names of optimizers that are not torch's, the package they are in, the model, the rank, and the
+#: bounds of losses: of their folder that ours goes on from, and of ours that theirs goes on from.
 OF_OTHERS = [
-    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, 1e-5),
-    ("lion_8bit", "bitsandbytes", wide_gpt2, 1e-5),
-    ("lion_32bit", "bitsandbytes", gpt2, 1e-5),
-    ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, 1e-5),
-    ("adafactor", "transformers", gpt2, 1e-5),
-    ("galore_adamw", "galore_torch", llama, 1e-5),
-    ("galore_adafactor", "galore_torch", llama, 1e-5),
-    ("apollo_adamw", "apollo_torch", llama, 1e-3),  # goes on with other random projections
+    ("adamw_torch_8bit", "torchao", wide_gpt2, None, 1e-5, 1e-5),
+    ("adamw_torch_4bit", "torchao", wide_gpt2, None, 5e-5, 5e-5),
+    ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
+    ("adamw_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
+    ("lion_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
+    ("lion_32bit", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
+    ("rmsprop_bnb", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
+    ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
+    ("rmsprop_bnb_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 2e-5),
+    ("adafactor", "transformers", gpt2, None, 1e-5, 1e-5),
+    ("galore_adamw", "galore_torch", llama, 4, 1e-5, 1e-5),
+    # Their class limits what ours does not, and rounds codes otherwise.
+    ("galore_adamw_8bit", "galore_torch", wide_llama, 64, 1e-3, 1e-3),
+    ("galore_adafactor", "galore_torch", llama, 4, 1e-5, 1e-5),
+    ("apollo_adamw", "apollo_torch", llama, 4, 1e-3, 1e-5),  # ours has other random projections
 ]
+#: The bound of the last loss, two steps after the other library's states were loaded. AdamW8bit
+#: rounds codes by the number of the step, and bitsandbytes to nearest.
+LAST = {"adamw_bnb_8bit": 5e-5, "adamw_8bit": 5e-5}
+OF_NAME = [row[0] for row in OF_OTHERS]
 
 
-#: The bound of the last loss, two steps after bitsandbytes' states were loaded. AdamW8bit rounds
-#: codes by the number of the step, and bitsandbytes to nearest.
-LAST = {"adamw_bnb_8bit": 5e-5}
+class Runs:
+    """Trainings of one name in folders, with ours or with Trainer's own class."""
 
+    def __init__(self, transformers, folder, monkeypatch, name, schedule="cosine"):
+        row = next(row for row in OF_OTHERS if row[0] == name)
+        self.transformers, self.folder, self.name = transformers, folder, name
+        _, self.package, self.model, rank, self.to_ours, self.to_theirs = row
+        low_bit = need_library(monkeypatch, self.package)
+        monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)  # of GaLore's, on a CPU too
+        if self.package == "torchao":  # transformers has looked for it once, and before
+            choice = importlib.import_module("transformers.trainer_optimizer")
+            monkeypatch.setattr(choice, "is_torchao_available", lambda: True)
+        self.options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
+        self.options |= {"lr_scheduler_type": schedule, "metric_for_best_model": "loss"}
+        if schedule == "reduce_lr_on_plateau":
+            self.options |= {"eval_strategy": "steps", "eval_steps": 1}
+        if rank:
+            self.options |= {"optim_target_modules": ["attn", "mlp"], "optim_args": f"rank={rank}"}
+            allow_projectors(low_bit)
 
-@pytest.mark.parametrize("schedule", ["cosine", "reduce_lr_on_plateau"])
-@pytest.mark.parametrize(("name", "package", "model", "rtol"), OF_OTHERS)
-def test_a_folder_of_trainers_own_optimizer_is_resumed(
-    transformers, tmp_path, monkeypatch, name, package, model, rtol, schedule
-):
-    """With the losses that it would have had; and one of ours is too."""
-    low_bit = need_library(monkeypatch, package)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(FOLDER)])
-    options = {"max_steps": 6, "save_strategy": "steps", "save_steps": 1}
-    options |= {"lr_scheduler_type": schedule, "metric_for_best_model": "loss"}
-    if schedule == "reduce_lr_on_plateau":
-        options |= {"eval_strategy": "steps", "eval_steps": 1}
-    if package in ("galore_torch", "apollo_torch"):
-        options |= {"optim_target_modules": ["attn", "mlp"], "optim_args": "rank=4"}
-        allow_projectors(low_bit)
+    def trainer(self, folder="other"):
+        args = arguments(self.transformers, self.folder / folder, optim=self.name, **self.options)
+        return trainer(self.transformers, args, self.model, eval_dataset=texts(4))
 
-    def run(folder, resume=None):
-        args = arguments(transformers, folder, optim=name, **options)
-        it = trainer(transformers, args, model, eval_dataset=texts(4))
-        it.train(resume_from_checkpoint=resume and str(resume))
+    def ours(self, folder, resume=None):
+        integrations.transformers.register()
+        it = self.trainer(folder)
+        it.train(resume_from_checkpoint=resume and str(self.folder / resume))
+        assert isinstance(inner(it), optim.FusedOptimizer)
         return it, losses_of(it)
 
-    integrations.transformers.unregister()
-    try:
-        it, losses = run(tmp_path / "theirs")
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"Trainer cannot train with its own class: {error}")
-    assert not isinstance(inner(it), optim.FusedOptimizer)
-    integrations.transformers.register()
-    for folder in ("theirs/checkpoint-3", "ours/checkpoint-5"):
-        it, found = run(tmp_path / "ours", tmp_path / folder)
-        assert isinstance(inner(it), optim.FusedOptimizer)
-        assert_same_losses(found[:-1], losses[:-1], rtol)
-        assert_same_losses(found[-1:], losses[-1:], LAST.get(name, rtol))
-    rates = {group["lr"] for group in inner(it).param_groups}
+    def theirs(self, folder, resume=None):
+        integrations.transformers.unregister()
+        it = self.trainer(folder)
+        with torch.compiler.set_stance("force_eager"):  # torchao's compiles take a minute
+            try:
+                it.train(resume_from_checkpoint=resume and str(self.folder / resume))
+            except ImportError as error:
+                pytest.skip(f"Trainer cannot train with its own class: {error}")
+        assert not isinstance(inner(it), optim.FusedOptimizer)
+        return it, losses_of(it)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*((name, "cosine") for name in OF_NAME), ("adamw_8bit", "reduce_lr_on_plateau")],
+)
+def test_a_folder_of_trainers_own_optimizer_is_resumed(
+    transformers, tmp_path, monkeypatch, name, schedule
+):
+    """With the losses that it would have had; and one of ours is too."""
+    runs = Runs(transformers, tmp_path, monkeypatch, name, schedule)
+    _, losses = runs.theirs("theirs")
+    for resume in ("theirs/checkpoint-3", "ours/checkpoint-5"):
+        it, found = runs.ours("ours", resume)
+        assert_same_losses(found[:-1], losses[:-1], runs.to_ours)
+        assert_same_losses(found[-1:], losses[-1:], LAST.get(name, runs.to_ours))
+    rates = {float(group["lr"]) for group in inner(it).param_groups}
     assert len(rates) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [*((name, "cosine") for name in OF_NAME), ("adamw_8bit", "reduce_lr_on_plateau")],
+)
+def test_trainers_own_optimizer_resumes_a_folder_of_ours(
+    transformers, tmp_path, monkeypatch, name, schedule
+):
+    """With the losses that ours would have had; ours goes on with these very numbers."""
+    runs = Runs(transformers, tmp_path, monkeypatch, name, schedule)
+    it, losses = runs.ours("ours")
+    weights = [p.detach().clone() for p in it.model.parameters()]
+    counts = [len(getattr(it.lr_scheduler, each, [])) for each in ("base_lrs", "_last_lr")]
+    assert set(counts) <= {0, len(inner(it).param_groups)}
+    _, found = runs.theirs("theirs", "ours/checkpoint-3")
+    assert_same_losses(found[:-1], losses[:-1], runs.to_theirs)
+    assert_same_losses(found[-1:], losses[-1:], LAST.get(name, runs.to_theirs))
+    it, found = runs.ours("again", "ours/checkpoint-3")
+    assert found == losses
+    assert all(map(torch.equal, it.model.parameters(), weights))
+    _, found = runs.ours("back", "theirs/checkpoint-5")
+    assert_same_losses(found, losses, 10 * runs.to_theirs)
+
+
+#: States that a form of another library lacks, and what the class here has in their place then.
+WITHOUT = {"lion_8bit": {"step"}, "apollo_adamw": {"place"}}
+
+
+@pytest.mark.parametrize("name", OF_NAME)
+def test_the_form_of_another_library_loses_nothing(transformers, tmp_path, monkeypatch, name):
+    """It has the bits of all states; beside it there is ours, which load_state_dict takes."""
+    runs = Runs(transformers, tmp_path, monkeypatch, name)
+    runs.options["max_steps"] = 2
+    it, _ = runs.ours("ours")
+    with written_as_theirs(it.optimizer, it.lr_scheduler):
+        saved = it.optimizer.state_dict()
+    theirs = {key: saved[key] for key in ("state", "param_groups")}
+    own = saved["fusedstep"]["state"]
+    for dictionary, load in (
+        (theirs, lambda fresh: fresh.load_state_dict(theirs)),
+        (saved, lambda fresh: fresh.load_state_dict(saved)),
+        (saved, lambda fresh: fusedstep.import_state_dict(fresh, saved)),
+    ):
+        fresh = runs.trainer().create_optimizer()
+        load(fresh)
+        lost = WITHOUT.get(name, set()) if dictionary is theirs else set()
+        found = fresh.state_dict()["state"]
+        assert found.keys() == own.keys()
+        for key, state in own.items():
+            assert found[key].keys() | lost == state.keys() | lost
+            assert all(torch.equal(found[key][each], state[each]) for each in state.keys() - lost)
+    with pytest.raises(ValueError, match=r"pass state_dict\['fusedstep'\]"):
+        fresh.load_state_dict({"fusedstep": saved["fusedstep"]})
+
+
+@pytest.mark.parametrize("name", ["adamw_torch_8bit", "adamw_torch_4bit", *OF_NAME[-4:]])
+def test_a_folder_is_resumed_where_the_library_is_gone(transformers, tmp_path, monkeypatch, name):
+    runs = Runs(transformers, tmp_path, monkeypatch, name)
+    _, losses = runs.ours("ours")
+    for module, _ in forms._PICKLED[runs.package]:
+        monkeypatch.setitem(sys.modules, module, None)
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    try:
+        _, found = runs.ours("again", "ours/checkpoint-3")
+    finally:
+        torch.serialization.add_safe_globals(known)
+    assert found == losses
+    saved = torch.load(tmp_path / "again" / "checkpoint-5" / "optimizer.pt")
+    assert "fusedstep" not in saved
+
+
+def test_what_deepspeed_saves_has_our_form(transformers, tmp_path, monkeypatch):
+    runs = Runs(transformers, tmp_path, monkeypatch, "adamw_bnb_8bit")
+    runs.options["save_strategy"] = "no"
+    it, _ = runs.ours("ours")
+    saved = []
+    it.model_wrapped = SimpleNamespace(
+        save_checkpoint=lambda _: saved.append(inner(it).state_dict())
+    )
+    it.is_deepspeed_enabled = True
+    (tmp_path / "folder").mkdir()
+    it._save_optimizer_and_scheduler(str(tmp_path / "folder"))
+    assert [len(each["param_groups"]) for each in saved] == [3]
+    assert "fusedstep" not in saved[0]
+
+
+def test_a_formula_of_torchs_keeps_our_form(transformers, tmp_path):
+    args = arguments(transformers, tmp_path, optim="adafactor", optim_args="variant=torch")
+    it = trainer(transformers, args)
+    it.train()
+    with written_as_theirs(it.optimizer, it.lr_scheduler):
+        assert "fusedstep" not in it.optimizer.state_dict()
 
 
 def allow_projectors(package):

@@ -14,14 +14,14 @@ def gpt2(transformers, width=16):
     return transformers.GPT2LMHeadModel(config)
 
 
-def llama(transformers):
+def llama(transformers, width=16):
     """One whose matrices are in linear layers."""
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=WORDS,
         max_position_embeddings=16,
-        hidden_size=16,
-        intermediate_size=32,
+        hidden_size=width,
+        intermediate_size=2 * width,
         num_hidden_layers=1,
         num_attention_heads=2,
         use_cache=False,

@@ -12,6 +12,7 @@ from fusedstep._api.registry import register
 from fusedstep._api.saved import (
     check_dictionary,
     check_is_no_checkpoint,
+    own_of,
     with_options_of_empty_groups,
 )
 from fusedstep._native import ops
@@ -42,6 +43,7 @@ class LoadsStates(BindsGroups):
         self._loading: dict[str, Any] = {}
 
         def look(_: Optimizer, dictionary: dict[str, Any]) -> dict[str, Any]:
+            dictionary = own_of(dictionary)
             check_is_no_checkpoint(dictionary)
             dictionary = with_options_of_empty_groups(self, dictionary)
             check_dictionary(self, dictionary)

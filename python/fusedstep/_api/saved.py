@@ -58,6 +58,12 @@ def check_is_dictionary(state_dict: Any) -> None:
         raise _no_dictionary(state_dict)
 
 
+def own_of(state_dict: Any) -> Any:
+    """The dictionary of this package inside of one in another library's form; else the given."""
+    has_own = isinstance(state_dict, Mapping) and state_dict.keys() >= {OWN, *_KEYS}
+    return state_dict[OWN] if has_own else state_dict
+
+
 def check_is_no_checkpoint(state_dict: Any) -> None:
     """Raises for a checkpoint that has dictionaries of optimizers inside."""
     paths = _dictionaries_in(state_dict)
@@ -73,6 +79,9 @@ def _no_dictionary(state_dict: Iterable[Any], inside: str = "") -> ValueError:
         f"this one has [{shown}]{inside and f': pass {inside}'}"
     )
 
+
+#: The key of this package's dictionary inside of one in another library's form.
+OWN = "fusedstep"
 
 #: The keys of an optimizer's dictionary.
 _KEYS = frozenset({"state", "param_groups"})

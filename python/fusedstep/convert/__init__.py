@@ -26,6 +26,7 @@ from fusedstep._api.saved import (
     check_saved_options,
     check_state,
     check_tensor,
+    own_of,
     strays,
 )
 from fusedstep._api.unknown import (
@@ -233,12 +234,18 @@ def import_state_dict(optimizer: FusedOptimizer, state_dict: Mapping[str, Any]) 
     """
     check_ours(optimizer)
     check_is_dictionary(state_dict)
-    groups, cls = state_dict["param_groups"], type(optimizer)
-    sizes = [[len(g["params"]) for g in each] for each in (groups, optimizer.param_groups)]
-    if sizes[0] != sizes[1]:
+    own, cls = own_of(state_dict), type(optimizer)
+    sizes = [
+        [len(g["params"]) for g in each]
+        for each in (state_dict["param_groups"], optimizer.param_groups, own["param_groups"])
+    ]
+    if sizes[2] == sizes[1]:
+        state_dict = own
+    elif sizes[0] != sizes[1]:
         raise ValueError(
             f"state_dict has groups of {sizes[0]} parameters, but the optimizer of {sizes[1]}"
         )
+    groups = state_dict["param_groups"]
     given = _by_place(state_dict["state"], groups)
     options = [
         optimizer._in_own_words(

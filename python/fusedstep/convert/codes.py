@@ -126,6 +126,11 @@ def in_our_codes(
     return new
 
 
+def names_of_bitsandbytes(cls: type[FusedOptimizer]) -> tuple[str, ...]:
+    """The states that are ``state1``, ``state2`` there; none for a class that it has not."""
+    return next((names for each, names in _NAMES.items() if issubclass(cls, each)), ())
+
+
 def is_of_torchao(value: Any) -> bool:
     value = local(value) if isinstance(value, Tensor) else value
     return isinstance(value, Tensor) and hasattr(value, "codes") and hasattr(value, "scale")
@@ -145,8 +150,8 @@ def _of_bitsandbytes(
     if not isinstance(nested, Mapping):
         raise ValueError(f"{NESTED} of {what} must be a dict, not a {torch.typename(nested)}")
     state = {**state, **nested}
-    names = next((names for each, names in _NAMES.items() if issubclass(cls, each)), None)
-    if names is None:
+    names = names_of_bitsandbytes(cls)
+    if not names:
         known = ", ".join(each.__name__ for each in _NAMES)
         raise ValueError(
             f"the state of {what} is one of bitsandbytes, which {cls.__name__} does not read; "
@@ -313,7 +318,7 @@ def _same_codes(found: _Codes, kind: str | None, signed: bool) -> Tensor | None:
         return None
     if found.qmap is None:
         return found.codes
-    theirs, ours = found.qmap.cpu().double(), _values(kind, signed)
+    theirs, ours = found.qmap.cpu().double(), values_of(kind, signed)
     distance, places = (theirs[:, None] - ours).abs().min(1)
     is_same = distance <= 1e-6 * theirs.abs()  # makers of a map round its values otherwise
     used = found.codes.long().cpu().bincount(minlength=len(theirs)) > 0
@@ -323,7 +328,7 @@ def _same_codes(found: _Codes, kind: str | None, signed: bool) -> Tensor | None:
 
 
 @functools.cache
-def _values(kind: str, signed: bool) -> Tensor:
+def values_of(kind: str, signed: bool) -> Tensor:
     """The values of all codes of a kind, in their order."""
     codes = torch.arange(256, dtype=torch.uint8, device="cpu")
     codes = pack(codes[:16]) if kind == "int4" else codes

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from fusedstep import optim
 from fusedstep._api.buckets import check_ours
+from fusedstep._api.saved import OWN
 from fusedstep._api.unknown import options_of
 from fusedstep._torch_ops import twin as _twin
 from fusedstep.convert import import_state_dict
+from fusedstep.convert.forms import in_form_of
 
 Groups = list[dict[str, Any]]
+
+#: Of optimizers that are saved as another library's: the library, and the weights of its groups.
+_written_as: weakref.WeakKeyDictionary[Any, tuple[str, list[list[Tensor]]]]
+_written_as = weakref.WeakKeyDictionary()
 
 
 def made_by(
@@ -50,15 +58,56 @@ def weights_of(groups: Groups) -> list[list[Tensor]]:
     ]
 
 
-def take_over(optimizer: optim.FusedOptimizer, theirs: list[list[Tensor]]) -> None:
+def take_over(
+    optimizer: optim.FusedOptimizer, theirs: list[list[Tensor]], library: str | None = None
+) -> None:
     """Makes ``load_state_dict`` take what the optimizer of the same name in a framework has saved.
 
     ``theirs``: the weights of that optimizer's groups; each group here is a part of one of them.
+    ``library``: the one whose form :func:`written_as_theirs` gives the optimizer's dictionaries.
     """
     flat = {id(weight): place for place, weight in enumerate(w for ws in theirs for w in ws)}
     places = [[flat[id(weight)] for weight in group["params"]] for group in optimizer.param_groups]
     sizes = [len(weights) for weights in theirs]
     optimizer.register_load_state_dict_pre_hook(functools.partial(_in_our_groups, sizes, places))
+    if library:
+        _written_as[optimizer] = library, theirs
+
+
+@contextlib.contextmanager
+def written_as_theirs(optimizer: Any, schedule: Any) -> Iterator[None]:
+    """Gives dictionaries of both the form that the other optimizer of :func:`take_over` loads.
+
+    Both may be wrapped by Accelerate. An optimizer of no library stays as it is.
+    """
+    optimizer = getattr(optimizer, "optimizer", optimizer)
+    schedule = getattr(schedule, "scheduler", schedule)
+    library, theirs = _written_as.get(optimizer, (None, []))
+    if library is None:
+        yield
+        return
+    hook = optimizer.register_state_dict_post_hook(
+        lambda optimizer, saved: in_form_of(library, optimizer, theirs, saved)
+    )
+    ours = [{id(weight) for weight in group["params"]} for group in optimizer.param_groups]
+    first = [_first_with(weights, ours) for weights in theirs]
+    lists = {
+        name: value
+        for name in ("base_lrs", "_last_lr", "min_lrs", "lr_lambdas")
+        if isinstance(value := getattr(schedule, name, None), list) and len(value) == len(ours)
+    }
+    try:
+        vars(schedule).update({name: [of[i] for i in first] for name, of in lists.items()})
+        yield
+    finally:
+        vars(schedule).update(lists)
+        hook.remove()
+
+
+def _first_with(weights: list[Tensor], ours: list[set[int]]) -> int:
+    """The place of the first group of ours that has one of the weights."""
+    chosen = {id(weight) for weight in weights}
+    return next((place for place, group in enumerate(ours) if chosen & group), 0)
 
 
 def _in_our_groups(
@@ -71,6 +120,8 @@ def _in_our_groups(
 
     ``sizes``: of the groups of the other. ``places``: of our weights among all of the other.
     """
+    if OWN in saved:  # which load_state_dict takes
+        return None
     groups, found = optimizer.param_groups, saved["param_groups"]
     options = options_of(type(optimizer))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable
@@ -13,6 +14,7 @@ from torch import nn
 from fusedstep import optim
 from fusedstep._models.roles import embeddings
 from fusedstep._state.checks import did_you_mean
+from fusedstep.convert.forms import readable
 from fusedstep.integrations._groups import (
     Groups,
     fit_schedule,
@@ -20,6 +22,7 @@ from fusedstep.integrations._groups import (
     made_by,
     take_over,
     weights_of,
+    written_as_theirs,
 )
 from fusedstep.integrations._replaced import Replaced
 
@@ -55,6 +58,15 @@ _NAMES = {
 _WITH_WIDE_EMBEDDINGS = frozenset({"adamw_bnb_8bit", "adamw_8bit", "lion_8bit", "rmsprop_bnb_8bit"})
 #: Names of torch's classes, whose dictionaries ours load by themselves.
 _OF_TORCH = frozenset({"adamw_torch", "adamw_torch_fused", "adagrad", "rmsprop", "sgd"})
+#: The libraries of the other names, whose classes load what Trainer saves of ours.
+_LIBRARIES = {
+    "adafactor": "transformers",
+    **dict.fromkeys(("adamw_torch_8bit", "adamw_torch_4bit"), "torchao"),
+    **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), "galore_torch"),
+    "apollo_adamw": "apollo_torch",
+    **dict.fromkeys(("lion_32bit", "rmsprop_bnb", "rmsprop_bnb_32bit"), "bitsandbytes"),
+    **dict.fromkeys(_WITH_WIDE_EMBEDDINGS, "bitsandbytes"),
+}
 _LAYERWISE = "_layerwise"
 #: The options that transformers gives Adafactor.
 _ADAFACTOR = {"scale_parameter": False, "relative_step": False}
@@ -86,7 +98,8 @@ def register() -> None:
     ``"master_weights=split, max_grad_norm=1"``.
 
     A folder that Trainer has saved with its own optimizer of the name is resumed with ours: states
-    and options go to the same weights, also where ours has more groups.
+    and options go to the same weights, also where ours has more groups. What Trainer saves with
+    ours has the other form inside, so that its own optimizer of the name goes on from it, too.
 
     Every release of transformers from 4.40 on asks the public method
     ``Trainer.get_optimizer_cls_and_kwargs``, which this replaces. A subclass of ``Trainer`` that
@@ -98,16 +111,29 @@ def register() -> None:
 
     theirs = Trainer.get_optimizer_cls_and_kwargs
     ours = functools.wraps(theirs)(functools.partial(_choose, theirs))
-    load = Trainer._load_optimizer_and_scheduler
+    load, save = Trainer._load_optimizer_and_scheduler, Trainer._save_optimizer_and_scheduler
 
     @functools.wraps(load)
     def resume(trainer: Trainer, checkpoint: str | None) -> None:
-        load(trainer, checkpoint)
+        with readable(_LIBRARIES.get(_name_of(trainer.args), "")):
+            load(trainer, checkpoint)
         fit_schedule(trainer.lr_scheduler, trainer.optimizer)
+
+    @functools.wraps(save)
+    def store(trainer: Trainer, folder: str) -> None:
+        # FSDP and DeepSpeed put together what optimizers return, by the groups that they have.
+        is_sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+        with (
+            contextlib.nullcontext()
+            if is_sharded
+            else written_as_theirs(trainer.optimizer, trainer.lr_scheduler)
+        ):
+            save(trainer, folder)
 
     _replaced.put(
         (Trainer, "get_optimizer_cls_and_kwargs", staticmethod(ours)),
         (Trainer, "_load_optimizer_and_scheduler", resume),
+        (Trainer, "_save_optimizer_and_scheduler", store),
     )
 
 
@@ -122,27 +148,32 @@ def _choose(
     model: nn.Module | None = None,
 ) -> tuple[Any, dict[str, Any]]:
     """Returns a class and its options, as ``Trainer.get_optimizer_cls_and_kwargs`` does."""
-    name = str(getattr(args.optim, "value", args.optim))
+    name = _name_of(args)
     plain = name.removesuffix(_LAYERWISE)
     cls: _Class | None = getattr(optim, _NAMES.get(plain, ""), None)
     if cls is None or not _replaced:
         return theirs(args, model)
+    library = _LIBRARIES.get(name)  # Trainer saves nothing of its layerwise optimizers
     given = _parsed(args.optim_args)
     low_rank = _LOW_RANK.get(plain.partition("_")[0], {})
     ranks = {option: given.pop(option, default) for option, default in low_rank.items()}
     _check(cls, given, [*low_rank])
     options = _options(cls, args) | given
     if low_rank:
-        cls = _with_group(cls, _targets(name, args, model), ranks, model)
+        cls = _with_group(cls, _targets(name, args, model), ranks, library, model)
     elif name in _WITH_WIDE_EMBEDDINGS and model is not None:
-        cls = _with_group(cls, embeddings(model), {"state_dtype": torch.float32})
+        cls = _with_group(cls, embeddings(model), {"state_dtype": torch.float32}, library)
     elif name not in _OF_TORCH:
-        cls = _with_group(cls, set(), {})
+        cls = _with_group(cls, set(), {}, library)
     if name != plain:
         if "max_grad_norm" in given:
             raise ValueError(f"optim={name!r} does not support max_grad_norm")
         cls = _layerwise(cls, name, args)
     return cls, options
+
+
+def _name_of(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _options(cls: _Class, args: TrainingArguments) -> dict[str, Any]:
@@ -193,12 +224,14 @@ def _with_group(
     cls: _Class,
     chosen: set[int],
     options: dict[str, Any],
+    library: str | None,
     model: nn.Module | None = None,
 ) -> _Class:
     """Returns a class that makes a ``cls`` of groups that are split: chosen weights have options.
 
     It loads what Trainer's own class has saved, whose groups are those that Trainer makes; with a
-    ``model`` all other weights of that, and the chosen ones.
+    ``model`` all other weights of that, and the chosen ones. Trainer saves it in the form that the
+    class of the ``library`` loads.
     """
 
     def make(params: Iterable[Any], **others: Any) -> optim.FusedOptimizer:
@@ -210,7 +243,7 @@ def _with_group(
                 [weight for weight in model.parameters() if (id(weight) in chosen) is is_chosen]
                 for is_chosen in (False, True)
             ]
-        take_over(optimizer, theirs)
+        take_over(optimizer, theirs, library)
         return optimizer
 
     return made_by(cls, make)

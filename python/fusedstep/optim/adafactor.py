@@ -11,6 +11,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.saved import check_is_dictionary, own_of
 from fusedstep._factored.formula import (
     factored_update,
     first_eps,
@@ -206,6 +207,8 @@ class Adafactor(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class, torch's or transformers'."""
+        state_dict = own_of(state_dict)
+        check_is_dictionary(state_dict)
         groups = [self._in_own_words(group, {}) for group in state_dict["param_groups"]]
         super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 

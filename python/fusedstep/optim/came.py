@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._api.saved import check_is_dictionary
 from fusedstep._factored.blocks import FactoredMoments, Numbers, step_in_blocks
 from fusedstep._factored.moments import moved_factor, rms, sizes_of, without_rms
 from fusedstep._options.extras import own_option
@@ -137,6 +138,7 @@ class CAME(FusedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state, of this class or of ``came_pytorch.CAME``."""
+        check_is_dictionary(state_dict)
         super().load_state_dict(without_rms(state_dict))
 
     # The step

@@ -502,3 +502,12 @@ def test_a_whole_checkpoint_is_an_error_that_names_the_key(case, name):
         unchanged.check()
     with pytest.raises(TypeError, match="must be the dictionary of an optimizer, not list"):
         fusedstep.import_state_dict(optimizer, [3])
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("cls", [optim.Adafactor, optim.CAME])
+def test_so_it_is_where_other_words_are_read(cls, name):
+    wrap, text = WHOLE[name]
+    optimizer = cls(as_parameters(make_weights(SHAPES, torch.float32)))
+    with pytest.raises(ValueError, match=f"{re.escape(text)}$"):
+        optimizer.load_state_dict(wrap(optimizer.state_dict()))
