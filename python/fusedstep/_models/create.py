@@ -51,8 +51,9 @@ def create(
     ==============  ============  ================================================================
     ``preset``      optimizer     numbers, and their source
     ==============  ============  ================================================================
-    ``gpt``         AdamW         lr 6e-4 (125 M parameters), betas (0.9, 0.95), eps 1e-8, decay
-                                  0.1, norm 1: `GPT-3`_, table 2.1 and appendix B
+    ``gpt``         AdamW         lr 6e-4 (125 M parameters, 0.5 M tokens a batch): `GPT-3`_,
+                                  table 2.1; betas (0.9, 0.95), eps 1e-8, decay 0.1, norm 1: its
+                                  appendix B
     ``llama``       AdamW         lr 3e-4 (7 B), betas (0.9, 0.95), eps 1e-5, decay 0.1, norm 1:
                                   `Llama 2`_, table 1 and section 2.2
     ``bert``        AdamW         lr 1e-4 (batch 256), betas (0.9, 0.999), decay 0.01: `BERT`_,
@@ -62,10 +63,11 @@ def create(
                                   A.3 for batches of 16 and 32; others as in ``bert``
     ``vit``         AdamW         lr 1e-3 (5e-4 for a batch of 512), decay 0.05, no clipping:
                                   `DeiT`_, table 9, with its batch of 1,024
-    ``bert-lamb``   Lamb          lr 6.25e-4 (batch 512), betas (0.9, 0.999), decay 0.01: `LAMB`_,
-                                  its table of batches and rates in the appendix, and section 4
-    ``resnet``      SGD           lr 0.1 (batch 256), Nesterov's momentum 0.9, decay 1e-4:
-                                  `ImageNet in 1 Hour`_, section 5.1
+    ``bert-lamb``   Lamb          lr 6.25e-4 (batch 512): `LAMB`_, table 4 in its appendix; betas
+                                  (0.9, 0.999): its section 4; decay 0.01: Google's LAMB for
+                                  `ALBERT`_, which also has eps 1e-6 and norm 1
+    ``resnet``      SGD           lr 0.1 (batch 256), Nesterov's momentum 0.9, decay 1e-4, none of
+                                  batch norms: `ImageNet in 1 Hour`_, section 5.1
     ``gpt``         Muon          lr 0.02, momentum 0.95, decay 0.01, and lr 3e-4 with betas (0.9,
                                   0.95) in groups of AdamW: the README of its `authors`_, who
                                   decay vectors too
@@ -111,6 +113,8 @@ def create(
         https://arxiv.org/abs/2012.12877
     .. _LAMB:
         https://arxiv.org/abs/1904.00962
+    .. _ALBERT:
+        https://github.com/google-research/albert/blob/master/optimization.py
     .. _ImageNet in 1 Hour:
         https://arxiv.org/abs/1706.02677
     .. _authors:
