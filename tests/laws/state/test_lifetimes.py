@@ -32,7 +32,9 @@ def compiler_is_imported():
 
 @pytest.fixture(autouse=True)
 def no_collector(compiler_is_imported):
-    gc.collect(1)  # what the last test has left: all objects that are older take a third of a second
+    gc.collect(
+        1
+    )  # what the last test has left: all objects that are older take a third of a second
     gc.disable()
     yield
     gc.enable()
