@@ -16,6 +16,11 @@ extern "C" {
 // Has none fail any more. Returns how many are still to come before the one that was to fail: 0 if it has.
 [[gnu::visibility("default")]] long allocations_left();
 
+// From now on, notes the chains of calls that allocations of the code under test come from.
+[[gnu::visibility("default")]] void note_allocations();
+// Notes no more. Returns how many were noted, and writes a number for the chain of each, in their order.
+[[gnu::visibility("default")]] long noted_allocations(unsigned long* chains, long most);
+
 // From now on, has every allocation of tensors fail that would make those held at once more than so many
 // bytes. Those from before count for nothing.
 [[gnu::visibility("default")]] void limit_tensors(long bytes);

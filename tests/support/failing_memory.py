@@ -1,4 +1,7 @@
-"""Has every allocation of a step fail in turn; a program for test_out_of_memory.py.
+"""Has allocations of a step fail, one in each try; a program for test_out_of_memory.py.
+
+Every allocation of a tensor fails in turn, and the first and the last of each chain of calls in the
+library that allocates other memory.
 
 It runs with a library preloaded by which allocations can be made to fail. Takes that library's
 path, the number of a part of the subjects, and the file for what it finds: a list for each
@@ -13,7 +16,7 @@ import functools
 import itertools
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -352,6 +355,21 @@ def made(scenario: Scenario, case: Case | Composite) -> Subject:
     return subject
 
 
+def to_fail(library: ctypes.CDLL) -> list[int]:
+    """The numbers of the noted allocations that are to fail, then those after all of them.
+
+    Of those that the same chain of calls makes, of one weight after another, these are the first
+    and the last.
+    """
+    chains = (ctypes.c_ulong * MOST)()
+    count = library.noted_allocations(chains, MOST)
+    places: dict[int, list[int]] = {}
+    for number, chain in enumerate(chains[:count], 1):
+        places.setdefault(chain, []).append(number)
+    chosen = {number for each in places.values() for number in (each[0], each[-1])}
+    return [*sorted(chosen), *range(count + 1, MOST)]
+
+
 def tried(
     library: ctypes.CDLL, case: Case | Composite, scenario: Scenario, kind: int
 ) -> dict[str, Any]:
@@ -360,12 +378,17 @@ def tried(
     before = copied(subject.contents())
     if kind == LIMIT:
         library.limit_tensors(sys.maxsize)
+    if kind == NEW:
+        library.note_allocations()
     scenario.act(subject)
+    numbers: Iterable[int] = range(1, LIMITS if kind == LIMIT else MOST)
+    if kind == NEW:
+        numbers = to_fail(library)
     most = library.most_held() if kind == LIMIT else 0
     after = copied(subject.contents())
     faults, partial = [], 0
     is_right = True
-    for n in range(1, LIMITS if kind == LIMIT else MOST):
+    for n in numbers:
         if kind in scenario.repeats and is_right:
             subject.put_back()
         else:
