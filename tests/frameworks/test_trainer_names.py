@@ -10,6 +10,7 @@ import torch
 import fusedstep
 from fusedstep import integrations, optim
 from fusedstep.convert import forms
+from fusedstep.integrations import transformers as by_name
 from fusedstep.integrations._groups import written_as_theirs
 from support import recipes
 from support.foreign_codes import FOLDER, need_library
@@ -334,10 +335,8 @@ OF_OTHERS = [
     ("adamw_torch_8bit", "torchao", wide_gpt2, None, 1e-5, 1e-5),
     ("adamw_torch_4bit", "torchao", wide_gpt2, None, 5e-5, 5e-5),
     ("adamw_bnb_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
-    ("adamw_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
     ("lion_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 1e-5),
     ("lion_32bit", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
-    ("rmsprop_bnb", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
     ("rmsprop_bnb_32bit", "bitsandbytes", gpt2, None, 1e-5, 1e-5),
     ("rmsprop_bnb_8bit", "bitsandbytes", wide_gpt2, None, 1e-5, 2e-5),
     ("adafactor", "transformers", gpt2, None, 1e-5, 1e-5),
@@ -349,8 +348,18 @@ OF_OTHERS = [
 ]
 #: The bound of the last loss, two steps after the other library's states were loaded. AdamW8bit
 #: rounds codes by the number of the step, and bitsandbytes to nearest.
-LAST = {"adamw_bnb_8bit": 5e-5, "adamw_8bit": 5e-5}
+LAST = {"adamw_bnb_8bit": 5e-5}
 OF_NAME = [row[0] for row in OF_OTHERS]
+#: Other names of a row's class and library.
+ALIASES = {"adamw_8bit": "adamw_bnb_8bit", "rmsprop_bnb": "rmsprop_bnb_32bit"}
+
+
+def test_every_name_is_of_torch_or_has_a_form():
+    names, libraries = by_name._NAMES, by_name._LIBRARIES
+    assert names.keys() - by_name._OF_TORCH == libraries.keys()
+    assert libraries.keys() == {*OF_NAME, *ALIASES}
+    for alias, name in ALIASES.items():
+        assert (names[alias], libraries[alias]) == (names[name], libraries[name])
 
 
 class Runs:
@@ -399,7 +408,7 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [*((name, "cosine") for name in OF_NAME), ("adamw_8bit", "reduce_lr_on_plateau")],
+    [*((name, "cosine") for name in OF_NAME), ("adamw_bnb_8bit", "reduce_lr_on_plateau")],
 )
 def test_a_folder_of_trainers_own_optimizer_is_resumed(
     transformers, tmp_path, monkeypatch, name, schedule
@@ -417,7 +426,7 @@ def test_a_folder_of_trainers_own_optimizer_is_resumed(
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [*((name, "cosine") for name in OF_NAME), ("adamw_8bit", "reduce_lr_on_plateau")],
+    [*((name, "cosine") for name in OF_NAME), ("adamw_bnb_8bit", "reduce_lr_on_plateau")],
 )
 def test_trainers_own_optimizer_resumes_a_folder_of_ours(
     transformers, tmp_path, monkeypatch, name, schedule
