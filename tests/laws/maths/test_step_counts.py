@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._matrix import low_rank_bases
 from fusedstep._state.counts import read_count
-from fusedstep.optim import apollo
 from support.cases import first_of_each
 from support.stepping import WAYS, as_parameters, assert_same_contents, contents
 from support.subjects import FIRST, SUBJECTS, built, steps
@@ -178,9 +178,9 @@ PROJECTED = [
 def test_bases_are_made_anew_past_what_float32_has(subject, monkeypatch):
     gap, drawn = 3, []
     subject = subject._replace(of_group=subject.of_group | {"update_proj_gap": gap})
-    key_of_draws = apollo.key_of_draws
+    key_of_draws = low_rank_bases.key_of_draws
     monkeypatch.setattr(
-        apollo, "key_of_draws", lambda *of: drawn.append(of[1]) or key_of_draws(*of)
+        low_rank_bases, "key_of_draws", lambda *of: drawn.append(of[1]) or key_of_draws(*of)
     )
 
     def bases(optimizer):
