@@ -46,12 +46,15 @@ rules::AdagradHyper hyper_of<rules::Adagrad>(unsigned) {
 template <>
 rules::AdamHyper hyper_of<rules::Adam>(unsigned flags) {
   const double decoupled = flags & rules::kAdamCoupledDecay ? 0 : 1;
+  const double as_transformers = flags == rules::kAdamAmsgrad ? 1 : 0;
   return {.lr = 0.02,
           .beta1 = 0.8,
           .beta2 = 0.95,
           .eps = 1e-3,
           .weight_decay = 0.125,
-          .decoupled_weight_decay = decoupled};
+          .decoupled_weight_decay = decoupled,
+          .eps_before_bias = as_transformers,
+          .decay_last = as_transformers};
 }
 template <>
 rules::AdanHyper hyper_of<rules::Adan>(unsigned) {

@@ -12,8 +12,19 @@ enum AdamFlag : unsigned { kAdamAmsgrad = 1, kAdamCoupledDecay = 2 };
 struct AdamHyper {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.999, eps = 1e-8, weight_decay = 0, amsgrad = 0,
          decoupled_weight_decay = 0;
-  static constexpr const char* kNames[] = {
-      "lr", "beta1", "beta2", "eps", "weight_decay", "amsgrad", "decoupled_weight_decay"};
+  double eps_before_bias = 0;  // 1: eps is added before the bias of v is corrected
+  double correct_bias = 1;     // 0: no bias is corrected
+  double decay_last = 0;       // 1: the decoupled decay shrinks the weight after the step
+  static constexpr const char* kNames[] = {"lr",
+                                           "beta1",
+                                           "beta2",
+                                           "eps",
+                                           "weight_decay",
+                                           "amsgrad",
+                                           "decoupled_weight_decay",
+                                           "eps_before_bias",
+                                           "correct_bias",
+                                           "decay_last"};
 
   constexpr unsigned flags() const {
     const bool coupled_decay = weight_decay != 0 && decoupled_weight_decay == 0;
@@ -33,6 +44,13 @@ struct AdamScalars {
 //
 //   m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2
 //   p = (1 - lr wd) p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//
+// AdamW of transformers, which GaLore's and APOLLO's authors took over, has eps_before_bias and decay_last:
+//
+//   p = (1 - lr wd) (p - lr sqrt(1 - beta2^t) / (1 - beta1^t) * m / (sqrt(v) + eps))
+//
+// Without correct_bias both bias corrections are 1. These three change the scalars of a step alone: a factor
+// of one changes no bit.
 template <unsigned kFlags>
 struct Adam {
   using Hyper = AdamHyper;
@@ -45,15 +63,18 @@ struct Adam {
 
   template <class T>
   FUSEDSTEP_FN static Scalars<T> prepare(const Hyper& h, double step) {
-    const double bias1 = 1 - std::pow(h.beta1, step), bias2 = 1 - std::pow(h.beta2, step);
+    const bool corrects = h.correct_bias != 0, adds_eps_first = h.eps_before_bias != 0;
+    const double bias1 = corrects ? 1 - std::pow(h.beta1, step) : 1;
+    const double root_bias2 = corrects ? std::sqrt(1 - std::pow(h.beta2, step)) : 1;
+    const double keep = h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1;
     return {Average<T>::of(h.beta1),
             T(h.beta2),
             T(1 - h.beta2),
-            T(1 / std::sqrt(bias2)),
+            T(adds_eps_first ? 1 : 1 / root_bias2),
             T(h.eps),
             T(h.weight_decay),
-            T(h.decoupled_weight_decay != 0 ? 1 - h.lr * h.weight_decay : 1),
-            T(-h.lr / bias1)};
+            T(keep),
+            T(-h.lr / bias1 * (adds_eps_first ? root_bias2 : 1) * (h.decay_last != 0 ? keep : 1))};
   }
 
   template <class V, class T>

@@ -59,6 +59,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     #: Name of the native rule, which owns the order of its hyper-parameters.
     _rule: ClassVar[str]
+    #: Hyper-parameters of the native rule that are no options of the class, with their values.
+    _rule_constants: ClassVar[dict[str, Any]] = {}
     #: Names of the states of the weight's shape, in the order of the native rule.
     _states: ClassVar[tuple[str, ...]]
     #: States that may be negative, beyond those that the rule says.
@@ -210,7 +212,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""
         betas = floats(group.get("betas", ()), self._betas if "betas" in group else 0)
-        return group | {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
+        named = {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
+        return group | named | self._rule_constants
 
     def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
         """The hyper-parameters in the rule's order and, last, whether to maximize."""

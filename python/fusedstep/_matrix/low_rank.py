@@ -152,7 +152,6 @@ class LowRankSteps(LowRankGroups):
             self._fresh, self._ready, self._is_zero = {}, {}, {}
             for scratch in self._scratch.values():
                 scratch.forget_new()
-            self._last_step = None  # the numbers of the next one are others
 
     def _make_ready(self, work: list[Work], factors: Factors) -> None:
         """Makes new bases and low-rank gradients of groups with a rank, beside what there is."""
@@ -188,15 +187,16 @@ class LowRankSteps(LowRankGroups):
         else:
             self._check_low_rank(found, spread, failed)
         for item, scratch in found:
-            count = self._count(item.weights[0]) + 1
-            scratch.prepare(self._rule, self._numbers_of(item.group, count, 1.0, 0.0))
+            # The step updates zeros with a learning rate of 1. Moves multiply, and decay weights.
+            options = self._options(item.group | {"weight_decay": 0.0}, 1.0)
+            scratch.prepare(self._rule, options)
         self._prepare_moves(found, factor)
 
     def _project_early(self, item: Work, scratch: Scratch) -> None:
         """Takes products of a step that makes no bases, for a device to be busy with meanwhile."""
-        count = self._count(item.weights[0])
-        is_known = self._waiting is not None
-        if not is_known or any(self._is_due(item.group, p, count) for p in item.weights):
+        if self._waiting is None:
+            return
+        if any(self._is_due(item.group, p, self._count(p)) for p in item.weights):
             return
         if all(map(scratch.bases, range(len(item.weights)))):
             failed: list[RuntimeError] = []

@@ -1,4 +1,4 @@
-"""Groups with a rank of GaLore and APOLLO: their options, states and counts.
+"""Groups with a rank of GaLore and APOLLO: their options and states.
 
 The formula is that of ``_matrix/transformers_adamw.py``, on low-rank gradients.
 """
@@ -14,21 +14,23 @@ from torch import Tensor
 from fusedstep._matrix.low_rank_shards import LowRankShards
 from fusedstep._matrix.products import dtype_of_products
 from fusedstep._matrix.projection import check_whole_number, low_shape_of
-from fusedstep._matrix.transformers_adamw import native_numbers
-from fusedstep._native import ops
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
-from fusedstep._state.checks import check_at_least_zero, floats
+from fusedstep._state.checks import check_at_least_zero
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep._state.storage import BESIDE, way_of
-from fusedstep._step.factors import Factors
 from fusedstep._step.gradients import by_place
-from fusedstep._step.plan import Work
 
 
 class LowRankGroups(LowRankShards):
-    """The options, states and counts of groups with a rank."""
+    """The options and states of groups with a rank."""
 
     _rule = "adam"
+    _rule_constants: ClassVar[dict[str, Any]] = {
+        "amsgrad": False,
+        "decoupled_weight_decay": True,
+        "eps_before_bias": True,
+        "decay_last": True,
+    }
     _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
     _learns_in_int4 = True
     _composite: ClassVar[bool] = True
@@ -117,7 +119,7 @@ class LowRankGroups(LowRankShards):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Returns False: the numbers of a step follow from counts, which the host has to know."""
+        """Returns False: a count tells which step makes bases, and the host has to know counts."""
         return False
 
     def _in_form(
@@ -146,33 +148,12 @@ class LowRankGroups(LowRankShards):
                 formed[absmax_of(name)] = known[absmax_of(name)]
         return formed
 
-    # Counts, which the numbers of a native step follow from
-
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
     ) -> Iterable[tuple[list[Tensor], list[Tensor]]]:
-        if len(weights) == 1:
-            return [(weights, grads)]
-        return by_place(
-            weights, grads, [(way_of(group, p), p.dtype, self._count(p)) for p in weights]
-        )
-
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        if item.plan:
-            item = item._replace(group=item.group | {"count": self._count(item.weights[0]) + 1})
-        return super()._checked_options(item, factors)
-
-    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
-        return self._numbers_of(group, group["count"], float(group["lr"]), group["weight_decay"])
-
-    def _numbers_of(
-        self, group: dict[str, Any], count: int, lr: float, weight_decay: float
-    ) -> tuple[Any, ...]:
-        betas, eps = floats(group["betas"], 2), float(group["eps"])
-        numbers = native_numbers(
-            betas, eps, count, lr, float(weight_decay), bool(group["correct_bias"])
-        )
-        return *map(numbers.__getitem__, ops.rule_options[self._rule]), group["maximize"]
+        if not self._is_projected(group):
+            return super()._launches(index, group, weights, grads)
+        return by_place(weights, grads, [(way_of(group, p), p.dtype) for p in weights])
 
     def _check_states(self, group: dict[str, Any], weights: list[Tensor]) -> None:
         """Raises if states are no longer those that the options of a group ask for."""

@@ -6,6 +6,7 @@
     w = w - lr * weight_decay * w
 
 It differs from torch's: eps is added before the bias of v is corrected, and the decay comes last.
+The native rule of Adam has ``eps_before_bias``, ``correct_bias`` and ``decay_last`` for this.
 """
 
 from __future__ import annotations
@@ -15,37 +16,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
-
-#: The least factor that decay may leave of a weight, for a division.
-_TINY = 2.0**-500
-
-
-def native_numbers(
-    betas: Sequence[float],
-    eps: float,
-    count: int,
-    lr: float,
-    weight_decay: float,
-    correct_bias: bool,
-) -> dict[str, float]:
-    """The numbers with which the native Adam rule takes step ``count`` of the formula above.
-
-    The rule divides by ``sqrt(v) / sqrt(1 - beta2**t) + eps``, decays before the update, and always
-    corrects the biases.
-    """
-    beta1, beta2 = betas
-    bias1, bias2 = 1 - beta1**count, math.sqrt(1 - beta2**count)
-    keep = 1 - lr * weight_decay or _TINY
-    length = lr * keep * (1 if correct_bias else bias1 / bias2)
-    return {
-        "lr": length,
-        "beta1": beta1,
-        "beta2": beta2,
-        "eps": eps / bias2,
-        "weight_decay": lr * weight_decay / length if length else 0.0,
-        "amsgrad": 0.0,
-        "decoupled_weight_decay": 1.0,
-    }
 
 
 def bias_correction(group: dict[str, Any], count: int) -> float:
@@ -57,7 +27,12 @@ def bias_correction(group: dict[str, Any], count: int) -> float:
 
 
 def second_bias(group: dict[str, Any], count: int) -> float:
-    """The factor by which the root of the second moment is too small at a step."""
+    """The factor by which the root of the second moment is too small at a step.
+
+    It is 1 where no biases are corrected.
+    """
+    if not group["correct_bias"]:
+        return 1.0
     return math.sqrt(1 - float(group["betas"][1]) ** count)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from fusedstep._matrix.products import add_back, in_tf32, project
 from fusedstep._matrix.projection import LEFT, low_shape, sides
 from fusedstep._matrix.scratch import Scratch, step_all
-from fusedstep._matrix.transformers_adamw import bias_correction, direction, native_numbers
+from fusedstep._matrix.transformers_adamw import bias_correction, direction
 from fusedstep._native import ops
 from fusedstep.optim.galore import GaLoreAdamW
 
@@ -88,25 +88,26 @@ def _by_optimizer(given: Problem, fused: bool) -> Callable[[], None]:
     return optimizer.step
 
 
-def _group() -> dict[str, Any]:
+def _group() -> tuple[dict[str, Any], tuple[Any, ...]]:
+    """A group, and the options of the native step of its low-rank gradients."""
     weight = torch.zeros(1, dtype=torch.float32, device="cpu")
-    return GaLoreAdamW([weight], **_OPTIONS).param_groups[0]
+    optimizer = GaLoreAdamW([weight], **_OPTIONS)
+    (group,) = optimizer.param_groups
+    return group, optimizer._options(group | {"weight_decay": 0.0}, 1.0)
 
 
 def _parts(given: Problem) -> Callable[[], None]:
-    group = _group()
+    group, options = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     bases, low = {side: given.state[side]}, given.state["exp_avg"].shape
     scratch = Scratch([given.weight], [given.state], [low], [{side: bases[side].shape}], ())
     scratch.project(0, given.grad, bases, 1.0)
     scratch.keep_bases(0, bases)
     keep = 1 - group["lr"] * group["weight_decay"]
-    betas, eps = group["betas"], group["eps"]
 
     def step() -> None:
-        numbers = native_numbers(betas, eps, int(given.state["step"]) + 1, 1.0, 0.0, True)
         scratch.project(0, given.grad, scratch.bases(0), 1.0)
-        scratch.prepare("adam", (*map(numbers.__getitem__, ops.rule_options["adam"]), False))
+        scratch.prepare("adam", options)
         step_all([scratch])
         factor = group["lr"] * keep * group["scale"]
         add_back(given.weight, scratch.update(0), scratch.bases(0), keep, factor)
@@ -115,21 +116,20 @@ def _parts(given: Problem) -> Callable[[], None]:
 
 
 def _fused(given: Problem) -> Callable[[], None]:
-    group = _group()
+    group, (*options, _) = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     basis, from_left = given.state[side], side == LEFT
     ready = in_tf32(basis.t() if from_left else basis, 1 if _is_tf32() else 2)
     states = [given.state["exp_avg"], given.state["exp_avg_sq"]]
-    update, names = torch.empty_like(states[0]), ops.rule_options["adam"]
+    update, numbers = torch.empty_like(states[0]), list(map(float, options))
     keep = 1 - group["lr"] * group["weight_decay"]
 
     def step() -> None:
         given.state["step"] += 1
         count = int(given.state["step"])
-        numbers = native_numbers(group["betas"], group["eps"], count, 1.0, 0.0, True)
         torch.ops.fusedstep.projected_step(
             ops.rule_index["adam"],
-            list(map(numbers.__getitem__, names)),
+            numbers,
             count,
             given.grad,
             ready,
@@ -148,7 +148,7 @@ def _is_tf32() -> bool:
 
 
 def _compiled(given: Problem) -> Callable[[], None]:
-    group = _group()
+    group, _ = _group()
     (side,) = given.state.keys() - {"exp_avg", "exp_avg_sq", "step"}
     state, mode = given.state, "max-autotune" if given.weight.is_cuda else "default"
 

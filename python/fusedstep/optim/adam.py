@@ -45,6 +45,11 @@ class Adam(FusedOptimizer):
     """
 
     _rule = "adam"
+    _rule_constants: ClassVar[dict[str, Any]] = {
+        "eps_before_bias": False,
+        "correct_bias": True,
+        "decay_last": False,
+    }
     _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _learns_in_int4 = True
     _needs: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}

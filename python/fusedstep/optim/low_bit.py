@@ -113,6 +113,7 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
     """
 
     _usual_codes = "int8"
+    _rule_constants = GaLoreAdamW._rule_constants | {"eps_before_bias": False}
 
     def __init__(
         self,
@@ -159,11 +160,6 @@ class GaLoreAdamW8bit(GaLoreAdamW, is_alias=True):
             if value != known:
                 raise ValueError(f"{name} must be {known} in GaLoreAdamW8bit, not {value!r:.40}")
         super().__init__(**options | {"foreach": None})
-
-    def _numbers_of(
-        self, group: dict[str, Any], count: int, lr: float, weight_decay: float
-    ) -> tuple[Any, ...]:
-        return super()._numbers_of(_with_corrected_eps(group, count), count, lr, weight_decay)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

@@ -9,12 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._native import ops
 from fusedstep._options.extras import OWN
 from fusedstep._state.checks import check_at_least_zero, floats, name_of
-from fusedstep._step.factors import Factors
-from fusedstep._step.gradients import by_place
-from fusedstep._step.plan import Work
+from fusedstep.optim.adam import Adam
 
 __all__ = ["SparseAdam"]
 
@@ -58,7 +55,12 @@ class SparseAdam(FusedOptimizer):
         https://arxiv.org/abs/1412.6980
     """
 
-    _rule = "adam"
+    _rule = Adam._rule
+    _rule_constants: ClassVar[dict[str, Any]] = Adam._rule_constants | {
+        "amsgrad": False,
+        "decoupled_weight_decay": True,
+        "eps_before_bias": True,
+    }
     _states = ("exp_avg", "exp_avg_sq")
     _composite = True
     _takes_dense = False
@@ -111,29 +113,10 @@ class SparseAdam(FusedOptimizer):
             raise RuntimeError(
                 "SparseAdam does not support dense gradients, please consider Adam instead"
             )
-        # The numbers of a step follow from its count.
-        return by_place(weights, grads, [self._count(weight) for weight in weights])
+        return super()._launches(index, group, weights, grads)
 
-    def _count(self, weight: Tensor) -> float:
-        return float(self._state.get(weight, {}).get("step", 0.0))
-
-    def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        count = self._count(item.weights[0]) + 1
-        return super()._checked_options(item._replace(group=item.group | {"count": count}), factors)
-
-    def _options(self, group: dict[str, Any], lr: float | Tensor | None = None) -> tuple[Any, ...]:
-        # The rule divides by sqrt(v) / sqrt(1 - beta2**t) + eps.
-        beta1, beta2 = floats(group["betas"], 2)
-        numbers = {
-            "lr": float(group["lr"] if lr is None else lr),
-            "beta1": beta1,
-            "beta2": beta2,
-            "eps": group["eps"] / math.sqrt(1 - beta2 ** group["count"]),
-            "weight_decay": float(group.get("weight_decay", 0.0)),
-            "amsgrad": 0.0,
-            "decoupled_weight_decay": 1.0,
-        }
-        return *map(numbers.__getitem__, ops.rule_options[self._rule]), group["maximize"]
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {"weight_decay": 0.0} | super()._rule_options(group)
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

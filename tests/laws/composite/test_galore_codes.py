@@ -136,14 +136,17 @@ def test_groups_that_ask_for_other_states_in_mid_run(before, after, fused):
 # ---- GaLoreAdamW8bit -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("corrects", [True, False])
 @pytest.mark.parametrize("fused", [True, False])
-def test_eps_of_the_8_bit_class_is_added_after_the_correction(fused):
+def test_eps_of_the_8_bit_class_is_added_after_the_correction(fused, corrects):
     """As by bitsandbytes; with float64 weights, whose moments are never in codes."""
-    optimizer = optim.GaLoreAdamW8bit(groups(), **OPTIONS, fused=fused)
+    own = [group | {"correct_bias": corrects} for group in groups()]
+    optimizer = optim.GaLoreAdamW8bit(own, **OPTIONS, fused=fused)
 
     def after(group, weight, step):
         beta2 = group.get("betas", OPTIONS["betas"])[1]
-        return {"eps": OPTIONS["eps"] * (1 - beta2**step) ** 0.5}
+        correction = (1 - beta2**step) ** 0.5 if corrects else 1.0
+        return {"eps": OPTIONS["eps"] * correction, "correct_bias": corrects}
 
     options = {name: value for name, value in OPTIONS.items() if name != "eps"}
     expected = by_reference(galore, groups(), range(6), more=after, **options)

@@ -34,7 +34,8 @@ BOUNDS = {1: 4e-3, 2: 3e-6}
 
 
 def options():
-    return [float(OPTIONS.get(name, 0)) for name in ops.rule_options["adam"]]
+    defaults = zip(ops.rule_options["adam"], torch.ops.fusedstep.rule_defaults("adam"), strict=True)
+    return list((dict(defaults) | OPTIONS).values())
 
 
 def example(rows, columns, rank, from_left):

@@ -138,6 +138,7 @@ def test_weights_may_have_taken_other_numbers_of_steps():
         optimizer.step()
         single.step()
     assert torch.equal(weights[1], alone[1])
+    assert len(optimizer._plans) == 1  # one native step takes both
 
 
 @pytest.mark.parametrize("fused", [True, False])

@@ -1,5 +1,7 @@
 """Law: the native rule owns names, order and defaults; Python's classes have the same."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -30,6 +32,41 @@ def test_defaults_are_those_of_the_rule(case):
     differences = DIFFERENT.get(case.optimizer.__name__, {})
     assert dict(zip(names, found, strict=False)) == expected | differences
     assert found[-1] is False  # maximize
+
+
+@pytest.mark.parametrize("adds_eps_first", [False, True])
+def test_adam_in_all_its_forms(adds_eps_first):
+    """Weights have taken other numbers of steps, and are stepped together."""
+    lr, (beta1, beta2), eps, decay = 0.1, (0.8, 0.9), 0.5, 0.7
+    for corrects, decays_last in itertools.product((False, True), repeat=2):
+
+        class Form(optim.AdamW):
+            _rule_constants = optim.AdamW._rule_constants | {
+                "eps_before_bias": adds_eps_first,
+                "correct_bias": corrects,
+                "decay_last": decays_last,
+            }
+
+        torch.manual_seed(0)
+        weights = [torch.randn(9, dtype=torch.float64) for _ in range(2)]
+        expected = [weight.clone() for weight in weights]
+        moments = [[torch.zeros_like(weight) for _ in range(2)] for weight in weights]
+        optimizer = Form(weights, lr, (beta1, beta2), eps, decay, fused=True)
+        for step in range(4):
+            for i, weight in enumerate(weights[: 1 + (step > 1)]):
+                weight.grad = grad = torch.randn_like(weight)
+                count, (m, v) = step + 1 - 2 * i, moments[i]
+                m.lerp_(grad, 1 - beta1)
+                v.lerp_(grad**2, 1 - beta2)
+                bias1 = 1 - beta1**count if corrects else 1.0
+                root2 = (1 - beta2**count) ** 0.5 if corrects else 1.0
+                added = eps / root2 if adds_eps_first else eps
+                move, keep = lr / bias1 * m / (v.sqrt() / root2 + added), 1 - lr * decay
+                last = keep if decays_last else 1.0
+                expected[i] = keep * expected[i] - last * move
+            optimizer.step()
+        for found, value in zip(weights, expected, strict=True):
+            torch.testing.assert_close(found, value, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
