@@ -228,7 +228,8 @@ def _state_of_bitsandbytes(of: _Weight) -> dict[str, Any]:
 
 def _options_of_torchao(optimizer: FusedOptimizer, group: dict[str, Any]) -> dict[str, Any]:
     kept = {name: group[name] for name in ("betas", "eps", "weight_decay", "amsgrad")}
-    return {"lr": torch.tensor(float(group["lr"]), dtype=torch.float32)} | kept
+    lr = torch.tensor(float(group["lr"]), dtype=torch.float32, device="cpu")
+    return {"lr": lr} | kept
 
 
 def _state_of_torchao(of: _Weight) -> dict[str, Any]:

@@ -109,7 +109,11 @@ def assert_have_gradients(optimizer):
 @EACH
 @UNFUSED
 def test_the_first_gradient_that_is_not_zero_has_a_basis(build, fused, zeros):
-    """Zeros at first, and at a refresh: all elements move then."""
+    """Zeros at first, and at a refresh: the weights move then.
+
+    So do all of their elements, but for one in hundreds whose move is the sum of opposite ones and
+    rounds to nothing: which one depends on the bases, and so on the library that makes them.
+    """
     optimizer = build(fused)
     zeros |= {0, 1, GAP, GAP + 1}
     before = [weight.detach().clone() for weight in weights_of(optimizer)]
@@ -121,7 +125,7 @@ def test_the_first_gradient_that_is_not_zero_has_a_basis(build, fused, zeros):
     assert_have_gradients(optimizer)
     if weights_of(optimizer)[0].itemsize > 2:  # or else some round back
         for weight, old in zip(weights_of(optimizer), before, strict=True):
-            assert (weight != old).all()
+            assert (weight != old).sum() > 0.99 * weight.numel()
     run(optimizer, range(GAP, GAP + 2))
     assert_zero(optimizer)
     run(optimizer, range(GAP + 2, GAP + 3))

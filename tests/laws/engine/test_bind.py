@@ -111,14 +111,18 @@ def test_what_is_no_tensor_is_left_to_the_operator():
     torch.ops.fusedstep.plan_delete(plan)
 
 
+#: The number of Adam's options, and of whether it maximizes.
+COUNT = len(ops.rule_options["adam"]) + 1
+
+
 @needs_binding
 @pytest.mark.parametrize(
     ("optimizer", "plan", "options", "text"),
     [
         ("no_such", 1, (), 'there is no rule "no_such"'),
-        ("adam", -1, (0.0,) * 8, "plan -1 does not exist"),
-        ("adam", -1, (0.0,) * 7, "an option is missing"),
-        ("adam", -1, (0.0,) * 9, "one too many"),
+        ("adam", -1, (0.0,) * COUNT, "plan -1 does not exist"),
+        ("adam", -1, (0.0,) * (COUNT - 1), "an option is missing"),
+        ("adam", -1, (0.0,) * (COUNT + 1), "one too many"),
         ("adam", -1, (0.0,) * 33, "too many options"),
     ],
 )
@@ -128,7 +132,7 @@ def test_a_step_that_cannot_be_is_refused(optimizer, plan, options, text):
 
 
 @needs_binding
-@pytest.mark.parametrize("options", [("one",) * 8, [0.0] * 8])
+@pytest.mark.parametrize("options", [("one",) * COUNT, [0.0] * COUNT])
 def test_a_step_takes_a_tuple_of_numbers(options):
     with pytest.raises(TypeError):
         ops.bind.prepare("adam", 1, options, 1.0, 0)
