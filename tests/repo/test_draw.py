@@ -56,8 +56,9 @@ def test_another_text_draws_other_combinations():
     first, again, other = (drawn(items, text) for text in ("a", "a", "b"))
     assert first == again
     assert first != other
-    all_of_many = {each for number in range(12 * SHARE) for each in drawn(items, f"{number}")}
-    assert all_of_many == {*items}
+    few = items[-400:]
+    all_of_many = {each for number in range(12 * SHARE) for each in drawn(few, f"{number}")}
+    assert all_of_many == {*few}
 
 
 def test_a_draw_has_every_function_and_each_value_of_one_parameter():
