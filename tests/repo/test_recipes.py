@@ -227,6 +227,7 @@ def test_the_data_of_a_folder_is_found(tmp_path, monkeypatch):
     (tmp_path / "shakespeare" / "input.txt").write_text("abcab")
     monkeypatch.syspath_prepend(str(recipes.FOLDER))
     monkeypatch.setenv("FUSEDSTEP_DATA", str(tmp_path))
+    monkeypatch.delitem(sys.modules, "recipe", raising=False)  # of another test, with its own data
     import recipe
 
     try:
