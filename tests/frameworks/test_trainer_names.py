@@ -406,10 +406,13 @@ class Runs:
         return it, losses_of(it)
 
 
-@pytest.mark.parametrize(
+EACH_NAME = pytest.mark.parametrize(
     ("name", "schedule"),
     [*((name, "cosine") for name in OF_NAME), ("adamw_bnb_8bit", "reduce_lr_on_plateau")],
 )
+
+
+@EACH_NAME
 def test_a_folder_of_trainers_own_optimizer_is_resumed(
     transformers, tmp_path, monkeypatch, name, schedule
 ):
@@ -424,10 +427,7 @@ def test_a_folder_of_trainers_own_optimizer_is_resumed(
     assert len(rates) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [*((name, "cosine") for name in OF_NAME), ("adamw_bnb_8bit", "reduce_lr_on_plateau")],
-)
+@EACH_NAME
 def test_trainers_own_optimizer_resumes_a_folder_of_ours(
     transformers, tmp_path, monkeypatch, name, schedule
 ):

@@ -1,4 +1,4 @@
-"""Which combinations of parameters a run has: all, those of plain rows, or a draw.
+"""Chooses the combinations of parameters that a run has: all, the plain rows, or a draw.
 
 A draw has every law: on the plain rows of tests/optimizers and the first row of each family, with
 each value of each other parameter, and a sixteenth of all further combinations, chosen by a text
@@ -52,7 +52,7 @@ def _key(value: Any) -> Any:
 
 
 def _values(item: Any) -> set[tuple[str, Any]]:
-    """The values of which each is in a draw: of rows these are the plain ones."""
+    """The values that a draw must contain: every value, but of the rows the plain ones alone."""
     return {
         (name, _key(value))
         for name, value in parameters(item).items()

@@ -70,7 +70,7 @@ class LowRankBases(ImperativeTwin):
 
     @classmethod
     def _kept_places(cls, group: dict[str, Any]) -> tuple[str, ...]:
-        """Returns those of ``PLACE`` and ``TURN`` that the options of a group need."""
+        """Returns the names among ``PLACE`` and ``TURN`` that the options of a group need."""
         raise NotImplementedError
 
     @classmethod

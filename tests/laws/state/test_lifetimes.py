@@ -32,9 +32,7 @@ def compiler_is_imported():
 
 @pytest.fixture(autouse=True)
 def no_collector(compiler_is_imported):
-    gc.collect(
-        1
-    )  # what the last test has left: all objects that are older take a third of a second
+    gc.collect(1)  # the last test's objects; older objects take a third of a second
     gc.disable()
     yield
     gc.enable()
