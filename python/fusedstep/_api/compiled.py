@@ -49,7 +49,8 @@ def trace_update(optimizer: Owner) -> bool:
         slots = optimizer._store.slots(names, weights, states)
         steps = [state[name] for name in optimizer._store.numbers for state in states]
         lr = group["lr"] if _has_tensor_lr(name, index) else None
-        options = torch.ops.fusedstep.options(steps[0], lr, name, index)
+        count = _count_options(name, index)
+        options = torch.ops.fusedstep.options(steps[0], lr, name, index, count)
         rule = ops.rule_index[optimizer._rule]
         torch.ops.fusedstep.step(weights, grads, slots, steps, options, rule)
         increment_version(weights)  # for compilers that leave the operator as it is
@@ -57,12 +58,14 @@ def trace_update(optimizer: Owner) -> bool:
 
 
 @torch.library.custom_op("fusedstep::options", mutates_args=())
-def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
-    """The options that a group has when the graph runs, for the operator that comes next.
+def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int, count: int) -> Tensor:
+    """Returns the ``count`` options that a group has when the graph runs, for the next operator.
 
-    Were they read when the graph is made they would be its constants, and other values another
-    graph. A learning rate that is a tensor may be written by the graph, and is passed. ``step``
-    makes this a function of the graph's inputs: compilers may evaluate others beforehand.
+    Were the options read when the graph is made they would be its constants, and other values
+    another graph. A learning rate that is a tensor may be written by the graph, and is passed.
+    ``step`` makes this a function of the graph's inputs: compilers may evaluate other functions
+    beforehand. ``count`` makes the shape a function of the graph's text: by that text compilers
+    find code that they made earlier, in a process with another version of this library too.
     """
     owner = by_name[optimizer]
     values = owner._options(owner._groups[group], lr)
@@ -70,9 +73,7 @@ def options(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tens
 
 
 @options.register_fake
-def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int) -> Tensor:
-    owner = by_name[optimizer]
-    count = len(owner._options(owner._groups[group], 0.0))
+def _(step: Tensor, lr: Tensor | None, optimizer: str, group: int, count: int) -> Tensor:
     return torch.empty(count, dtype=torch.float64, device="cpu")
 
 
@@ -110,6 +111,12 @@ def _make_ready(optimizer: str, index: int, present: list[int], compiles: bool) 
 @torch.compiler.assume_constant_result
 def _has_tensor_lr(optimizer: str, index: int) -> bool:
     return torch.is_tensor(by_name[optimizer]._groups[index]["lr"])
+
+
+@torch.compiler.assume_constant_result
+def _count_options(optimizer: str, index: int) -> int:
+    owner = by_name[optimizer]
+    return len(owner._options(owner._groups[index], 0.0))
 
 
 def _can_be_listed(grads: list[Tensor]) -> bool:

@@ -518,10 +518,18 @@ def test_operators_are_as_declared(case):
     """torch's own checks: schemas, shapes without memory, autograd, tracing."""
     optimizer, arguments = list_arguments(case)
     torch.library.opcheck(torch.ops.fusedstep.step.default, arguments)
+    steps, count = arguments[3], len(arguments[4])
     for lr in (None, torch.tensor(0.1)):
         torch.library.opcheck(
-            torch.ops.fusedstep.options.default, (arguments[3][0], lr, optimizer._name, 0)
+            torch.ops.fusedstep.options.default, (steps[0], lr, optimizer._name, 0, count)
         )
+
+
+def test_a_graphs_text_has_the_shapes():
+    """Inductor finds the code of an older process, and of an older version, by the text alone."""
+    with FakeTensorMode():
+        options = torch.ops.fusedstep.options(torch.zeros(()), None, "of another process", 0, 8)
+    assert options.shape == (8,)
 
 
 def test_operators_for_plans_are_as_declared():
