@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeVar, overload
 
 import torch
@@ -20,18 +20,21 @@ from fusedstep._api.state import WatchedState
 from fusedstep._api.unknown import check_keys, options_of
 from fusedstep._native import ops
 from fusedstep._options.docs import complete
-from fusedstep._options.extras import OWN, own_option, without_unset
-from fusedstep._state import storage
-from fusedstep._state.checks import (
+from fusedstep._options.kinds import (
+    Options,
     check_floats,
+    check_kinds,
     check_number,
-    check_options,
     check_ranges,
     floats,
     has_text,
-    make_tuples,
+    make_plain,
+    named_values,
     numeric,
 )
+from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
+from fusedstep._state import storage
+from fusedstep._state.checks import check_storage
 from fusedstep._state.codes import warn_of_int4
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import BindsGroups
@@ -65,8 +68,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _states: ClassVar[tuple[str, ...]]
     #: States that may be negative, beyond those that the rule says.
     _signed: ClassVar[frozenset[str]] = frozenset()
-    #: The number of betas, where there are any.
-    _betas: ClassVar[int] = 2
     #: State tensors that are one number each, with their first values. A class without a step count
     #: has one for the native step, which no dictionary holds.
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
@@ -105,20 +106,19 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     #: States that _in_form() reads, beyond those that a weight has.
     _foreign_states: ClassVar[frozenset[str]] = frozenset()
 
+    #: What there is to know of each option of a group.
+    _option_kinds: ClassVar[Options] = OF_TORCH
     #: Options that a group has only where they were set, with their values where it has not.
     _own_options: ClassVar[dict[str, Any]] = OWN
+    #: Options that older dictionaries lack, with the values that mean what was done then.
+    _later_options: ClassVar[dict[str, Any]] = named_values(OF_TORCH, "before")
     #: States that older dictionaries lack.
     _later_states: ClassVar[frozenset[str]] = frozenset()
-    #: Options that older dictionaries lack, with the values that mean what was done then.
-    _later_options: ClassVar[dict[str, Any]] = {
-        "foreach": None,
-        "maximize": False,
-        "differentiable": False,
-        "fused": None,
-    }
 
     def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        cls._own_options = named_values(cls._option_kinds, "unset")
+        cls._later_options = named_values(cls._option_kinds, "before")
         if is_alias:  # another name for a class, with an option
             return
         if cls.__module__.startswith("fusedstep."):
@@ -131,7 +131,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         """Arguments: the ``locals()`` of a subclass's constructor, or its options."""
         options = {k: v for k, v in arguments.items() if k not in ("self", "params", "__class__")}
         self._check(options)
-        make_tuples(options)
+        make_plain(self._option_kinds, options)
         if isinstance(params, torch.nn.Module) and not isinstance(params, Iterable):
             name = type(params).__name__
             raise TypeError(f"{name!r} object is not iterable: pass its parameters()")
@@ -149,7 +149,14 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _check(self, options: dict[str, Any]) -> None:
         """Raises what is wrong with a constructor's options, and makes numbers of its betas."""
-        check_ranges(options, self._betas, options["foreach"] if self._torch_fuses else None)
+        lists = self._torch_fuses and options["foreach"] and not options.get("capturable", True)
+        check_ranges(self._option_kinds, options, tensors=not lists)
+        check_storage(options)
+
+    def _check_kinds(self, group: Mapping[str, Any]) -> None:
+        """Raises an option of a group that is of another kind; its range may be any."""
+        check_kinds(self._option_kinds, group)
+        check_storage(group)
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -203,7 +210,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         return weights
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
-        """Raises what is wrong with a group, beyond what check_options() does."""
+        """Raises what is wrong with a group, beyond what _check_kinds() does."""
 
     def _sparse_error(self, group: dict[str, Any]) -> str | None:
         """Text of the error for a sparse gradient; None where only its rows are updated."""
@@ -211,7 +218,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         """The hyper-parameters of the native rule by its names for them, and others."""
-        betas = floats(group.get("betas", ()), self._betas if "betas" in group else 0)
+        betas = floats(self._option_kinds, group)
         named = {f"beta{i}": beta for i, beta in enumerate(betas, 1)}
         return group | named | self._rule_constants
 
@@ -339,8 +346,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         # Weights on the meta device may be given memory before the first step, which looks again.
         weights = [p for p in group["params"] if not p.is_meta]
         try:
-            check_options(group, self._own_options | self.defaults)
-            make_tuples(group)
+            self._check_kinds(group)
+            make_plain(self._option_kinds, group)
             self._check_group(len(self.param_groups) - 1, group)
             self._is_native(group, weights)
             self._needs_whole_norm()
@@ -679,12 +686,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         if not plan and self._has_passed(group):
             return ()
         try:
-            if has_text(group):  # which float() might take
-                check_options(group, self._own_options | self.defaults)
+            if has_text(self._option_kinds, group):  # which float() might take
+                self._check_kinds(group)
             if not plan:
                 if not (group.get("differentiable") or group.get("capturable")):
                     # Else autograd and graphs follow them.
-                    check_floats(group, self.defaults, self._betas)
+                    check_floats(self._option_kinds, group, self.defaults)
                 if is_fixed(group):
                     self._passed[id(group["params"])] = _items_of(group)
                 return ()
@@ -693,7 +700,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             list(map(float, options))
             return options
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise type(error)(f"Invalid options of a group, {numeric(group)}: {error}") from error
+            raise type(error)(
+                f"Invalid options of a group, {numeric(self._option_kinds, group)}: {error}"
+            ) from error
 
     @functools.cached_property
     def _passed(self) -> dict[int, list[Any]]:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusedstep._api.registry import by_name
 from fusedstep._native import ops
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.storage import way_of
 from fusedstep._step.owner import Owner

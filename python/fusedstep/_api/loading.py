@@ -16,7 +16,7 @@ from fusedstep._api.saved import (
     with_options_of_empty_groups,
 )
 from fusedstep._native import ops
-from fusedstep._options.extras import fill_own
+from fusedstep._options.shared import fill_own
 from fusedstep._step.binding import BindsGroups
 
 

@@ -28,7 +28,7 @@ from fusedstep._matrix.muon_groups import (
     why_no_matrix,
 )
 from fusedstep._matrix.newton_schulz import coefficients_of
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import cut_of, is_gathered, part_of, whole_of
 from fusedstep._state.checks import name_of

@@ -22,7 +22,8 @@ from fusedstep._api.unknown import (
     looks_like,
     options_of,
 )
-from fusedstep._state.checks import check_options, name_of
+from fusedstep._options.kinds import always_saved
+from fusedstep._state.checks import name_of
 from fusedstep._state.codes import (
     absmax_of,
     can_be_coded,
@@ -33,13 +34,6 @@ from fusedstep._state.codes import (
 )
 from fusedstep._state.storage import BESIDE, LOW, asked_way
 from fusedstep._step.owner import Owner
-
-#: Options that no dictionary of an optimizer which has them has ever lacked.
-_ALWAYS_SAVED = frozenset(
-    {"alpha", "betas", "eps", "etas", "lambd", "lr", "lr_decay", "momentum", "momentum_decay"}
-    | {"rho", "step_sizes", "t0", "weight_decay"}
-)
-
 
 #: What to do about an option that a class does not know.
 REMOVE = "; to go on without it, remove it from the parameter group"
@@ -172,7 +166,7 @@ def strays(states: Mapping[Any, Any], keys: Iterable[Iterable[Any]]) -> str:
 
 def check_saved_options(optimizer: Owner, index: int, saved: dict[str, Any]) -> None:
     try:
-        check_options(saved, optimizer._own_options | optimizer.defaults)
+        optimizer._check_kinds(saved)
         weights = optimizer.param_groups[index]["params"]
         optimizer._check_group(index, optimizer.defaults | saved | {"params": weights})
     except (TypeError, ValueError) as error:
@@ -342,8 +336,9 @@ def _check_kind(optimizer: Owner, index: int, saved: dict[str, Any], states: lis
         if (options_of(cls) - cls._own_options.keys()) & known == saved.keys() & known
         and all(is_state_of(cls, each) for each in stepped)
     ]
-    kept = optimizer.defaults.keys() - optimizer._own_options.keys()
-    missing = sorted(kept & _ALWAYS_SAVED - optimizer._later_options.keys() - saved.keys())
+    missing = sorted(
+        optimizer.defaults.keys() & always_saved(optimizer._option_kinds) - saved.keys()
+    )
     if exact and (likely or missing):
         likely = exact if saved.keys() & known != own & known else []
     if likely or missing:

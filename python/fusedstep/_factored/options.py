@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fusedstep._state.checks import check_number, is_pair
+from fusedstep._options.kinds import (
+    Flag,
+    Number,
+    NumberTuple,
+    Option,
+    Options,
+    check_number,
+    is_pair,
+)
+from fusedstep._options.shared import SHARED
 
 #: transformers' names for options that torch's class has too.
 RENAMED = {"clip_threshold": "d", "decay_rate": "beta2_decay"}
@@ -23,8 +32,21 @@ _BEYOND_TORCH: dict[str, Any] = {
     "variant": "torch",
 }
 
-#: Options that only this class checks.
-ADAFACTOR_OWN = {"eps", "beta2_decay", "d", *_BEYOND_TORCH}
+#: The options of a group, by torch's names; a dictionary may lack those that torch's class lacks.
+ADAFACTOR: Options = {
+    **SHARED,
+    "foreach": Flag(before=None),
+    "beta2_decay": Number(least=None),
+    "eps": NumberTuple(count=None),
+    "d": Number(),
+    "weight_decay": Number(),
+    "beta1": Number(may_be_none=True, always_saved=False),
+    "scale_parameter": Flag(),
+    "relative_step": Flag(),
+    "warmup_init": Flag(),
+    "max_relative_step": Number(always_saved=False),
+    "variant": Option(),
+}
 
 
 def option_of(group: dict[str, Any], name: str) -> Any:

@@ -17,20 +17,14 @@ from fusedstep._matrix.projection import (
     matrix_shape,
 )
 from fusedstep._matrix.subspace import bases_of, overlap
+from fusedstep._options.kinds import Flag, Option, Options
+from fusedstep._options.shared import PROJECTION
 from fusedstep._sharding.dtensor import local
 
 SVDS = ("exact", "randomized", "power", "lazy")
 
-#: Options of a projection that older dictionaries lack, with the values that mean what was done
-#: then.
-LATER_OPTIONS: dict[str, Any] = {
-    "rank": None,
-    "update_proj_gap": 200,
-    "scale": 1.0,
-    "proj_type": "std",
-    "svd": "exact",
-    "stagger": False,
-}
+#: Options of GaLore's projections.
+GALORE: Options = {**PROJECTION, "svd": Option(before="exact"), "stagger": Flag(before=False)}
 
 #: The state that counts how often ``svd="lazy"`` has doubled the gap of a weight.
 _DOUBLINGS = "gap_doublings"

@@ -14,8 +14,8 @@ from torch import Tensor
 from fusedstep._matrix.low_rank_shards import LowRankShards
 from fusedstep._matrix.products import dtype_of_products
 from fusedstep._matrix.projection import check_whole_number, low_shape_of
+from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
-from fusedstep._state.checks import check_at_least_zero
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.gradients import by_place
@@ -64,14 +64,11 @@ class LowRankGroups(LowRankShards):
         if options["rank"] is not None:
             check_whole_number("rank", options["rank"])
         check_whole_number("update_proj_gap", options["update_proj_gap"])
-        check_at_least_zero("scale", options["scale"])
+        check_ranges(cls._option_kinds, {"scale": options["scale"]}, tensors=True)
 
     def _check(self, options: dict[str, Any]) -> None:
         self._check_projection(options)
-        own = {"rank", "update_proj_gap", "proj", "proj_type", "scale_type", "svd"}
-        shared = {name: value for name, value in options.items() if name not in own}
-        super()._check(shared)
-        options.update(shared)
+        super()._check(options)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
         return self._is_projected(group)

@@ -9,27 +9,51 @@ import torch
 from torch import Tensor
 
 from fusedstep._matrix.newton_schulz import coefficients_of, usual_dtype
+from fusedstep._options.kinds import (
+    Betas,
+    Count,
+    Flag,
+    Number,
+    NumberTuple,
+    Option,
+    Options,
+    check_kinds,
+    check_number,
+    check_ranges,
+    named_values,
+)
+from fusedstep._options.shared import EPSILON
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._sharding.exchange import Form, why_not_gathered
-from fusedstep._state.checks import check_at_least_zero, check_flag, check_number
 
 _ADJUSTMENTS = (None, "original", "match_rms_adamw", "spectral_unclamped")
 
 _NS_DTYPES = (None, torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
-#: Options that torch's class lacks, with their values where a group has none.
-MUON_OWN: dict[str, Any] = {
-    "use_muon": True,
-    "split_heads": 1,
-    "stacked": None,
-    "ns_dtype": None,
-    "cautious_decay": False,
-    "normuon": False,
-    "beta2": 0.95,
-    "betas": (0.9, 0.999),
-    "adamw_eps": 1e-8,
-    "maximize": False,
+#: Muon's options. A group has those that torch's class lacks only where they were set.
+MUON: Options = {
+    "weight_decay": Number(),
+    "momentum": Number(),
+    "nesterov": Flag(),
+    "ns_coefficients": NumberTuple(count=None, any_sign=True),
+    "eps": EPSILON,
+    "ns_steps": Count(),
+    "adjust_lr_fn": Option(),
+    "use_muon": Flag(unset=True),
+    "split_heads": Count(unset=1, fills_sides=True),
+    "stacked": Flag(unset=None),
+    "ns_dtype": Option(unset=None),
+    "cautious_decay": Flag(unset=False),
+    "normuon": Flag(unset=False),
+    "beta2": Number(unset=0.95),
+    "betas": Betas(unset=(0.9, 0.999)),
+    "adamw_eps": Number(unset=1e-8),
+    "maximize": Flag(unset=False),
 }
+
+MUON_OWN = named_values(MUON, "unset")
+
+_FLAGS = [name for name, option in MUON.items() if isinstance(option, Flag)]
 
 
 def uses_muon(group: dict[str, Any]) -> bool:
@@ -61,10 +85,8 @@ def check_muon_options(options: dict[str, Any]) -> None:
     heads = options.get("split_heads", 1)
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
         raise ValueError(f"split_heads must be an int of at least 1, not {heads!r:.40}")
-    for name in ("use_muon", "stacked", "cautious_decay", "normuon"):
-        check_flag(name, options.get(name))
-    for name in ("momentum", "weight_decay"):
-        check_at_least_zero(name, options[name])
+    check_kinds(MUON, {name: value for name, value in options.items() if name in _FLAGS})
+    check_ranges(MUON, {name: options[name] for name in ("momentum", "weight_decay")}, tensors=True)
     beta2 = options.get("beta2", MUON_OWN["beta2"])
     check_number("beta2", beta2)
     if not 0 <= beta2 < 1:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._sharding.exchange import cut_of, why_not_gathered
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,56 +12,16 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import _get_capturable_supported_devices
 
-from fusedstep._options.extras import OWN
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.codes import BLOCKS
 from fusedstep._state.storage import check_ways
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raises if an option is no number: YAML, for one, reads 1e-3 as a text."""
-    if not is_number(value):
-        text = f"{name} must be a number, not {value!r}"
-        raise TypeError(f"{text}: write float({value!r})" if _reads_as_number(value) else text)
-
-
-def is_number(value: Any) -> bool:
-    if isinstance(value, (str, bytes)):
-        return False
-    return isinstance(value, Tensor) or hasattr(type(value), "__float__")
-
-
-def _reads_as_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question for those of the known names that are nearest to one; no text if none are."""
     found = difflib.get_close_matches(name, list(known))
     return f"did you mean {' or '.join(map(repr, found))}?" if found else ""
-
-
-def check_lr(lr: float | Tensor, *, foreach: bool | None = None, capturable: bool = True) -> None:
-    check_number("lr", lr)
-    if isinstance(lr, Tensor):
-        if foreach and not capturable:
-            raise ValueError(
-                "lr as a Tensor is not supported for capturable=False and foreach=True"
-            )
-        if lr.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
-        raise ValueError(f"Invalid learning rate: {lr}")
-
-
-def check_eps(eps: float) -> None:
-    check_number("eps", eps)
-    if not eps >= 0.0:
-        raise ValueError(f"Invalid epsilon value: {eps}")
 
 
 def check_state_dtype(state_dtype: torch.dtype | str | None) -> None:
@@ -72,260 +32,10 @@ def check_state_dtype(state_dtype: torch.dtype | str | None) -> None:
         )
 
 
-def check_max_grad_norm(max_grad_norm: float | None) -> None:
-    if max_grad_norm is None:
-        return
-    check_number("max_grad_norm", max_grad_norm)
-    if not max_grad_norm > 0.0:
-        raise ValueError(f"Invalid max_grad_norm value: {max_grad_norm}")
-
-
-def check_at_least_zero(name: str, value: Any) -> None:
-    check_number(name, value)
-    if not value >= 0.0:
-        raise ValueError(f"Invalid {name} value: {value}")
-
-
-def check_beta(index: int, beta: float | Tensor) -> None:
-    check_number(f"betas[{index}]", beta)
-    if isinstance(beta, Tensor) and beta.numel() != 1:
-        raise ValueError(f"Tensor betas[{index}] must be 1-element")
-    if not 0.0 <= beta < 1.0:
-        raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-
-
-def check_betas(
-    betas: tuple[float | Tensor, ...],
-    *,
-    foreach: bool | None,
-    capturable: bool,
-    count: int = 2,
-) -> tuple[float | Tensor, ...]:
-    """Returns the betas, one-element tensors among them as 0-dimensional ones."""
-    betas = _as_tuple(betas, count)
-    for i, beta in enumerate(betas[:count]):
-        check_beta(i, beta)
-    check_count(betas, count)
-    beta1, beta2, *others = betas
-    rest = map(as_number, others)
-    tensors = sum(isinstance(beta, Tensor) for beta in (beta1, beta2))
-    if tensors == 0:
-        return beta1, beta2, *rest
-    if tensors == 1:
-        raise ValueError("betas must be either both floats or both Tensors")
-    if foreach and not capturable:
-        raise ValueError(
-            "betas[0] as a Tensor is not supported for capturable=False and foreach=True"
-        )
-    return as_number(beta1), as_number(beta2), *rest
-
-
-#: By their number.
-_FORMS_OF_BETAS = {2: "(beta1, beta2)", 3: "(beta1, beta2, beta3)"}
-
-
-def _as_tuple(betas: Any, count: int) -> tuple[Any, ...]:
-    try:
-        if not isinstance(betas, (str, bytes)):
-            return tuple(betas)
-    except TypeError:
-        pass
-    raise TypeError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}")
-
-
-def check_count(betas: tuple[Any, ...], count: int) -> None:
-    if len(betas) != count:
-        others = "Adan has three" if count == 2 else "other optimizers have two"
-        raise ValueError(f"betas must be {_FORMS_OF_BETAS[count]}, not {betas!r}; {others}")
-
-
-def check_pair(name: str, pair: Any) -> None:
-    """Raises if an option is not two numbers, in whatever sequence."""
-    if not is_pair(pair):
-        raise TypeError(f"{name} must be two numbers, not {pair!r}")
-    for index, value in enumerate(pair):
-        check_number(f"{name}[{index}]", value)
-
-
-def is_pair(value: Any) -> bool:
-    """Returns whether a value has two parts in an order: of configurations there are own lists."""
-    if isinstance(value, (str, bytes, Mapping, Set, Tensor)):
-        return False
-    return (
-        hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and len(value) == 2
-    )
-
-
-#: Options that are two numbers.
-_PAIRS = ("etas", "step_sizes")
-
-
-def make_tuples(options: dict[str, Any]) -> None:
-    """Makes tuples of numbers of other sequences, whose types torch.load() may not take."""
-    for name in ("betas", "eps", *_PAIRS, "ns_coefficients"):
-        value = options.get(name)
-        if value is None or isinstance(value, str) or _is_one_number(value):
-            continue
-        numbers = tuple(map(_plain, value))
-        is_plain = isinstance(value, (list, tuple))
-        if not is_plain or list(map(type, value)) != list(map(type, numbers)):
-            options[name] = numbers
-
-
-def _is_one_number(value: Any) -> bool:
-    return is_number(value) and getattr(value, "shape", ()) in ((), (1,))
-
-
-def _plain(value: Any) -> Any:
-    """A number as Python's own, and the numbers of a sequence, or of several in it, in tuples."""
-    if not isinstance(value, Iterable) or isinstance(value, str) or _is_one_number(value):
-        return float(value) if isinstance(value, float) else value
-    return tuple(map(_plain, value))
-
-
-#: Options that are numbers and have a range of their own, or any.
-_ANY_RANGE = frozenset({"dampening", "max_ratio", "t0"})
-
-
-def check_ranges(options: dict[str, Any], betas: int, foreach: bool | None) -> None:
-    """Raises the first option of a constructor that is out of range, with torch's texts.
-
-    ``betas``: how many there have to be. They become numbers, or tensors without dimensions.
-    ``foreach``: true where no number may be a tensor, unless capturable.
-    """
-    capturable = options.get("capturable", True)
-    for name, value in options.items():
-        if name == "lr":
-            check_lr(value, foreach=foreach, capturable=capturable)
-        elif name == "betas":
-            options[name] = check_betas(value, count=betas, foreach=foreach, capturable=capturable)
-        elif name == "eps":
-            check_eps(value)
-        elif name == "state_dtype":
-            check_state_dtype(value)
-        elif name in _OF_WAYS:
-            check_ways(options)
-        elif name == "max_grad_norm":
-            check_max_grad_norm(value)
-        elif name == "rho":
-            check_number(name, value)
-            if not 0.0 <= value <= 1.0:
-                raise ValueError(f"Invalid rho value: {value}")
-        elif name in _ANY_RANGE:
-            check_number(name, value)
-        elif name in _PAIRS:
-            check_pair(name, value)
-            if name == "etas" and not 0.0 < value[0] < 1.0 < value[1]:
-                raise ValueError(f"Invalid eta values: {value[0]}, {value[1]}")
-        elif name not in _NO_NUMBERS and name != "debias":
-            check_at_least_zero(name, value)
-
-
-def check_options(group: dict[str, Any], defaults: dict[str, Any]) -> None:
-    """Raises an option of a group that is of another kind than the default; its range may be any.
-
-    A number given as a text is one: float() would take it. ``defaults``: those of all options.
-    """
-    for name in defaults.keys() & group.keys():
-        value, default = group[name], defaults[name]
-        if name in _NONE_IS_NONE and value is None:
-            continue
-        if name == "betas":
-            betas = _as_tuple(value, len(default))
-            for index, beta in enumerate(betas):
-                check_number(f"betas[{index}]", beta)
-            check_count(betas, len(default))
-        elif name in _PAIRS:
-            check_pair(name, value)
-        elif name == "state_dtype":
-            check_state_dtype(value)
-        elif name in _OF_WAYS:
-            check_ways(group)
-        elif name == "max_grad_norm" or (is_number(default) and not isinstance(default, bool)):
-            check_number(name, value)
-            if isinstance(value, Tensor) and value.numel() != 1:
-                raise ValueError(f"Tensor {name} must be 1-element")
-        elif name in _NO_NUMBERS:
-            check_flag(name, value)
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raises a value that Python takes for true although it says something else."""
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must not be a text: {value!r:.60}")
-    if isinstance(value, (list, tuple, Mapping, Set)):
-        raise TypeError(f"{name} must be a bool, not {value!r:.60}")
-
-
-def check_floats(group: dict[str, Any], defaults: dict[str, Any], betas: int) -> None:
-    """Raises if an option whose default is a number, or several, cannot be taken as such."""
-    for name, default in defaults.items():
-        is_none = name in _NONE_IS_NONE and group[name] is None
-        if name in _PAIRS:
-            check_pair(name, group[name])
-        elif name not in OWN and is_number(default) and not (isinstance(default, bool) or is_none):
-            float(group[name])
-    floats(group.get("betas", ()), betas if "betas" in group else 0)
-
-
-def floats(betas: tuple[float | Tensor, ...], count: int) -> list[float]:
-    """The betas as numbers, of which there have to be so many."""
-    numbers = list(map(float, betas))
-    check_count(betas, count)
-    return numbers
-
-
-def has_text(group: dict[str, Any]) -> bool:
-    """Tells whether a group has a text for an option, where none may be. Every step asks."""
-    if str not in map(type, group.values()):
-        pairs = map(group.get, ("betas", *_PAIRS))
-        return any(isinstance(each, (list, tuple)) and str in map(type, each) for each in pairs)
-    return any(type(value) is str for name, value in group.items() if name not in _TEXTS)
-
-
-#: Options that tell how the value of a weight is kept.
-_OF_WAYS = ("master_weights", "rounding", "seed")
-
-#: Options of which None says that there is none.
-_NONE_IS_NONE = ("beta1", "max_grad_norm", "rank")
-
-#: Options that may be texts.
-_TEXTS = (
-    "debias",
-    "proj",
-    "proj_type",
-    "scale_type",
-    "state_dtype",
-    "svd",
-    "variant",
-    *_OF_WAYS,
-)
-
-#: Options that are no numbers, and to which a text is never right, though Python takes it for true.
-_NO_NUMBERS = frozenset(
-    {
-        "always_adapt",
-        "amsgrad",
-        "capturable",
-        "centered",
-        "decoupled_decay",
-        "decoupled_weight_decay",
-        "differentiable",
-        "foreach",
-        "fused",
-        "keep_grad",
-        "maximize",
-        "nesterov",
-        "no_prox",
-        "skip_nonfinite",
-        "state_dtype",
-    }
-)
-
-
-def as_number(option: float | Tensor) -> float | Tensor:
-    """A one-element tensor without dimensions, which would go over to the weight."""
-    return option.squeeze() if isinstance(option, Tensor) else option
+def check_storage(group: Mapping[str, Any]) -> None:
+    """Raises options that say how states and 16-bit weights are stored, and say it wrongly."""
+    check_state_dtype(own_option(group, "state_dtype"))
+    check_ways(group)
 
 
 def check_operands(weights: list[Tensor], grads: list[Tensor]) -> None:
@@ -488,16 +198,6 @@ def with_name(
             "optimizer.load_state_dict(optimizer.state_dict()), or make a new optimizer"
         )
     return RuntimeError(text)
-
-
-def numeric(group: dict[str, Any]) -> str:
-    """The options of a group that are numbers or should be, for an error's text."""
-    others = {"params", "param_names", "foreach", "fused", *_TEXTS}
-    return ", ".join(
-        f"{name}={value!r}"
-        for name, value in group.items()
-        if name not in others and not isinstance(value, bool)
-    )
 
 
 def check_capturable(weight: Tensor, step: Tensor, group: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local, spread_like, spread_of
 from fusedstep._sharding.units import part_of_units, shape_of_units, sizes_in_units, spread_units
 

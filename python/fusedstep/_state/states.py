@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding import dtensor
 from fusedstep._state import codes as _codes
 from fusedstep._state.checks import check_state_dtype

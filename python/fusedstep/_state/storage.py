@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local, shard_number, spread_like
 
 #: The state that a weight's float32 copy is.
@@ -44,7 +44,7 @@ ASKED = {
 }
 
 
-def check_ways(options: dict[str, Any]) -> None:
+def check_ways(options: Mapping[str, Any]) -> None:
     """Raises if the options of a group ask for a way that is none, or for two."""
     masters, rounding = own_option(options, "master_weights"), own_option(options, "rounding")
     if isinstance(masters, str) and masters not in ("float32", "split"):

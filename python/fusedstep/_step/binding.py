@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._options.extras import own_option
+from fusedstep._options.kinds import has_text
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import is_dtensor, local_pairs
 from fusedstep._state import storage
 from fusedstep._state.checks import (
@@ -16,7 +17,6 @@ from fusedstep._state.checks import (
     check_memory,
     check_operands,
     check_writable,
-    has_text,
     memory_of,
     with_name,
 )
@@ -158,7 +158,9 @@ class BindsGroups(Owner):
             weights, grads = with_gradients(params)
             if not weights:
                 continue
-            if not self._has_passed(group) and has_text(group):  # what states depend on, perhaps
+            if not self._has_passed(group) and has_text(
+                self._option_kinds, group
+            ):  # what states depend on, perhaps
                 self._checked_options(Work(group, weights, grads, None), PLAIN)
             launches = self._launches(index, group, weights, grads)
             for part, pair in enumerate(launches):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fusedstep._native import ops
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.plan import Work

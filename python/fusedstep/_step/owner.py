@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fusedstep._options.kinds import Options
 from fusedstep._state.states import StateStore
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
@@ -44,6 +45,7 @@ class Owner(Optimizer):
     _counts_in_groups: ClassVar[bool]
     _learns_in_int4: ClassVar[bool]
     _foreign_states: ClassVar[frozenset[str]]
+    _option_kinds: ClassVar[Options]
     _own_options: ClassVar[dict[str, Any]]
     _later_states: ClassVar[frozenset[str]]
     _later_options: ClassVar[dict[str, Any]]
@@ -84,6 +86,8 @@ class Owner(Optimizer):
         def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore: ...
 
         def _check(self, options: dict[str, Any]) -> None: ...
+
+        def _check_kinds(self, group: Mapping[str, Any]) -> None: ...
 
         def _check_group(self, index: int, group: dict[str, Any]) -> None: ...
 

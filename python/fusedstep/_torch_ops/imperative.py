@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fusedstep._options.kinds import are_usual, numeric
 from fusedstep._sharding.dtensor import is_dtensor
-from fusedstep._state.checks import check_capturable, numeric
+from fusedstep._state.checks import check_capturable
 from fusedstep._state.codes import is_codes
 from fusedstep._state.counts import is_long, read_count, write_count
 from fusedstep._state.storage import (
@@ -28,7 +29,7 @@ from fusedstep._step.factors import Factors
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import NO_RESERVE, Reserve, is_out_of_memory, undone_on_error
-from fusedstep._torch_ops.trial import is_usual, made_stand_ins
+from fusedstep._torch_ops.trial import made_stand_ins
 
 #: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
 #: what puts back weight and states: test_out_of_memory.py has no more for all optimizers.
@@ -53,12 +54,16 @@ class ImperativeTwin(BindsGroups):
         if group.get("differentiable") or group.get("capturable"):
             return
         half = any(p.dtype is torch.float16 for p in weights)
-        if is_usual(group, half) or not self._rehearses or torch._C._len_torch_dispatch_stack():
+        if (
+            are_usual(self._option_kinds, group, half)
+            or not self._rehearses
+            or torch._C._len_torch_dispatch_stack()
+        ):
             return
         pairs = [pair for pair in zip(weights, grads, strict=True) if not pair[0].is_meta]
         kept = {weight: self._store.plain_parts(group, weight) for weight, _ in pairs}
         # The sides of matrices have to be divided by the heads, and are no less than a rank.
-        sides = [group.get(name) for name in ("split_heads", "rank")]
+        sides = [group.get(name) for name, kind in self._option_kinds.items() if kind.fills_sides]
         side = max([1, *(each for each in sides if isinstance(each, int))])
         stand_ins, state = made_stand_ins(pairs, side, kept)
         # Made as unpickling makes one: constructors of subclasses may take anything.
@@ -78,7 +83,7 @@ class ImperativeTwin(BindsGroups):
                 raise
             if str(error).startswith("Invalid options of"):
                 return  # the step says so itself, with the number of the group
-            text = f"Invalid options of a group, {numeric(group)}: {error}"
+            text = f"Invalid options of a group, {numeric(self._option_kinds, group)}: {error}"
             raise type(error)(text) from error
 
     def _reserved(self, work: list[Work]) -> Reserve:

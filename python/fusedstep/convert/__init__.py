@@ -40,7 +40,7 @@ from fusedstep._api.unknown import (
 from fusedstep._factored.options import RENAMED
 from fusedstep._matrix.low_rank import LowRankSteps
 from fusedstep._matrix.projection import low_shape_of
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._state.checks import name_of
 from fusedstep._state.codes import absmax_of, is_codes, of_shape
 from fusedstep._state.storage import MASTER, asked_way

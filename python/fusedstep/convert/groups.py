@@ -15,7 +15,7 @@ from torch import Tensor
 from fusedstep import optim
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.saved import REMOVE
-from fusedstep._options.extras import own_option
+from fusedstep._options.shared import own_option
 from fusedstep._state.storage import BESIDE
 
 #: optimi's options that are translated, or that choose among its implementations.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.buckets import check_ours
-from fusedstep._options.extras import OWN
+from fusedstep._options.shared import OWN
 from fusedstep._sharding.dtensor import local
 from fusedstep._state.storage import way_of
 from fusedstep.offload import OffloadedOptimizer

@@ -73,7 +73,8 @@ def register() -> None:
 
     known = default_registry.list_optimizers()
     for name in optim.names():
-        cls, theirs = find(name), {}
+        cls = find(name)
+        theirs: dict[str, Any] = {}
         accepted = inspect.signature(cls).parameters
         if not cls._takes_dense or "weight_decay" not in accepted:
             continue
@@ -89,7 +90,7 @@ def register() -> None:
             has_eps="eps" in accepted,
             has_momentum="momentum" in accepted,
             has_betas="betas" in accepted or cls is optim.Adafactor,
-            num_betas=cls._betas,
+            num_betas=len(accepted["betas"].default) if "betas" in accepted else 2,
             defaults=defaults | _OPTIONS.get(name, {}),
         )
         # register() would warn that apex's are overwritten.

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adadelta"]
@@ -42,7 +44,13 @@ class Adadelta(FusedOptimizer):
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "rho": Number(most=1),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+    }
     _formula = by_torch(adadelta, "square_avg", "acc_delta", "step")
 
     def __init__(

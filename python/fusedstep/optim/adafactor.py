@@ -23,7 +23,7 @@ from fusedstep._factored.formula import (
 )
 from fusedstep._factored.moments import rms, without_rms
 from fusedstep._factored.options import (
-    ADAFACTOR_OWN,
+    ADAFACTOR,
     LR,
     as_set,
     by_torchs_names,
@@ -34,7 +34,8 @@ from fusedstep._factored.options import (
     option_of,
 )
 from fusedstep._factored.steps import Call, NativeParts, Part, step_parts
-from fusedstep._options.extras import own_option
+from fusedstep._options.kinds import Options, numeric
+from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import (
     is_dtensor,
     local,
@@ -43,7 +44,7 @@ from fusedstep._sharding.dtensor import (
     spread_of,
     whole,
 )
-from fusedstep._state.checks import name_of, numeric, with_name
+from fusedstep._state.checks import name_of, with_name
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import PLAIN, Factors
@@ -135,7 +136,7 @@ class Adafactor(FusedOptimizer):
     _allocates_first = True
     _composite = True
     _torch_fuses = False
-    _later_options: ClassVar[dict[str, Any]] = {"foreach": None, "maximize": False}
+    _option_kinds: ClassVar[Options] = ADAFACTOR
 
     def __init__(
         self,
@@ -170,9 +171,7 @@ class Adafactor(FusedOptimizer):
 
     def _check(self, options: dict[str, Any]) -> None:
         check_adafactor_options(options)
-        super()._check(
-            {name: value for name, value in options.items() if name not in ADAFACTOR_OWN}
-        )
+        super()._check(options)
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -217,7 +216,8 @@ class Adafactor(FusedOptimizer):
         try:
             check_adafactor_options(item.group)
         except (TypeError, ValueError) as error:
-            text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
+            given = numeric(self._option_kinds, item.group)
+            text = f"Invalid options of group {index}, {given}: {error}"
             raise type(error)(text) from error
         pairs = [pair for pair in item.pairs() if pair[0].numel()]
         if (

@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Number, Options
+from fusedstep._options.shared import EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adagrad"]
@@ -53,6 +55,13 @@ class Adagrad(FusedOptimizer):
     _learns_in_int4 = True
     _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _allocates_first = True
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        "lr_decay": Number(),
+        "weight_decay": Number(),
+        "initial_accumulator_value": Number(),
+        "eps": EPSILON,
+    }
     _formula = by_torch(adagrad, "sum", "step")
 
     def __init__(

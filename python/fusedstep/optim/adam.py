@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Betas, Flag, Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adam"]
@@ -53,10 +55,14 @@ class Adam(FusedOptimizer):
     _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
     _learns_in_int4 = True
     _needs: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
-    _later_options = FusedOptimizer._later_options | {
-        "amsgrad": False,
-        "capturable": False,
-        "decoupled_weight_decay": False,
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "amsgrad": Flag(before=False),
+        "decoupled_weight_decay": Flag(before=False),
     }
     _allocates_first = True
     _formula = by_torch(adam, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step")

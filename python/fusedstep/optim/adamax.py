@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Betas, Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adamax"]
@@ -42,7 +44,13 @@ class Adamax(FusedOptimizer):
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+    }
     _formula = by_torch(adamax, "exp_avg", "exp_inf", "step")
 
     def __init__(

@@ -2,15 +2,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._options.kinds import Betas, Flag, Number, Options, as_number, check_number
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor
-from fusedstep._state.checks import as_number, check_number
 from fusedstep._state.counts import read_count, write_count
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import numbers_first
@@ -72,15 +73,20 @@ class Adan(FusedOptimizer):
 
     _rule = "adan"
     _states = ("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad")
-    _betas = 3
     _counts_in_groups = True
     _foreach_means_unfused = False
     _allocates_first = True
-    _later_options = FusedOptimizer._later_options | {
-        "max_grad_norm": 0.0,
-        "no_prox": False,
-        "foreach": True,
-        "capturable": False,
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(count=3),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "max_grad_norm": Number(
+            before=0.0, unset=None, least=None, may_be_none=True, is_limit=True
+        ),
+        "no_prox": Flag(before=False),
+        "foreach": Flag(before=True),
     }
 
     def __init__(
@@ -107,13 +113,13 @@ class Adan(FusedOptimizer):
         super().__init__(params, locals())
 
     def _check(self, options: dict[str, Any]) -> None:
+        # Torch operations over lists take a learning rate and betas that are tensors.
+        checked = options | {"foreach": False}
+        super()._check(checked)
+        options["betas"] = checked["betas"]
         check_number("max_grad_norm", options["max_grad_norm"])
         if not options["max_grad_norm"] >= 0.0:
             raise ValueError(f"Invalid Max grad norm: {options['max_grad_norm']}")
-        # Torch operations over lists take a learning rate and betas that are tensors.
-        checked = options | {"foreach": False, "max_grad_norm": None}
-        super()._check(checked)
-        options["betas"] = checked["betas"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for group in state.get("param_groups", ()):

@@ -18,6 +18,8 @@ from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.sharded_projections import sum_norms
 from fusedstep._matrix.subspace import bases_of, gaussian
 from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
+from fusedstep._options.kinds import Betas, Flag, Number, Option, Options
+from fusedstep._options.shared import EPSILON, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of
 from fusedstep._step.plan import Work
@@ -111,16 +113,17 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         https://arxiv.org/abs/2412.05270
     """
 
-    _later_options: ClassVar[dict[str, Any]] = FusedOptimizer._later_options | {
-        "correct_bias": True,
-        "scale_front": False,
-        "disable_nl": False,
-        "rank": None,
-        "proj": "random",
-        "scale_type": "channel",
-        "update_proj_gap": 200,
-        "scale": 1.0,
-        "proj_type": "std",
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "correct_bias": Flag(before=True),
+        "scale_front": Flag(before=False),
+        "disable_nl": Flag(before=False),
+        "proj": Option(before="random"),
+        "scale_type": Option(before="channel"),
+        **PROJECTION,
     }
 
     def __init__(

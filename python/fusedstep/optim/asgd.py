@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Number, Options
+from fusedstep._options.shared import CAPTURABLE, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["ASGD"]
@@ -50,7 +52,14 @@ class ASGD(FusedOptimizer):
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "eta": 0.01, "mu": 1.0}
     _initial: ClassVar[dict[str, str]] = {"eta": "lr"}
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "lambd": Number(),
+        "alpha": Number(usual=1),  # a power
+        "t0": Number(least=None),
+        "weight_decay": Number(),
+    }
     _formula = by_torch(asgd, "ax", "mu", "eta", "step")
 
     def __init__(

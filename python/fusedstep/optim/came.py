@@ -13,9 +13,19 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.saved import check_is_dictionary
 from fusedstep._factored.blocks import FactoredMoments, Numbers, step_in_blocks
 from fusedstep._factored.moments import moved_factor, rms, sizes_of, without_rms
-from fusedstep._options.extras import own_option
+from fusedstep._options.kinds import (
+    Betas,
+    Number,
+    NumberTuple,
+    Options,
+    check_number,
+    check_pair,
+    floats,
+    numeric,
+)
+from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import is_dtensor, local
-from fusedstep._state.checks import check_number, check_pair, floats, name_of, numeric
+from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
 from fusedstep._step.support import why_not_native
@@ -84,12 +94,17 @@ class CAME(FusedOptimizer):
 
     _rule = "came"
     _states = (*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg")
-    _betas = 3
     _elementwise = False
     _allocates_first = True
     _composite = True
     _torch_fuses = False
-    _later_options: ClassVar[dict[str, Any]] = {"maximize": False}
+    _option_kinds: ClassVar[Options] = {
+        **SHARED,
+        "eps": NumberTuple(),
+        "clip_threshold": Number(above=True),
+        "betas": Betas(count=3),
+        "weight_decay": Number(),
+    }
 
     def __init__(
         self,
@@ -114,9 +129,7 @@ class CAME(FusedOptimizer):
 
     def _check(self, options: dict[str, Any]) -> None:
         _check_own(options)
-        others = {name: value for name, value in options.items() if name not in _OWN}
-        super()._check(others)
-        options |= others
+        super()._check(options)
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         _check_own(group)
@@ -148,7 +161,8 @@ class CAME(FusedOptimizer):
             _check_own(item.group)
         except (TypeError, ValueError) as error:
             index = next(i for i, group in enumerate(self._groups) if group is item.group)
-            text = f"Invalid options of group {index}, {numeric(item.group)}: {error}"
+            given = numeric(self._option_kinds, item.group)
+            text = f"Invalid options of group {index}, {given}: {error}"
             raise type(error)(text) from error
         return super()._checked_options(item, factors)
 
@@ -217,14 +231,11 @@ def _numbers(group: dict[str, Any]) -> Numbers:
     lr, eps = float(group["lr"]), group["eps"]
     return Numbers(
         lr=lr,
-        betas=floats(group["betas"], 3),
+        betas=floats(CAME._option_kinds, group),
         eps=(float(eps[0]), float(eps[1])),
         threshold=float(group["clip_threshold"]),
         decay=lr * float(group["weight_decay"]),
     )
-
-
-_OWN = ("eps", "clip_threshold")
 
 
 def _check_own(options: dict[str, Any]) -> None:

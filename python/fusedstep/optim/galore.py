@@ -7,11 +7,13 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._matrix.galore import LATER_OPTIONS, GaLoreSteps
+from fusedstep._matrix.galore import GALORE, GaLoreSteps
 from fusedstep._matrix.products import add_back, as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.transformers_adamw import advance, move
+from fusedstep._options.kinds import Betas, Flag, Number, Options
+from fusedstep._options.shared import EPSILON, OF_TORCH
 from fusedstep._state.storage import way_of
 from fusedstep._step.plan import Work
 
@@ -100,9 +102,14 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
         https://arxiv.org/abs/2403.03507
     """
 
-    _later_options: ClassVar[dict[str, Any]] = (
-        FusedOptimizer._later_options | {"correct_bias": True} | LATER_OPTIONS
-    )
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "correct_bias": Flag(before=True),
+        **GALORE,
+    }
 
     def __init__(
         self,

@@ -10,9 +10,10 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._factored.formula import factored_update, length_of, numbers_of, shapes_of
 from fusedstep._factored.options import LR, as_set, check_given_lr, of_a_variant
-from fusedstep._matrix.galore import LATER_OPTIONS, GaLoreSteps
+from fusedstep._matrix.galore import GALORE, GaLoreSteps
 from fusedstep._matrix.products import add_back, as_matrix, project, size_between
 from fusedstep._matrix.projection import LEFT, RIGHT
+from fusedstep._options.kinds import Number, Options
 from fusedstep.optim.adafactor import Adafactor
 
 __all__ = ["GaLoreAdafactor"]
@@ -99,9 +100,12 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     _states = Adafactor._states
     _allocates_first = False
     _takes_shards = False
-    _later_options: ClassVar[dict[str, Any]] = (
-        Adafactor._later_options | LATER_OPTIONS | {"d": 1.0, "beta2_decay": -0.8}
-    )
+    _option_kinds: ClassVar[Options] = {
+        **Adafactor._option_kinds,
+        **GALORE,
+        "beta2_decay": Number(before=-0.8, least=None),
+        "d": Number(before=1.0),
+    }
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -13,8 +13,9 @@ from torch._subclasses import FakeTensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._options.kinds import Betas, Flag, Number, Option, Options, as_number
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, whole
-from fusedstep._state.checks import as_number, check_number
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Lamb"]
@@ -116,11 +117,27 @@ class Lamb(FusedOptimizer):
     _elementwise = False
     _in_phases = True
     _allocates_first = True
-    _later_options = (
-        FusedOptimizer._later_options
-        | {"capturable": False, "keep_grad": False}
-        | {name: _PAPER[name] for name in _PAPER if name not in ("eps", "weight_decay")}
-    )
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "debias": Option(before=_PAPER["debias"]),
+        "decoupled_decay": Flag(before=_PAPER["decoupled_decay"]),
+        "always_adapt": Flag(before=_PAPER["always_adapt"]),
+        "max_grad_norm": Number(
+            before=_PAPER["max_grad_norm"],
+            unset=None,
+            above=True,
+            may_be_none=True,
+            is_limit=True,
+        ),
+        "max_weight_norm": Number(before=_PAPER["max_weight_norm"], is_limit=True),
+        "min_ratio": Number(before=_PAPER["min_ratio"]),
+        "max_ratio": Number(before=_PAPER["max_ratio"], least=None, is_limit=True),
+        "keep_grad": Flag(before=False),
+    }
 
     def __init__(
         self,
@@ -187,7 +204,6 @@ class Lamb(FusedOptimizer):
 
     def _check(self, options: dict[str, Any]) -> None:
         super()._check(options)
-        check_number("max_ratio", options["max_ratio"])
         if not options["max_ratio"] >= options["min_ratio"]:
             raise ValueError(
                 f"Invalid max_ratio value: {options['max_ratio']}, below min_ratio, "

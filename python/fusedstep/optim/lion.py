@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._state.checks import as_number
+from fusedstep._options.kinds import Betas, Number, Options, as_number
+from fusedstep._options.shared import CAPTURABLE, OF_TORCH
 
 __all__ = ["Lion"]
 
@@ -42,7 +43,12 @@ class Lion(FusedOptimizer):
     _states = ("exp_avg",)
     _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {}
-    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "weight_decay": Number(),
+    }
 
     def __init__(
         self,

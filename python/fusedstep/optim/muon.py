@@ -8,18 +8,12 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.matrix_steps import MuonSteps
-from fusedstep._matrix.muon_groups import MUON_OWN, as_adamw, check_muon_options, uses_muon
-from fusedstep._options.extras import OWN
-from fusedstep._state.checks import check_betas, check_eps, check_ranges
+from fusedstep._matrix.muon_groups import MUON, MUON_OWN, as_adamw, check_muon_options, uses_muon
+from fusedstep._options.kinds import Options, check_ranges
+from fusedstep._options.shared import SHARED
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]
-
-#: Options that check_ranges() does not know.
-_OF_MUON = (
-    *("ns_coefficients", "ns_steps", "adjust_lr_fn"),
-    *("use_muon", "split_heads", "stacked", "ns_dtype", "cautious_decay", "normuon", "beta2"),
-)
 
 
 class Muon(MuonSteps, Adam):
@@ -132,8 +126,7 @@ class Muon(MuonSteps, Adam):
     _numbers: ClassVar[dict[str, float]] = {}
     _elementwise = False
     _torch_fuses = False
-    _own_options = OWN | MUON_OWN
-    _later_options: ClassVar[dict[str, Any]] = {}
+    _option_kinds: ClassVar[Options] = {**SHARED, **MUON}
     _other = "AdamW"
 
     def __init__(
@@ -171,10 +164,8 @@ class Muon(MuonSteps, Adam):
     # Options
 
     def _check(self, options: dict[str, Any]) -> None:
-        others = {name: value for name, value in options.items() if name not in _OF_MUON}
-        check_ranges(others, self._betas, None)
-        options |= others
         check_muon_options(options)
+        FusedOptimizer._check(self, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         of = self._own_options | self.defaults
@@ -196,8 +187,10 @@ class Muon(MuonSteps, Adam):
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         super()._check_group(index, group)
         if not uses_muon(group):
-            check_betas(group.get("betas", MUON_OWN["betas"]), foreach=None, capturable=True)
-            check_eps(group["eps"])
+            options = {"betas": MUON_OWN["betas"]} | {
+                name: group[name] for name in ("betas", "eps") if name in group
+            }
+            check_ranges(self._option_kinds, options, tensors=True)
 
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:

@@ -15,9 +15,9 @@ from fusedstep._matrix.batches import Moving
 from fusedstep._matrix.muon_groups import check_muon_options, uses_muon
 from fusedstep._matrix.near_shapes import Shape
 from fusedstep._matrix.second_step import Operands, SecondSteps
-from fusedstep._options.extras import OWN, own_option
+from fusedstep._options.kinds import Flag, Number, Option, Options, check_ranges, named_values
+from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
-from fusedstep._state.checks import check_at_least_zero, check_ranges
 from fusedstep._step.plan import same
 from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
@@ -34,10 +34,15 @@ _FIXED: dict[str, Any] = {
     "stacked": False,
 }
 
-_MUSGD_OWN: dict[str, Any] = {"muon": 0.5, "sgd": 0.5, "ns_dtype": None, "maximize": False}
+#: Options that a group has only where they were set.
+_UNSET: Options = {
+    "muon": Number(unset=0.5),
+    "sgd": Number(unset=0.5),
+    "ns_dtype": Option(unset=None),
+    "maximize": Flag(unset=False),
+}
 
-#: Options that check_ranges() does not know.
-_NO_RANGE = ("use_muon", "ns_dtype")
+_MUSGD_OWN = named_values(_UNSET, "unset")
 
 _SGD_BUFFER = "momentum_buffer_SGD"
 
@@ -117,8 +122,14 @@ class MuSGD(MuonSteps, SGD):
     _torch_fuses = False
     _allocates_first = False
     _composite = True
-    _own_options = OWN | _MUSGD_OWN
-    _later_options: ClassVar[dict[str, Any]] = {"use_muon": False, "nesterov": False}
+    _option_kinds: ClassVar[Options] = {
+        **SHARED,
+        "momentum": Number(),
+        "weight_decay": Number(),
+        "nesterov": Flag(before=False),
+        "use_muon": Flag(before=False),
+        **_UNSET,
+    }
     _other = "SGD"
 
     def __init__(
@@ -147,14 +158,15 @@ class MuSGD(MuonSteps, SGD):
     # Options
 
     def _check(self, options: dict[str, Any]) -> None:
-        others = {name: value for name, value in options.items() if name not in _NO_RANGE}
-        check_ranges(others, self._betas, None)
+        FusedOptimizer._check(self, options)
         check_muon_options(self._as_muon(options))
 
     def _check_group(self, index: int, group: dict[str, Any]) -> None:
         super()._check_group(index, group)
-        for name in ("weight_decay", "muon", "sgd"):
-            check_at_least_zero(name, group.get(name, _MUSGD_OWN.get(name)))
+        factors = {name: group.get(name, _MUSGD_OWN[name]) for name in ("muon", "sgd")}
+        check_ranges(
+            self._option_kinds, factors | {"weight_decay": group["weight_decay"]}, tensors=True
+        )
 
     @classmethod
     def _grouped(cls, weights: list[Tensor]) -> list[Any]:
@@ -183,7 +195,7 @@ class MuSGD(MuonSteps, SGD):
         self._set_factor("sgd", factor)
 
     def _set_factor(self, name: str, factor: float) -> None:
-        check_at_least_zero(name, factor)
+        check_ranges(self._option_kinds, {name: factor}, tensors=True)
         for options in (self.defaults, *self._groups):
             options[name] = factor
 

@@ -9,6 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Betas, Flag, Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["NAdam"]
@@ -50,9 +52,14 @@ class NAdam(FusedOptimizer):
     _allocates_first = True
     _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {
-        "capturable": False,
-        "decoupled_weight_decay": False,
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "momentum_decay": Number(),
+        "decoupled_weight_decay": Flag(before=False),
     }
     _formula = by_torch(nadam, "exp_avg", "exp_avg_sq", "mu_product", "step")
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch.optim.radam import radam
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Betas, Flag, Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["RAdam"]
@@ -50,9 +52,13 @@ class RAdam(FusedOptimizer):
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {
-        "capturable": False,
-        "decoupled_weight_decay": False,
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "decoupled_weight_decay": Flag(before=False),
     }
     _formula = by_torch(radam, "exp_avg", "exp_avg_sq", "step")
 

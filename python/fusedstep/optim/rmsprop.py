@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from itertools import compress
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch.optim.rmsprop import rmsprop
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import Flag, Number, Options
+from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._state.codes import warn_of_centered
 from fusedstep._step.undo import numbers_first
 
@@ -58,10 +60,14 @@ class RMSprop(FusedOptimizer):
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {
-        "momentum": 0,
-        "centered": False,
-        "capturable": False,
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "alpha": Number(usual=1),
+        "eps": EPSILON,
+        "weight_decay": Number(),
+        "momentum": Number(before=0),
+        "centered": Flag(before=False),
     }
     _formula = by_torch(rmsprop, "square_avg", "grad_avg", "momentum_buffer", "step")
 

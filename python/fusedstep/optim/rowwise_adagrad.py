@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._options.kinds import Flag, Number, Options
+from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._step.plan import Plan
@@ -71,9 +73,13 @@ class RowWiseAdagrad(FusedOptimizer):
     _composite = True
     _foreign_states = frozenset({"momentum1"})
     _torch_fuses = False
-    _later_options: ClassVar[dict[str, Any]] = {
-        "maximize": False,
-        "decoupled_weight_decay": False,
+    _option_kinds: ClassVar[Options] = {
+        **SHARED,
+        "lr_decay": Number(),
+        "weight_decay": Number(),
+        "initial_accumulator_value": Number(),
+        "eps": EPSILON,
+        "decoupled_weight_decay": Flag(before=False),
     }
 
     def __init__(

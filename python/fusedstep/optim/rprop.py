@@ -9,6 +9,8 @@ from torch.optim.rprop import rprop
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
+from fusedstep._options.kinds import NumberTuple, Options
+from fusedstep._options.shared import CAPTURABLE, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, local
 
 __all__ = ["Rprop"]
@@ -46,7 +48,12 @@ class Rprop(FusedOptimizer):
     _allocates_first = True
     _initial: ClassVar[dict[str, str]] = {"step_size": "lr"}
     _torch_fuses = False
-    _later_options = FusedOptimizer._later_options | {"capturable": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        **CAPTURABLE,
+        "etas": NumberTuple(),
+        "step_sizes": NumberTuple(),
+    }
     _by_torch = by_torch(rprop, *_states, "step")
 
     def __init__(
@@ -69,6 +76,12 @@ class Rprop(FusedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
+
+    def _check(self, options: dict[str, Any]) -> None:
+        super()._check(options)
+        shrinks, grows = options["etas"]
+        if not 0.0 < shrinks < 1.0 < grows:
+            raise ValueError(f"Invalid eta values: {shrinks}, {grows}")
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
         etaminus, etaplus = map(float, group["etas"])

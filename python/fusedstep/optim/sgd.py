@@ -8,6 +8,8 @@ from torch.optim.optimizer import ParamsT
 from torch.optim.sgd import sgd
 
 from fusedstep._api.base import FusedOptimizer
+from fusedstep._options.kinds import Flag, Number, Options
+from fusedstep._options.shared import OF_TORCH
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["SGD"]
@@ -50,7 +52,13 @@ class SGD(FusedOptimizer):
     _allocates_first = True
     _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
     _numbers: ClassVar[dict[str, float]] = {}
-    _later_options = FusedOptimizer._later_options | {"nesterov": False}
+    _option_kinds: ClassVar[Options] = {
+        **OF_TORCH,
+        "momentum": Number(),
+        "dampening": Number(least=None),
+        "weight_decay": Number(),
+        "nesterov": Flag(before=False),
+    }
 
     def __init__(
         self,

@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._options.extras import OWN
-from fusedstep._state.checks import check_at_least_zero, floats, name_of
+from fusedstep._options.kinds import Betas, Number, Options, floats
+from fusedstep._options.shared import EPSILON, SHARED
+from fusedstep._state.checks import name_of
 from fusedstep.optim.adam import Adam
 
 __all__ = ["SparseAdam"]
@@ -65,8 +66,12 @@ class SparseAdam(FusedOptimizer):
     _composite = True
     _takes_dense = False
     _torch_fuses = False
-    _own_options = OWN | {"weight_decay": 0.0}
-    _later_options: ClassVar[dict[str, Any]] = {"maximize": False}
+    _option_kinds: ClassVar[Options] = {
+        **SHARED,
+        "betas": Betas(),
+        "eps": EPSILON,
+        "weight_decay": Number(unset=0.0),
+    }
 
     def __init__(
         self,
@@ -82,10 +87,6 @@ class SparseAdam(FusedOptimizer):
         skip_nonfinite: bool = False,
     ) -> None:
         super().__init__(params, locals())
-
-    def _check(self, options: dict[str, Any]) -> None:
-        check_at_least_zero("weight_decay", options["weight_decay"])
-        super()._check(options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -121,7 +122,7 @@ class SparseAdam(FusedOptimizer):
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        lr, (beta1, beta2) = float(group["lr"]), floats(group["betas"], 2)
+        lr, (beta1, beta2) = float(group["lr"]), floats(self._option_kinds, group)
         state["step"] += 1
         step = state["step"].item()
         length = lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)

@@ -501,7 +501,8 @@ def list_arguments(case):
     (group,) = optimizer.param_groups
     store = optimizer._store
     steps = [store.with_count(group, p)[name] for name in store.numbers for p in params]
-    options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0)
+    count = len(optimizer._options(group))
+    options = torch.ops.fusedstep.options(steps[0], None, optimizer._name, 0, count)
     grads = [param.grad for param in params]
     rule = ops.rule_index[optimizer._rule]
     return optimizer, (weights, grads, states, steps, options, rule)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusedstep import optim
-from fusedstep._torch_ops.trial import is_usual
+from fusedstep._options.kinds import are_usual
 from support.cases import KINDS, PLAIN
 from support.composites import ROWS, as_sparse
 from support.stepping import (
@@ -177,6 +177,7 @@ def test_options_are_looked_at_in_silence():
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
-        assert is_usual(optimizer.param_groups[0] | {"lr": lr}, half=False)
+        options = optimizer.param_groups[0] | {"lr": lr}
+        assert are_usual(optimizer._option_kinds, options, half=False)
     finally:
         torch.set_warn_always(always)

@@ -1,5 +1,6 @@
 """Law: every optimizer of the package has all its pieces, and torch's face where torch has it."""
 
+import ast
 import inspect
 import math
 import re
@@ -8,6 +9,8 @@ import pytest
 import torch
 
 from fusedstep import optim
+from fusedstep._api.registry import classes
+from fusedstep._options.shared import CAPTURABLE, OF_TORCH
 from fusedstep.optim import low_bit
 from support.cases import CASES, COMPOSITES, PLAIN
 
@@ -79,6 +82,29 @@ def test_has_a_short_reference_of_its_own(name, repository):
 def test_has_its_pieces(name, piece, repository):
     path = piece.format(name=name.lower(), rule=rule_of(name))
     assert (repository / path).is_file(), f"{path} is missing"
+
+
+@pytest.mark.parametrize("cls", classes, ids=lambda cls: cls.__name__)
+def test_each_option_of_a_group_has_a_record(cls):
+    group = cls([torch.zeros(3, 4, requires_grad=True)]).param_groups[0]
+    assert group.keys() - {"params"} <= cls._option_kinds.keys()
+    assert cls._own_options.keys() | cls._later_options.keys() <= cls._option_kinds.keys()
+
+
+#: Modules that take the options of a class from its records.
+GENERAL = ("_sharding/*", "_state/*", "_step/*", "_torch_ops/*", "_options/kinds")
+
+
+def test_general_modules_name_no_option_of_a_class(repository):
+    shared = OF_TORCH.keys() | CAPTURABLE.keys()
+    names = {name for cls in classes for name in cls._option_kinds} - shared
+    assert len(names) > 40
+    package = repository / "python/fusedstep"
+    for path in (path for part in GENERAL for path in package.glob(f"{part}.py")):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant)}
+        found = {text for text in texts if isinstance(text, str)} & names
+        assert not found, f"{path} names {sorted(found)}"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,0 +1,79 @@
+"""The options that optimizers share, and those that a group has only where they were set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fusedstep._options.kinds import (
+    Count,
+    Flag,
+    LearningRate,
+    Number,
+    Option,
+    Options,
+    named_values,
+)
+
+#: Options of every optimizer.
+SHARED: Options = {
+    "lr": LearningRate(),
+    "maximize": Flag(before=False),
+    "fused": Flag(unset=None),
+    "state_dtype": Option(unset=None),
+    "master_weights": Option(unset=False),
+    "rounding": Option(unset=None),
+    "seed": Option(unset=0),
+    "max_grad_norm": Number(unset=None, above=True, may_be_none=True, is_limit=True),
+    "skip_nonfinite": Flag(unset=False),
+}
+
+#: Options of the optimizers that have those of a class of torch. A dictionary without one of the
+#: last three means these values, as with torch's class.
+OF_TORCH: Options = {
+    **SHARED,
+    "fused": Flag(before=None, unset=None),
+    "foreach": Flag(before=None),
+    "differentiable": Flag(before=False),
+}
+
+CAPTURABLE: Options = {"capturable": Flag(before=False)}
+
+EPSILON = Number(label="epsilon")
+
+#: Of low-rank projections.
+PROJECTION: Options = {
+    "rank": Count(before=None, least=1, may_be_none=True, fills_sides=True),
+    "update_proj_gap": Count(before=200, least=1),
+    "scale": Number(before=1.0),
+    "proj_type": Option(before="std"),
+}
+
+#: The options that torch's classes lack, each with its value where a group has no such key.
+OWN: dict[str, Any] = named_values(SHARED, "unset")
+
+
+def own_option(group: Mapping[str, Any], name: str) -> Any:
+    """The value of such an option in a group."""
+    return group.get(name, OWN[name])
+
+
+def without_unset(
+    options: dict[str, Any], torch_fuses: bool, own: dict[str, Any]
+) -> dict[str, Any]:
+    """The options that become defaults: a class's ``own`` only where they were set."""
+    names = own.keys() - ({"fused"} if torch_fuses else {})
+    return {
+        name: value for name, value in options.items() if name not in names or value != own[name]
+    }
+
+
+def fill_own(group: dict[str, Any], defaults: dict[str, Any], own: dict[str, Any]) -> None:
+    """Completes a group that was loaded: what it does not say is as the optimizer was made."""
+    for name, unset in own.items():
+        if name in defaults:
+            group.setdefault(name, defaults[name])
+        elif (
+            name in group and group[name] == unset
+        ):  # in a dictionary of fusedstep 0.1.0, or a newer option
+            del group[name]
