@@ -644,7 +644,6 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         try:
             untreated = take(
                 self._rule,
-                self._groups,
                 work,
                 factors,
                 self._check_ready,
@@ -656,7 +655,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 stepped=stepped,
             )
         except (MemoryError, RuntimeError) as error:
-            found = interrupted(error, self._groups, work, stepped)
+            found = interrupted(error, work, stepped)
             raise found from (error if found is not error else error.__cause__)
         finally:
             self._stepped, self._reserve = [], NO_RESERVE
@@ -700,9 +699,12 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             list(map(float, options))
             return options
         except (ArithmeticError, RuntimeError, TypeError, ValueError) as error:
-            raise type(error)(
-                f"Invalid options of a group, {numeric(self._option_kinds, group)}: {error}"
-            ) from error
+            raise self._option_error(item, error) from error
+
+    def _option_error(self, item: Work, error: Exception) -> Exception:
+        """Returns the error of an option of a group, with the number of the group."""
+        given = numeric(self._option_kinds, item.group)
+        return type(error)(f"Invalid options of group {item.number}, {given}: {error}")
 
     @functools.cached_property
     def _passed(self) -> dict[int, list[Any]]:

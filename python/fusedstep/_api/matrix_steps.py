@@ -69,8 +69,7 @@ class MuonSteps(MatrixBatches):
         if has_all and self._known_of(group, item.weights):  # weights have been looked at
             check_muon_options(self._as_muon(group))
         else:
-            index = next(i for i, each in enumerate(self._groups) if each is group)
-            self._check_group(index, group)
+            self._check_group(item.number, group)
         return super()._checked_options(item, factors)
 
     def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:

@@ -57,8 +57,8 @@ def last_step(
     plans = [item.plan for item in work if item.plan]
     if len(plans) < len(work):
         return None
-    for group in groups:
-        mine = [pair for pair in zip(work, plans, strict=True) if pair[0].group is group]
+    for number, group in enumerate(groups):
+        mine = [pair for pair in zip(work, plans, strict=True) if pair[0].number == number]
         if len(mine) > 1 or not is_fixed(group):
             return None
         items = list(chain.from_iterable(group.items()))

@@ -93,8 +93,8 @@ class LowRankSteps(LowRankGroups):
                 try:
                     self._check_composite(group, weights, grads, is_known)
                 except RuntimeError as error:
-                    raise with_name(error, self._groups, group, weights) from None
-                work = Work(group, weights, grads, None)
+                    raise with_name(error, place[0], group, weights) from None
+                work = Work(group, weights, grads, None, place[0])
                 if is_known and self._had_no_factor:
                     self._project_early(work, scratch)
                 return work

@@ -176,15 +176,17 @@ def name_of(group: dict[str, Any], index: int, place: int) -> str:
 
 def with_name(
     error: RuntimeError,
-    groups: list[dict[str, Any]],
+    index: int,
     group: dict[str, Any],
     weights: list[Tensor],
 ) -> RuntimeError:
-    """An error with names of parameters, where it tells places in a list of a group's weights."""
+    """An error with names of parameters, where it tells places in a list of a group's weights.
+
+    ``index``: the number of the group.
+    """
     place_in_list = r"tensor (\d+) of the list"
     if not re.match(place_in_list, str(error)):
         return error
-    (index,) = (i for i, each in enumerate(groups) if each is group)
 
     def name(found: re.Match[str]) -> str:
         weight = weights[int(found[1])]

@@ -161,7 +161,7 @@ class BindsGroups(Owner):
             if not self._has_passed(group) and has_text(
                 self._option_kinds, group
             ):  # what states depend on, perhaps
-                self._checked_options(Work(group, weights, grads, None), PLAIN)
+                self._checked_options(Work(group, weights, grads, None, index), PLAIN)
             launches = self._launches(index, group, weights, grads)
             for part, pair in enumerate(launches):
                 places.add(place := (index, part, *numbers))
@@ -209,8 +209,8 @@ class BindsGroups(Owner):
                 else:
                     self._check_composite(group, weights, grads)
         except RuntimeError as error:
-            raise with_name(error, self._groups, group, weights) from None
-        return Work(group, weights, grads, plan)
+            raise with_name(error, place[0], group, weights) from None
+        return Work(group, weights, grads, plan, place[0])
 
     def _has_places(self, plan: Plan, place: _Place, group: dict[str, Any]) -> bool:
         """Returns whether weights that are rounded at random are where they were in the groups.

@@ -212,6 +212,8 @@ class Work(NamedTuple):
     grads: list[Tensor]
     plan: Plan | None
     """None where torch operations update them."""
+    number: int
+    """The number of the group among the optimizer's groups."""
     use: GradUse = GradUse.LEAVE
     options: tuple[Any, ...] = ()
     """The rule's hyper-parameters and, last, whether to maximize."""

@@ -18,7 +18,6 @@ from fusedstep._step.sums import SpreadWeights
 
 def take(
     rule: str,
-    groups: list[dict[str, Any]],
     work: list[Work],
     factors: Factors,
     check_ready: Callable[[], None],
@@ -51,7 +50,7 @@ def take(
         try:
             ops.prepare_step(rule, item.plan.handle, item.options, factor, item.use)
         except RuntimeError as error:
-            raise with_name(error, groups, item.group, item.weights) from None
+            raise with_name(error, item.number, item.group, item.weights) from None
     check_ready()
     others = [item for item in work if not item.plan]
     others = with_factor(others, factors) if others else others

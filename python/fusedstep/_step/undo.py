@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,9 +117,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(text in str(error) for text in texts)
 
 
-def interrupted(
-    error: Exception, groups: list[dict[str, Any]], work: list[Work], stepped: list[Tensor]
-) -> Exception:
+def interrupted(error: Exception, work: list[Work], stepped: list[Tensor]) -> Exception:
     """The error of a step whose memory ran out: it names the weights that have been stepped.
 
     It has them as ``stepped``. Any other error, and one before the first weight, is returned as it
@@ -131,9 +128,10 @@ def interrupted(
     done = set(map(id, stepped))
     names, total = [], 0
     for item in work:
-        (index,) = (i for i, each in enumerate(groups) if each["params"] is item.group["params"])
         places = {id(p): place for place, p in enumerate(item.group["params"])}
-        names += [name_of(item.group, index, places[id(p)]) for p in item.weights if id(p) in done]
+        names += [
+            name_of(item.group, item.number, places[id(p)]) for p in item.weights if id(p) in done
+        ]
         total += len(item.weights)
     listed = ", ".join(names[:_MOST_NAMES])
     others = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""

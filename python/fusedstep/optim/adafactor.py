@@ -34,7 +34,7 @@ from fusedstep._factored.options import (
     option_of,
 )
 from fusedstep._factored.steps import Call, NativeParts, Part, step_parts
-from fusedstep._options.kinds import Options, numeric
+from fusedstep._options.kinds import Options
 from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import (
     is_dtensor,
@@ -212,13 +212,10 @@ class Adafactor(FusedOptimizer):
         super().load_state_dict(without_rms({**state_dict, "param_groups": groups}))
 
     def _checked_options(self, item: Work, factors: Factors) -> tuple[float, ...]:
-        index = next(i for i, group in enumerate(self._groups) if group is item.group)
         try:
             check_adafactor_options(item.group)
         except (TypeError, ValueError) as error:
-            given = numeric(self._option_kinds, item.group)
-            text = f"Invalid options of group {index}, {given}: {error}"
-            raise type(error)(text) from error
+            raise self._option_error(item, error) from error
         pairs = [pair for pair in item.pairs() if pair[0].numel()]
         if (
             pairs
@@ -230,7 +227,7 @@ class Adafactor(FusedOptimizer):
                 torch.ops.fusedstep.factored_check(*operands)
             except RuntimeError as error:
                 weights = [weight for weight, _ in pairs]
-                raise with_name(error, self._groups, item.group, weights) from None
+                raise with_name(error, item.number, item.group, weights) from None
         return super()._checked_options(item, factors)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:
@@ -301,7 +298,8 @@ class Adafactor(FusedOptimizer):
 
     def _takes_noted(self) -> bool:
         """Steps as the last time; returns False, and changes nothing, where that may be wrong."""
-        noted, groups = self._noted, [group for group in self.param_groups if group["params"]]
+        noted = self._noted
+        groups = [(i, group) for i, group in enumerate(self.param_groups) if group["params"]]
         if (
             noted is None
             or len(groups) != len(noted)
@@ -314,9 +312,9 @@ class Adafactor(FusedOptimizer):
         ):
             return False
         calls, work, parts, spread = [], [], [], self._spread_weights()
-        for group, last in zip(groups, noted, strict=True):
+        for (index, group), last in zip(groups, noted, strict=True):
             weights, grads = with_gradients(group["params"])
-            work.append(Work(group, weights, grads, None))
+            work.append(Work(group, weights, grads, None, index))
             if (
                 not same(weights, last.weights)
                 or not self._is_memory_known(weights, grads)
@@ -359,7 +357,7 @@ class Adafactor(FusedOptimizer):
             if not taken:
                 return False
             stepped = [weight for call in taken for weight in call.weights]
-            raise interrupted(error, self._groups, work, stepped) from error
+            raise interrupted(error, work, stepped) from error
         finally:
             for call in taken:
                 self._account_for(call.weights, call.counts)
@@ -372,7 +370,7 @@ class Adafactor(FusedOptimizer):
         try:
             step_parts(parts, spread)
         except (MemoryError, RuntimeError) as error:
-            found = interrupted(error, self._groups, work, self._stepped)
+            found = interrupted(error, work, self._stepped)
             raise found from (error if found is not error else error.__cause__)
         finally:
             self._stepped = []

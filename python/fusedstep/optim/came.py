@@ -21,7 +21,6 @@ from fusedstep._options.kinds import (
     check_number,
     check_pair,
     floats,
-    numeric,
 )
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import is_dtensor, local
@@ -160,10 +159,7 @@ class CAME(FusedOptimizer):
         try:
             _check_own(item.group)
         except (TypeError, ValueError) as error:
-            index = next(i for i, group in enumerate(self._groups) if group is item.group)
-            given = numeric(self._option_kinds, item.group)
-            text = f"Invalid options of group {index}, {given}: {error}"
-            raise type(error)(text) from error
+            raise self._option_error(item, error) from error
         return super()._checked_options(item, factors)
 
     def _is_composite(self, group: dict[str, Any]) -> bool:

@@ -67,9 +67,20 @@ def test_betas(case, betas, error, text):
     unchanged.check()
     optimizer.param_groups[0]["betas"] = betas
     unchanged = Unchanged(optimizer)
-    with pytest.raises(error, match=r"Invalid options of a group, .*betas="):
+    with pytest.raises(error, match=r"Invalid options of group 0, .*betas="):
         optimizer.step()
     unchanged.check()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_option_that_is_none_is_told_with_the_number_of_its_group(fused):
+    params = as_parameters(make_weights(SHAPES, torch.float32))
+    optimizer = optim.AdamW([{"params": params[:1]}, {"params": params[1:]}], fused=fused)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.param_groups[1]["lr"] = [1]
+    with pytest.raises(TypeError, match=r"Invalid options of group 1, .*lr=\[1\]"):
+        optimizer.step()
 
 
 def test_betas_of_others():

@@ -294,7 +294,7 @@ def test_a_gpu_steps_as_a_cpu_and_finds_what_is_not_finite(cls):
         (lambda group, state: group.update(rank=2), "exp_avg of parameter 0 of group 1 is"),
         (lambda group, state: group.update(rank=9), "rank=9 is over that"),
         (lambda group, state: group.update(proj_type="up"), "proj_type must be one of"),
-        (lambda group, state: group.update(lr=[1]), "Invalid options of a group"),
+        (lambda group, state: group.update(lr=[1]), "Invalid options of group"),
         (lambda group, state: state.update(exp_avg=state["exp_avg"].float()), "exp_avg is torch."),
         (lambda group, state: state["exp_avg"].t_(), "exp_avg of parameter 0 of group 1 is"),
         (lambda group, state: state["step"].fill_(-1), "step count must be at least 0"),
