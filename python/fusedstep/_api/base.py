@@ -36,6 +36,7 @@ from fusedstep._options.shared import OF_TORCH, OWN, own_option, without_unset
 from fusedstep._state import storage
 from fusedstep._state.checks import check_storage
 from fusedstep._state.codes import warn_of_int4
+from fusedstep._state.kinds import COUNT, States
 from fusedstep._state.states import StateStore
 from fusedstep._step.binding import BindsGroups
 from fusedstep._step.clip import EPSILON, Asked, factors_of, norm_of
@@ -64,17 +65,13 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _rule: ClassVar[str]
     #: Hyper-parameters of the native rule that are no options of the class, with their values.
     _rule_constants: ClassVar[dict[str, Any]] = {}
-    #: Names of the states of the weight's shape, in the order of the native rule.
+    #: What there is to know of each state of a weight. Without a step count among them the native
+    #: step has one, which no dictionary holds.
+    _state_kinds: ClassVar[States] = COUNT
+    #: Names of the states that are tensors, in the order of the native rule.
     _states: ClassVar[tuple[str, ...]]
-    #: States that may be negative, beyond those that the rule says.
-    _signed: ClassVar[frozenset[str]] = frozenset()
-    #: State tensors that are one number each, with their first values. A class without a step count
-    #: has one for the native step, which no dictionary holds.
-    _numbers: ClassVar[dict[str, float]] = {"step": 0.0}
-    #: States that a group has only if an option is neither 0 nor False, with this option.
-    _needs: ClassVar[dict[str, str]] = {}
-    #: States and numbers that start at the value of an option, with this option.
-    _initial: ClassVar[dict[str, str]] = {}
+    #: Names of the states that are numbers.
+    _numbers: ClassVar[tuple[str, ...]]
     #: True if an element's update depends on no other element: shards can then be stepped alone. Of
     #: others a step of shards is two phases, with norms over all processes in between.
     _elementwise: ClassVar[bool] = True
@@ -117,6 +114,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
 
     def __init_subclass__(cls, *, is_alias: bool = False, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        kinds = cls._state_kinds
+        cls._states = tuple([name for name in kinds if not kinds[name].is_number])
+        cls._numbers = tuple([name for name in kinds if kinds[name].is_number])
         cls._own_options = named_values(cls._option_kinds, "unset")
         cls._later_options = named_values(cls._option_kinds, "before")
         if is_alias:  # another name for a class, with an option
@@ -142,7 +142,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         super().__init__(params, without_unset(options, self._torch_fuses, self._own_options))
 
     def _new_store(self, by_weight: dict[Tensor, dict[str, Any]]) -> StateStore:
-        signed = ops.signed_states.get(self._rule, frozenset()) | self._signed
+        signed = ops.signed_states.get(self._rule, frozenset()) | {
+            name for name, kind in self._state_kinds.items() if kind.is_signed
+        }
         return StateStore(by_weight, type(self), signed)
 
     # A subclass overrides these
@@ -161,7 +163,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     @classmethod
     def _state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Returns those of the states that the options of a group need."""
-        return tuple([s for s in cls._states if s not in cls._needs or group.get(cls._needs[s])])
+        kinds = cls._state_kinds
+        needs = ((name, kinds[name].needs) for name in cls._states)
+        return tuple([name for name, option in needs if option is None or group.get(option)])
 
     @classmethod
     def _state_shapes(cls, group: dict[str, Any], weight: Tensor) -> dict[str, torch.Size] | None:

@@ -17,6 +17,7 @@ from fusedstep._matrix.projection import check_whole_number, low_shape_of
 from fusedstep._options.kinds import check_ranges
 from fusedstep._sharding.dtensor import is_dtensor, spread_of
 from fusedstep._state.codes import absmax_of, are_codes_of, is_codes, of_shape
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import BESIDE, way_of
 from fusedstep._step.gradients import by_place
 
@@ -31,7 +32,7 @@ class LowRankGroups(LowRankShards):
         "eps_before_bias": True,
         "decay_last": True,
     }
-    _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _learns_in_int4 = True
     _composite: ClassVar[bool] = True
     _foreign_states = frozenset({"projector", "seed"})

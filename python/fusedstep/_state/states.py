@@ -44,13 +44,14 @@ class StateStore:
     ) -> None:
         self.by_weight = by_weight
         self.optimizer = optimizer
-        self._first, self._initial = optimizer._numbers, optimizer._initial
+        self._state_kinds = optimizer._state_kinds
         self._names_in_group = optimizer._state_names
         self._shapes, self._placements = optimizer._state_shapes, optimizer._state_placements
         self._counts_steps = optimizer._counts_steps
         self._signed = signed
+        self._numbers = optimizer._numbers
         # Those that a native step takes, its count first.
-        self.numbers = tuple(self._first) or ("step",)
+        self.numbers = self._numbers or ("step",)
         self._counts: dict[Tensor, Tensor] = {}  # of steps, where no state is to have them
         self.was_read = False
         """True if code outside of the optimizer may hold the states, or part of them."""
@@ -246,7 +247,7 @@ class StateStore:
         made: dict[Tensor, dict[str, Tensor]] = {p: {} for p in weights}
         for p, name, tensor in self._zeros(group, weights, native):
             state, new = self.by_weight.get(p, {}), made[p]
-            for number in self._first:
+            for number in self._numbers:
                 if not (number in state or number in new):
                     new[number] = _new_number(p, group, self._first_value(group, number))
             if name not in state:
@@ -260,7 +261,7 @@ class StateStore:
                 new[name] = tensor
             elif has_master(group, p):  # which came later: no state is narrower than it
                 new[name] = state[name].to(tensor.dtype)
-        counts = {} if "step" in self._first else self._counts_beside(group, made)
+        counts = {} if "step" in self._numbers else self._counts_beside(group, made)
         in_states = [p for p in counts if self.keeps_count(group, p)]
         for p in in_states:
             made[p]["step"] = counts.pop(p)
@@ -289,9 +290,8 @@ class StateStore:
 
     def _first_value(self, group: dict[str, Any], name: str) -> float:
         """Returns the value of a number, or of every element of a state, before the first step."""
-        if name in self._initial:
-            return float(group[self._initial[name]])
-        return self._first.get(name, 0.0)
+        kind = self._state_kinds.get(name)
+        return kind.first_value(group) if kind else 0.0
 
     def _start_beside(self, group: dict[str, Any], weight: Tensor, beside: Tensor) -> None:
         """Sets what a weight keeps beside it, so that its value is what it was in another way."""
@@ -328,7 +328,7 @@ class StateStore:
         What it keeps beside it stays: that is of its value.
         """
         state = self.by_weight.get(weight, {})
-        for number in state.keys() & {"step", *self._first}:
+        for number in state.keys() & {"step", *self._numbers}:
             state[number].fill_(self._first_value(group, number))
         names = self._names(group, weight)
         for name in (*names, *map(absmax_of, names)):
@@ -399,10 +399,10 @@ class StateStore:
             state = self.by_weight.get(p, {})
             for name in [name for name, value in state.items() if value is None]:
                 del state[name]  # torch's SGD has had such: it is missing
-            for name in self._first:
+            for name in self._numbers:
                 if isinstance(state.get(name), (int, float)):
                     state[name] = _new_number(p, group, state[name])
-            if "step" not in self._first:
+            if "step" not in self._numbers:
                 if not self.keeps_count(group, p):
                     self._count_of(group, p)
                 elif isinstance(state.get("step"), (int, float)):
@@ -424,7 +424,7 @@ class StateStore:
                 self.by_weight[weight][absmax_of(name)] = absmax.to(device, torch.float32)
             elif isinstance(value, Tensor) and value.itemsize > 2 and weight.dtype in _SIXTEEN_BITS:
                 self.by_weight[weight][name] = value.to(device, torch.float32)
-        for name in self._first.keys() - {"step"}:  # which torch casts to any dtype
+        for name in set(self._numbers) - {"step"}:  # which torch casts to any dtype
             if isinstance(saved.get(name), Tensor):
                 number, new = saved[name].detach().reshape(()), _new_number(weight, group)
                 is_kept = number.is_cpu and number.is_shared() and _is_like(number, new)
@@ -445,7 +445,7 @@ class StateStore:
 
         for p in weights:
             state, count = self.by_weight[p], ("step",) if self.keeps_count(group, p) else ()
-            for name in dict.fromkeys((*self._first, *count)):
+            for name in dict.fromkeys((*self._numbers, *count)):
                 number = state[name].reshape(())  # older ones have the shape [1]
                 new = _new_number(p, group)
                 if stays(number) and _is_like(number, new):
@@ -517,7 +517,7 @@ class StateStore:
         state, names = self.by_weight.get(p, {}), self.names_of(group, p)
         absmax = [absmax_of(name) for name in names if is_codes(state.get(name))]
         count = ("step",) if self.keeps_count(group, p) else ()
-        if not state.keys() >= {*self._first, *count, *names, *absmax}:
+        if not state.keys() >= {*self._numbers, *count, *names, *absmax}:
             return False
         if p.dtype not in _SIXTEEN_BITS:
             return True

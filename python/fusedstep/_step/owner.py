@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fusedstep._options.kinds import Options
+from fusedstep._state.kinds import States
 from fusedstep._state.states import StateStore
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
@@ -37,8 +38,9 @@ class Owner(Optimizer):
     """
 
     _rule: ClassVar[str]
+    _state_kinds: ClassVar[States]
     _states: ClassVar[tuple[str, ...]]
-    _numbers: ClassVar[dict[str, float]]
+    _numbers: ClassVar[tuple[str, ...]]
     _foreach_means_unfused: ClassVar[bool]
     _composite: ClassVar[bool]
     _allocates_first: ClassVar[bool]

@@ -46,6 +46,7 @@ from fusedstep._sharding.dtensor import (
 )
 from fusedstep._state.checks import name_of, with_name
 from fusedstep._state.counts import count_steps
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
@@ -131,7 +132,10 @@ class Adafactor(FusedOptimizer):
     """
 
     _rule = "adafactor"
-    _states = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg")
+    _state_kinds: ClassVar[States] = {
+        **plain("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg"),
+        **COUNT,
+    }
     _elementwise = False
     _allocates_first = True
     _composite = True

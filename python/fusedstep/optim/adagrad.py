@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Number, Options
 from fusedstep._options.shared import EPSILON, OF_TORCH
+from fusedstep._state.kinds import COUNT, State, States
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adagrad"]
@@ -51,9 +52,11 @@ class Adagrad(FusedOptimizer):
     """
 
     _rule = "adagrad"
-    _states = ("sum",)
+    _state_kinds: ClassVar[States] = {
+        "sum": State(start="initial_accumulator_value"),
+        **COUNT,
+    }
     _learns_in_int4 = True
-    _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
     _allocates_first = True
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,

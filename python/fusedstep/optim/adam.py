@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Betas, Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._state.kinds import COUNT, State, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adam"]
@@ -52,9 +53,12 @@ class Adam(FusedOptimizer):
         "correct_bias": True,
         "decay_last": False,
     }
-    _states: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+    _state_kinds: ClassVar[States] = {
+        **plain("exp_avg", "exp_avg_sq"),
+        "max_exp_avg_sq": State(needs="amsgrad"),
+        **COUNT,
+    }
     _learns_in_int4 = True
-    _needs: ClassVar[dict[str, str]] = {"max_exp_avg_sq": "amsgrad"}
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,

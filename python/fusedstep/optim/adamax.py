@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Betas, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Adamax"]
@@ -40,7 +41,7 @@ class Adamax(FusedOptimizer):
     """
 
     _rule = "adamax"
-    _states = ("exp_avg", "exp_inf")
+    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_inf"), **COUNT}
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False

@@ -13,6 +13,7 @@ from fusedstep._options.kinds import Betas, Flag, Number, Options, as_number, ch
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.counts import read_count, write_count
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.plan import Work
 from fusedstep._step.undo import numbers_first
 from fusedstep._torch_ops.imperative import MOST_COPIES, size_of
@@ -72,7 +73,10 @@ class Adan(FusedOptimizer):
     """
 
     _rule = "adan"
-    _states = ("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad")
+    _state_kinds: ClassVar[States] = {
+        **plain("exp_avg", "exp_avg_sq", "exp_avg_diff", "neg_pre_grad"),
+        **COUNT,
+    }
     _counts_in_groups = True
     _foreach_means_unfused = False
     _allocates_first = True

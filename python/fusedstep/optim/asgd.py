@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Number, Options
 from fusedstep._options.shared import CAPTURABLE, OF_TORCH
+from fusedstep._state.kinds import COUNT, State, States
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["ASGD"]
@@ -46,11 +47,14 @@ class ASGD(FusedOptimizer):
     """
 
     _rule = "asgd"
-    _states = ("ax",)
+    _state_kinds: ClassVar[States] = {
+        "ax": State(),
+        **COUNT,
+        "eta": State(start="lr", is_number=True),
+        "mu": State(start=1.0, is_number=True),
+    }
     _learns_in_int4 = True
     _allocates_first = True
-    _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "eta": 0.01, "mu": 1.0}
-    _initial: ClassVar[dict[str, str]] = {"eta": "lr"}
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,

@@ -25,6 +25,7 @@ from fusedstep._options.kinds import (
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._state.checks import name_of
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
 from fusedstep._step.support import why_not_native
@@ -92,7 +93,10 @@ class CAME(FusedOptimizer):
     """
 
     _rule = "came"
-    _states = (*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg")
+    _state_kinds: ClassVar[States] = {
+        **plain(*_SQUARES, *_RESIDUALS, "exp_avg_sq", "exp_avg"),
+        **COUNT,
+    }
     _elementwise = False
     _allocates_first = True
     _composite = True

@@ -97,7 +97,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
     """
 
     _rule = Adafactor._rule
-    _states = Adafactor._states
+    _state_kinds = Adafactor._state_kinds
     _allocates_first = False
     _takes_shards = False
     _option_kinds: ClassVar[Options] = {

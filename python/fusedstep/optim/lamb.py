@@ -16,6 +16,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Betas, Flag, Number, Option, Options, as_number
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, whole
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Lamb"]
@@ -113,7 +114,7 @@ class Lamb(FusedOptimizer):
     """
 
     _rule = "lamb"
-    _states = ("exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _elementwise = False
     _in_phases = True
     _allocates_first = True

@@ -9,6 +9,7 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Betas, Number, Options, as_number
 from fusedstep._options.shared import CAPTURABLE, OF_TORCH
+from fusedstep._state.kinds import States, plain
 
 __all__ = ["Lion"]
 
@@ -40,9 +41,8 @@ class Lion(FusedOptimizer):
     """
 
     _rule = "lion"
-    _states = ("exp_avg",)
+    _state_kinds: ClassVar[States] = plain("exp_avg")
     _allocates_first = True
-    _numbers: ClassVar[dict[str, float]] = {}
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,

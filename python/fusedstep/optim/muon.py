@@ -11,6 +11,7 @@ from fusedstep._api.matrix_steps import MuonSteps
 from fusedstep._matrix.muon_groups import MUON, MUON_OWN, as_adamw, check_muon_options, uses_muon
 from fusedstep._options.kinds import Options, check_ranges
 from fusedstep._options.shared import SHARED
+from fusedstep._state.kinds import State, States, plain
 from fusedstep.optim.adam import Adam
 
 __all__ = ["Muon"]
@@ -119,11 +120,11 @@ class Muon(MuonSteps, Adam):
         https://arxiv.org/abs/2510.12402
     """
 
-    _states = ("momentum_buffer", "second_momentum_buffer", "exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {
+        "momentum_buffer": State(is_signed=True),
+        **plain("second_momentum_buffer", "exp_avg", "exp_avg_sq"),
+    }
     _learns_in_int4 = False
-    _signed = frozenset({"momentum_buffer"})
-    _needs: ClassVar[dict[str, str]] = {}
-    _numbers: ClassVar[dict[str, float]] = {}
     _elementwise = False
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {**SHARED, **MUON}

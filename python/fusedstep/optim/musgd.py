@@ -18,6 +18,7 @@ from fusedstep._matrix.second_step import Operands, SecondSteps
 from fusedstep._options.kinds import Flag, Number, Option, Options, check_ranges, named_values
 from fusedstep._options.shared import SHARED, own_option
 from fusedstep._sharding.dtensor import local
+from fusedstep._state.kinds import State, States
 from fusedstep._step.plan import same
 from fusedstep._step.support import why_not_native
 from fusedstep.optim.sgd import SGD
@@ -116,8 +117,9 @@ class MuSGD(MuonSteps, SGD):
         https://kellerjordan.github.io/posts/muon/
     """
 
-    _states = ("momentum_buffer", _SGD_BUFFER)
-    _signed = frozenset(_states)
+    _state_kinds: ClassVar[States] = dict.fromkeys(
+        ("momentum_buffer", _SGD_BUFFER), State(is_signed=True)
+    )
     _elementwise = False
     _torch_fuses = False
     _allocates_first = False

@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Betas, Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._state.kinds import COUNT, State, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["NAdam"]
@@ -47,10 +48,13 @@ class NAdam(FusedOptimizer):
     """
 
     _rule = "nadam"
-    _states = ("exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {
+        **plain("exp_avg", "exp_avg_sq"),
+        **COUNT,
+        "mu_product": State(start=1.0, is_number=True),
+    }
     _learns_in_int4 = True
     _allocates_first = True
-    _numbers: ClassVar[dict[str, float]] = {"step": 0.0, "mu_product": 1.0}
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,

@@ -11,6 +11,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Betas, Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["RAdam"]
@@ -48,7 +49,7 @@ class RAdam(FusedOptimizer):
     """
 
     _rule = "radam"
-    _states = ("exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False

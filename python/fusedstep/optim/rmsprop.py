@@ -13,6 +13,7 @@ from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
 from fusedstep._state.codes import warn_of_centered
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["RMSprop"]
@@ -56,7 +57,7 @@ class RMSprop(FusedOptimizer):
     """
 
     _rule = "rmsprop"
-    _states = ("square_avg", "momentum_buffer", "grad_avg")
+    _state_kinds: ClassVar[States] = {**plain("square_avg", "momentum_buffer", "grad_avg"), **COUNT}
     _learns_in_int4 = True
     _allocates_first = True
     _torch_fuses = False

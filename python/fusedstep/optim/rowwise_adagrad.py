@@ -12,6 +12,7 @@ from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
+from fusedstep._state.kinds import COUNT, State, States
 from fusedstep._step.plan import Plan
 from fusedstep._step.support import why_not_native
 
@@ -68,8 +69,10 @@ class RowWiseAdagrad(FusedOptimizer):
     """
 
     _rule = "rowwise_adagrad"
-    _states = ("sum",)
-    _initial: ClassVar[dict[str, str]] = {"sum": "initial_accumulator_value"}
+    _state_kinds: ClassVar[States] = {
+        "sum": State(start="initial_accumulator_value"),
+        **COUNT,
+    }
     _composite = True
     _foreign_states = frozenset({"momentum1"})
     _torch_fuses = False

@@ -12,6 +12,7 @@ from fusedstep._api.functional import by_torch
 from fusedstep._options.kinds import NumberTuple, Options
 from fusedstep._options.shared import CAPTURABLE, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, local
+from fusedstep._state.kinds import COUNT, State, States
 
 __all__ = ["Rprop"]
 
@@ -43,10 +44,9 @@ class Rprop(FusedOptimizer):
     """
 
     _rule = "rprop"
-    _states = ("prev", "step_size")
+    _state_kinds: ClassVar[States] = {"prev": State(), "step_size": State(start="lr"), **COUNT}
     _learns_in_int4 = True
     _allocates_first = True
-    _initial: ClassVar[dict[str, str]] = {"step_size": "lr"}
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
@@ -54,7 +54,7 @@ class Rprop(FusedOptimizer):
         "etas": NumberTuple(),
         "step_sizes": NumberTuple(),
     }
-    _by_torch = by_torch(rprop, *_states, "step")
+    _by_torch = by_torch(rprop, "prev", "step_size", "step")
 
     def __init__(
         self,

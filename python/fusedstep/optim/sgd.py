@@ -10,6 +10,7 @@ from torch.optim.sgd import sgd
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Flag, Number, Options
 from fusedstep._options.shared import OF_TORCH
+from fusedstep._state.kinds import State, States
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["SGD"]
@@ -48,10 +49,8 @@ class SGD(FusedOptimizer):
     """
 
     _rule = "sgd"
-    _states: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    _state_kinds: ClassVar[States] = {"momentum_buffer": State(needs="momentum")}
     _allocates_first = True
-    _needs: ClassVar[dict[str, str]] = {"momentum_buffer": "momentum"}
-    _numbers: ClassVar[dict[str, float]] = {}
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         "momentum": Number(),

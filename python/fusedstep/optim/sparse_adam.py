@@ -12,6 +12,7 @@ from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Betas, Number, Options, floats
 from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._state.checks import name_of
+from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep.optim.adam import Adam
 
 __all__ = ["SparseAdam"]
@@ -62,7 +63,7 @@ class SparseAdam(FusedOptimizer):
         "decoupled_weight_decay": True,
         "eps_before_bias": True,
     }
-    _states = ("exp_avg", "exp_avg_sq")
+    _state_kinds: ClassVar[States] = {**plain("exp_avg", "exp_avg_sq"), **COUNT}
     _composite = True
     _takes_dense = False
     _torch_fuses = False

@@ -230,7 +230,11 @@ def test_gradients_in_pieces_are_added_or_refused(layers, mode):
 
     expected = trained(None)
     if len(layers) > 1 and MODES[mode]["overlap"]:
-        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        # A weight may come back from the other thread between a piece's forward and backward pass:
+        # autograd refuses the second before a gradient of the weight is there.
+        texts = ["use_reentrant=False", "modified by an inplace operation"]
+        text = "|".join(texts if MODES[mode]["offload"] else texts[:1])
+        with pytest.raises(RuntimeError, match=text):
             trained(MODES[mode], bucket_cap_mb=ALONE)
     else:
         assert_same(trained(MODES[mode], bucket_cap_mb=ALONE), expected)
