@@ -1,6 +1,6 @@
-// The passes around the matrix products of a step: averages and what products take; weights along what
-// products have returned. Roundings are those of torch's operations one by one, which contract a product and
-// the sum with it.
+// Elementwise kernels before and after the matrix products of a step. Before: update the momentum and write
+// the input of the products. After: move the weights along the result. Each value is rounded as torch's
+// separate operations would round it; a multiplication and its addition are one fused operation.
 #include "cuda_kernels/matrix_passes.h"
 
 #include "cuda_kernels/codecs.cuh"

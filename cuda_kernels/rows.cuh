@@ -1,6 +1,6 @@
 // Walks the rows that a sparse gradient has entries for, by a block of threads. A chunk is some of the
-// entries, or a part of one. Entries for one row follow one another: who meets the first of them adds the
-// others to it, in their order, and updates the row. Who meets another leaves.
+// entries, or a part of one entry. Entries of the same row are adjacent. The threads at a row's first entry
+// add up all its entries in order and update the row; threads at other entries return.
 #pragma once
 #include "cuda_kernels/elementwise.cuh"
 

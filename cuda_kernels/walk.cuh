@@ -69,8 +69,8 @@ __device__ __forceinline__ void go_over_tile(const Body& body, const Tiles& tile
   }
 }
 
-// The same in tiles. The gradient is read and cleared by itself, `body.work(place, read)` does the rest.
-// `clears_only`: and is skipped.
+// Walks a chunk tile by tile: reads the gradient, calls `body.work(place, read)`, then clears the gradient if
+// asked. With `clears_only` the walk does nothing but clear.
 template <class Body>
 __device__ __forceinline__ void for_tiles(const Launch& launch, const Chunk& chunk, int part,
                                           bool clears_only) {

@@ -409,7 +409,7 @@ class OffloadedOptimizer(Optimizer):
         self, bucket: Bucket, stepped: list[_Copy], arrived: Callable[[], None]
     ) -> None:
         arrived()
-        if torch.get_num_threads() != self._threads:  # which each thread has its own number of
+        if torch.get_num_threads() != self._threads:  # torch keeps the number for each thread
             torch.set_num_threads(self._threads)
         with torch.no_grad():
             self._norm.add(self._inner._update_bucket(bucket, self._norm.factor))

@@ -603,9 +603,9 @@ std::optional<bool> try_repeat(PyObject* optimizer, PyObject* last) {
   if (plans.empty()) return true;
   if (writes_grads) fusedstep::ops::find_aliasing_grads(plans);
 
-  // Once, beside the first part, whose other threads begin: here is what only this thread can do, which holds
-  // Python's lock. It lets that go for the rest of the step. Of Python's code nothing may run meanwhile, such
-  // as a finalizer.
+  // Runs once, on the thread that holds the GIL, while the other threads start on the first part: raises
+  // autograd's version counters, then releases the GIL for the rest of the step. No Python code may run here,
+  // not even a finalizer.
   bool bumped = true;
   PyThreadState* unlocked = nullptr;
   auto only_here = [&] {

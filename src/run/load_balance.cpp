@@ -16,8 +16,8 @@ constexpr int kUnsettled = 2;
 // The least number of sessions between changes.
 constexpr int kBetween = 8;
 
-// The tolerance for the slowest thread, which is behind, and for the fastest, which is ahead: one of many
-// that is idle hardly delays the others.
+// Work is moved once the slowest thread is a tenth late, or the fastest thread a quarter early. The second
+// limit is wider, since one idle thread costs little.
 constexpr double kMostBehind = 0.1, kMostAhead = 0.25;
 
 // The limit of what one session can teach: a thread may have been interrupted in it.

@@ -41,8 +41,9 @@ class alignas(64) UnclaimedItems {
 // quarter ahead of it.
 class LoadBalance {
  public:
-  // Lets idle threads steal work from others. False where caches keep what a thread worked on: it would have
-  // to fetch back in each session what was stolen from it once, which makes it late again.
+  // Lets idle threads steal work from other threads. False if each thread's data stays in its own cache.
+  // Stealing would move the data to another cache; the next session has to fetch the data back, and the
+  // thread is late again.
   bool may_steal = true;
 
   // Makes room for a session of so many stages. Forgets what was learnt of a team of another size.

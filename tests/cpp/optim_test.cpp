@@ -479,7 +479,8 @@ Tensor negated(const Tensor& values) {
   return torch::imag(torch::conj(torch::complex(torch::zeros_like(values), -values)));
 }
 
-// Memory holds other values than such a gradient has, and nobody else may hold what it is copied to.
+// The memory of a negated or zero-tensor gradient does not hold the values of the gradient. The step copies
+// the gradient, and nothing may share the copy.
 TYPED_TEST(OptimTest, GradientsAreTakenByTheirValues) {
   Tensor (*const kinds[])(const Tensor&) = {
       negated, [](const Tensor& values) { return at::_neg_view(-values); },

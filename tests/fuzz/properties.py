@@ -204,7 +204,8 @@ class CompositeRun(run.Run):
             self.case["seed"], error,
         )  # fmt: skip
         expected = self.row.formula(asked)
-        # To one side, and each element to its own: what is divided by sums feels the others less.
+        # All elements are shifted by +error, by -error, and each by a random sign. A quotient by a
+        # sum hardly changes if all elements shift together.
         generator = torch.Generator().manual_seed(self.case["seed"])
         signs = [2 * torch.rand(values.shape, generator=generator) - 1 for _ in range(2)]
         nearby = dataclasses.replace(asked, error=None)

@@ -323,7 +323,7 @@ def subjects() -> list[tuple[Case | Composite, str, Scenario]]:
         (case, name, kinds_of(case, name, scenario))
         for case in COMPOSED
         for name, scenario in OF_COMPOSED.items()
-        # One of an optimizer's other ways steps one group as it steps two.
+        # A row with other options of a class steps one group by the code that steps two groups.
         if name != "repeated" or "," not in case.name
     ]
     tensors = OF_COMPOSED["two groups clipped"]._replace(kinds=(TENSORS, LIMIT))

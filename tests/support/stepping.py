@@ -41,7 +41,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @contextlib.contextmanager
 def threads(count: int, *, started: bool = False) -> Iterator[None]:
-    """With `started` they are there: a thread gets the floating-point modes of who starts it."""
+    """Sets the number of threads.
+
+    `started` starts the threads now, so that they inherit the current floating-point mode.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     if started:

@@ -206,8 +206,8 @@ class StateMaker {
     }
   }
 
-  // True if a state has what a weight keeps beside it in a way which is not that of its group any more. A
-  // master stays while there is no way: it counts where it still rounds to the weight.
+  // True if `state` still has the extra tensor of a storage format that its group no longer uses. A float32
+  // master is kept if the group uses no format: the master stays valid as long as it rounds to the weight.
   static bool is_left_over(Way each, Way way, const State& state) {
     return each != way && state.beside(each).defined() && (way != Way::kNone || each != Way::kFloat32);
   }

@@ -133,7 +133,7 @@ class MuonSteps(MatrixBatches):
     def _imperative_shard(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
     ) -> None:
-        """Steps what this process has of a weight: by the whole, where others have other parts."""
+        """Steps this process's part of a weight, from the gathered matrix if it is sharded."""
         cut = cut_of(weight) if is_gathered(form_of(group, weight), cut_of(weight)) else None
         take = whole_of if cut else local
         average = state["momentum_buffer"]

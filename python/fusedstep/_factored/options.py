@@ -77,7 +77,10 @@ def by_torchs_names(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_a_variant(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of a constructor or a dictionary with their variant, which other ones tell."""
+    """Returns the options of a constructor or a dictionary with ``variant`` filled in.
+
+    The variant is "transformers" if any option is set that torch's Adafactor lacks.
+    """
     own = (*RENAMED, *_BEYOND_TORCH.keys() - {"variant"})
     is_torchs = all(given.get(name) is None for name in own)
     return {"variant": "torch" if is_torchs else "transformers"} | by_torchs_names(given)

@@ -201,7 +201,7 @@ class LowRankSteps(LowRankGroups):
         if all(map(scratch.bases, range(len(item.weights)))):
             failed: list[RuntimeError] = []
             self._project(item, 1.0, failed)
-            if not failed:  # else it is told where all processes are
+            if not failed:  # a failure is raised later, where all processes arrive
                 self._early.add(scratch)
 
     def _check_ready(self) -> None:
@@ -215,7 +215,8 @@ class LowRankSteps(LowRankGroups):
                 bases = self._bases_of_step(item.group, weight, grad, scratch, index)
                 if scratch:
                     scratch.project(index, as_matrix(local(grad)), bases, factor)
-            except RuntimeError as error:  # later: other processes wait for what comes before that
+            except RuntimeError as error:
+                # Raised later: other processes are already in the collective that comes first.
                 failed.append(error)
 
     def _bases_of_step(

@@ -1,7 +1,7 @@
-"""Steps through a projection of weights of which other processes have other parts.
+"""Steps of sharded weights through a low-rank projection.
 
-All processes take the same collectives: after a look at which gradients there are, and whether
-they are finite, these follow from the weights that have one.
+All processes take the same collectives. First the processes exchange which gradients there are, and
+whether the gradients are finite; the other collectives follow from the weights with a gradient.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class LowRankShards(LowRankBases):
 
 
 def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:
-    """Returns whether a process has found something, of those that have parts of weights."""
+    """Returns True in all processes that share the weights, if ``found`` is true in any."""
     alike: dict[Any, list[Tensor]] = {place: [] for place in spread.places(native=False)}
     for weight in weights:
         if place := place_of(weight):

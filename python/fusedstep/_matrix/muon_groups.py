@@ -154,7 +154,7 @@ def ns_dtype_of(group: dict[str, Any], device: torch.device) -> torch.dtype:
 
 
 def keeps_range(dtype: torch.dtype) -> bool:
-    """Returns whether a dtype that is narrower than float32 has its range."""
+    """Returns whether a dtype of 16 bits has the exponent range of float32: bfloat16 has."""
     return dtype is torch.bfloat16
 
 

@@ -75,7 +75,10 @@ def _why_not_gathered(mesh: Any, placements: tuple[Any, ...]) -> str | None:
 
 
 def is_gathered(form: Form, cut: Cut | None) -> bool:
-    """Returns whether processes have parts of matrices; else each has all of some."""
+    """Returns whether the cut goes through the matrices, which then must be gathered.
+
+    If not, each process holds some whole matrices.
+    """
     return cut is not None and cut.dim >= form.stack
 
 

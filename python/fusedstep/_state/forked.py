@@ -1,4 +1,4 @@
-"""Torch's operations in a child of fork(): there they hang where they share work among threads."""
+"""Runs torch operations in pieces too small for threads: OpenMP hangs in a child of fork()."""
 
 from __future__ import annotations
 

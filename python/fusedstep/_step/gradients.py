@@ -1,4 +1,4 @@
-"""The gradients of a step: which there are, and what becomes of those that no kernel writes."""
+"""Collects the gradients of a step, and scales or zeroes those that no native kernel writes."""
 
 from __future__ import annotations
 

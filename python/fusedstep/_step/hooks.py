@@ -41,7 +41,7 @@ def outside_graphs(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _asks_nothing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Tells ``step(None)`` and ``step(closure=None)``, which frameworks call, from other calls."""
+    """Returns True for ``step(None)`` and ``step(closure=None)``: frameworks mean ``step()``."""
     (closure, *others) = (*args, *kwargs.values())
     return closure is None and not others and (not kwargs or "closure" in kwargs)
 

@@ -54,9 +54,9 @@ def take(
     check_ready()
     others = [item for item in work if not item.plan]
     others = with_factor(others, factors) if others else others
-    # First, for what a native step leaves in a gradient is of no use to who shares its memory.
-    # Else in the order of the groups, of which some may share weights.
-    # The collectives of weights that are spread have an order of their own.
+    # Groups without a plan run first if native steps may overwrite gradients, whose memory may be
+    # shared, or if weights are sharded: all processes need one order of collectives. Otherwise
+    # groups run in order, because two groups may share a weight.
     at_once = uses or len(others) == len(work) or bool(spread and spread.rows)
     if at_once:
         by_torch(others)

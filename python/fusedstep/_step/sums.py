@@ -25,10 +25,10 @@ Place = tuple[torch.device, Any]
 
 
 class SpreadWeights:
-    """The weights of an optimizer of which other processes have other parts, by place.
+    """The sharded weights of an optimizer, grouped by device and mesh.
 
-    ``asked``: of each group, whether its options have native kernels step it, or allow it.
-    ``native``: whether they step it.
+    ``asked[i]``: whether the options of group ``i`` require or allow native kernels. ``native[i]``:
+    whether native kernels step group ``i``.
     """
 
     __slots__ = ("_asked", "_groups", "_lists", "_members", "_of", "_params", "_places", "rows")

@@ -1,4 +1,4 @@
-"""Tells options with which torch operations may stop half way, and makes what tries them.
+"""Makes a few stand-in elements, with which a step tries options that it could stop at half way.
 
 Torch refuses a number that the dtype of an operation does not have, where it comes to that
 operation: an ``lr`` of 1e300 when moments of float32 have been written. Python stops at a division

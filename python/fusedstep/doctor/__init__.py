@@ -28,7 +28,7 @@ class Findings(list[Finding]):
 
 
 def doctor(optimizer: Any = None) -> Findings:
-    """Prints, one line each, what was found on this machine and what to do about what costs speed.
+    """Prints one line for each finding about this machine, with advice where steps are slow.
 
     Args:
         optimizer (optional): one of :mod:`fusedstep.optim`, perhaps offloaded. Lines for each of

@@ -58,7 +58,10 @@ class Replaced:
 
 
 def _leave_out(gone: _Attribute) -> None:
-    """Has those who stand in front of an attribute put back what was behind it."""
+    """Takes a replacement out of the chain.
+
+    Replacements made later will restore what was there before it.
+    """
     for each in _all:
         if each.owner is gone.owner and each.name == gone.name and each.theirs is gone.ours:
             each.theirs, each.is_own = gone.theirs, gone.is_own

@@ -33,7 +33,8 @@ struct Fiber {
   Place place;
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   bool started = false, ended = true;
-  // To the other threads of its warp, in turns: who goes on writes where nobody still reads.
+  // Values shown to the other threads of the warp. Two slots, used in turn, so that a thread that runs ahead
+  // does not overwrite a slot that is still being read.
   double shown[2] = {};
 };
 
