@@ -13,6 +13,7 @@ from fusedstep.memory.model import load
 from fusedstep.memory.plan import Choice, Run, state_bytes
 from suites import small_gpt
 from support.allocations import peak_of_training
+from support.stepping import threads
 
 BATCH = ("--batch", "2", "--sequence", "64")
 
@@ -36,6 +37,14 @@ SEARCHES = {
 }
 
 
+@pytest.fixture
+def one_thread():
+    """MKL's threads spin for one another in each small QR: a hundred times as long on busy CPUs."""
+    with threads(1):
+        yield
+
+
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("arguments", SEARCHES.values(), ids=SEARCHES)
 def test_the_lines_run_and_peak_at_what_is_told(capsys, monkeypatch, arguments):
     monkeypatch.setitem(sys.modules, "peft", None)  # tests/frameworks has LoRA
