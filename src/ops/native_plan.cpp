@@ -170,6 +170,7 @@ class Stepping {
 
 std::unique_ptr<PreparedStep> prepare_on_device(NativePlan& native, const BoundRule& rule,
                                                 const StepOptions& options) {
+  check(rule.make_step == nullptr, "there are no kernels of a rule over rows on a device");
   const DeviceInputs inputs{number<float>(native.lr), number<double>(native.grad_factor),
                             number<float>(native.found_inf)};
   if (!native.steps[0].is_cpu()) {
@@ -431,13 +432,14 @@ void write_count(const Tensor& step, double count, float* place) {
 }
 
 // Checks that the plan is ready for a step of the rule, and reads its counts.
-StepOptions checked_options(NativePlan& native, int rule_states, size_t rule_numbers,
-                            const GradArguments& grads) {
-  const int states = rule_states + (native.plan.has_masters() ? 1 : 0);
+StepOptions checked_options(NativePlan& native, const BoundRule& rule, const GradArguments& grads) {
+  const size_t rule_numbers = rule.numbers.size();
+  const int states = rule.states + (native.plan.has_masters() ? 1 : 0);
   if (native.plan.slots() != states) {
     throw std::runtime_error("the plan has " + std::to_string(native.plan.slots()) +
                              " states for each weight, the rule needs " + std::to_string(states));
   }
+  check(std::ranges::equal(native.plan.roles(), rule.roles), "the plan's states are those of another rule");
   check(!native.counts.empty(), "the plan has not been bound");
   const size_t tensors = native.plan.tensors();
   if (native.counts.size() != (1 + rule_numbers) * tensors) {
@@ -481,41 +483,13 @@ void raise_counts(NativePlan& native) {
 
 void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads, const Aside& aside) {
   const Stepping stepping(native);
-  const StepOptions options = checked_options(native, rule.states, rule.numbers.size(), grads);
+  const StepOptions options = checked_options(native, rule, grads);
   if (native.device) {
     if (aside) aside();  // first: what is queued may wait for what needs Python's lock
     native.prepared = prepare_on_device(native, rule, options);
   } else {
     native.prepared = fusedstep::prepare_step(native.plan, rule, native.counts, options);
   }
-}
-
-void set_row_states(NativePlan& native, Tensors states) {
-  check(states.size() == native.plan.tensors(), "there must be one state for each weight");
-  native.row_states = std::move(states);
-}
-
-void prepare_step(NativePlan& native, const RowwiseOptions& rule, const GradArguments& grads) {
-  const Stepping stepping(native);
-  Plan& plan = native.plan;
-  const StepOptions options = checked_options(native, /*rule_states=*/0, /*rule_numbers=*/0, grads);
-  check(native.row_states.size() == plan.tensors(), "the plan has no states of rows");
-  std::vector<void*> sums;
-  for (size_t i = 0; i < plan.tensors(); ++i) {
-    const TensorView state = view(native.row_states[i], "state");
-    const DType dtype = plan.format(i) == Format::kDouble ? DType::kDouble : DType::kFloat;
-    const Dims sizes = plan.sizes(i);
-    const int64_t rows = sizes.empty() ? 1 : sizes[0];
-    if (state.dtype != dtype) {
-      throw std::runtime_error(of_list(i) + "a state of rows is " + name_of(state.dtype) + " but has to be " +
-                               name_of(dtype));
-    }
-    check(elements_of(state.sizes) == rows && is_in_order(state.sizes, state.strides),
-          of_list(i) + "a state must be contiguous, with a number for each of the " + std::to_string(rows) +
-              " rows");
-    sums.push_back(state.data);
-  }
-  native.prepared = prepare_rowwise_step(plan, rule, sums, native.counts, options);
 }
 
 void take_step(NativePlan& native, const Aside& aside) {

@@ -20,7 +20,6 @@
 #include "src/ops/words_before_sizes.h"
 #include "src/plan/bound.h"
 #include "src/run/backend.h"
-#include "src/steps/rowwise.h"
 #include "src/steps/step.h"
 
 namespace fusedstep::ops {
@@ -69,7 +68,6 @@ struct NativePlan {
   // The step counts, then each number that the rule keeps beside them, slot-major: one float32 number a
   // tensor, all on the host or all on the plan's device.
   Tensors steps;
-  Tensors row_states;                                // of a step over rows, one for each weight
   Tensors parts;                                     // of sparse gradients, from bind to step
   std::optional<Tensor> lr, grad_factor, found_inf;  // numbers that the next step reads on its device
   std::unique_ptr<PreparedStep> prepared;            // the next step, once it can be taken
@@ -121,9 +119,6 @@ struct GradArguments {
 // `aside` is run, once the arguments are known to be right, if the step is one on a device.
 void prepare_step(NativePlan& native, const BoundRule& rule, const GradArguments& grads,
                   const Aside& aside = {});
-// The same for a step over rows, which are on the CPU: their states are those set last.
-void prepare_step(NativePlan& native, const RowwiseOptions& rule, const GradArguments& grads);
-void set_row_states(NativePlan& native, Tensors states);
 // Takes the step that has been prepared: raises every step count by one, and updates weights and states. On
 // the CPU this cannot fail.
 void take_step(NativePlan& native, const Aside& aside = {});

@@ -30,9 +30,9 @@ void step_projected(int64_t rule, const std::vector<double>& options, double ste
                     const Tensor& basis, const Tensors& states, const Tensor& update, bool from_left,
                     double grad_factor) {
   const Rule& known = rule_at(rule);
-  if (known.bind == nullptr) throw std::runtime_error("the rule over rows has no projected gradients");
   check(options.size() == known.options.size(), "an option is missing, or there is one too many");
   const BoundRule bound = known.bind(options);
+  check(bound.make_step == nullptr, "a rule over rows has no projected gradients");
   check(states.size() == static_cast<size_t>(bound.states), "there must be as many states as the rule has");
   const TensorView gradient = view(grad, "the gradient"), projection = view(basis, "the basis");
   check(gradient.sizes.size() == 2 && gradient.dtype == DType::kFloat && gradient.strides[1] == 1,

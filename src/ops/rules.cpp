@@ -9,46 +9,51 @@
 #include <stdexcept>
 
 #include "fusedstep/rules/list.h"
-#include "src/core/rowwise.h"
+#include "src/steps/rowwise.h"
 
 namespace fusedstep::ops {
 namespace {
 
-template <template <unsigned> class R>
-BoundRule bind(std::span<const double> options) {
-  typename R<0>::Hyper hyper;
+template <class Hyper>
+Hyper hyper_of(std::span<const double> options) {
+  Hyper hyper;
   std::memcpy(static_cast<void*>(&hyper), options.data(), sizeof hyper);
-  return bind_rule<R>(hyper, hyper.flags());
+  return hyper;
 }
 
 template <template <unsigned> class R>
-Rule describe(std::string name) {
-  using Hyper = typename R<0>::Hyper;
+BoundRule bind(std::span<const double> options) {
+  const auto hyper = hyper_of<typename R<0>::Hyper>(options);
+  return bind_rule<R>(hyper, hyper.flags());
+}
+
+template <class Hyper>
+Rule described(std::string name, std::span<const rules::StateSpec> states, std::span<const Role> roles,
+               BoundRule (*bind)(std::span<const double> options)) {
   constexpr size_t kOptions = std::size(Hyper::kNames);
   static_assert(sizeof(Hyper) == kOptions * sizeof(double), "each hyper-parameter is a double, with a name");
-  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
   const Hyper defaults;
   std::vector<double> values(kOptions);
   std::memcpy(values.data(), &defaults, sizeof defaults);
   return {std::move(name),
           {std::begin(Hyper::kNames), std::end(Hyper::kNames)},
           std::move(values),
-          R<0>::kAllStates,
-          bind<R>};
+          states,
+          roles,
+          bind};
+}
+
+template <template <unsigned> class R>
+Rule described(std::string name) {
+  std::ranges::transform(name, name.begin(), [](unsigned char c) { return std::tolower(c); });
+  return described<typename R<0>::Hyper>(std::move(name), R<0>::kAllStates, {}, bind<R>);
 }
 
 Rule rule_over_rows() {
   static constexpr rules::StateSpec kStates[] = {{"sum", rules::Sign::kNotNegative}};
-  constexpr size_t kOptions = std::size(RowwiseOptions::kNames);
-  static_assert(sizeof(RowwiseOptions) == kOptions * sizeof(double));
-  const RowwiseOptions defaults;
-  std::vector<double> values(kOptions);
-  std::memcpy(values.data(), &defaults, sizeof defaults);
-  return {"rowwise_adagrad",
-          {std::begin(RowwiseOptions::kNames), std::end(RowwiseOptions::kNames)},
-          std::move(values),
-          kStates,
-          nullptr};
+  return described<RowwiseOptions>(
+      "rowwise_adagrad", kStates, kRowwiseRoles,
+      [](std::span<const double> options) { return bind_rowwise(hyper_of<RowwiseOptions>(options)); });
 }
 
 std::vector<std::string> rule_names() {
@@ -106,7 +111,7 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
 
 const std::vector<Rule>& rules() {
   static const auto* const all = new std::vector<Rule>{
-#define FUSEDSTEP_RULE(R) describe<fusedstep::rules::R>(#R),
+#define FUSEDSTEP_RULE(R) described<fusedstep::rules::R>(#R),
       FUSEDSTEP_RULES(FUSEDSTEP_RULE)
 #undef FUSEDSTEP_RULE
           rule_over_rows()};

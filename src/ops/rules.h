@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "src/ops/direct.h"
+#include "src/plan/tensor_view.h"
 #include "src/steps/step.h"
 
 namespace fusedstep::ops {
@@ -15,8 +16,8 @@ struct Rule {
   std::vector<std::string> options;  // names of its hyper-parameters, in order
   std::vector<double> defaults;      // their values
   std::span<const rules::StateSpec> states;
-  // As many as there are names. Null for the rule over rows: row-wise Adagrad.
-  BoundRule (*bind)(std::span<const double> options);
+  std::span<const Role> roles;  // of the states; none: each has a number for each element
+  BoundRule (*bind)(std::span<const double> options);  // as many as there are names
 };
 
 // Every rule, in the order of the list.

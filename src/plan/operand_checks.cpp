@@ -137,6 +137,18 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
   return format;
 }
 
+void check_numbers(size_t i, const TensorView& weight, const TensorView& state) {
+  check_device(i, "a state", state, weight.device);
+  const DType dtype = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  if (state.dtype != dtype) {
+    refuse(i, std::string("a state of rows is ") + name_of(state.dtype) + " but has to be " + name_of(dtype));
+  }
+  const int64_t rows = weight.sizes.empty() ? 1 : weight.sizes[0];
+  if (elements_of(state.sizes) != rows || !is_in_order(state.sizes, state.strides)) {
+    refuse(i, "a state must be contiguous, with a number for each of the " + std::to_string(rows) + " rows");
+  }
+}
+
 WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
                                bool is_random) {
   const DType weight = operands.weight.dtype, last = slots > 0 ? operands.states[slots - 1].dtype : weight;

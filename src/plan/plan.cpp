@@ -44,7 +44,13 @@ bool is_shape_of(const std::vector<int64_t>& shape, std::span<const TensorView* 
 }  // namespace
 
 Plan::Plan(size_t tensors, int slots, int device, bool masters)
-    : slots_(slots), device_(device), masters_(masters), entries_(tensors), tasks_(tensors), facts_(tensors) {
+    : slots_(slots),
+      device_(device),
+      walked_(slots),
+      masters_(masters),
+      entries_(tensors),
+      tasks_(tensors),
+      facts_(tensors) {
   for (size_t i = 0; i < tensors; ++i) tasks_[i].coded = entries_[i].coded.data();
 }
 
@@ -61,21 +67,50 @@ uint64_t Plan::draws(size_t i, double step) const {
   return key_of_draws(seed_, static_cast<uint64_t>(step), place(i));
 }
 
+void Plan::use_roles(std::span<const Role> roles) {
+  if (roles.empty()) return;
+  if (std::ssize(roles) != slots_) {
+    throw std::runtime_error("the plan has " + std::to_string(slots_) + " states for each weight, the rule " +
+                             std::to_string(roles.size()));
+  }
+  roles_.assign(roles.begin(), roles.end());
+  walked_ = static_cast<int>(std::ranges::count(roles_, Role::kElement));
+  numbers_.resize(tensors());
+}
+
 void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
+  if (roles_.empty()) return bind_elements(i, operands, threads);
+  TensorOperands walked = operands;
+  std::array<void*, kMaxStates> numbers{};
+  for (int k = 0, at = 0; k < slots_; ++k) {
+    const TensorView& state = operands.states[k];
+    if (roles_[k] == Role::kElement) {
+      walked.states[at++] = state;
+      continue;
+    }
+    check_numbers(i, operands.weight, state);
+    numbers[k] = state.data;
+  }
+  bind_elements(i, walked, threads);
+  if (numbers_[i] != numbers) ++operands_version_;
+  numbers_[i] = numbers;
+}
+
+void Plan::bind_elements(size_t i, const TensorOperands& operands, int threads) {
   Entry& entry = entries_[i];
   TensorTask& task = tasks_[i];
   Facts& facts = facts_[i];
   const TensorView* views[kMaxOperands] = {&operands.weight, &operands.grad};
-  for (int k = 0; k < slots_; ++k) views[kFirstState + k] = &operands.states[k];
-  int count = kFirstState + slots_;
-  check_devices(i, operands, slots_, device_);
-  const WeightCode weight_code = checked_weight_code(i, operands, slots_, masters_, rounds_at_random());
+  for (int k = 0; k < walked_; ++k) views[kFirstState + k] = &operands.states[k];
+  int count = kFirstState + walked_;
+  check_devices(i, operands, walked_, device_);
+  const WeightCode weight_code = checked_weight_code(i, operands, walked_, masters_, rounds_at_random());
   // Codes lie by rows and columns, whatever the shape of the bytes that hold them.
   std::array<TensorView, kMaxStates> decoded;
   std::array<CodedState, kMaxStates> coded{};
   std::vector<int64_t> in_order;
   bool has_codes = false;
-  for (int k = 0; k < slots_; ++k) {
+  for (int k = 0; k < walked_; ++k) {
     const TensorView& state = operands.states[k];
     if (!state.has_codes()) continue;
     if (!std::exchange(has_codes, true)) in_order = strides_in_order(operands.weight.sizes);
@@ -99,7 +134,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
   const bool changed = entry.layout == nullptr || entry.index.has_value() != operands.rows.has_value() ||
                        (entry.index && entry.index->dims != operands.rows->dims) ||
                        !is_shape_of(entry.shape, {views, views + count});
-  const Format format = changed ? checked_format(i, operands, slots_, masters_, weight_code) : facts.format;
+  const Format format = changed ? checked_format(i, operands, walked_, masters_, weight_code) : facts.format;
   if (operands.rows && device_ == kHost) check_rows(i, *operands.rows, operands.weight.sizes, threads);
   if (changed) {
     const int indexed_dims = operands.rows ? operands.rows->dims : 0;
@@ -141,7 +176,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
     task.data[k] = views[k]->data;
     ++(k == kGrad ? grads_version_ : operands_version_);
   }
-  for (int k = 0; k < slots_; ++k) {
+  for (int k = 0; k < walked_; ++k) {
     if (entry.coded[k] == coded[k]) continue;
     entry.coded[k] = coded[k];
     ++operands_version_;
@@ -159,7 +194,7 @@ void Plan::use_signs(uint32_t not_negative) {
   if (not_negative_ == not_negative) return;
   not_negative_ = not_negative;
   for (Entry& entry : entries_) {
-    for (int k = 0; k < slots_; ++k) {
+    for (int k = 0; k < walked_; ++k) {
       const CodeMap*& map = entry.coded[k].map;
       if (map != nullptr) map = &step_map(map->storage, (not_negative >> k & 1) == 0);
     }
@@ -183,7 +218,7 @@ void Plan::bind_rows(size_t i, const TensorOperands& operands, const RowIndex& i
     SparseRows& rows = entry.rows ? *entry.rows : entry.rows.emplace();
     facts_[i].rows = &rows;
     std::vector<Dims> strides{operands.weight.strides, operands.grad.strides};
-    for (int k = 0; k < slots_; ++k) strides.push_back(operands.states[k].strides);
+    for (int k = 0; k < walked_; ++k) strides.push_back(operands.states[k].strides);
     rows.assign(index, operands.weight.sizes, strides, operands.grad.data, element_size(operands.grad.dtype),
                 threads);
   }

@@ -43,6 +43,10 @@ class Plan {
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
+  // Tells the role of each state, before the first tensor is bound. With none all are kElement. Throws
+  // std::runtime_error unless there are as many as slots.
+  void use_roles(std::span<const Role> roles);
+  std::span<const Role> roles() const { return roles_; }
   bool has_masters() const { return masters_; }
   // Makes the plan round its weights, of bfloat16, at random. The numbers follow from the seed, the step
   // count of each tensor and its place.
@@ -61,6 +65,8 @@ class Plan {
   void bind(size_t i, const TensorOperands& operands, int threads = 1);
   // Tells which states a rule keeps from being negative, a bit each: their codes need no sign.
   FUSEDSTEP_API void use_signs(uint32_t not_negative);
+  // The memory of a state of tensor i that has another role than kElement.
+  void* numbers_of(size_t i, int slot) const { return numbers_[i][slot]; }
   // Sets the address of a dense gradient, the rest of which is as it was bound.
   void move_grad(size_t i, void* data);
   // Throws std::runtime_error, naming them, if two weights share an element, or if a gradient shares one with
@@ -181,13 +187,17 @@ class Plan {
             tasks_[i].element_size[operand], sizes(i), strides(i, operand)};
   }
 
+  void bind_elements(size_t i, const TensorOperands& operands, int threads);
   void bind_rows(size_t i, const TensorOperands& operands, const RowIndex& index, int threads);
   void note_weights();
   static bool has_the_same_walk(const Entry& entry);
   void check_grad_apart(size_t i) const;
 
   int slots_, device_;
+  int walked_;  // the states of a number for each element: those that `tasks_` have
   bool masters_;
+  std::vector<Role> roles_;                             // of each slot; empty: all are kElement
+  std::vector<std::array<void*, kMaxStates>> numbers_;  // of each tensor, its states of other roles
   uint64_t seed_ = 0;
   std::vector<int64_t> places_;  // empty: weights are rounded to nearest
   uint32_t not_negative_ = 0;

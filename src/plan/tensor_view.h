@@ -54,6 +54,10 @@ bool is_in_order(Dims sizes, Dims strides);
 // Returns the number of a tensor's elements.
 int64_t elements_of(Dims sizes);
 
+// What has a number of a state: the state has the shape of the weight, or a number for each index of the
+// weight's first dimension. The numbers of the latter are contiguous, and have the type of the maths.
+enum class Role : uint8_t { kElement, kIndex };
+
 // All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
 // sparse: `grad` is the first of its entries, expanded over all rows, and the others lie behind it, one by
 // one.

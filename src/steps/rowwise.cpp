@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
+#include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "src/core/reduction.h"
@@ -90,11 +92,11 @@ struct Table {
 
 class RowwiseStep final : public PreparedStep {
  public:
-  RowwiseStep(Plan& plan, const RowwiseOptions& rule, std::span<void* const> sums,
-              std::span<const double> steps, const StepOptions& options)
+  RowwiseStep(Plan& plan, const RowwiseOptions& rule, std::span<const double> steps,
+              const StepOptions& options)
       : plan_(plan), threads_(options.threads) {
     for (size_t i = 0; i < plan.tensors(); ++i) {
-      add_table(i, rule, sums[i], steps[i], options);
+      add_table(i, rule, steps[i], options);
       const Table& table = tables_.back();
       if (table.columns == 0) continue;
       const int64_t rows = table.sparse ? table.sparse->count() : table.rows;
@@ -137,7 +139,7 @@ class RowwiseStep final : public PreparedStep {
     int64_t begin, end;
   };
 
-  void add_table(size_t i, const RowwiseOptions& rule, void* sums, double step, const StepOptions& options) {
+  void add_table(size_t i, const RowwiseOptions& rule, double step, const StepOptions& options) {
     const Dims sizes = plan_.sizes(i);
     const TensorTask& task = plan_.task(i);
     const SparseRows* const sparse = plan_.rows(i);
@@ -164,7 +166,7 @@ class RowwiseStep final : public PreparedStep {
                        .grad_bytes = row_bytes(kGrad),
                        .sparse = sparse,
                        .dims = {sizes, plan_.strides(i, kWeight), plan_.strides(i, kGrad)},
-                       .sums = sums,
+                       .sums = plan_.numbers_of(i, 0),
                        .scalars = {rule, step},
                        .kernels = kernels().rowwise(plan_.format(i)),
                        .scale = scale ? &kernels().grads(plan_.format(i))->scale : nullptr,
@@ -258,11 +260,19 @@ class RowwiseStep final : public PreparedStep {
 
 }  // namespace
 
-std::unique_ptr<PreparedStep> prepare_rowwise_step(Plan& plan, const RowwiseOptions& rule,
-                                                   std::span<void* const> sums, std::span<const double> steps,
-                                                   const StepOptions& options) {
-  find_aliasing(plan, options);
-  return std::make_unique<RowwiseStep>(plan, rule, sums, steps, options);
+BoundRule bind_rowwise(const RowwiseOptions& options) {
+  static_assert(std::is_trivially_copyable_v<RowwiseOptions> &&
+                sizeof(RowwiseOptions) <= BoundRule::kHyperBytes);
+  BoundRule bound{};
+  bound.states = static_cast<int>(kRowwiseRoles.size());
+  bound.roles = kRowwiseRoles;
+  bound.make_step = [](Plan& plan, const BoundRule& rule, std::span<double> steps,
+                       const StepOptions& step_options) -> std::unique_ptr<PreparedStep> {
+    find_aliasing(plan, step_options);
+    return std::make_unique<RowwiseStep>(plan, rule.hyper_as<RowwiseOptions>(), steps, step_options);
+  };
+  std::memcpy(bound.hyper, &options, sizeof options);
+  return bound;
 }
 
 }  // namespace fusedstep

@@ -17,6 +17,9 @@
 
 namespace fusedstep {
 
+class PreparedStep;
+struct StepOptions;
+
 // A rule with its hyper-parameters, as the engine sees it: it knows no optimizer by name.
 struct BoundRule {
   static constexpr size_t kScalarsBytes = 128, kHyperBytes = 128;
@@ -33,6 +36,11 @@ struct BoundRule {
   void (*prepare)(const BoundRule& rule, double step, double* numbers, bool as_double, void* out);
   // Null for an elementwise rule.
   double (*trust_ratio)(const BoundRule& rule, double weight_norm2, double update_norm2);
+  std::span<const Role> roles;  // of the states, as a plan has them
+  // Makes the step of a rule over rows, as prepare_step() does, on the CPU. Null for a rule over elements,
+  // which has kernels by its `id`.
+  std::unique_ptr<PreparedStep> (*make_step)(Plan& plan, const BoundRule& rule, std::span<double> numbers,
+                                             const StepOptions& options) = nullptr;
 
   template <class Hyper>
   Hyper hyper_as() const {
@@ -71,7 +79,8 @@ BoundRule bind_rule(const typename Rule<0>::Hyper& hyper, unsigned flags) {
                   .rounds_by_step = rules::rounds_by_step(R::kAllStates),
                   .numbers = {},
                   .prepare = nullptr,
-                  .trust_ratio = nullptr};
+                  .trust_ratio = nullptr,
+                  .roles = {}};
   static_assert(std::is_trivially_copyable_v<typename R::Hyper> && sizeof hyper <= BoundRule::kHyperBytes);
   static_assert(1 + rules::kNumbersOf<R> <= kMaxNumbers);
   if constexpr (rules::kNumbersOf<R> != 0) bound.numbers = R::kNumbers;

@@ -113,7 +113,7 @@ class BindsGroups(Owner):
         seed, draws = storage.seed_of(group, weights[0]), None
         if seed is not None:
             draws = seed, storage.places_of(self._groups, group, weights)
-        return self._made_plan(
+        return Plan(
             weights,
             slots,
             states,
@@ -123,16 +123,8 @@ class BindsGroups(Owner):
             had_sparse=sparse,
             draws=draws,
             state_dtype=own_option(group, "state_dtype"),
+            rule=self._rule,
         )
-
-    def _made_plan(
-        self,
-        weights: list[Tensor],
-        states: list[Tensor],
-        counts: list[dict[str, Tensor]],
-        **of: Any,
-    ) -> Plan:
-        return Plan(weights, states, counts, **of)
 
     def _may_be_skipped(self) -> bool:
         """Returns whether a number on a device may tell if a step is skipped."""

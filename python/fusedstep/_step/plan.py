@@ -65,10 +65,12 @@ class Plan:
         had_sparse: bool,
         draws: tuple[int, list[int]] | None = None,
         state_dtype: torch.dtype | str | None = None,
+        rule: str | None = None,
     ) -> None:
         """``draws``: the seed and the places by which weights are rounded at random.
 
-        ``state_dtype``: the option of the group that the states are for.
+        ``state_dtype``: the option of the group that the states are for. ``rule``: that whose
+        states they are; without it they have the shapes of the weights.
         """
         self.names = names
         self.state_dtype = state_dtype
@@ -85,6 +87,8 @@ class Plan:
         shards = list(map(local, weights))
         self.handle: int = torch.ops.fusedstep.plan_new(shards, slots, steps, has_masters)
         self._held = ops.hold_plan(self.handle)
+        if rule:
+            torch.ops.fusedstep.plan_roles(self.handle, ops.rule_index[rule])
         if draws:
             torch.ops.fusedstep.plan_round_at_random(self.handle, *draws)
 

@@ -13,7 +13,6 @@ from fusedstep._options.shared import EPSILON, SHARED
 from fusedstep._sharding.dtensor import is_dtensor
 from fusedstep._state.checks import name_of
 from fusedstep._state.kinds import COUNT, State, States
-from fusedstep._step.plan import Plan
 from fusedstep._step.support import why_not_native
 
 __all__ = ["RowWiseAdagrad"]
@@ -133,18 +132,6 @@ class RowWiseAdagrad(FusedOptimizer):
             if weight.device.type != "cpu":
                 return f"RowWiseAdagrad has no native kernels on {weight.device.type}"
         return why_not_native(weights, grads, self._accessed_states(weights), needs_whole=True)
-
-    def _made_plan(
-        self,
-        weights: list[Tensor],
-        states: list[Tensor],
-        counts: list[dict[str, Tensor]],
-        **of: Any,
-    ) -> Plan:
-        # No state has the weight's shape.
-        plan = super()._made_plan(weights, [], counts, **of)
-        torch.ops.fusedstep.plan_row_states(plan.handle, states)
-        return plan
 
     def _launches(
         self, index: int, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -9,6 +9,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 
 import fusedstep
 from fusedstep import optim
+from fusedstep._native import ops
 from reference.rowwise_adagrad import rowwise_adagrad
 from support.layouts import Layout
 from support.stepping import ISAS, forced_isa, make_gradients, make_weights, threads
@@ -360,6 +361,47 @@ def test_a_state_of_another_form_is_an_error(change, text):
     with pytest.raises(RuntimeError, match=f"0 of group 0: .*{text}"):
         optimizer.step()
     assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize(("rule", "has_roles"), [("rowwise_adagrad", False), ("sgd", True)])
+def test_states_of_a_plan_have_the_roles_of_its_rule(rule, has_roles):
+    weight, sums = torch.ones(6, 2), torch.zeros(6, 1 if has_roles else 2)
+    plan = torch.ops.fusedstep.plan_new([weight], [sums], [torch.zeros(())])
+    if has_roles:
+        torch.ops.fusedstep.plan_roles(plan, ops.rule_index["rowwise_adagrad"])
+    torch.ops.fusedstep.plan_bind(plan, [weight], [torch.ones(6, 2)])
+    options = [*torch.ops.fusedstep.rule_defaults(rule), 0.0]
+    if rule == "sgd":
+        options[ops.rule_options["sgd"].index("momentum")] = 0.9  # it has a state then
+    with pytest.raises(RuntimeError, match="the plan's states are those of another rule"):
+        torch.ops.fusedstep.plan_prepare(plan, ops.rule_index[rule], options, 1.0, 0)
+    torch.ops.fusedstep.plan_delete(plan)
+    assert torch.equal(weight, torch.ones(6, 2))
+
+
+def test_the_rule_has_a_state_for_each_weight():
+    plan = torch.ops.fusedstep.plan_new([torch.ones(6, 2)], [], [torch.zeros(())])
+    with pytest.raises(RuntimeError, match="has 0 states for each weight, the rule 1"):
+        torch.ops.fusedstep.plan_roles(plan, ops.rule_index["rowwise_adagrad"])
+    torch.ops.fusedstep.plan_delete(plan)
+
+
+def test_the_operator_over_lists_steps_rows():
+    weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
+    optimizer = steps_of(others, 1, sparse=False)
+    grads = make_gradients(SHAPES, torch.float32, 0)
+    sums = [torch.zeros_like(optimizer.state[other]["sum"]) for other in others]
+    options = [float(optimizer.defaults[name]) for name in ops.rule_options["rowwise_adagrad"]]
+    torch.ops.fusedstep.step(
+        weights,
+        grads,
+        sums,
+        [torch.zeros(()) for _ in weights],
+        torch.tensor([*options, 0.0], dtype=torch.float64),
+        ops.rule_index["rowwise_adagrad"],
+    )
+    assert all(map(torch.equal, weights, others))
+    assert all(map(torch.equal, sums, (optimizer.state[other]["sum"] for other in others)))
 
 
 def test_unusual_weights_and_options_are_refused_by_name():
