@@ -49,15 +49,26 @@ class TileSums {
   LaneSums<T> half_[2];
 };
 
-// The sum of lanes, in a tree.
-template <class T>
-FUSEDSTEP_FN double sum_of_lanes(const T* lanes) {
-  double sums[kTileLanes];
-  for (int lane = 0; lane < kTileLanes; ++lane) sums[lane] = static_cast<double>(lanes[lane]);
-  for (int half = kTileLanes / 2; half > 0; half /= 2) {
-    for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+// The sum of lanes, in a tree, whose upper levels are those of packs.
+FUSEDSTEP_FN double sum_of_lanes(const double* lanes) {
+  using V = Pack<double>;
+  V sums[kTileLanes / V::size()];
+  for (int i = 0; i < kTileLanes / V::size(); ++i) sums[i] = load<V>(lanes, i * V::size());
+  alignas(64) double last[V::size()];
+  store(last, 0, sum_in_tree<kTileLanes / V::size()>(sums));
+  return sum_in_tree<V::size()>(last);
+}
+FUSEDSTEP_FN double sum_of_lanes(const float* lanes) {
+  using V = Pack<float>;
+  using W = Pack<double>;
+  alignas(64) double sums[kTileLanes];
+  for (int lane = 0; lane < kTileLanes; lane += V::size()) {
+    W low, high;
+    widen(load<V>(lanes, lane), low, high);
+    store(sums, lane, low);
+    store(sums, lane + W::size(), high);
   }
-  return sums[0];
+  return sum_of_lanes(sums);
 }
 
 // The columns [begin, end) of a tile, of which those from `whole` on fill no group of lanes.
@@ -71,6 +82,22 @@ struct TileColumns {
 };
 FUSEDSTEP_FN int64_t tiles_of(const FactoredBlock& block) {
   return (block.columns + kTileColumns - 1) / kTileColumns;
+}
+
+// Calls run(kind, j) for the columns that fill no group of lanes: by packs, and the last ones one by one. The
+// kind is a null pointer to one or the other.
+template <class T, class Run>
+FUSEDSTEP_FN void for_rest(const TileColumns& in, Run run) {
+  using V = Pack<T>;
+  int64_t j = in.whole;
+  for (; j + V::size() <= in.end; j += V::size()) run(static_cast<V*>(nullptr), j);
+  for (; j < in.end; ++j) run(static_cast<T*>(nullptr), j);
+}
+
+// Adds the square of `x` to a number, or to a pack of them.
+template <class T, class X>
+FUSEDSTEP_FN void add_square_to(T* numbers, int64_t j, const X& x) {
+  store(numbers, j, with_square(load<X>(numbers, j), x));
 }
 
 // Rows [r, r + kRows): column sums are loaded and stored once for all of them.
@@ -101,11 +128,12 @@ FUSEDSTEP_FN void sum_rows(const FactoredBlock& block, int64_t r, BlockRow<Grad>
     for (int k = 0; k < kRows; ++k) {
       alignas(64) T lanes[kTileLanes];
       sums[k].save(lanes);
-      for (int64_t j = in.whole; j < in.end; ++j) {
-        const T x = load<T>(grad[k], j) * factor;
-        lanes[j - in.whole] = with_square(lanes[j - in.whole], x);
-        column_sums[j] = with_square(column_sums[j], x);
-      }
+      for_rest<T>(
+          in, [&]<class X>(X*, int64_t j) __attribute__((always_inline)) {
+            const X x = load<X>(grad[k], j) * X(factor);
+            add_square_to(lanes, j - in.whole, x);
+            add_square_to(column_sums, j, x);
+          });
       block.row_sums[tile * block.row_sums_of_tile + r + k] = sum_of_lanes(lanes);
     }
   }
@@ -159,7 +187,8 @@ void factored_norms(const FactoredBlock& block) {
   using V = Pack<T>;
   BlockRow<Weight> weights;
   BlockRow<Grad> grads;
-  alignas(64) double totals[kBlockTiles][2][kTileLanes] = {};
+  alignas(64) double totals[kBlockTiles][2][kTileLanes];
+  std::fill_n(&totals[0][0][0], tiles_of(block) * 2 * kTileLanes, 0.0);
   for (int64_t r = 0; r < block.rows; ++r) {
     const Weight* const weight = weights.load(block.weight, r, block.columns);
     const RowUpdate<Grad, T> update(block, r, grads.load(block.grad, r, block.columns));
@@ -176,10 +205,11 @@ void factored_norms(const FactoredBlock& block) {
       alignas(64) T lanes[2][kTileLanes];
       of_weight.save(lanes[0]);
       of_update.save(lanes[1]);
-      for (int64_t j = in.whole; j < in.end; ++j) {
-        lanes[0][j - in.whole] = with_square(lanes[0][j - in.whole], load<T>(weight, j));
-        lanes[1][j - in.whole] = with_square(lanes[1][j - in.whole], update.template at<T>(j));
-      }
+      for_rest<T>(
+          in, [&]<class X>(X*, int64_t j) __attribute__((always_inline)) {
+            add_square_to(lanes[0], j - in.whole, load<X>(weight, j));
+            add_square_to(lanes[1], j - in.whole, update.template at<X>(j));
+          });
       for (int norm = 0; norm < 2; ++norm) {
         for (int lane = 0; lane < kTileLanes; ++lane) {
           totals[tile][norm][lane] += static_cast<double>(lanes[norm][lane]);

@@ -21,6 +21,18 @@ namespace fusedstep {
 constexpr int64_t kTileRows = 64, kTileColumns = 256;
 constexpr int kTileLanes = 32, kMeanRows = 32;
 
+// The sum of numbers in a tree: the upper half is added to the lower. Overwrites them.
+template <int kCount, class T>
+FUSEDSTEP_FN T sum_in_tree(T* sums) {
+  if constexpr (kCount == 1) {
+    return sums[0];
+  } else {
+    constexpr int kHalf = kCount / 2;
+    for (int i = 0; i < kHalf; ++i) sums[i] = sums[i] + sums[i + kHalf];
+    return sum_in_tree<kHalf>(sums);
+  }
+}
+
 // For the gradient g of a matrix, with v a second moment and mean(v) that over the rows of the matrix:
 //
 //     row = (1 - rate) * row + rate * (mean over columns of g^2 + added)         column: alike

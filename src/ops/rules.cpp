@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "fusedstep/rules/list.h"
+#include "src/steps/factored.h"
 #include "src/steps/rowwise.h"
 
 namespace fusedstep::ops {
@@ -54,6 +55,14 @@ Rule rule_over_rows() {
   return described<RowwiseOptions>(
       "rowwise_adagrad", kStates, kRowwiseRoles,
       [](std::span<const double> options) { return bind_rowwise(hyper_of<RowwiseOptions>(options)); });
+}
+
+Rule rule_over_factors() {
+  static constexpr rules::StateSpec kStates[] = {
+      {"row", rules::Sign::kNotNegative}, {"column", rules::Sign::kNotNegative}, {"exp_avg"}};
+  return described<AdafactorHyper>(
+      "adafactor", kStates, kAdafactorRoles,
+      [](std::span<const double> options) { return bind_adafactor(hyper_of<AdafactorHyper>(options)); });
 }
 
 std::vector<std::string> rule_names() {
@@ -114,7 +123,8 @@ const std::vector<Rule>& rules() {
 #define FUSEDSTEP_RULE(R) described<fusedstep::rules::R>(#R),
       FUSEDSTEP_RULES(FUSEDSTEP_RULE)
 #undef FUSEDSTEP_RULE
-          rule_over_rows()};
+          rule_over_rows(),
+      rule_over_factors()};
   return *all;
 }
 

@@ -90,6 +90,22 @@ void check_state(size_t i, const TensorView& weight, const TensorView& state) {
   }
 }
 
+// The numbers of a state of a weight with these sizes.
+int64_t numbers_of(Dims sizes, Role role) {
+  const size_t dims = sizes.size();
+  switch (role) {
+    case Role::kElement:
+      break;
+    case Role::kIndex:
+      return dims == 0 ? 1 : sizes[0];
+    case Role::kRow:
+      return dims < 2 ? 0 : elements_of(sizes.first(dims - 1));
+    case Role::kColumn:
+      return dims < 2 ? elements_of(sizes) : elements_of(sizes.first(dims - 2)) * sizes[dims - 1];
+  }
+  return elements_of(sizes);
+}
+
 }  // namespace
 
 void refuse(size_t i, const std::string& why) {
@@ -137,15 +153,18 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
   return format;
 }
 
-void check_numbers(size_t i, const TensorView& weight, const TensorView& state) {
+void check_numbers(size_t i, const TensorView& weight, const TensorView& state, Role role) {
   check_device(i, "a state", state, weight.device);
   const DType dtype = weight.dtype == DType::kDouble ? DType::kDouble : DType::kFloat;
+  const char* const what = role == Role::kColumn ? "columns" : "rows";
   if (state.dtype != dtype) {
-    refuse(i, std::string("a state of rows is ") + name_of(state.dtype) + " but has to be " + name_of(dtype));
+    refuse(i, std::string("a state of ") + what + " is " + name_of(state.dtype) + " but has to be " +
+                  name_of(dtype));
   }
-  const int64_t rows = weight.sizes.empty() ? 1 : weight.sizes[0];
-  if (elements_of(state.sizes) != rows || !is_in_order(state.sizes, state.strides)) {
-    refuse(i, "a state must be contiguous, with a number for each of the " + std::to_string(rows) + " rows");
+  const int64_t count = numbers_of(weight.sizes, role);
+  if (elements_of(state.sizes) != count || !is_in_order(state.sizes, state.strides)) {
+    refuse(i,
+           "a state must be contiguous, with a number for each of the " + std::to_string(count) + " " + what);
   }
 }
 

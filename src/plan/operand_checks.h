@@ -23,8 +23,8 @@ Format checked_format(size_t i, const TensorOperands& operands, int slots, bool 
 // Checks that a weight of its dtype may.
 WeightCode checked_weight_code(size_t i, const TensorOperands& operands, int slots, bool masters,
                                bool is_random);
-// Checks a state of the role kIndex.
-void check_numbers(size_t i, const TensorView& weight, const TensorView& state);
+// Checks that a state has the numbers of its role, which is not kElement.
+void check_numbers(size_t i, const TensorView& weight, const TensorView& state, Role role);
 // Returns how a state is stored. Checks that its codes, and their absmax, are those of a weight.
 FUSEDSTEP_API Storage checked_storage(size_t i, const TensorView& weight, const TensorView& state);
 // Checks that every entry of a sparse gradient is for a row of a tensor with these sizes, on up to `threads`

@@ -69,11 +69,11 @@ uint64_t Plan::draws(size_t i, double step) const {
 
 void Plan::use_roles(std::span<const Role> roles) {
   if (roles.empty()) return;
-  if (std::ssize(roles) != slots_) {
+  if (std::ssize(roles) < slots_) {
     throw std::runtime_error("the plan has " + std::to_string(slots_) + " states for each weight, the rule " +
                              std::to_string(roles.size()));
   }
-  roles_.assign(roles.begin(), roles.end());
+  roles_.assign(roles.begin(), roles.begin() + slots_);
   walked_ = static_cast<int>(std::ranges::count(roles_, Role::kElement));
   numbers_.resize(tensors());
 }
@@ -88,7 +88,7 @@ void Plan::bind(size_t i, const TensorOperands& operands, int threads) {
       walked.states[at++] = state;
       continue;
     }
-    check_numbers(i, operands.weight, state);
+    check_numbers(i, operands.weight, state, roles_[k]);
     numbers[k] = state.data;
   }
   bind_elements(i, walked, threads);

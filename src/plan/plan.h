@@ -4,6 +4,7 @@
 #pragma once
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -27,8 +28,15 @@ struct Wave {
   int64_t first, last;
 };
 
+// Memory that is kept from step to step.
+struct KeptBytes {
+  std::unique_ptr<std::byte[]> memory;
+  size_t bytes = 0;
+};
+
 // The memory that steps over a plan use, and what they leave in it for the next.
 struct StepMemory {
+  KeptBytes scratch;                       // of a step with factored moments
   std::vector<double> partial_norms;       // [chunks][2], scratch of a step with norms
   std::vector<double> ratios;              // [tensors], of a step with norms
   LoadBalance step_balance, norm_balance;  // of the threads in steps, and in sums over gradients
@@ -43,8 +51,8 @@ class Plan {
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
-  // Tells the role of each state, before the first tensor is bound. With none all are kElement. Throws
-  // std::runtime_error unless there are as many as slots.
+  // Tells the roles of the states, before the first tensor is bound; of the last states of a rule a plan may
+  // have none. Without roles all are kElement. Throws std::runtime_error if there are more slots than roles.
   void use_roles(std::span<const Role> roles);
   std::span<const Role> roles() const { return roles_; }
   bool has_masters() const { return masters_; }

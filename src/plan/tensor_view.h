@@ -54,9 +54,14 @@ bool is_in_order(Dims sizes, Dims strides);
 // Returns the number of a tensor's elements.
 int64_t elements_of(Dims sizes);
 
-// What has a number of a state: the state has the shape of the weight, or a number for each index of the
-// weight's first dimension. The numbers of the latter are contiguous, and have the type of the maths.
-enum class Role : uint8_t { kElement, kIndex };
+// What has a number of a state.
+enum class Role : uint8_t {
+  kElement,  // each element of the weight, whose shape the state has
+  // The numbers of these are contiguous, and have the type of the maths.
+  kIndex,   // each index of the weight's first dimension
+  kRow,     // each row of the matrices of its last two dimensions; a weight of less than two has none
+  kColumn,  // each of their columns; of less than two dimensions, each element
+};
 
 // All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is
 // sparse: `grad` is the first of its entries, expanded over all rows, and the others lie behind it, one by

@@ -459,6 +459,7 @@ class PartOfStep {
   PartOfStep(PyObject* part, PyObject* group) : part_(part), group_(group) {}
 
   // True if the options are the last step's. The learning rate may differ: it is the first of the numbers.
+  // One below 0 or NaN is left to those who say what is wrong with it.
   bool same_options() {
     PyObject* items = PyTuple_GetItem(part_, kItems);
     const Py_ssize_t count = PyList_Size(items);
@@ -468,7 +469,7 @@ class PartOfStep {
       if (known + 1 >= count || PyList_GetItem(items, known) != name) return false;
       if (name == names.params) params_ = value;
       if (PyList_GetItem(items, known + 1) == value) continue;
-      if (name != names.lr || PyFloat_CheckExact(value) == 0) return false;
+      if (name != names.lr || PyFloat_CheckExact(value) == 0 || !(PyFloat_AsDouble(value) >= 0)) return false;
       numbers()[0] = PyFloat_AsDouble(value);
       Py_INCREF(value);
       PyList_SetItem(items, known + 1, value);

@@ -1,11 +1,20 @@
 #include "src/steps/factored.h"
 
 #include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstddef>
+#include <cstring>
+#include <limits>
+#include <map>
 #include <memory>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "src/core/reduction.h"
+#include "src/plan/operand_checks.h"
 #include "src/run/dispatch.h"
 #include "src/run/session.h"
 
@@ -16,14 +25,17 @@ namespace {
 // thread before the next ones: later stages then find the wave's weights and gradients in the caches.
 constexpr int64_t kItemElements = int64_t{1} << 15, kWaveElements = int64_t{1} << 18;
 
-// Memory that a thread keeps from step to step, unless it is much.
+// A tensor of one block costs as much as some elements, beside its own.
+constexpr int64_t kSingleCost = 256;
+
+// Memory that is kept from step to step, unless it is much.
 class Scratch {
  public:
-  Scratch() = default;
+  explicit Scratch(KeptBytes& kept) : kept_(kept) {}
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
   ~Scratch() {
-    if (kept().bytes > kMostKept) kept() = {};
+    if (kept_.bytes > kMostKept) kept_ = {};
   }
 
   template <class T = std::byte>
@@ -36,13 +48,12 @@ class Scratch {
   // Frees all that has been reserved so far: it is never needed at the same time as what comes next.
   void reuse() { used_ = 0; }
   void allocate() {
-    Kept& here = kept();
-    if (here.bytes < bytes_ + kLine) {
-      here = {};
-      here = {std::make_unique_for_overwrite<std::byte[]>(bytes_ + kLine), bytes_ + kLine};
+    if (kept_.bytes < bytes_ + kLine) {
+      kept_ = {};
+      kept_ = {std::make_unique_for_overwrite<std::byte[]>(bytes_ + kLine), bytes_ + kLine};
     }
-    const auto address = reinterpret_cast<uintptr_t>(here.memory.get());
-    begin_ = here.memory.get() + (kLine - address % kLine) % kLine;
+    const auto address = reinterpret_cast<uintptr_t>(kept_.memory.get());
+    begin_ = kept_.memory.get() + (kLine - address % kLine) % kLine;
   }
   template <class T>
   T* at(size_t place) const {
@@ -51,15 +62,8 @@ class Scratch {
 
  private:
   static constexpr size_t kLine = 64, kMostKept = size_t{1} << 26;
-  struct Kept {
-    std::unique_ptr<std::byte[]> memory;
-    size_t bytes = 0;
-  };
-  static Kept& kept() {
-    static thread_local Kept here;
-    return here;
-  }
 
+  KeptBytes& kept_;
   size_t used_ = 0, bytes_ = 0;
   std::byte* begin_ = nullptr;
 };
@@ -96,19 +100,35 @@ struct Item {
   int64_t begin, end;
 };
 
+// The options of tensors: most have the same.
+struct OptionsOfTensors {
+  std::vector<FactoredOptions> options;
+  std::vector<uint32_t> of_tensor;  // those of each; empty if all have the first
+
+  const FactoredOptions& operator[](size_t tensor) const {
+    return options[of_tensor.empty() ? 0 : of_tensor[tensor]];
+  }
+};
+
 class Step {
  public:
-  Step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part,
-       int threads)
-      : tensors_(tensors), options_(options), part_(part), threads_(threads) {
-    for (const FactoredTensor& tensor : tensors) cuts_.emplace_back(tensor);
+  Step(std::vector<FactoredTensor> tensors, OptionsOfTensors options, FactoredPart part, int threads,
+       KeptBytes& kept)
+      : tensors_(std::move(tensors)),
+        options_(std::move(options)),
+        part_(part),
+        threads_(threads),
+        scratch_(kept) {
+    cuts_.reserve(tensors_.size());
+    for (const FactoredTensor& tensor : tensors_) cuts_.emplace_back(tensor);
     make_items();
     scratch_.allocate();
   }
 
-  void run() { run_stages(threads_, stages_, *this); }
+  void run(const Aside& aside = {}) { run_stages(threads_, stages_, *this, aside); }
 
   void operator()(size_t stage, Pieces& pieces) const {
+    if (!single_tensors_.empty() && stage-- == 0) return step_singles(pieces);
     const std::span<const StageKind> kinds = stages_of(part_);
     const Wave& wave = waves_[stage / kinds.size()];
     KnownLengths lengths;
@@ -186,6 +206,11 @@ class Step {
     for (size_t t = 0; t < tensors_.size(); ++t) {
       const FactoredTensor& tensor = tensors_[t];
       Cut& cut = cuts_[t];
+      if (part_ == FactoredPart::kWhole && cut.blocks == 1) {
+        single_tensors_.push_back(t);
+        cost_of_singles_.push_back(cost_of_singles_.back() + tensor.rows * tensor.columns + kSingleCost);
+        continue;
+      }
       if (elements >= in_wave) {
         waves_.push_back({block_items_.size(), matrix_items_.size()});
         scratch_.reuse();
@@ -201,12 +226,15 @@ class Step {
       add_items(t, tensor.count, together, 8 * sums, matrix_items_, wave.cost_of_matrices);
       elements += all;
     }
+    if (!single_tensors_.empty()) stages_.push_back({cost_of_singles_});
+    bool is_first = true;
     for (const Wave& wave : waves_) {
       for (const StageKind kind : stages_of(part_)) {
         const bool is_of_matrices = kind == StageKind::kMatrices || kind == StageKind::kNormSums;
-        // The first one waits too: memory of the wave before is reused.
-        stages_.push_back({is_of_matrices ? wave.cost_of_matrices : wave.cost_of_blocks, !stages_.empty(),
+        // The first one of a wave waits too: memory of the wave before is reused.
+        stages_.push_back({is_of_matrices ? wave.cost_of_matrices : wave.cost_of_blocks, !is_first,
                            kind == StageKind::kNorms});
+        is_first = false;
       }
     }
   }
@@ -228,79 +256,121 @@ class Step {
     return {static_cast<std::byte*>(whole.data) + offset * size, whole.row, whole.column};
   }
 
+  // Where the sums and factors of a tensor are.
+  struct Room {
+    double* row_sums;
+    std::byte *column_sums, *row_factors, *column_factors;
+    double* norms;
+  };
+  Room room_of(const Cut& cut) const {
+    return {scratch_.at<double>(cut.row_sums), scratch_.at<std::byte>(cut.column_sums),
+            scratch_.at<std::byte>(cut.row_factors), scratch_.at<std::byte>(cut.column_factors),
+            scratch_.at<double>(cut.norms)};
+  }
+
+  FactoredBlock block_of(size_t index, const Room& room, int64_t matrix, int64_t row_tile,
+                         int64_t column_block) const {
+    const FactoredTensor& tensor = tensors_[index];
+    const FactoredOptions& options = options_[index];
+    const Cut& cut = cuts_[index];
+    const int maths = size_of_maths(tensor.format);
+    const int64_t row = row_tile * kTileRows, column = column_block * kBlockColumns,
+                  tile = column_block * kBlockTiles;
+    FactoredBlock block{};
+    block.grad_factor = options.grad_factor;
+    block.most = options.most;
+    block.beta = options.beta;
+    block.row_sums_of_tile = tensor.rows;
+    block.rows = std::min(kTileRows, tensor.rows - row);
+    block.columns = std::min(kBlockColumns, tensor.columns - column);
+    block.weight = part_of(tensor.weight, tensor.outer, matrix, row, column, size_of_weight(tensor.format));
+    block.grad = part_of(tensor.grad, tensor.outer, matrix, row, column, size_of_grad(tensor.format));
+    block.moment = part_of(tensor.moment, tensor.outer, matrix, row, column, maths);
+    block.row_sums = room.row_sums + (matrix * cut.column_tiles + tile) * tensor.rows + row;
+    block.column_sums =
+        room.column_sums + ((matrix * cut.row_tiles + row_tile) * tensor.columns + column) * maths;
+    if (tensor.row_moments != nullptr) {
+      block.row_factors = room.row_factors + (matrix * tensor.rows + row) * maths;
+    }
+    block.column_factors = room.column_factors + (matrix * tensor.columns + column) * maths;
+    block.norms = room.norms + 2 * ((matrix * cut.row_tiles + row_tile) * cut.column_tiles + tile);
+    return block;
+  }
+
   template <FactoredPhase kPhase>
   void run_blocks(size_t item_index, KnownLengths& known) const {
     const Item& item = block_items_[item_index];
-    const FactoredTensor& tensor = tensors_[item.tensor];
     const Cut& cut = cuts_[item.tensor];
-    FactoredBlock block{};
-    block.grad_factor = options_.grad_factor;
-    block.most = options_.most;
-    block.beta = options_.beta;
-    block.row_sums_of_tile = tensor.rows;
-    if constexpr (kPhase == kApply) {
-      if (known.tensor != item.tensor) known = {item.tensor, lengths(tensor, cut)};
+    const Room room = room_of(cut);
+    if (kPhase == kApply && known.tensor != item.tensor) known = {item.tensor, lengths(item.tensor, room)};
+    const auto run = kernels().factored(tensors_[item.tensor].format)->phase[kPhase];
+    for (int64_t b = item.begin; b < item.end; ++b) {
+      FactoredBlock block = block_of(item.tensor, room, b / (cut.column_blocks * cut.row_tiles),
+                                     b / cut.column_blocks % cut.row_tiles, b % cut.column_blocks);
       block.keep = known.lengths.keep;
       block.step = known.lengths.step;
-    }
-    const auto run = kernels().factored(tensor.format)->phase[kPhase];
-    const int maths = size_of_maths(tensor.format);
-    const int weight_size = size_of_weight(tensor.format), grad_size = size_of_grad(tensor.format);
-    for (int64_t b = item.begin; b < item.end; ++b) {
-      const int64_t column_block = b % cut.column_blocks, row_tile = b / cut.column_blocks % cut.row_tiles,
-                    matrix = b / (cut.column_blocks * cut.row_tiles);
-      const int64_t row = row_tile * kTileRows, column = column_block * kBlockColumns,
-                    tile = column_block * kBlockTiles;
-      block.rows = std::min(kTileRows, tensor.rows - row);
-      block.columns = std::min(kBlockColumns, tensor.columns - column);
-      block.weight = part_of(tensor.weight, tensor.outer, matrix, row, column, weight_size);
-      block.grad = part_of(tensor.grad, tensor.outer, matrix, row, column, grad_size);
-      block.moment = part_of(tensor.moment, tensor.outer, matrix, row, column, maths);
-      block.row_sums =
-          scratch_.at<double>(cut.row_sums) + (matrix * cut.column_tiles + tile) * tensor.rows + row;
-      block.column_sums = scratch_.at<std::byte>(cut.column_sums) +
-                          ((matrix * cut.row_tiles + row_tile) * tensor.columns + column) * maths;
-      block.row_factors = tensor.row_moments == nullptr ? nullptr
-                                                        : scratch_.at<std::byte>(cut.row_factors) +
-                                                              (matrix * tensor.rows + row) * maths;
-      block.column_factors =
-          scratch_.at<std::byte>(cut.column_factors) + (matrix * tensor.columns + column) * maths;
-      block.norms = scratch_.at<double>(cut.norms) +
-                    2 * ((matrix * cut.row_tiles + row_tile) * cut.column_tiles + tile);
       run(block);
     }
   }
 
-  // The squares of the norms of weight and update, over all tiles.
-  double norm2(const FactoredTensor& tensor, const Cut& cut, int which) const {
-    const double* const norms = scratch_.at<double>(cut.norms);
-    return sum_in_groups(cut.tiles(tensor), [&](int64_t tile) { return norms[2 * tile + which]; });
+  // Steps tensors of one block, each at once: its sums stay in the first-level cache.
+  void step_singles(Pieces& pieces) const {
+    alignas(64) double row_sums[kTileRows * kBlockTiles], norms[2 * kBlockTiles];
+    alignas(64) std::byte row_factors[kTileRows * sizeof(double)], columns[kBlockColumns * sizeof(double)];
+    const Room room{row_sums, columns, row_factors, columns, norms};
+    for (int64_t begin, end; pieces.next(begin, end);) {
+      for (int64_t i = begin; i < end; ++i) {
+        const size_t index = single_tensors_[i];
+        const FactoredFormat format = tensors_[index].format;
+        FactoredBlock block = block_of(index, room, 0, 0, 0);
+        const FactoredKernels& of = *kernels().factored(format);
+        of.phase[kSums](block);
+        if (format == FactoredFormat::kDouble) {
+          run_matrix<double>(index, 0, room);
+        } else {
+          run_matrix<float>(index, 0, room);
+        }
+        of.phase[kNorms](block);
+        const FactoredLengths found = lengths(index, room);
+        block.keep = found.keep;
+        block.step = found.step;
+        of.phase[kApply](block);
+      }
+    }
   }
 
-  FactoredLengths lengths(const FactoredTensor& tensor, const Cut& cut) const {
+  // The squares of the norms of weight and update, over all tiles.
+  double norm2(size_t index, const Room& room, int which) const {
+    return sum_in_groups(cuts_[index].tiles(tensors_[index]),
+                         [&](int64_t tile) { return room.norms[2 * tile + which]; });
+  }
+
+  FactoredLengths lengths(size_t index, const Room& room) const {
+    const FactoredTensor& tensor = tensors_[index];
+    const FactoredOptions& options = options_[index];
     if (part_ == FactoredPart::kApply) {
       const FactoredShare& share = tensor.share;
-      return lengths_of(options_, share.norms2[0], share.norms2[1], static_cast<double>(share.elements));
+      return lengths_of(options, share.norms2[0], share.norms2[1], static_cast<double>(share.elements));
     }
-    return lengths_of(options_, norm2(tensor, cut, 0), norm2(tensor, cut, 1),
+    return lengths_of(options, norm2(index, room, 0), norm2(index, room, 1),
                       static_cast<double>(tensor.count * tensor.rows * tensor.columns));
   }
 
   void add_norms(const Item& item) const {
     if (item.begin != 0) return;  // once for a tensor
-    const FactoredTensor& tensor = tensors_[item.tensor];
+    const Room room = room_of(cuts_[item.tensor]);
     for (int which = 0; which < 2; ++which) {
-      tensor.share.norms2[which] = norm2(tensor, cuts_[item.tensor], which);
+      tensors_[item.tensor].share.norms2[which] = norm2(item.tensor, room, which);
     }
   }
 
   void run_matrices(const Item& item) const {
-    const FactoredTensor& tensor = tensors_[item.tensor];
+    const Room room = room_of(cuts_[item.tensor]);
     for (int64_t m = item.begin; m < item.end; ++m) {
-      if (tensor.format == FactoredFormat::kDouble) {
-        run_matrix<double>(tensor, cuts_[item.tensor], m);
+      if (tensors_[item.tensor].format == FactoredFormat::kDouble) {
+        run_matrix<double>(item.tensor, m, room);
       } else {
-        run_matrix<float>(tensor, cuts_[item.tensor], m);
+        run_matrix<float>(item.tensor, m, room);
       }
     }
   }
@@ -308,11 +378,14 @@ class Step {
   // Takes the second moments of a matrix forward, and computes the factors of the update: as much of it as
   // belongs to this part of the step.
   template <class T>
-  void run_matrix(const FactoredTensor& tensor, const Cut& cut, int64_t m) const {
+  void run_matrix(size_t index, int64_t m, const Room& room) const {
+    const FactoredTensor& tensor = tensors_[index];
+    const FactoredOptions& options = options_[index];
+    const Cut& cut = cuts_[index];
     const int64_t rows = tensor.rows, columns = tensor.columns;
     const FactoredShare& share = tensor.share;
-    const double* const row_sums = scratch_.at<double>(cut.row_sums) + m * cut.column_tiles * rows;
-    const T* const column_sums = scratch_.at<T>(cut.column_sums) + m * cut.row_tiles * columns;
+    const double* const row_sums = room.row_sums + m * cut.column_tiles * rows;
+    const T* const column_sums = reinterpret_cast<const T*>(room.column_sums) + m * cut.row_tiles * columns;
     const bool has_rows = tensor.row_moments != nullptr;
     T* const of_rows = has_rows ? static_cast<T*>(tensor.row_moments) + m * rows : nullptr;
     T* const of_columns = static_cast<T*>(tensor.column_moments) + m * columns;
@@ -324,11 +397,11 @@ class Step {
         return;
       case FactoredPart::kRows:
         if (!has_rows) return;
-        average(of_rows, share.row_sums + m * rows, 1, rows, share.columns);
+        average(options, of_rows, share.row_sums + m * rows, 1, rows, share.columns);
         share.mean_sums[m] = sum_of_moments(of_rows, rows);
         return;
       case FactoredPart::kNorms:
-        average(of_columns, share.column_sums + m * columns, 1, columns, share.rows);
+        average(options, of_columns, share.column_sums + m * columns, 1, columns, share.rows);
         if (has_rows) sum = share.mean_sums[m];
         break;
       case FactoredPart::kApply:
@@ -336,34 +409,31 @@ class Step {
         break;
       default:
         if (has_rows) {
-          average(of_rows, row_sums, cut.column_tiles, rows, columns);
+          average(options, of_rows, row_sums, cut.column_tiles, rows, columns);
           sum = sum_of_moments(of_rows, rows);
         }
-        average(of_columns, column_sums, cut.row_tiles, columns, rows);
+        average(options, of_columns, column_sums, cut.row_tiles, columns, rows);
     }
     if (has_rows) {
       const auto mean =
-          static_cast<T>(mean_of_rows(options_, sum, part_ == FactoredPart::kWhole ? rows : share.rows));
-      find_factors(of_rows, mean, rows, scratch_.at<T>(cut.row_factors) + m * rows);
+          static_cast<T>(mean_of_rows(options, sum, part_ == FactoredPart::kWhole ? rows : share.rows));
+      find_factors(of_rows, mean, rows, reinterpret_cast<T*>(room.row_factors) + m * rows);
     }
-    find_factors(of_columns, T{1}, columns, scratch_.at<T>(cut.column_factors) + m * columns);
+    find_factors(of_columns, T{1}, columns, reinterpret_cast<T*>(room.column_factors) + m * columns);
   }
 
   template <class T>
   static double sum_of_moments(const T* moments, int64_t rows) {
     return sum_in_groups(parts(rows, kMeanRows), [&](int64_t part) {
-      return sum_in_tree(moments + part * kMeanRows, std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
+      return sum_of_rows(moments + part * kMeanRows, std::min<int64_t>(kMeanRows, rows - part * kMeanRows));
     });
   }
 
   template <class T>
-  static double sum_in_tree(const T* moments, int64_t count) {
+  static double sum_of_rows(const T* moments, int64_t count) {
     double sums[kMeanRows] = {};
     for (int64_t i = 0; i < count; ++i) sums[i] = static_cast<double>(moments[i]);
-    for (int half = kMeanRows / 2; half > 0; half /= 2) {
-      for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
-    }
-    return sums[0];
+    return sum_in_tree<kMeanRows>(sums);
   }
 
   struct WriteTo {
@@ -374,16 +444,19 @@ class Step {
   // Takes the mean of `terms` squares into each moment. Their sums are in `tiles` arrays, one behind the
   // other.
   template <class T, class Sum>
-  void average(T* __restrict moments, const Sum* __restrict sums, int64_t tiles, int64_t count,
-               int64_t terms) const {
-    for_totals(sums, tiles, count, [&](int64_t i, double total) {
-      moments[i] = next_moment(options_, moments[i], total, terms);
-    });
+  static void average(const FactoredOptions& options, T* __restrict moments, const Sum* __restrict sums,
+                      int64_t tiles, int64_t count, int64_t terms) {
+    for_totals(sums, tiles, count,
+               [&](int64_t i, double total) { moments[i] = next_moment(options, moments[i], total, terms); });
   }
 
   // Calls take(i, the sum over the tiles of sums[tile][i]) for each i in [0, count).
   template <class Sum, class Take>
   static void for_totals(const Sum* __restrict sums, int64_t tiles, int64_t count, const Take& take) {
+    if (tiles == 1) {
+      for (int64_t i = 0; i < count; ++i) take(i, static_cast<double>(sums[i]));
+      return;
+    }
     constexpr int64_t kPart = 512;
     double total[kPart], group[kPart];
     for (int64_t begin = 0; begin < count; begin += kPart) {
@@ -406,22 +479,170 @@ class Step {
     for (int64_t i = 0; i < count; ++i) factors[i] = factor_of(moments[i], mean);
   }
 
-  std::span<const FactoredTensor> tensors_;
-  FactoredOptions options_;
+  std::vector<FactoredTensor> tensors_;
+  OptionsOfTensors options_;
   FactoredPart part_;
   int threads_;
   std::vector<Cut> cuts_;
   std::vector<Wave> waves_;
   std::vector<Item> block_items_, matrix_items_;
+  std::vector<size_t> single_tensors_;  // of one block: they are in no wave
+  std::vector<int64_t> cost_of_singles_{0};
   std::vector<Stage> stages_;
   Scratch scratch_;
 };
 
+// The numbers of a step. Below 0 the first epsilon is that of the dtype of the weight.
+FactoredOptions options_at(const AdafactorHyper& hyper, double step, double eps_of_dtype,
+                           double grad_factor) {
+  const bool is_torchs = hyper.is_torchs != 0;
+  const double eps = hyper.eps1 < 0 ? eps_of_dtype : hyper.eps1;
+  double size = hyper.lr;
+  if (hyper.relative_step != 0) {
+    const double bound = is_torchs ? hyper.lr : hyper.max_relative_step;
+    size = std::min(hyper.warmup_init != 0 ? 1e-6 * step : bound, std::pow(step, -0.5));
+  }
+  return {.rate = std::pow(step, hyper.beta2_decay),
+          .added = is_torchs ? 0 : eps,
+          .least_mean = is_torchs ? eps : 0,
+          .most = is_torchs && eps != 0 ? 1 / eps : std::numeric_limits<double>::infinity(),
+          .step = size,
+          .scaled = hyper.scale_parameter,
+          .least_scale = hyper.eps2,
+          .threshold = hyper.d,
+          .decay = hyper.weight_decay * (is_torchs ? hyper.lr : 1),
+          .decays_by_length = is_torchs ? 0.0 : 1.0,
+          .beta = hyper.beta1,
+          .grad_factor = grad_factor};
+}
+
+double eps_of(FactoredFormat format) {
+  switch (format) {
+    case FactoredFormat::kDouble:
+      return std::numeric_limits<double>::epsilon();
+    case FactoredFormat::kBFloat16:
+      return 0x1p-7;
+    case FactoredFormat::kHalf:
+      return 0x1p-10;
+    default:
+      return std::numeric_limits<float>::epsilon();
+  }
+}
+
+FactoredFormat format_of(const Plan& plan, size_t i, bool averages) {
+  switch (plan.format(i)) {
+    case Format::kFloat:
+      return FactoredFormat::kFloat;
+    case Format::kDouble:
+      return FactoredFormat::kDouble;
+    case Format::kBFloat16Float:
+      return FactoredFormat::kBFloat16;
+    case Format::kHalfFloat:
+      return FactoredFormat::kHalf;
+    case Format::kBFloat16:
+      if (!averages) return FactoredFormat::kBFloat16;
+      break;
+    case Format::kHalf:
+      if (!averages) return FactoredFormat::kHalf;
+      break;
+    default:
+      break;
+  }
+  refuse(i, "the first moment must be float32");
+}
+
+// An operand of a plan. One of less than two dimensions is a matrix of one row.
+Matrices matrices_of(const Plan& plan, size_t i, int operand) {
+  void* const data = plan.task(i).data[operand];
+  const Dims strides = plan.strides(i, operand);
+  const size_t dims = strides.size();
+  if (dims < 2) return {data, {}, 0, dims == 1 ? strides[0] : 1};
+  return {data, strides.first(dims - 2), strides[dims - 2], strides[dims - 1]};
+}
+
+FactoredTensor tensor_of(const Plan& plan, size_t i, bool averages) {
+  if (plan.row_index(i) != nullptr) refuse(i, "the gradient is sparse");
+  if (plan.task(i).data[kWeight] == plan.task(i).data[kGrad]) {
+    refuse(i, "the gradient shares memory with the weight");
+  }
+  const Dims sizes = plan.sizes(i);
+  const size_t dims = sizes.size();
+  FactoredTensor tensor{};
+  tensor.format = format_of(plan, i, averages);
+  tensor.weight = matrices_of(plan, i, kWeight);
+  tensor.grad = matrices_of(plan, i, kGrad);
+  if (averages) tensor.moment = matrices_of(plan, i, kFirstState);
+  tensor.columns = dims == 0 ? 1 : sizes[dims - 1];
+  tensor.rows = 1;
+  tensor.count = 1;
+  if (dims >= 2) {
+    tensor.outer = sizes.first(dims - 2);
+    tensor.rows = sizes[dims - 2];
+    for (const int64_t size : tensor.outer) tensor.count *= size;
+    tensor.row_moments = plan.numbers_of(i, 0);
+  }
+  tensor.column_moments = plan.numbers_of(i, 1);
+  return tensor;
+}
+
+// A step of the tensors of a plan that have elements.
+class PlannedStep final : public PreparedStep {
+ public:
+  PlannedStep(Plan& plan, std::vector<FactoredTensor> tensors, OptionsOfTensors options, int threads)
+      : plan_(plan),
+        step_(std::move(tensors), std::move(options), FactoredPart::kWhole, threads, plan.memory().scratch) {}
+
+  void run(const Aside& aside) noexcept override {
+    plan_.memory().ran_on = kernels().isa;
+    step_.run(aside);
+  }
+
+ private:
+  Plan& plan_;
+  Step step_;
+};
+
+std::unique_ptr<PreparedStep> prepare_adafactor(Plan& plan, const BoundRule& rule, std::span<double> steps,
+                                                const StepOptions& step_options) {
+  if (step_options.grads != GradUse::kLeave) {
+    throw std::runtime_error("a step with factored moments leaves gradients as they are");
+  }
+  const auto hyper = rule.hyper_as<AdafactorHyper>();
+  const double grad_factor = (step_options.maximize ? -1 : 1) * step_options.grad_factor;
+  std::vector<FactoredTensor> tensors;
+  tensors.reserve(plan.tensors());
+  OptionsOfTensors options;
+  std::map<std::pair<uint64_t, FactoredFormat>, uint32_t> known;  // by step count and format
+  for (size_t i = 0; i < plan.tensors(); ++i) {
+    if (plan.empty(i)) continue;
+    const FactoredTensor& tensor = tensors.emplace_back(tensor_of(plan, i, hyper.averages != 0));
+    const auto [found, is_new] = known.try_emplace({std::bit_cast<uint64_t>(steps[i]), tensor.format},
+                                                   static_cast<uint32_t>(options.options.size()));
+    if (is_new) {
+      options.options.push_back(options_at(hyper, steps[i], eps_of(tensor.format), grad_factor));
+    }
+    options.of_tensor.push_back(found->second);
+  }
+  return std::make_unique<PlannedStep>(plan, std::move(tensors), std::move(options), step_options.threads);
+}
+
 }  // namespace
+
+BoundRule bind_adafactor(const AdafactorHyper& hyper) {
+  static_assert(std::is_trivially_copyable_v<AdafactorHyper> &&
+                sizeof(AdafactorHyper) <= BoundRule::kHyperBytes);
+  BoundRule bound{};
+  bound.states = hyper.averages != 0 ? 3 : 2;
+  bound.roles = std::span(kAdafactorRoles).first(bound.states);
+  bound.make_step = prepare_adafactor;
+  std::memcpy(bound.hyper, &hyper, sizeof hyper);
+  return bound;
+}
 
 void factored_step(std::span<const FactoredTensor> tensors, const FactoredOptions& options, FactoredPart part,
                    int threads) {
-  Step step(tensors, options, part, threads);
+  static thread_local KeptBytes kept;
+  Step step({tensors.begin(), tensors.end()}, {{options}, {}}, part, threads, kept);
   step.run();
 }
 

@@ -1,10 +1,12 @@
 // A step of weights whose second moments are kept as those of rows and columns (Adafactor).
 #pragma once
+#include <array>
 #include <cstdint>
 #include <span>
 
 #include "src/core/factored.h"
 #include "src/plan/layout.h"
+#include "src/steps/step.h"
 
 namespace fusedstep {
 
@@ -54,6 +56,38 @@ struct FactoredCut {
   explicit FactoredCut(const FactoredTensor& tensor)
       : row_tiles(parts(tensor.rows, kTileRows)), column_tiles(parts(tensor.columns, kTileColumns)) {}
 };
+
+// The hyper-parameters of Adafactor. FactoredOptions follow from these and from the step count.
+struct AdafactorHyper {
+  double lr = 1e-2, beta2_decay = -0.8;
+  double eps1 = -1;  // below 0: the epsilon of the weight's dtype
+  double eps2 = 1e-3, d = 1, weight_decay = 0, beta1 = 0;
+  double averages = 0;  // updates are averaged, by beta1
+  double scale_parameter = 1, relative_step = 1, warmup_init = 0;
+  double max_relative_step = 1e-2;  // instead of lr, where the variant is not torch's
+  double is_torchs = 1;             // the variant: torch's, or transformers'
+
+  static constexpr const char* kNames[] = {"lr",
+                                           "beta2_decay",
+                                           "eps1",
+                                           "eps2",
+                                           "d",
+                                           "weight_decay",
+                                           "beta1",
+                                           "averages",
+                                           "scale_parameter",
+                                           "relative_step",
+                                           "warmup_init",
+                                           "max_relative_step",
+                                           "is_torchs"};
+};
+
+// The states of the rule: second moments of rows and of columns and, if it averages, a first moment.
+inline constexpr std::array kAdafactorRoles = {Role::kRow, Role::kColumn, Role::kElement};
+
+// The rule over factored second moments. Its step leaves gradients as they are, and weights without elements.
+// To prepare one throws std::runtime_error, naming it, for a gradient that is its own weight.
+BoundRule bind_adafactor(const AdafactorHyper& hyper);
 
 // Takes a part of a step of tensors on the CPU, on up to `threads` threads. The bits depend neither on their
 // number nor on the layouts; those of the parts one after another are those of a whole step. Throws

@@ -92,6 +92,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
     _learns_in_int4: ClassVar[bool] = False
     #: The codes of a class's states unless ``state_dtype`` is given.
     _usual_codes: ClassVar[str | None] = None
+    #: False if norms of gradients are added up in the order of these, whatever that of a native
+    #: plan is.
+    _plan_takes_norm: ClassVar[bool] = True
     #: False if all gradients have to be sparse.
     _takes_dense: ClassVar[bool] = True
     #: True if dictionaries may hold a step count for a whole group.

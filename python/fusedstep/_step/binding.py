@@ -109,7 +109,7 @@ class BindsGroups(Owner):
             return None
         store.count_together(weights, states, self._may_be_skipped())
         names, way = store.names_of(group, weights[0]), storage.way_of(group, weights[0])
-        slots, has_beside = store.slots(names, weights, states), way in storage.BESIDE
+        slots, has_beside = self._slots(group, weights, states), way in storage.BESIDE
         seed, draws = storage.seed_of(group, weights[0]), None
         if seed is not None:
             draws = seed, storage.places_of(self._groups, group, weights)
@@ -124,7 +124,14 @@ class BindsGroups(Owner):
             draws=draws,
             state_dtype=own_option(group, "state_dtype"),
             rule=self._rule,
+            takes_norm=self._plan_takes_norm,
         )
+
+    def _slots(
+        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> list[Tensor]:
+        """The states of a group's weights as the native rule has them, slot by slot."""
+        return self._store.slots(self._store.names_of(group, weights[0]), weights, states)
 
     def _may_be_skipped(self) -> bool:
         """Returns whether a number on a device may tell if a step is skipped."""
@@ -223,8 +230,6 @@ class BindsGroups(Owner):
         plan = self._plans.get(place)
         if plan is not None and same(weights, plan.weights):
             return plan
-        if self._is_composite(group):
-            return None
         found = self._aside.take(weights)
         if plan is not None:
             self._aside.put(plan)

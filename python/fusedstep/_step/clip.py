@@ -196,7 +196,7 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     plain: list[Tensor] = []
     others: list[Tensor] = []
     for item in work:
-        if not item.plan:
+        if not (item.plan and item.plan.takes_norm):
             for weight, grad in item.pairs():
                 if place_of(weight) is None:
                     values = local(grad.coalesce().values() if grad.is_sparse else grad)

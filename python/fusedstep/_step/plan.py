@@ -51,6 +51,7 @@ class Plan:
         "seed",
         "spread_of_sums",
         "state_dtype",
+        "takes_norm",
         "weights",
     )
 
@@ -66,14 +67,17 @@ class Plan:
         draws: tuple[int, list[int]] | None = None,
         state_dtype: torch.dtype | str | None = None,
         rule: str | None = None,
+        takes_norm: bool = True,
     ) -> None:
         """``draws``: the seed and the places by which weights are rounded at random.
 
         ``state_dtype``: the option of the group that the states are for. ``rule``: that whose
-        states they are; without it they have the shapes of the weights.
+        states they are; without it they have the shapes of the weights. ``takes_norm``: whether the
+        norm of gradients is added up in its order.
         """
         self.names = names
         self.state_dtype = state_dtype
+        self.takes_norm = takes_norm
         self.seed: int | None = draws[0] if draws else None
         self.places: list[int] | None = draws[1] if draws else None
         self.weights = list(weights)

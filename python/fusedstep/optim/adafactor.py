@@ -50,14 +50,15 @@ from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._state.storage import way_of
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
-from fusedstep._step.plan import Snapshot, Work, same
+from fusedstep._step.plan import GradUse, Plan, Snapshot, Work, same
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.support import why_not_native
 from fusedstep._step.undo import NO_RESERVE, interrupted, undone_on_error
 
 __all__ = ["Adafactor"]
 
-#: An operation would make a tensor of a number, and perhaps have no memory for it.
+#: A first eps in the place of that of the weight's dtype, for the native rule.
+_OF_DTYPE = -1.0
 
 
 class Adafactor(FusedOptimizer):
@@ -139,6 +140,7 @@ class Adafactor(FusedOptimizer):
     _elementwise = False
     _allocates_first = True
     _composite = True
+    _plan_takes_norm = False
     _torch_fuses = False
     _option_kinds: ClassVar[Options] = ADAFACTOR
 
@@ -223,6 +225,7 @@ class Adafactor(FusedOptimizer):
         pairs = [pair for pair in item.pairs() if pair[0].numel()]
         if (
             pairs
+            and not item.plan
             and self._wants_native(item.group)
             and _why_not_fused(item.weights, item.grads) is None
         ):
@@ -241,9 +244,83 @@ class Adafactor(FusedOptimizer):
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor] = ()
     ) -> bool:
         super()._is_native(group, weights, grads)
-        if own_option(group, "fused") and (reason := _why_not_fused(weights, grads)):
+        reason = _why_not_fused(weights, grads)
+        if reason and own_option(group, "fused"):
             raise RuntimeError(reason)
-        return False
+        return self._fuses(group, weights, grads)[1] and all(
+            p.is_cpu and way_of(group, p) is None and not _is_sharded(p) for p in weights
+        )
+
+    def _plan_at(
+        self, place: tuple[int, ...], group: dict[str, Any], weights: list[Tensor]
+    ) -> Plan | None:
+        is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator
+        return None if is_seen else super()._plan_at(place, group, weights)
+
+    def _bind(
+        self,
+        place: tuple[int, ...],
+        group: dict[str, Any],
+        weights: list[Tensor],
+        grads: list[Tensor],
+    ) -> Work:
+        try:
+            return super()._bind(place, group, weights, grads)
+        except RuntimeError:
+            if all(self._state.get(p) for p in weights):
+                try:
+                    self._check_states(group, weights)  # by their names, which no plan knows
+                except RuntimeError as error:
+                    raise with_name(error, self._groups, group, weights) from None
+            raise
+
+    def _slots(
+        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> list[Tensor]:
+        self._check_states(group, weights)
+        return list(itertools.chain(*self._operands(group, weights, states)))
+
+    def _operands(
+        self, group: dict[str, Any], weights: list[Tensor], states: list[dict[str, Tensor]]
+    ) -> list[list[Tensor]]:
+        """Moments of rows and of columns, and first moments: a list of each that there are."""
+        rows, columns = [], []
+        for weight, state in zip(weights, states, strict=True):
+            names = list(self._state_shapes(group, weight) or ())
+            # The moments of a vector's elements are those of the columns of one row.
+            columns.append(local(state[names[1 if weight.dim() > 1 else 0]]))
+            rows.append(local(state[names[0]]) if weight.dim() > 1 else columns[-1].new_empty(0))
+        if option_of(group, "beta1") is None:
+            return [rows, columns]
+        return [rows, columns, [local(state["exp_avg"]) for state in states]]
+
+    def _rule_options(self, group: dict[str, Any]) -> dict[str, Any]:
+        is_torch, beta1 = is_torchs(group), option_of(group, "beta1")
+        eps1, eps2 = group["eps"]
+        if eps1 is None:
+            eps1 = _OF_DTYPE if is_torch else 1e-30
+        beyond = ("scale_parameter", "relative_step", "warmup_init", "max_relative_step")
+        own = {
+            "eps1": eps1,
+            "eps2": eps2,
+            "beta1": beta1 or 0.0,
+            "averages": beta1 is not None,
+            "is_torchs": is_torch,
+        }
+        return group | own | {name: option_of(group, name) for name in beyond}
+
+    def _grad_use(
+        self, group: dict[str, Any], factors: Factors, zero_grad: bool | Literal["none"]
+    ) -> GradUse:
+        return GradUse.LEAVE
+
+    def _update_groups(
+        self, work: list[Work], factors: Factors, zero_grad: bool | Literal["none"]
+    ) -> list[tuple[Tensor, Tensor]]:
+        untreated = super()._update_groups(work, factors, zero_grad)
+        if zero_grad is True:  # which no step does
+            return [pair for item in work for pair in item.pairs()]
+        return untreated
 
     def _check_composite(
         self,
@@ -566,17 +643,11 @@ class Adafactor(FusedOptimizer):
                 weight if way is None else self._widened(group, weight, state)
                 for weight, state, way in zip(weights, states, ways, strict=True)
             ]
-        rows, columns = [], []
-        for weight, state in zip(weights, states, strict=True):
-            names = list(self._state_shapes(group, weight) or ())
-            # The moments of a vector's elements are those of the columns of one row.
-            columns.append(state[names[1 if weight.dim() > 1 else 0]])
-            rows.append(state[names[0]] if weight.dim() > 1 else local(columns[-1]).new_empty(0))
-        moments = (
-            [] if option_of(group, "beta1") is None else [state["exp_avg"] for state in states]
-        )
+        rows, columns, *moments = self._operands(group, weights, states)
         counts = [state["step"] for state in states]
-        return Call(places, eps, weights, values, rows, columns, moments, counts)
+        return Call(
+            places, eps, weights, values, rows, columns, moments[0] if moments else [], counts
+        )
 
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:
         first, least = group["eps"]
@@ -642,6 +713,10 @@ def _of_process(weights: list[Tensor], grads: list[Tensor]) -> tuple[list[Tensor
         for all_parts, part in zip(found, parts, strict=True):
             all_parts += part
     return found
+
+
+def _is_sharded(weight: Tensor) -> bool:
+    return is_dtensor(weight) and not all(each.is_replicate() for each in weight.placements)
 
 
 def _is_special(grad: Tensor) -> bool:

@@ -379,9 +379,10 @@ def test_states_of_a_plan_have_the_roles_of_its_rule(rule, has_roles):
     assert torch.equal(weight, torch.ones(6, 2))
 
 
-def test_the_rule_has_a_state_for_each_weight():
-    plan = torch.ops.fusedstep.plan_new([torch.ones(6, 2)], [], [torch.zeros(())])
-    with pytest.raises(RuntimeError, match="has 0 states for each weight, the rule 1"):
+def test_the_rule_has_one_state_for_each_weight():
+    weight = torch.ones(6, 2)
+    plan = torch.ops.fusedstep.plan_new([weight], [torch.zeros(6, 1)] * 2, [torch.zeros(())])
+    with pytest.raises(RuntimeError, match="has 2 states for each weight, the rule 1"):
         torch.ops.fusedstep.plan_roles(plan, ops.rule_index["rowwise_adagrad"])
     torch.ops.fusedstep.plan_delete(plan)
 
