@@ -271,7 +271,7 @@ class Adafactor(FusedOptimizer):
                 try:
                     self._check_states(group, weights)  # by their names, which no plan knows
                 except RuntimeError as error:
-                    raise with_name(error, self._groups, group, weights) from None
+                    raise with_name(error, place[0], group, weights) from None
             raise
 
     def _slots(
@@ -527,7 +527,7 @@ class Adafactor(FusedOptimizer):
         return Part(weight, widened, put, grad, moments, average, numbers)
 
     def _fuses(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
     ) -> tuple[bool, bool]:
         """Returns whether native operations step weights of a group, and whether all of these."""
         is_seen = torch._C._len_torch_dispatch_stack() > 0  # by a mode, operator by operator

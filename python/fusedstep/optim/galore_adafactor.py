@@ -154,7 +154,7 @@ class GaLoreAdafactor(GaLoreSteps, Adafactor):
         return False  # no plan steps the moments of rows and columns
 
     def _fuses(
-        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+        self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
     ) -> tuple[bool, bool]:
         fuses = super()._fuses(group, weights, grads)
         return (False, False) if self._is_projected(group) else fuses

@@ -252,6 +252,92 @@ def test_steps_alike_see_what_has_changed(change):
         assert all(torch.equal(value, other_states[key][name]) for name, value in state.items())
 
 
+def test_an_lr_below_0_is_an_error_of_a_repeated_step_too():
+    weights = make_weights(SHAPES, torch.float32)
+    optimizer = steps_of(weights, 3)
+    before = [weight.clone() for weight in weights]
+    optimizer.param_groups[0]["lr"] = -0.5
+    with pytest.raises(ValueError, match=r"Learning rate should be >= 0 but is: -0\.5"):
+        optimizer.step()
+    assert all(map(torch.equal, weights, before))
+
+
+def test_weights_that_have_taken_other_numbers_of_steps_are_stepped_together():
+    weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
+    options = {"beta1": 0.8, "weight_decay": 0.1}
+    optimizer = steps_of(weights, 2, **options)
+    apart = [steps_of([other], 0, **options) for other in others]
+    for step in range(2):
+        for other, grad in zip(others, make_gradients(SHAPES, torch.float32, step), strict=True):
+            other.grad = grad
+        for each in apart:
+            each.step()
+    counts = {id(weight): 2.0 + i % 3 for i, weight in enumerate(weights)}
+    for weight, each, other in zip(weights, apart, others, strict=True):
+        optimizer.state[weight]["step"].fill_(counts[id(weight)])
+        each.state[other]["step"].fill_(counts[id(weight)])
+        weight.grad = other.grad = torch.ones_like(weight)
+    optimizer.step()
+    for each in apart:
+        each.step()
+    assert all(map(torch.equal, weights, others))
+
+
+def test_weights_without_elements_are_counted_and_left_alone():
+    weights = [torch.ones(4, 3), torch.ones(0, 3), torch.ones(3, 0), torch.ones(0)]
+    optimizer = optim.Adafactor(weights, fused=True)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert [optimizer.state[weight]["step"].item() for weight in weights] == [1.0] * 4
+    assert not optimizer.state[weights[2]]["row_var"].any()
+
+
+@pytest.mark.parametrize(
+    ("role", "spoil", "text"),
+    [
+        (0, torch.Tensor.double, "a state of rows is float64 but has to be float32"),
+        (1, lambda state: state[:2].clone(), "a number for each of the 3 columns"),
+        (2, torch.Tensor.bfloat16, "a state is bfloat16 but the weight is float32"),
+    ],
+)
+def test_a_plan_refuses_states_of_another_form(role, spoil, text):
+    weight, grad = torch.ones(4, 3), torch.ones(4, 3)
+    states = [torch.zeros(4), torch.zeros(3), torch.zeros(4, 3)]
+    states[role] = spoil(states[role])
+    plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
+    torch.ops.fusedstep.plan_roles(plan, ops.rule_index["adafactor"])
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
+    torch.ops.fusedstep.plan_delete(plan)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "use", "text"),
+    [
+        (torch.float32, 3, "leaves gradients as they are"),
+        (torch.bfloat16, 0, "the first moment must be float32"),
+    ],
+)
+def test_a_plan_refuses_what_its_step_cannot_do(dtype, use, text):
+    weight, grad = (torch.ones(4, 3, dtype=dtype) for _ in range(2))
+    states = [torch.zeros(4), torch.zeros(3), torch.zeros_like(weight)]
+    plan = torch.ops.fusedstep.plan_new([weight], states, [torch.zeros(())])
+    torch.ops.fusedstep.plan_roles(plan, ops.rule_index["adafactor"])
+    torch.ops.fusedstep.plan_bind(plan, [weight], [grad])
+    options = [*torch.ops.fusedstep.rule_defaults("adafactor"), 0.0]
+    options[ops.rule_options["adafactor"].index("averages")] = 1.0
+    with pytest.raises(RuntimeError, match=text):
+        torch.ops.fusedstep.plan_prepare(plan, ops.rule_index["adafactor"], options, 1.0, use)
+    torch.ops.fusedstep.plan_delete(plan)
+
+
+def test_defaults_are_those_of_the_rule():
+    optimizer = optim.Adafactor([torch.zeros(3)])
+    found = optimizer._options(optimizer.param_groups[0])
+    assert [*map(float, found[:-1])] == torch.ops.fusedstep.rule_defaults("adafactor")
+
+
 def test_clipping_and_zeroing_are_those_of_torch():
     weights, others = (make_weights(SHAPES, torch.float32) for _ in range(2))
     optimizers = [optim.Adafactor(each, fused=True) for each in (weights, others)]

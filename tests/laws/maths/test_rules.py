@@ -16,8 +16,8 @@ DIFFERENT = {"AdamW": {"weight_decay": 1e-2, "decoupled_weight_decay": True}}
 
 
 def test_every_rule_has_a_class_and_every_class_a_rule():
-    over_rows = optim.RowWiseAdagrad._rule
-    assert {over_rows, *(case.optimizer._rule for case in PLAIN)} == set(RULES)
+    over_rows = optim.RowWiseAdagrad._rule, optim.Adafactor._rule
+    assert {*over_rows, *(case.optimizer._rule for case in PLAIN)} == set(RULES)
 
 
 @pytest.mark.parametrize("case", PLAIN, ids=str)
