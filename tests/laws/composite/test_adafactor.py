@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import math
 from unittest import mock
 
 import pytest
@@ -15,7 +16,15 @@ from reference.adafactor import adafactor
 from support.factored import ADAFACTOR as CASES
 from support.factored import stepped
 from support.layouts import GRADIENT_LAYOUTS, WEIGHT_LAYOUTS, Placed
-from support.stepping import ISAS, WAYS, forced_isa, make_gradients, make_weights, threads
+from support.stepping import (
+    ISAS,
+    WAYS,
+    assert_same_bits,
+    forced_isa,
+    make_gradients,
+    make_weights,
+    threads,
+)
 
 #: Matrices of one block and of several, stacks of matrices, vectors and a number.
 SHAPES = ((7, 5), (300, 2100), (3, 40), (4, 5, 6, 7), (2, 33, 18), (700,), (1, 9), (9, 1), ())
@@ -698,3 +707,32 @@ def test_a_beta1_of_a_group_leaves_its_variant_to_the_constructor():
     first.step()
     other.step()
     assert torch.equal(*params)
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+@pytest.mark.parametrize("fused", [True, None, False])
+def test_a_scaler_steps_as_unscaled_gradients_do(fused, overflows):
+    """With ``fused=True`` the scaler leaves the division to the step, and the skipped step too."""
+
+    def trained(scale):
+        params = [torch.nn.Parameter(torch.ones(16, 16)), torch.nn.Parameter(torch.ones(9))]
+        optimizer = optim.Adafactor(params, fused=fused)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        generator = torch.Generator().manual_seed(0)
+        for number in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator) * scale
+            is_skipped = overflows and number == 1
+            if is_skipped:
+                params[0].grad[0, 0] = math.inf
+            if scale == 1:
+                if not is_skipped:
+                    optimizer.step()
+                continue
+            scaler.scale(torch.ones(1))
+            scaler.step(optimizer)
+            scaler.update(scale)
+        return [*params, *(optimizer.state[p]["step"] for p in params)]
+
+    for found, expected in zip(trained(1024.0), trained(1.0), strict=True):
+        assert_same_bits(found.detach(), expected.detach(), "operand")
