@@ -32,8 +32,8 @@ struct FactoredTensor {
   Dims outer;                     // the sizes of the dimensions in front of the last two
   int64_t count, rows, columns;   // of matrices, and of what each has
   FactoredFormat format;
-  // The second moments, [count][rows] and [count][columns], contiguous. Without those of rows there is one
-  // row, and those of columns are those of its elements.
+  // The second moments, [count][rows] and [count][columns], contiguous. `row_moments` is null for vectors.
+  // Then `rows` is 1, and `column_moments` has one second moment for each element.
   void *row_moments, *column_moments;
   FactoredShare share;  // not looked at by a step of whole tensors
 };
