@@ -49,7 +49,7 @@ class TileSums {
   LaneSums<T> half_[2];
 };
 
-// The sum of lanes, in a tree, whose upper levels are those of packs.
+// Adds up the lanes in a tree. The upper levels of the tree add packs, the lower levels add numbers.
 FUSEDSTEP_FN double sum_of_lanes(const double* lanes) {
   using V = Pack<double>;
   V sums[kTileLanes / V::size()];
@@ -84,8 +84,8 @@ FUSEDSTEP_FN int64_t tiles_of(const FactoredBlock& block) {
   return (block.columns + kTileColumns - 1) / kTileColumns;
 }
 
-// Calls run(kind, j) for the columns that fill no group of lanes: by packs, and the last ones one by one. The
-// kind is a null pointer to one or the other.
+// Calls run(kind, j) for the columns that fill no group of lanes: by packs first, then column by column.
+// `kind` is a null pointer to a pack or to a number.
 template <class T, class Run>
 FUSEDSTEP_FN void for_rest(const TileColumns& in, Run run) {
   using V = Pack<T>;

@@ -51,8 +51,9 @@ class Plan {
 
   size_t tensors() const { return entries_.size(); }
   int slots() const { return slots_; }
-  // Tells the roles of the states, before the first tensor is bound; of the last states of a rule a plan may
-  // have none. Without roles all are kElement. Throws std::runtime_error if there are more slots than roles.
+  // Sets the roles of the states. Call it before the first tensor is bound. A plan may lack the last states
+  // of a rule. Without roles all states are kElement. Throws std::runtime_error if there are more slots than
+  // roles.
   void use_roles(std::span<const Role> roles);
   std::span<const Role> roles() const { return roles_; }
   bool has_masters() const { return masters_; }
@@ -202,7 +203,7 @@ class Plan {
   void check_grad_apart(size_t i) const;
 
   int slots_, device_;
-  int walked_;  // the states of a number for each element: those that `tasks_` have
+  int walked_;  // the number of states with the role kElement, which `tasks_` have
   bool masters_;
   std::vector<Role> roles_;                             // of each slot; empty: all are kElement
   std::vector<std::array<void*, kMaxStates>> numbers_;  // of each tensor, its states of other roles

@@ -54,13 +54,13 @@ bool is_in_order(Dims sizes, Dims strides);
 // Returns the number of a tensor's elements.
 int64_t elements_of(Dims sizes);
 
-// What has a number of a state.
+// The parts of a weight that have one number each in a state.
 enum class Role : uint8_t {
-  kElement,  // each element of the weight, whose shape the state has
-  // The numbers of these are contiguous, and have the type of the maths.
-  kIndex,   // each index of the weight's first dimension
-  kRow,     // each row of the matrices of its last two dimensions; a weight of less than two has none
-  kColumn,  // each of their columns; of less than two dimensions, each element
+  kElement,  // the elements: the state has the shape of the weight
+  // The states of the other roles are contiguous, and have the type of the maths.
+  kIndex,   // the indices of the first dimension
+  kRow,     // the rows of the matrices in the last two dimensions; none if the weight has less than two
+  kColumn,  // the columns of these matrices; the elements if the weight has less than two dimensions
 };
 
 // All operands of one tensor's update. `states` has the plan's number of slots. With `rows` the gradient is

@@ -459,7 +459,7 @@ class PartOfStep {
   PartOfStep(PyObject* part, PyObject* group) : part_(part), group_(group) {}
 
   // True if the options are the last step's. The learning rate may differ: it is the first of the numbers.
-  // One below 0 or NaN is left to those who say what is wrong with it.
+  // False for a learning rate below 0 or NaN: the step in Python says what is wrong with the rate.
   bool same_options() {
     PyObject* items = PyTuple_GetItem(part_, kItems);
     const Py_ssize_t count = PyList_Size(items);

@@ -25,10 +25,10 @@ namespace {
 // thread before the next ones: later stages then find the wave's weights and gradients in the caches.
 constexpr int64_t kItemElements = int64_t{1} << 15, kWaveElements = int64_t{1} << 18;
 
-// A tensor of one block costs as much as some elements, beside its own.
+// What a tensor of one block costs beside its elements, as a number of elements.
 constexpr int64_t kSingleCost = 256;
 
-// Memory that is kept from step to step, unless it is much.
+// Memory that is kept from step to step. Large memory is freed after the step.
 class Scratch {
  public:
   explicit Scratch(KeptBytes& kept) : kept_(kept) {}
@@ -100,10 +100,11 @@ struct Item {
   int64_t begin, end;
 };
 
-// The options of tensors: most have the same.
+// The options of the tensors. Most tensors have the same options, which are stored once.
 struct OptionsOfTensors {
   std::vector<FactoredOptions> options;
-  std::vector<uint32_t> of_tensor;  // those of each; empty if all have the first
+  std::vector<uint32_t>
+      of_tensor;  // the index of the options of each tensor; empty if all tensors have the first
 
   const FactoredOptions& operator[](size_t tensor) const {
     return options[of_tensor.empty() ? 0 : of_tensor[tensor]];
@@ -231,7 +232,7 @@ class Step {
     for (const Wave& wave : waves_) {
       for (const StageKind kind : stages_of(part_)) {
         const bool is_of_matrices = kind == StageKind::kMatrices || kind == StageKind::kNormSums;
-        // The first one of a wave waits too: memory of the wave before is reused.
+        // The first stage of a wave waits too: the wave reuses memory of the wave before.
         stages_.push_back({is_of_matrices ? wave.cost_of_matrices : wave.cost_of_blocks, !is_first,
                            kind == StageKind::kNorms});
         is_first = false;
@@ -256,7 +257,7 @@ class Step {
     return {static_cast<std::byte*>(whole.data) + offset * size, whole.row, whole.column};
   }
 
-  // Where the sums and factors of a tensor are.
+  // The addresses of the sums and factors of a tensor.
   struct Room {
     double* row_sums;
     std::byte *column_sums, *row_factors, *column_factors;

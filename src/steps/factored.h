@@ -85,8 +85,8 @@ struct AdafactorHyper {
 // The states of the rule: second moments of rows and of columns and, if it averages, a first moment.
 inline constexpr std::array kAdafactorRoles = {Role::kRow, Role::kColumn, Role::kElement};
 
-// The rule over factored second moments. Its step leaves gradients as they are, and weights without elements.
-// To prepare one throws std::runtime_error, naming it, for a gradient that is its own weight.
+// The rule over factored second moments. A step changes neither gradients nor weights without elements.
+// prepare_step() throws std::runtime_error for a gradient that is its own weight; the error names the tensor.
 BoundRule bind_adafactor(const AdafactorHyper& hyper);
 
 // Takes a part of a step of tensors on the CPU, on up to `threads` threads. The bits depend neither on their

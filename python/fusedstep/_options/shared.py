@@ -28,8 +28,8 @@ SHARED: Options = {
     "skip_nonfinite": Flag(unset=False),
 }
 
-#: Options of the optimizers that have those of a class of torch. A dictionary without one of the
-#: last three means these values, as with torch's class.
+#: Options of optimizers with the interface of a class of torch. A dictionary that lacks one of the
+#: last three options means the value given here, as torch's class does.
 OF_TORCH: Options = {
     **SHARED,
     "fused": Flag(before=None, unset=None),
@@ -54,14 +54,14 @@ OWN: dict[str, Any] = named_values(SHARED, "unset")
 
 
 def own_option(group: Mapping[str, Any], name: str) -> Any:
-    """The value of such an option in a group."""
+    """Returns the value of an option that a group may lack."""
     return group.get(name, OWN[name])
 
 
 def without_unset(
     options: dict[str, Any], torch_fuses: bool, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """The options that become defaults: a class's ``own`` only where they were set."""
+    """Returns the options that become defaults: options of ``own`` only if they were set."""
     names = own.keys() - ({"fused"} if torch_fuses else {})
     return {
         name: value for name, value in options.items() if name not in names or value != own[name]
@@ -69,7 +69,7 @@ def without_unset(
 
 
 def fill_own(group: dict[str, Any], defaults: dict[str, Any], own: dict[str, Any]) -> None:
-    """Completes a group that was loaded: what it does not say is as the optimizer was made."""
+    """Completes a loaded group by the options that the optimizer was made with."""
     for name, unset in own.items():
         if name in defaults:
             group.setdefault(name, defaults[name])

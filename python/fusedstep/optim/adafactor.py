@@ -287,7 +287,7 @@ class Adafactor(FusedOptimizer):
         rows, columns = [], []
         for weight, state in zip(weights, states, strict=True):
             names = list(self._state_shapes(group, weight) or ())
-            # The moments of a vector's elements are those of the columns of one row.
+            # A vector is one row, with a column for each element.
             columns.append(local(state[names[1 if weight.dim() > 1 else 0]]))
             rows.append(local(state[names[0]]) if weight.dim() > 1 else columns[-1].new_empty(0))
         if option_of(group, "beta1") is None:
