@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusedstep._options.kinds import (
+    Betas,
     Count,
     Flag,
     LearningRate,
@@ -40,6 +41,9 @@ OF_TORCH: Options = {
 CAPTURABLE: Options = {"capturable": Flag(before=False)}
 
 EPSILON = Number(label="epsilon")
+
+#: Of the optimizers with two running averages, as Adam.
+OF_ADAM: Options = {"betas": Betas(), "eps": EPSILON, "weight_decay": Number()}
 
 #: Of low-rank projections.
 PROJECTION: Options = {

@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
-from fusedstep._options.kinds import Betas, Flag, Number, Options
-from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._options.kinds import Flag, Options
+from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._state.kinds import COUNT, State, States, plain
 from fusedstep._step.undo import numbers_first
 
@@ -62,9 +62,7 @@ class Adam(FusedOptimizer):
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
         "amsgrad": Flag(before=False),
         "decoupled_weight_decay": Flag(before=False),
     }

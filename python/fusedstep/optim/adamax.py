@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
-from fusedstep._options.kinds import Betas, Number, Options
-from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._options.kinds import Options
+from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
 
@@ -48,9 +48,7 @@ class Adamax(FusedOptimizer):
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
     }
     _formula = by_torch(adamax, "exp_avg", "exp_inf", "step")
 

@@ -18,8 +18,8 @@ from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.sharded_projections import sum_norms
 from fusedstep._matrix.subspace import bases_of, gaussian
 from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
-from fusedstep._options.kinds import Betas, Flag, Number, Option, Options
-from fusedstep._options.shared import EPSILON, OF_TORCH, PROJECTION
+from fusedstep._options.kinds import Flag, Option, Options
+from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
 from fusedstep._sharding.exchange import cut_of
 from fusedstep._step.plan import Work
@@ -115,9 +115,7 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
 
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
         "correct_bias": Flag(before=True),
         "scale_front": Flag(before=False),
         "disable_nl": Flag(before=False),

@@ -12,8 +12,8 @@ from fusedstep._matrix.products import add_back, as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._matrix.scratch import Scratch
 from fusedstep._matrix.transformers_adamw import advance, move
-from fusedstep._options.kinds import Betas, Flag, Number, Options
-from fusedstep._options.shared import EPSILON, OF_TORCH
+from fusedstep._options.kinds import Flag, Options
+from fusedstep._options.shared import OF_ADAM, OF_TORCH
 from fusedstep._state.storage import way_of
 from fusedstep._step.plan import Work
 
@@ -104,9 +104,7 @@ class GaLoreAdamW(GaLoreSteps, FusedOptimizer):
 
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
         "correct_bias": Flag(before=True),
         **GALORE,
     }

@@ -13,8 +13,8 @@ from torch._subclasses import FakeTensor
 from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
-from fusedstep._options.kinds import Betas, Flag, Number, Option, Options, as_number
-from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._options.kinds import Flag, Number, Option, Options, as_number
+from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._sharding.dtensor import is_dtensor, whole
 from fusedstep._state.kinds import COUNT, States, plain
 from fusedstep._step.undo import numbers_first
@@ -121,9 +121,7 @@ class Lamb(FusedOptimizer):
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
         "debias": Option(before=_PAPER["debias"]),
         "decoupled_decay": Flag(before=_PAPER["decoupled_decay"]),
         "always_adapt": Flag(before=_PAPER["always_adapt"]),

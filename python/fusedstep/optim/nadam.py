@@ -9,8 +9,8 @@ from torch.optim.optimizer import ParamsT
 
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._api.functional import by_torch
-from fusedstep._options.kinds import Betas, Flag, Number, Options
-from fusedstep._options.shared import CAPTURABLE, EPSILON, OF_TORCH
+from fusedstep._options.kinds import Flag, Number, Options
+from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
 from fusedstep._state.kinds import COUNT, State, States, plain
 from fusedstep._step.undo import numbers_first
 
@@ -59,9 +59,7 @@ class NAdam(FusedOptimizer):
     _option_kinds: ClassVar[Options] = {
         **OF_TORCH,
         **CAPTURABLE,
-        "betas": Betas(),
-        "eps": EPSILON,
-        "weight_decay": Number(),
+        **OF_ADAM,
         "momentum_decay": Number(),
         "decoupled_weight_decay": Flag(before=False),
     }
