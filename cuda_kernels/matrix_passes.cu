@@ -1,6 +1,6 @@
-// Elementwise kernels before and after the matrix products of a step. Before: update the momentum and write
-// the input of the products. After: move the weights along the result. Each value is rounded as torch's
-// separate operations would round it; a multiplication and its addition are one fused operation.
+// Kernels before and after the matrix products of a step. Before: update the momentum, write the input of the
+// products, and divide matrices by their norms. After: move the weights along the result. Each value is rounded
+// as torch's separate operations would round it; a multiplication and its addition are one fused operation.
 #include "cuda_kernels/matrix_passes.h"
 
 #include "cuda_kernels/codecs.cuh"
@@ -89,7 +89,8 @@ __device__ __forceinline__ bool is_in_words(const PassTensor& tensor) {
 }
 
 // The last tensor that does not begin behind a block.
-__device__ __forceinline__ int tensor_of(const PassLaunch& launch, uint32_t block) {
+template <class Launch>
+__device__ __forceinline__ int tensor_of(const Launch& launch, uint32_t block) {
   int low = 0, high = launch.count;
   while (high - low > 1) {
     const int middle = (low + high) / 2;
@@ -128,6 +129,101 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// The matrices of a block: its batch, the first block of its matrix, and the blocks that a matrix has.
+struct NormBlock {
+  const NormTensor* tensor;
+  uint32_t first, per_matrix;
+  int64_t begin, end;  // elements of the batch
+};
+
+__device__ __forceinline__ NormBlock norm_block(const NormLaunch& launch) {
+  const int index = tensor_of(launch, blockIdx.x);
+  const NormTensor& tensor = launch.tensors[index];
+  const auto per_matrix = static_cast<uint32_t>((tensor.size + kNormElements - 1) / kNormElements);
+  const uint32_t in_batch = blockIdx.x - launch.first_block[index], matrix = in_batch / per_matrix;
+  const int64_t first = matrix * tensor.size, begin = first + in_batch % per_matrix * kNormElements;
+  const int64_t end = first + tensor.size;
+  return {&tensor, blockIdx.x - in_batch % per_matrix, per_matrix, begin,
+          begin + kNormElements < end ? begin + kNormElements : end};
+}
+
+// The sum over a block's threads, in one order, for all of them.
+__device__ __forceinline__ float block_sum(float own) {
+  __shared__ float of[kThreads];
+  of[threadIdx.x] = own;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (static_cast<int>(threadIdx.x) < half) of[threadIdx.x] += of[threadIdx.x + half];
+    __syncthreads();
+  }
+  return of[0];
+}
+
+// Calls run(index, words) for words of elements from `begin` to `end`, and for single elements if these are
+// not aligned to words.
+template <int kWidthOfWord, class Run>
+__device__ __forceinline__ void for_words(int64_t begin, int64_t end, bool in_words, Run run) {
+  const int64_t whole = in_words ? (end - begin) / kWidthOfWord * kWidthOfWord : 0;
+#pragma unroll 4
+  for (int64_t at = begin + threadIdx.x * kWidthOfWord; at < begin + whole; at += kThreads * kWidthOfWord) {
+    run(at, std::integral_constant<int, kWidthOfWord>());
+  }
+  for (int64_t at = begin + whole + threadIdx.x; at < end; at += kThreads) {
+    run(at, std::integral_constant<int, 1>());
+  }
+}
+
+constexpr int kNormWidth = 8;
+
+template <class From>
+__device__ __forceinline__ bool begins_in_words(const void* data, int64_t at) {
+  return (reinterpret_cast<uintptr_t>(data) + at * sizeof(From)) % kWordBytes == 0;
+}
+
+template <class From>
+__global__ void __launch_bounds__(kThreads) squares_kernel(const __grid_constant__ NormLaunch launch) {
+  const NormBlock block = norm_block(launch);
+  const auto* const from = static_cast<const From*>(block.tensor->from);
+  float sum = 0;
+  for_words<kNormWidth>(block.begin, block.end, begins_in_words<From>(from, block.begin),
+                        [&](int64_t at, auto width) {
+                          ComputeOf<From> x[decltype(width)::value];
+                          cuda::load(from + at, x);
+#pragma unroll
+                          for (const float each : x) sum = fmaf(each, each, sum);
+                        });
+  sum = block_sum(sum);
+  if (threadIdx.x == 0) launch.sums[blockIdx.x] = sum;
+}
+
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads)
+    quotients_kernel(const __grid_constant__ NormLaunch launch, const __grid_constant__ NormOptions options) {
+  const NormBlock block = norm_block(launch);
+  float sum = 0;
+  for (uint32_t i = threadIdx.x; i < block.per_matrix; i += kThreads) sum += launch.sums[block.first + i];
+  const float norm = sqrtf(block_sum(sum)), eps = static_cast<float>(options.eps);
+  // A comparison that is false for NaN: a norm that is NaN stays.
+  const float divisor = options.adds_eps ? norm + eps : (norm < eps ? eps : norm);
+  const auto* const from = static_cast<const From*>(block.tensor->from);
+  auto* const to = static_cast<To*>(block.tensor->to);
+  const bool in_words =
+      begins_in_words<From>(from, block.begin) && begins_in_words<To>(to, block.begin);
+  for_words<kNormWidth>(block.begin, block.end, in_words, [&](int64_t at, auto width) {
+    float x[decltype(width)::value];
+    cuda::load(from + at, x);
+#pragma unroll
+    for (float& each : x) each = each / divisor;
+    cuda::store(to + at, x);
+  });
+}
+
+template <class From, class To>
+void normalize(const NormLaunch& launch, const NormOptions& options) {
+  launch_blocks(squares_kernel<From>, launch.first_block[launch.count], launch.queue, launch);
+  launch_blocks(quotients_kernel<From, To>, launch.first_block[launch.count], launch.queue, launch, options);
+}
+
 template <class Stored, class Product>
 void average(const PassLaunch& launch, const AverageOptions& options) {
   using Body = Average<Stored, Product>;
@@ -144,6 +240,13 @@ void move(const PassLaunch& launch, double keep) {
 }
 
 }  // namespace
+
+Normalize normalize_kernel(NormFormat format) {
+#define FUSEDSTEP_KERNELS(name, From, To) normalize<From, To>,
+  static constexpr Normalize table[] = {FUSEDSTEP_NORM_FORMATS(FUSEDSTEP_KERNELS)};
+#undef FUSEDSTEP_KERNELS
+  return table[static_cast<int>(format)];
+}
 
 const MatrixPasses& matrix_passes(PassFormat format) {
 #define FUSEDSTEP_KERNELS(name, Stored, Product) {average<Stored, Product>, move<Stored, Product>},

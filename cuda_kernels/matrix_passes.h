@@ -20,6 +20,24 @@ struct PassLaunch {
 };
 static_assert(sizeof(PassLaunch) <= 4000);
 
+// Elements of a matrix whose squares a block of threads adds up.
+constexpr int64_t kNormElements = 16384;
+
+// Batches of matrices of one launch. `sums` has a number for each block.
+struct NormLaunch {
+  static constexpr int kMostTensors = 64;
+  NormTensor tensors[kMostTensors];
+  uint32_t first_block[kMostTensors + 1];
+  int count;
+  float* sums;
+  Queue queue;
+};
+static_assert(sizeof(NormLaunch) <= 4000);
+
+// Divides matrices by their norms, in two launches: sums of squares by block, and quotients.
+using Normalize = void (*)(const NormLaunch&, const NormOptions&);
+Normalize normalize_kernel(NormFormat format);
+
 struct MatrixPasses {
   void (*average)(const PassLaunch&, const AverageOptions&);
   void (*move)(const PassLaunch&, double keep);

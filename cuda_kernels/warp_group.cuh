@@ -1,5 +1,8 @@
 // Instructions of a warp group, and of a cluster of blocks: Hopper's (sm_90a) alone.
 #pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 namespace fusedstep::cuda {
@@ -28,6 +31,14 @@ __device__ __forceinline__ uint64_t describe_matrix(const void* p) {
   return (shared_address(p) & 0x3ffffu) >> 4 | kUnused | kGroup | kSwizzled128;
 }
 
+// The same for boxes of 64 x 64 numbers of 16 bits, one behind another. `kByColumns`: rows of a box are depths,
+// and boxes follow each other along the matrix's rows or columns.
+template <bool kByColumns>
+__device__ __forceinline__ uint64_t describe_boxes(const void* p) {
+  constexpr uint64_t kNextBox = uint64_t{8192 / 16} << 16, kUnused = uint64_t{1} << 16;
+  return (describe_matrix(p) & ~kUnused) | (kByColumns ? kNextBox : kUnused);
+}
+
 // Keeps the compiler from moving the use of what products read or write over their beginning and end.
 template <int N>
 __device__ __forceinline__ void hold(float (&x)[N]) {
@@ -37,6 +48,15 @@ __device__ __forceinline__ void hold(float (&x)[N]) {
 __device__ __forceinline__ void begin_products() { asm volatile("wgmma.fence.sync.aligned;\n" ::: "memory"); }
 __device__ __forceinline__ void end_products() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n" ::: "memory");
+}
+
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;\n" ::: "memory");
+}
+// Waits until no more than `kLeft` groups of products are under way.
+template <int kLeft>
+__device__ __forceinline__ void wait_for_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kLeft) : "memory");
 }
 
 // Waits for all threads of a cluster, and for what they have written.
@@ -106,6 +126,46 @@ struct Multiply<128> {
         : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),
           FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(adds));
+  }
+};
+
+// The same for numbers of 16 bits, 128 columns and 16 deep, with both operands in shared memory.
+template <class T>
+struct Multiply16;
+
+template <>
+struct Multiply16<__nv_bfloat16> {
+  template <bool kAByColumns, bool kBByColumns>
+  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a, uint64_t b, int adds) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+          "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+          "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, %67, %68;\n}\n"
+        : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),
+          FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56)
+        : "l"(a), "l"(b), "r"(adds), "n"(kAByColumns ? 1 : 0), "n"(kBByColumns ? 1 : 0));
+  }
+};
+
+template <>
+struct Multiply16<__half> {
+  template <bool kAByColumns, bool kBByColumns>
+  static __device__ __forceinline__ void run(float (&d)[64], uint64_t a, uint64_t b, int adds) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {"
+          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+          "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+          "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "%64, %65, p, 1, 1, %67, %68;\n}\n"
+        : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),
+          FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56)
+        : "l"(a), "l"(b), "r"(adds), "n"(kAByColumns ? 1 : 0), "n"(kBByColumns ? 1 : 0));
   }
 };
 

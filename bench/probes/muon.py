@@ -1,6 +1,8 @@
-"""Times steps of Muon on the matrices of GPT-2 (124 M): torch's, ours and the products alone.
+"""Times steps of Muon on the matrices of GPT-2: torch's, ours and the products alone.
 
     python bench/probes/muon.py --device cuda --json OUT.json
+
+They are those of GPT-2 124 M; ``--width 2048 --layers 24`` are those of a model of 1.3 B.
 
 The products alone are those of the iteration on matrices that lie together already: no momentum, no
 decay, no copies. MuSGD is timed beside its ``fused=False``, which steps weight by weight as the
@@ -21,13 +23,21 @@ from pathlib import Path
 import torch
 
 from fusedstep import optim
-from fusedstep._matrix.newton_schulz import Scratch, coefficients_of, orthogonalize, usual_dtype
+from fusedstep._matrix.newton_schulz import (
+    Chain,
+    Scratch,
+    coefficients_of,
+    has_engine,
+    orthogonalize,
+    usual_dtype,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reports.tables import write_table
 
-#: Matrices of a layer: query, key and value; their projection; the two of the feed-forward part.
-LAYER = ((2304, 768), (768, 768), (3072, 768), (768, 3072))
+#: Matrices of a layer, in widths: query, key and value; their projection; the two of the
+#: feed-forward part.
+LAYER = ((3, 1), (1, 1), (4, 1), (1, 4))
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -66,21 +76,30 @@ def queued(step: Callable[[], object], device: torch.device, rounds: int) -> flo
     return float(f"{1e3 * (time.perf_counter() - start) / rounds:.4g}")
 
 
-def parameters(layers: int, device: torch.device) -> list[torch.nn.Parameter]:
+def shapes(asked: argparse.Namespace) -> list[tuple[int, int]]:
+    return [(rows * asked.width, columns * asked.width) for rows, columns in LAYER] * asked.layers
+
+
+def parameters(asked: argparse.Namespace) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(s, device=device) * 0.02) for s in LAYER * layers]
+    device = torch.device(asked.device)
+    params = [torch.nn.Parameter(torch.randn(s, device=device) * 0.02) for s in shapes(asked)]
     for param in params:
         param.grad = torch.randn_like(param) * 1e-3
     return params
 
 
-def products(layers: int, device: torch.device, dtype: torch.dtype) -> Callable[[], None]:
+def products(asked: argparse.Namespace, dtype: torch.dtype) -> Callable[[], object]:
     """The iteration on the matrices of each shape."""
-    steps, scratch = coefficients_of("quintic", 5), Scratch()
+    steps, scratch, device = coefficients_of("quintic", 5), Scratch(), torch.device(asked.device)
     stacks = [
-        torch.randn(layers * count, *shape, device=device).mul_(0.5e-3).to(dtype)
-        for shape, count in Counter(LAYER).items()
+        torch.randn(count, *shape, device=device, dtype=dtype).mul_(0.4 / asked.width)
+        for shape, count in Counter(shapes(asked)).items()
     ]
+    if has_engine(device) and dtype.itemsize == 2:
+        chain = Chain(stacks, list(map(torch.empty_like, stacks)), steps)
+        chain.take(scratch)
+        return chain.run
 
     def run() -> None:
         for stack in stacks:
@@ -94,6 +113,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, help="of torch on the CPU")
     parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--dtypes", nargs="*", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--json", type=Path)
@@ -103,16 +123,16 @@ def main() -> None:
     device = torch.device(asked.device)
 
     steps: dict[str, Callable[[], object]] = {
-        "torch.optim.Muon": torch.optim.Muon(parameters(asked.layers, device)).step
+        "torch.optim.Muon": torch.optim.Muon(parameters(asked)).step
     }
     usual = str(usual_dtype(device)).removeprefix("torch.")
     for name in dict.fromkeys((usual, *asked.dtypes)):
-        ours = optim.Muon(parameters(asked.layers, device), ns_dtype=DTYPES[name])
+        ours = optim.Muon(parameters(asked), ns_dtype=DTYPES[name])
         steps[f"Muon, {name}"] = ours.step
-        steps[f"products alone, {name}"] = products(asked.layers, device, DTYPES[name])
+        steps[f"products alone, {name}"] = products(asked, DTYPES[name])
     for name, fused in (("MuSGD", None), ("MuSGD, fused=False", False)):
         options = {"use_muon": True, "momentum": 0.9, "nesterov": True, "fused": fused}
-        group = {"params": parameters(asked.layers, device)}
+        group = {"params": parameters(asked)}
         steps[name] = optim.MuSGD([group], lr=0.01, **options).step
     with torch.no_grad():
         found = milliseconds(steps, device, asked.rounds)
@@ -120,11 +140,16 @@ def main() -> None:
             found["queued"] = queued(steps[f"Muon, {usual}"], device, 3 * asked.rounds)
 
     width = max(map(len, found))
-    print(f"{asked.layers} layers, {device}, {torch.get_num_threads()} threads, usual: {usual}")
+    print(f"{asked.layers} layers of {asked.width}, {device}, usual: {usual}")
     for name, time_ in found.items():
         print(f"{name:{width}}  {time_:10.4g} ms  {found['torch.optim.Muon'] / time_:6.2f} x")
     if asked.json:
-        about = {"layers": asked.layers, "device": str(device), "usual": usual}
+        about = {
+            "layers": asked.layers,
+            "width": asked.width,
+            "device": str(device),
+            "usual": usual,
+        }
         about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
         if device.type == "cuda":
             about["name"] = torch.cuda.get_device_name(device)

@@ -10,7 +10,9 @@ namespace fusedstep {
   X(Double, double, double)       \
   X(BFloat16, bf16, bf16)         \
   X(Half, f16, f16)               \
-  X(FloatBFloat16, float, bf16)
+  X(FloatBFloat16, float, bf16)   \
+  X(FloatHalf, float, f16)        \
+  X(BFloat16Half, bf16, f16)
 
 enum class PassFormat : uint8_t {
 #define FUSEDSTEP_ID(name, Stored, Product) k##name,
@@ -33,6 +35,33 @@ struct PassTensor {
 struct AverageOptions {
   double share, lead;
   bool leads;
+};
+
+// The dtypes of matrices before and after they are divided by their norms.
+#define FUSEDSTEP_NORM_FORMATS(X) \
+  X(FloatHalf, float, f16)        \
+  X(BFloat16, bf16, bf16)         \
+  X(BFloat16Half, bf16, f16)      \
+  X(Half, f16, f16)
+
+enum class NormFormat : uint8_t {
+#define FUSEDSTEP_ID(name, From, To) k##name,
+  FUSEDSTEP_NORM_FORMATS(FUSEDSTEP_ID)
+#undef FUSEDSTEP_ID
+      kCount
+};
+
+// Matrices of one size that lie one behind another. `to` may be `from` if numbers have as many bytes.
+struct NormTensor {
+  const void* from;
+  void* to;
+  int64_t matrices, size;  // elements of a matrix
+};
+
+// Each matrix is divided by max(norm, eps), or by norm + eps.
+struct NormOptions {
+  double eps;
+  bool adds_eps;
 };
 
 }  // namespace fusedstep

@@ -1,5 +1,5 @@
-// average_into, decay_and_add: the passes around the matrix products of a step, for tensors whose elements
-// lie in one order.
+// average_into, normalize_into, decay_and_add: the passes around the matrix products of a step, for tensors
+// whose elements lie in one order.
 #include <algorithm>
 #include <string>
 #include <vector>
@@ -14,6 +14,7 @@ PassFormat format_of(DType stored, DType product) {
   switch (stored) {
     case DType::kFloat:
       if (product == DType::kBFloat16) return PassFormat::kFloatBFloat16;
+      if (product == DType::kHalf) return PassFormat::kFloatHalf;
       if (product == stored) return PassFormat::kFloat;
       break;
     case DType::kDouble:
@@ -21,6 +22,7 @@ PassFormat format_of(DType stored, DType product) {
       break;
     case DType::kBFloat16:
       if (product == stored) return PassFormat::kBFloat16;
+      if (product == DType::kHalf) return PassFormat::kBFloat16Half;
       break;
     case DType::kHalf:
       if (product == stored) return PassFormat::kHalf;
@@ -71,7 +73,7 @@ void average_into(const Tensors& averages, const Tensors& grads, const Tensors& 
   for (size_t i = 0; i < averages.size(); ++i) {
     tensors.push_back({average.data(i), grad.data(i), update.data(i), average.counts()[i], 0});
   }
-  average_pass(first.device, format_of(average.dtype(), update.dtype()), tensors, {share, lead, leads});
+  device_passes().average(first.device, format_of(average.dtype(), update.dtype()), tensors, {share, lead, leads});
 }
 
 void decay_and_add(const Tensors& weights, const Tensors& directions, double keep,
@@ -85,17 +87,63 @@ void decay_and_add(const Tensors& weights, const Tensors& directions, double kee
   for (size_t i = 0; i < weights.size(); ++i) {
     tensors.push_back({weight.data(i), nullptr, direction.data(i), weight.counts()[i], factors[i]});
   }
-  move_pass(first.device, format_of(weight.dtype(), direction.dtype()), tensors, keep);
+  device_passes().move(first.device, format_of(weight.dtype(), direction.dtype()), tensors, keep);
+}
+
+NormFormat norm_format_of(DType from, DType to) {
+  if (from == DType::kFloat && to == DType::kHalf) return NormFormat::kFloatHalf;
+  if (from == DType::kBFloat16 && to == DType::kBFloat16) return NormFormat::kBFloat16;
+  if (from == DType::kBFloat16 && to == DType::kHalf) return NormFormat::kBFloat16Half;
+  if (from == DType::kHalf && to == DType::kHalf) return NormFormat::kHalf;
+  throw std::runtime_error(std::string("no pass divides ") + name_of(from) + " into " + name_of(to));
+}
+
+// Batches [B, M, N] as the matrices of a pass.
+std::vector<NormTensor> norm_tensors(const Tensors& x) {
+  std::vector<NormTensor> tensors;
+  for (const Tensor& tensor : x) {
+    const TensorView found = view(tensor, "x");
+    check(found.sizes.size() == 3, "x must be batches of matrices [B, M, N]");
+    if (const int64_t count = elements_of(found.sizes); count > 0) {
+      tensors.push_back({found.data, nullptr, found.sizes[0], count / found.sizes[0]});
+    }
+  }
+  return tensors;
+}
+
+int64_t normalize_sums(const Tensors& x) {
+  return static_cast<int64_t>(device_passes().norm_sums(norm_tensors(x)));
+}
+
+void normalize_into(const Tensors& x, const Tensors& to, const Tensor& sums, double eps, bool adds_eps) {
+  if (x.empty()) return;
+  const TensorView first = view(x[0], "x"), room = view(sums, "sums");
+  const Operands from(x, "x", first), into(to, "the quotients", first);
+  into.check_is_of(from);
+  std::vector<NormTensor> tensors = norm_tensors(x);
+  check(room.device == first.device && room.dtype == DType::kFloat && is_in_order(room.sizes, room.strides) &&
+            elements_of(room.sizes) >= static_cast<int64_t>(device_passes().norm_sums(tensors)),
+        "sums must be contiguous float32, as many as normalize_sums says, on the device of x");
+  size_t at = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    if (from.counts()[i] > 0) tensors[at++].to = into.data(i);
+  }
+  device_passes().normalize(first.device, norm_format_of(from.dtype(), into.dtype()), tensors,
+                            {eps, adds_eps}, static_cast<float*>(room.data));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(fusedstep, m) {
   m.def(
       "average_into(Tensor(a!)[] averages, Tensor[] grads, Tensor(b!)[] updates, float share, float lead, "
       "bool leads) -> ()");
+  m.def("normalize_sums(Tensor[] x) -> int");
+  m.def("normalize_into(Tensor[] x, Tensor(a!)[] to, Tensor(b!) sums, float eps, bool adds_eps) -> ()");
   m.def("decay_and_add(Tensor(a!)[] weights, Tensor[] directions, float keep, float[] factors) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(fusedstep, CUDA, m) {
   m.impl("average_into", TORCH_BOX(&average_into));
+  m.impl("normalize_sums", TORCH_BOX(&normalize_sums));
+  m.impl("normalize_into", TORCH_BOX(&normalize_into));
   m.impl("decay_and_add", TORCH_BOX(&decay_and_add));
 }
 

@@ -15,6 +15,7 @@ DevicePlanFactory plan_factory = nullptr;
 DeviceFactoredStepFactory factored_step_factory = nullptr;
 ProjectedStep projected_step_taker = nullptr;
 DevicePasses passes{};
+DeviceChains chains{};
 
 // Loads the library beside this one, which registers itself. Returns the error, or nothing.
 std::string load_cuda() {
@@ -45,6 +46,7 @@ void register_cuda(DevicePlanFactory factory) { plan_factory = factory; }
 void register_cuda_factored(DeviceFactoredStepFactory factory) { factored_step_factory = factory; }
 void register_cuda_projected(ProjectedStep step) { projected_step_taker = step; }
 void register_cuda_passes(DevicePasses those) { passes = those; }
+void register_cuda_chains(DeviceChains those) { chains = those; }
 
 std::unique_ptr<DevicePlan> new_device_plan(int device) { return loaded(plan_factory)(device); }
 
@@ -57,13 +59,14 @@ void projected_step(int device, const BoundRule& rule, double step, const Projec
   loaded(projected_step_taker)(device, rule, step, tensor);
 }
 
-void average_pass(int device, PassFormat format, std::span<const PassTensor> tensors,
-                  const AverageOptions& options) {
-  loaded(passes.average)(device, format, tensors, options);
+const DevicePasses& device_passes() {
+  loaded(passes.average);
+  return passes;
 }
 
-void move_pass(int device, PassFormat format, std::span<const PassTensor> tensors, double keep) {
-  loaded(passes.move)(device, format, tensors, keep);
+const DeviceChains& device_chains() {
+  loaded(chains.run);
+  return chains;
 }
 
 }  // namespace fusedstep

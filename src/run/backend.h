@@ -7,6 +7,7 @@
 #include <span>
 
 #include "fusedstep/isa.h"
+#include "src/core/matrix_chain.h"
 #include "src/core/matrix_passes.h"
 #include "src/steps/factored.h"
 #include "src/steps/projected.h"
@@ -59,6 +60,16 @@ struct DevicePasses {
   void (*average)(int device, PassFormat format, std::span<const PassTensor> tensors,
                   const AverageOptions& options);
   void (*move)(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
+  // The numbers that normalize() needs room for.
+  size_t (*norm_sums)(std::span<const NormTensor> tensors);
+  void (*normalize)(int device, NormFormat format, std::span<const NormTensor> tensors,
+                    const NormOptions& options, float* sums);
+};
+
+// Chains of matrix products on a device.
+struct DeviceChains {
+  bool (*are_taken)(int device);
+  void (*run)(int device, bool is_bfloat16, std::span<const ChainBatch> batches);
 };
 
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(
@@ -70,13 +81,13 @@ FUSEDSTEP_API void register_cuda(DevicePlanFactory factory);
 FUSEDSTEP_API void register_cuda_factored(DeviceFactoredStepFactory factory);
 FUSEDSTEP_API void register_cuda_projected(ProjectedStep step);
 FUSEDSTEP_API void register_cuda_passes(DevicePasses passes);
+FUSEDSTEP_API void register_cuda_chains(DeviceChains chains);
 // These throw std::runtime_error if there is no such library in the process.
 std::unique_ptr<DevicePlan> new_device_plan(int device);
 std::unique_ptr<DeviceFactoredStep> new_factored_step(int device, std::span<const FactoredTensor> tensors,
                                                       const FactoredOptions& options, FactoredPart part);
 void projected_step(int device, const BoundRule& rule, double step, const ProjectedTensor& tensor);
-void average_pass(int device, PassFormat format, std::span<const PassTensor> tensors,
-                  const AverageOptions& options);
-void move_pass(int device, PassFormat format, std::span<const PassTensor> tensors, double keep);
+const DevicePasses& device_passes();
+const DeviceChains& device_chains();
 
 }  // namespace fusedstep

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusedstep._matrix.chained import AT_ONCE, ChainedBatches, updates_dtype
 from fusedstep._matrix.muon_groups import (
     beta2_of,
     form_of,
@@ -30,6 +31,8 @@ from fusedstep._matrix.near_shapes import Shape, joined, newton_schulz_operation
 from fusedstep._matrix.newton_schulz import (
     Scratch,
     coefficients_of,
+    fits_engine,
+    has_engine,
     normalize_rows,
     orthogonalize,
     takes_gram_form,
@@ -103,14 +106,27 @@ class MatrixBatches(ImperativeTwin):
             known = self._arranged(group, weights)
             if all(check is not None for check in known.checks) and not known.cut_alike:
                 self._known[weights[0]] = known
-        for batch in known.batches:
-            some = [grads[i] for i in batch.places]
-            step = functools.partial(self._step_or_undo, group, batch, some)
-            self._take_part(batch.weights, step)
+        for batches, memory in known.chained:
+            if self._takes_chain(group, batches, grads):
+                some = [p for batch in batches for p in batch.weights]
+                step = functools.partial(self._step_chain, group, batches, memory, grads)
+                self._take_part(some, step)
+            else:
+                self._take_batches(group, batches, grads)
+        self._take_batches(group, known.batches, grads)
         for (cut, *_), places in known.cut_alike.items():
             some, found = ([each[i] for i in places] for each in (weights, grads))
             forms = [form_of(group, p) for p in some]
             self._step_cut(group, cut, some, _ascending(group, found), forms)
+
+    def _take_batches(
+        self, group: dict[str, Any], batches: list[_Together], grads: list[Tensor]
+    ) -> None:
+        """Steps one batch after another; ``grads``: of all weights of the step."""
+        for batch in batches:
+            some = [grads[i] for i in batch.places]
+            step = functools.partial(self._step_or_undo, group, batch, some)
+            self._take_part(batch.weights, step)
 
     def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
         """Notes of the last checks of operands and options: new objects if one has changed.
@@ -141,7 +157,79 @@ class MatrixBatches(ImperativeTwin):
             self._new_batch(group, places, [weights[i] for i in places])
             for places in self._batches(group, weights, alone)
         ]
-        return _Known(weights, self._checks_of(group, weights), batches, cut_alike)
+        chained, others = self._in_chains(group, batches)
+        return _Known(weights, self._checks_of(group, weights), chained, others, cut_alike)
+
+    def _in_chains(
+        self, group: dict[str, Any], batches: list[_Together]
+    ) -> tuple[list[tuple[list[_Together], ChainedBatches]], list[_Together]]:
+        """Batches that the native engine may step together, by dtype and device, and all others."""
+        alike: dict[Any, list[list[_Together]]] = {}
+        others = []
+        for batch in batches:
+            if not self._may_chain(group, batch):
+                others.append(batch)
+                continue
+            lists = alike.setdefault((batch.weights[0].device, batch.weights[0].dtype), [])
+            if not lists or _size_of([*lists[-1], batch]) > AT_ONCE:
+                lists.append([])
+            lists[-1].append(batch)
+        chained = []
+        for (device, _), some in ((key, some) for key, lists in alike.items() for some in lists):
+            shapes = [p.shape for batch in some for p in batch.weights]
+            forms = [batch.forms for batch in some]
+            chained.append((some, ChainedBatches(shapes, forms, device)))
+        return chained, others
+
+    def _may_chain(self, group: dict[str, Any], batch: _Together) -> bool:
+        """Returns whether the native engine takes the matrices of a batch, in some dtypes."""
+        return (
+            bool(batch.moving)
+            and has_engine(batch.weights[0].device)
+            and not group.get("normuon")
+            and len({form[1:] for form in batch.forms}) == 1
+            and fits_engine(*batch.forms[0][1:])
+        )
+
+    def _takes_chain(
+        self, group: dict[str, Any], batches: list[_Together], grads: list[Tensor]
+    ) -> bool:
+        """Returns whether the native engine and passes take these dtypes and layouts."""
+        weights = [p for batch in batches for p in batch.weights]
+        averages = [each.average for batch in batches for each in batch.moving]
+        some = [grads[i] for batch in batches for i in batch.places]
+        dtype = updates_dtype(weights[0].dtype, group.get("ns_dtype"))
+        return dtype is not None and are_taken(weights, averages, some)
+
+    def _step_chain(
+        self,
+        group: dict[str, Any],
+        batches: list[_Together],
+        memory: ChainedBatches,
+        grads: list[Tensor],
+    ) -> None:
+        """Steps batches together; ``grads``: of all weights of the step."""
+        ordered = _ascending(group, [grads[i] for batch in batches for i in batch.places])
+        known = [each for batch in batches for each in batch.moving]
+        moving = self._begin(group, [each.weight for each in known], ordered, known)
+        values, first = [each.value for each in moving], moving[0].value
+        updates = updates_dtype(first.dtype, group.get("ns_dtype"))
+        assert updates is not None
+        steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+        memory.take(self._scratch, updates, ns_dtype_of(group, first.device), steps)
+        rooms = self._rooms(group, values, is_native=True)
+        momentum = float(group["momentum"])
+        lead = momentum if group["nesterov"] else 1.0
+        memory.average([each.average for each in moving], ordered, 1 - momentum, lead)
+        directions = memory.orthogonalize(float(group["eps"]), bool(group.get("adds_eps")))
+        take_second = self._second_step(group, moving)
+        alike, begin = [], 0
+        for batch in batches:
+            for shapes, indices in batch.alike.items():
+                alike.append((self._ratio(group, *shapes), [begin + index for index in indices]))
+            begin += len(batch.weights)
+        self._move(group, values, directions, alike, rooms, is_native=True)
+        take_second()
 
     def _new_batch(
         self, group: dict[str, Any], places: list[int], weights: list[Tensor]
@@ -175,7 +263,7 @@ class MatrixBatches(ImperativeTwin):
                 shape = matrices_of(group, shard)[1:]
                 alike.setdefault(kind, {}).setdefault(shape, []).append(place)
         for (device, *_), by_shape in alike.items():
-            at_once = _most_at_once(device)
+            at_once = AT_ONCE if has_engine(device) else _most_at_once(device)
             for shapes in self._joined(group, device, weights, by_shape):
                 together = [place for shape in shapes for place in by_shape[shape]]
                 first = local(weights[together[0]])
@@ -191,7 +279,8 @@ class MatrixBatches(ImperativeTwin):
         by_shape: dict[Shape, list[int]],
     ) -> list[list[Shape]]:
         """Shapes that go through products together, padded to the largest sides among them."""
-        if len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1:
+        is_alone = len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1
+        if is_alone or has_engine(device):  # which takes shapes together as they are
             return [[shape] for shape in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)
@@ -273,7 +362,7 @@ class MatrixBatches(ImperativeTwin):
             moments = torch.cat([each.view(-1, shape[1], 1) for each in kept_moments])
             normalize_rows(x, moments, beta2_of(group))
         directions = parts(x)
-        rooms = self._rooms(group, values)
+        rooms = self._rooms(group, values, is_native)
         take_second = self._second_step(group, moving)
         if is_last:
             self._advance(group, moving)
@@ -382,8 +471,15 @@ class MatrixBatches(ImperativeTwin):
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         return orthogonalize(x, steps, self._scratch)
 
-    def _rooms(self, group: dict[str, Any], values: list[Tensor]) -> tuple[Tensor, ...]:
-        """Operands of a move: what decay leaves of a value, zero, and memory to find where."""
+    def _rooms(
+        self, group: dict[str, Any], values: list[Tensor], is_native: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Operands of a move: what decay leaves of a value, zero, and memory to find where.
+
+        None for a native pass that decays all elements.
+        """
+        if is_native and not group.get("cautious_decay"):
+            return ()
         like, most = values[0], max(map(Tensor.numel, values))
         keep = 1 - float(group["lr"]) * float(group["weight_decay"])
         shape = (most if group.get("cautious_decay") else 0,)
@@ -407,8 +503,9 @@ class MatrixBatches(ImperativeTwin):
         ``is_native``: whether a native pass takes them.
         """
         lr = float(group["lr"])
-        decay, (keep, zero, room, told) = lr * float(group["weight_decay"]), rooms
+        decay = lr * float(group["weight_decay"])
         if decay and group.get("cautious_decay"):
+            _, zero, room, told = rooms
             for value, direction in zip(values, directions, strict=True):
                 share, is_same = (x[: value.numel()].view(value.shape) for x in (room, told))
                 torch.ge(torch.mul(value, direction, out=share), zero, out=is_same)
@@ -422,7 +519,7 @@ class MatrixBatches(ImperativeTwin):
             decay_and_add(values, directions, 1 - decay, factors)
             return
         if decay:
-            torch._foreach_mul_(values, keep)
+            torch._foreach_mul_(values, rooms[0])
         by_ratio: dict[float, list[int]] = {}
         for ratio, indices in alike:
             by_ratio.setdefault(ratio, []).extend(indices)
@@ -474,6 +571,8 @@ class _Known(NamedTuple):
 
     weights: list[Tensor]
     checks: tuple[Any, Any]
+    chained: list[tuple[list[_Together], ChainedBatches]]
+    """Batches that the native engine steps together where dtypes and gradients allow it."""
     batches: list[_Together]
     cut_alike: dict[Any, list[int]]
 
@@ -488,6 +587,11 @@ def _write_update(group: dict[str, Any], grad: Tensor, average: Tensor, out: Ten
         torch.lerp(grad, average, float(group["momentum"]), out=out)
     else:
         out.copy_(average)
+
+
+def _size_of(batches: list[_Together]) -> int:
+    """The elements of the weights of batches."""
+    return sum(p.numel() for batch in batches for p in batch.weights)
 
 
 def _most_at_once(device: torch.device) -> int:

@@ -1,11 +1,13 @@
-"""Newton–Schulz iterations: matrices of one shape go through the library's products together.
+"""Newton–Schulz iterations: matrices of one shape go through matrix products together.
 
 A step of coefficients (a, b, c) takes the singular values s of a matrix to ``a s + b s³ + c s⁵``
 and leaves the singular vectors alone. In the usual form it is ``X ← a X + (b A + c A²) X`` with the
 Gram matrix ``A = X Xᵀ``. In the *Gram form* only the small matrices are iterated, A and the product
 Q of all polynomials, and one product ``Q X`` follows. It has fewer operations for long matrices,
 but A has the squares of the singular values, and a rounding that makes a small one negative grows
-from step to step. So after a run of one to three Q is multiplied by X, and A computed anew.
+from step to step. So after a run of two or three steps Q is multiplied by X, and A computed anew.
+
+Products are those of torch's library, or of the native engine where a device has one.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedstep._native import ops
 
 Step = tuple[float, float, float]
 
@@ -41,11 +45,17 @@ _POLAR_EXPRESS: tuple[Step, ...] = (
 _SAFETY = 1.01
 
 #: The most steps from one Gram matrix of the whole to the next, in the Gram form, and the most that
-#: a rounding of this matrix may grow to in them. A step multiplies small values by a², and adds
-#: roundings of its other terms: the mean of |a|, |b| and |c| counts where it is larger. Two steps
-#: of `_QUINTIC` in bfloat16 (0.55) err about as much as the usual form. The first two of Polar
-#: Express (16) diverge, as the next two do (1.0); in float16 the first err 17 times as much (2.0).
-_RUN, _GROWN = 3, 0.6
+#: a rounding of this matrix may grow to in them: in the first run, and in later runs, where small
+#: singular values have grown. A step multiplies small values by a², and adds roundings of its other
+#: terms: the mean of |a|, |b| and |c| counts where it is larger. Two steps of `_QUINTIC` in
+#: bfloat16 (0.55) err about as much as the usual form. The first two of Polar Express (16) diverge,
+#: as the next two do (1.0); in float16 the first err 17 times as much (2.0). Three of `_QUINTIC` in
+#: float16 (0.82) err 25 times as much as a first run, and twice as much after two other steps.
+_RUN, _GROWN, _GROWN_LATER = 3, 0.6, 0.9
+
+#: Operations of a product whose result is symmetric, beside those of the whole: the native engine
+#: computes one triangle, and the tiles of the diagonal.
+_TRIANGLE = 0.55
 
 #: Sets of coefficients by name.
 NAMES = ("quintic", "polar_express")
@@ -120,12 +130,13 @@ class Scratch:
 def usual_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which a device takes products fastest.
 
-    bfloat16, if its products are instructions: on GPUs, on CPUs with AVX512-BF16 or AMX, and on ARM
-    if oneDNN has them. Elsewhere oneDNN converts at each use, which takes twice the time of
-    float32.
+    float16 on GPUs with the native engine: its products take the time of bfloat16's, and three bits
+    more let runs of the Gram form be longer. bfloat16 on other GPUs, on CPUs with AVX512-BF16 or
+    AMX, and on ARM if oneDNN has instructions for it. Elsewhere oneDNN converts at each use, which
+    takes twice the time of float32.
     """
     if device.type != "cpu":
-        return torch.bfloat16
+        return torch.float16 if has_engine(device) else torch.bfloat16
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         asks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         has = any(getattr(torch.cpu, name, bool)() for name in asks)
@@ -134,19 +145,47 @@ def usual_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has else torch.float32
 
 
-def takes_gram_form(shape: Sequence[int], dtype: torch.dtype, steps: Sequence[Step]) -> bool:
+def has_engine(device: torch.device) -> bool:
+    """Returns whether the native engine takes chains of 16-bit products on a device."""
+    return device.type == "cuda" and _has_engine(device.index or 0)
+
+
+@functools.cache
+def _has_engine(index: int) -> bool:
+    return ops.missing_on("cuda") is None and torch.ops.fusedstep.has_chains(index)
+
+
+def fits_engine(rows: int, columns: int) -> bool:
+    """Returns whether the native engine takes matrices of a shape: rows begin at 16 bytes."""
+    return rows > 0 and columns > 0 and columns % 8 == 0
+
+
+def _is_chained(x: Tensor) -> bool:
+    return (
+        x.dtype in (torch.float16, torch.bfloat16)
+        and has_engine(x.device)
+        and fits_engine(*x.shape[1:])
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def takes_gram_form(
+    shape: Sequence[int], dtype: torch.dtype, steps: Sequence[Step], symmetric: float = 1.0
+) -> bool:
     """Returns whether the Gram form of these steps has fewer operations than the usual one.
 
     float32 has to be that: where products round it to fewer bits, as
-    ``torch.set_float32_matmul_precision`` allows, the usual form is taken.
+    ``torch.set_float32_matmul_precision`` allows, the usual form is taken. ``symmetric``: the
+    operations of a product with a symmetric result, beside those of the whole.
     """
     if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return False
     ratio = max(shape[-2:]) / max(min(shape[-2:]), 1)
     # In products of two matrices of the small size.
-    usual, gram, begins = len(steps) * (1 + 2 * ratio), 0.0, True
+    usual = len(steps) * (symmetric * (1 + ratio) + ratio)
+    gram, begins = 0.0, True
     for ends in _ends_of(steps, dtype):
-        gram += 1 + (ratio if begins else 1) + (ratio if ends else 2)
+        gram += symmetric * (1 + (ratio if begins else 1)) + (ratio if ends else 2 * symmetric)
         begins = ends
     return gram < usual
 
@@ -159,15 +198,15 @@ def _ends_of(steps: Sequence[Step], dtype: torch.dtype) -> tuple[bool, ...]:
 @functools.lru_cache(maxsize=64)
 def _ends_of_tuple(steps: tuple[Step, ...], unit: float) -> tuple[bool, ...]:
     ends: list[bool] = []
-    grown, length = unit, 0
+    grown, length, most = unit, 0, _GROWN
     for step in steps:
         growth = max(abs(step[0]), sum(map(abs, step)) / 3) ** 2
         grown, length = grown * growth, length + 1
-        if length > 1 and (length > _RUN or grown > _GROWN):
+        if length > 1 and (length > _RUN or grown > most):
             ends[-1] = True
-            grown, length = unit * growth, 1
+            grown, length, most = unit * growth, 1, _GROWN_LATER
         ends.append(False)
-    return (*ends[:-1], True)
+    return (*ends[:-1], True) if ends else ()
 
 
 def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
@@ -175,15 +214,56 @@ def orthogonalize(x: Tensor, steps: Sequence[Step], scratch: Scratch) -> Tensor:
 
     Returns ``x`` or a tensor in the scratch, with the result. ``x`` is overwritten.
     """
-    batch, short = x.shape[0], min(x.shape[1:])
-    square = (batch, short, short)
     spare = scratch.take("other", x.shape, x.dtype, x.device)
+    if _is_chained(x):
+        chain = Chain([x], [spare], steps)
+        chain.take(scratch)
+        return chain.run()[0]
+    short = min(x.shape[1:])
+    square = (x.shape[0], short, short)
     names = ["gram", "polynomial"]
     form = _usual_form
     if takes_gram_form(x.shape, x.dtype, steps):
         form, names = _gram_form, [*names, "product", "other product"]
     squares = [scratch.take(name, square, x.dtype, x.device) for name in names]
     return form(x, spare, squares, steps)
+
+
+class Chain:
+    """The products of the native engine over batches of one dtype and device, all together."""
+
+    def __init__(self, x: list[Tensor], spare: list[Tensor], steps: Sequence[Step]) -> None:
+        """``x``: batches as ``orthogonalize`` has them. ``spare``: tensors of their shapes."""
+        ends = [_ends_in_engine(each, steps) for each in x]
+        self._in_place = [sum(batch) % 2 == 0 for batch in ends]
+        self._x, self._spare = x, spare
+        self._arguments = (
+            [float(each) for step in steps for each in step],
+            [int(each) for batch in ends for each in batch],
+        )
+        self._bytes = torch.ops.fusedstep.newton_schulz_workspace.default(x, *self._arguments)
+
+    def is_in_place(self, batch: int) -> bool:
+        """Returns whether the result of a batch is in ``x``, or in ``spare``."""
+        return self._in_place[batch]
+
+    def take(self, scratch: Scratch) -> None:
+        """Takes memory for the products."""
+        device = self._x[0].device
+        self._workspace = scratch.take("squares", (self._bytes,), torch.uint8, device)
+
+    def run(self) -> list[Tensor]:
+        """Iterates on ``x``. ``x`` and ``spare`` are overwritten; returns the result of each."""
+        run = torch.ops.fusedstep.newton_schulz.default
+        run(self._x, self._spare, self._workspace, *self._arguments)
+        pairs = zip(self._spare, self._x, self._in_place, strict=True)
+        return [x if in_place else spare for spare, x, in_place in pairs]
+
+
+def _ends_in_engine(x: Tensor, steps: Sequence[Step]) -> tuple[bool, ...]:
+    if takes_gram_form(x.shape, x.dtype, steps, _TRIANGLE):
+        return _ends_of(steps, x.dtype)
+    return (True,) * len(steps)
 
 
 #: NorMuon's eps: added to roots and norms that are divided by.

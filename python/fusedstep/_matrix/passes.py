@@ -12,12 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from fusedstep._matrix.newton_schulz import Scratch
 from fusedstep._native import ops
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 #: Dtypes of products beside those of the weights themselves, by these.
-_PRODUCTS = {torch.float32: torch.bfloat16}
+_PRODUCTS = {
+    torch.float32: (torch.bfloat16, torch.float16),
+    torch.bfloat16: (torch.float16,),
+}
 
 
 def are_taken(weights: list[Tensor], averages: list[Tensor], grads: list[Tensor]) -> bool:
@@ -37,7 +41,7 @@ def are_taken(weights: list[Tensor], averages: list[Tensor], grads: list[Tensor]
 
 def has_pass(weights: torch.dtype, products: torch.dtype) -> bool:
     """Returns whether passes over weights of a dtype write and read products of another."""
-    return products in (weights, _PRODUCTS.get(weights))
+    return products in (weights, *_PRODUCTS.get(weights, ()))
 
 
 def average_into(
@@ -54,6 +58,22 @@ def average_into(
     run = torch.ops.fusedstep.average_into.default
     run(averages, grads, updates, share, lead, lead != 1)
     increment_version(averages)
+
+
+def take_sums(x: list[Tensor], scratch: Scratch) -> Tensor:
+    """Memory for the sums of squares of batches ``[B, M, N]``, as ``normalize_into`` needs it."""
+    size = torch.ops.fusedstep.normalize_sums.default(x)
+    return scratch.take("sums", (size,), torch.float32, x[0].device)
+
+
+def normalize_into(
+    x: list[Tensor], to: list[Tensor], sums: Tensor, eps: float, adds_eps: bool
+) -> None:
+    """Writes matrices divided by their norms, which are ``eps`` at least, or plus ``eps``.
+
+    ``to`` may be the memory of ``x``, if their numbers have as many bytes.
+    """
+    torch.ops.fusedstep.normalize_into.default(x, to, sums, eps, adds_eps)
 
 
 def decay_and_add(

@@ -128,7 +128,7 @@ TYPED_TEST(CudaPassesTest, AveragesAndUpdatesAreTheirFormulas) {
       }
     }
     const int before = emulator::launches;
-    average_pass(0, TypeParam::kFormat, subject.tensors(true), options);
+    device_passes().average(0, TypeParam::kFormat, subject.tensors(true), options);
     EXPECT_EQ(emulator::launches - before, 2);
     for (size_t i = 0; i < subject.counts.size(); ++i) {
       EXPECT_EQ(subject.stored[i].all, expected.stored[i].all) << i;
@@ -153,7 +153,7 @@ TYPED_TEST(CudaPassesTest, WeightsDecayAndMove) {
         weight = Stored::put(std::fma(static_cast<T>(subject.factor(i)), direction, kept));
       }
     }
-    move_pass(0, TypeParam::kFormat, subject.tensors(false), keep);
+    device_passes().move(0, TypeParam::kFormat, subject.tensors(false), keep);
     for (size_t i = 0; i < subject.counts.size(); ++i) {
       EXPECT_EQ(subject.stored[i].all, expected.stored[i].all) << i;
       EXPECT_EQ(subject.products[i].all, expected.products[i].all) << i;

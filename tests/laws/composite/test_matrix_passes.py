@@ -110,6 +110,8 @@ def test_passes_take_no_padded_batches(monkeypatch):
     ("dtype", "product"),
     [
         (torch.float32, torch.bfloat16),
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.float16),
         (torch.float32, torch.float32),
         (torch.float64, torch.float64),
         (torch.bfloat16, torch.bfloat16),
@@ -172,7 +174,7 @@ def test_operands_that_do_not_fit_are_refused():
         average([ones[0].T], ones, ones, 0.1, 0.9, True)
     with pytest.raises(RuntimeError, match="as many elements"):
         average(ones, [ones[0][:2]], ones, 0.1, 0.9, True)
-    with pytest.raises(RuntimeError, match="no pass takes float32 with float16"):
-        move(ones, [ones[0].half()], 1.0, [1.0])
+    with pytest.raises(RuntimeError, match="no pass takes float64 with float16"):
+        move([ones[0].double()], [ones[0].half()], 1.0, [1.0])
     with pytest.raises(RuntimeError, match="a factor for each"):
         move(ones, ones, 1.0, [])

@@ -1,0 +1,49 @@
+// The border between the kernel of matrix_products.cu and the host code that launches it.
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "cuda_kernels/kernel_table.h"
+
+namespace fusedstep::cuda {
+
+// A tile of a result, and how deep a stage of the pipeline is.
+constexpr int kProductTile = 128, kProductDepth = 64;
+// Tensor maps describe boxes of so many rows and columns, swizzled by 128 bytes.
+constexpr int kProductBox = 64;
+
+// How the operands of A B lie in memory.
+enum class ProductForm : uint8_t {
+  kRowsRows,        // A by rows, and B' by rows: X X', or a symmetric B
+  kRowsColumns,     // A by rows, and B by rows: S X
+  kColumnsColumns,  // A' by rows, and B by rows: X' X
+};
+
+// C = alpha A B + beta D + gamma E + identity I for a batch of matrices. C may be D or E, and neither A nor B.
+struct MatrixProduct {
+  CUtensorMap a, b, c, d, e;
+  ProductForm form;
+  // A B is symmetric: one triangle of tiles is computed, and written twice.
+  bool is_symmetric;
+  int rows, columns, depth;
+  float alpha, beta, gamma, identity;  // without a D or E its factor is 0, and no map of it is read
+  uint32_t tiles, tile_columns, first_block;
+};
+
+// Batches whose products are one launch: as many as its arguments have room for.
+struct ProductLaunch {
+  static constexpr int kMostProducts = 10;
+  MatrixProduct products[kMostProducts];
+  int count;
+  uint32_t blocks;
+  Queue queue;
+};
+static_assert(sizeof(ProductLaunch) <= 32000);
+
+// Returns whether a GPU has the instructions of these kernels: those of compute capability 9.0.
+bool has_matrix_products(int device);
+// Products of bfloat16 or float16 numbers; sums are float32.
+void launch_products(const ProductLaunch& launch, bool is_bfloat16);
+
+}  // namespace fusedstep::cuda

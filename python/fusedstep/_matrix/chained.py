@@ -1,0 +1,111 @@
+"""Batches of matrices that the native engine steps together: their memory, passes and products.
+
+Batches may have different shapes. Each pass over weights, and each level of the chains of products,
+is one launch for all batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fusedstep._matrix.newton_schulz import Chain, Scratch, Step
+from fusedstep._matrix.passes import average_into, normalize_into, take_sums
+from fusedstep._step.plan import same
+
+#: The number of the matrices of a weight, and their rows and columns.
+Form = tuple[int, int, int]
+
+#: Elements that go through the products together at most: their two copies have 0.5 GB.
+AT_ONCE = 1 << 27
+
+#: By the dtypes of weights and of products that a group asks for: the dtype of updates. One of 16
+#: bits with float32's exponents is rounded as torch rounds an update; float16 would not have its
+#: range, before it is divided by its norm.
+_UPDATES = {
+    (torch.float32, None): torch.bfloat16,
+    (torch.float32, torch.bfloat16): torch.bfloat16,
+    (torch.float32, torch.float16): torch.float32,
+    (torch.bfloat16, None): torch.bfloat16,
+    (torch.bfloat16, torch.bfloat16): torch.bfloat16,
+    (torch.bfloat16, torch.float16): torch.bfloat16,
+    (torch.float16, None): torch.float16,
+    (torch.float16, torch.float16): torch.float16,
+}
+
+
+def updates_dtype(weights: torch.dtype, asked: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of updates of weights; None where the engine does not step them."""
+    return _UPDATES.get((weights, asked))
+
+
+class ChainedBatches:
+    """The memory of batches: the updates of weights for the passes, matrices for the products."""
+
+    def __init__(
+        self,
+        shapes: Sequence[torch.Size],
+        forms: Sequence[Sequence[Form]],
+        device: torch.device,
+    ) -> None:
+        """The weights of a batch, in order, have matrices of one number of rows and columns.
+
+        ``shapes``: of the weights. ``forms``: the matrices of each weight, by batch.
+        """
+        self._shapes = shapes
+        self._sizes = [shape.numel() for shape in shapes]
+        self._batches = [(sum(n for n, *_ in batch), *batch[0][1:]) for batch in forms]
+        self._of = [index for index, batch in enumerate(forms) for _ in batch]
+        self._device = device
+        self._memory: list[Tensor] = []
+        self._kind: Any = None
+
+    def take(
+        self, scratch: Scratch, updates: torch.dtype, products: torch.dtype, steps: Sequence[Step]
+    ) -> None:
+        """Takes all memory of a step: what the step before has taken, if there is no other user.
+
+        ``updates``, ``products``: dtypes.
+        """
+        size, device, kind = (sum(self._sizes),), self._device, (updates, products, list(steps))
+        update = scratch.take("update", size, updates, device)
+        memory = [update, scratch.take("other", size, products, device)]
+        in_place = updates.itemsize == products.itemsize
+        if not in_place:
+            memory.append(scratch.take("matrices", size, products, device))
+        if not (kind == self._kind and same(memory, self._memory)):
+            self._memory, self._kind = memory, kind
+            quotient, spare = update.view(products) if in_place else memory[2], memory[1]
+            self._matrices, self._quotients = self._in_batches(update), self._in_batches(quotient)
+            self._chain = Chain(self._quotients, self._in_batches(spare), steps)
+            self._updates = self._parts(update)
+            found = [self._parts(spare), self._parts(quotient)]
+            self._directions = [
+                found[self._chain.is_in_place(batch)][place] for place, batch in enumerate(self._of)
+            ]
+        self._sums = take_sums(self._matrices, scratch)
+        self._chain.take(scratch)
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        pieces = zip(flat.split(self._sizes), self._shapes, strict=True)
+        return [piece.view(shape) for piece, shape in pieces]
+
+    def _in_batches(self, flat: Tensor) -> list[Tensor]:
+        pieces = flat.split([math.prod(batch) for batch in self._batches])
+        return [piece.view(batch) for piece, batch in zip(pieces, self._batches, strict=True)]
+
+    def average(
+        self, averages: list[Tensor], grads: list[Tensor], share: float, lead: float
+    ) -> None:
+        """Takes a share of gradients into averages, and writes the updates."""
+        average_into(averages, grads, self._updates, share, lead)
+
+    def orthogonalize(self, eps: float, adds_eps: bool) -> list[Tensor]:
+        """Iterates on the updates. Returns the result of each weight, in the weight's shape."""
+        normalize_into(self._matrices, self._quotients, self._sums, eps, adds_eps)
+        self._chain.run()
+        return self._directions

@@ -1,0 +1,140 @@
+// Chains of matrix products on a GPU: the products of one level of all batches are one launch.
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
+#include <algorithm>
+#include <array>
+#include <vector>
+
+#include "cuda_kernels/matrix_products.h"
+#include "src/cuda/memory.h"
+#include "src/run/backend.h"
+
+namespace fusedstep::cuda {
+namespace {
+
+// The driver's function, by way of the runtime: libcuda is not linked.
+PFN_cuTensorMapEncodeTiled_v12000 encoder() {
+  static const auto known = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult how{};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &how),
+          "asking the driver for tensor maps");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
+  }();
+  if (known == nullptr) throw std::runtime_error("the CUDA driver knows no tensor maps: it is older than 12.0");
+  return known;
+}
+
+CUtensorMap map_of(void* data, int64_t count, int64_t rows, int64_t columns, int64_t stride,
+                   bool is_bfloat16) {
+  constexpr cuuint64_t kBytes = 2;
+  const std::array<cuuint64_t, 3> sizes{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                                        static_cast<cuuint64_t>(count)};
+  const std::array<cuuint64_t, 2> strides{static_cast<cuuint64_t>(stride) * kBytes,
+                                          static_cast<cuuint64_t>(stride * rows) * kBytes};
+  const std::array<cuuint32_t, 3> box{kProductBox, kProductBox, 1}, one{1, 1, 1};
+  CUtensorMap map{};
+  const CUresult result = encoder()(
+      &map, is_bfloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16, 3, data,
+      sizes.data(), strides.data(), box.data(), one.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error("the CUDA driver makes no tensor map of these matrices: error " +
+                             std::to_string(result));
+  }
+  return map;
+}
+
+// A batch, and the maps of its operands.
+struct Mapped {
+  const ChainBatch* batch;
+  std::array<CUtensorMap, kChainOperands> maps;
+
+  Mapped(const ChainBatch& of, bool is_bfloat16) : batch(&of), maps{} {
+    const int64_t side = of.side();
+    for (int i = 0; i < kChainOperands; ++i) {
+      if (of.operands[i] == nullptr) continue;
+      maps[i] = i < static_cast<int>(ChainOperand::kS0)
+                    ? map_of(of.operands[i], of.count, of.rows, of.columns, of.columns, is_bfloat16)
+                    : map_of(of.operands[i], of.count, side, side, of.square_stride(), is_bfloat16);
+    }
+  }
+  const CUtensorMap& map(ChainOperand operand) const { return maps[static_cast<size_t>(operand)]; }
+
+  MatrixProduct product(const ChainProduct& of) const {
+    const bool is_wide = batch->rows <= batch->columns;
+    const int side = static_cast<int>(batch->side()), rows = static_cast<int>(batch->rows),
+              columns = static_cast<int>(batch->columns);
+    MatrixProduct made{};
+    made.is_symmetric = of.kind != ChainKind::kWhole;
+    made.rows = made.columns = made.depth = side;
+    made.form = ProductForm::kRowsRows;
+    made.a = map(of.a);
+    made.b = map(of.b);
+    if (of.kind == ChainKind::kGram) {
+      made.form = is_wide ? ProductForm::kRowsRows : ProductForm::kColumnsColumns;
+      made.depth = is_wide ? columns : rows;
+    } else if (of.kind == ChainKind::kWhole) {
+      made.rows = rows;
+      made.columns = columns;
+      if (is_wide) {
+        std::swap(made.a, made.b);
+        made.form = ProductForm::kRowsColumns;
+      }
+    }
+    made.c = map(of.c);
+    made.d = map(of.d);
+    made.e = map(of.e);
+    made.alpha = of.alpha;
+    made.beta = of.beta;
+    made.gamma = of.gamma;
+    made.identity = of.identity;
+    const auto tiles = [](int size) { return static_cast<uint32_t>((size + kProductTile - 1) / kProductTile); };
+    made.tile_columns = tiles(made.columns);
+    made.tiles = made.is_symmetric ? made.tile_columns * (made.tile_columns + 1) / 2
+                                   : tiles(made.rows) * made.tile_columns;
+    return made;
+  }
+};
+
+bool are_taken(int device) { return has_matrix_products(device); }
+
+void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches) {
+  const DeviceGuard guard(device);
+  std::vector<Mapped> mapped;
+  mapped.reserve(batches.size());
+  int levels = 0;
+  for (const ChainBatch& batch : batches) {
+    mapped.emplace_back(batch, is_bfloat16);
+    if (!batch.products.empty()) levels = std::max(levels, batch.products.back().level + 1);
+  }
+  ProductLaunch launch{};
+  launch.queue = {current_stream(device), can_start_early(device)};
+  const auto send = [&] {
+    if (launch.blocks > 0) launch_products(launch, is_bfloat16);
+    launch.count = 0;
+    launch.blocks = 0;
+  };
+  for (int level = 0; level < levels; ++level) {
+    for (const Mapped& each : mapped) {
+      for (const ChainProduct& product : each.batch->products) {
+        if (product.level != level) continue;
+        MatrixProduct& made = launch.products[launch.count++] = each.product(product);
+        made.first_block = launch.blocks;
+        launch.blocks += made.tiles * static_cast<uint32_t>(each.batch->count);
+        if (launch.count == ProductLaunch::kMostProducts) send();
+      }
+    }
+    send();
+  }
+  check(cudaGetLastError(), "launching matrix products, or in a kernel before them");
+}
+
+[[maybe_unused]] const bool registered = [] {
+  register_cuda_chains({are_taken, run});
+  return true;
+}();
+
+}  // namespace
+}  // namespace fusedstep::cuda

@@ -1,0 +1,135 @@
+// The Newton–Schulz iteration as a chain of products, run in double by an interpreter of chains.
+#include "src/steps/newton_schulz.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace fusedstep::test {
+namespace {
+
+// A matrix by rows.
+struct Matrix {
+  int rows = 0, columns = 0;
+  std::vector<double> of;
+
+  Matrix(int rows, int columns)
+      : rows(rows), columns(columns), of(static_cast<size_t>(rows) * static_cast<size_t>(columns)) {}
+  double& at(int r, int c) { return of[static_cast<size_t>(r * columns + c)]; }
+  double at(int r, int c) const { return of[static_cast<size_t>(r * columns + c)]; }
+  Matrix transposed() const {
+    Matrix result(columns, rows);
+    for (int r = 0; r < rows; ++r) {
+      for (int c = 0; c < columns; ++c) result.at(c, r) = at(r, c);
+    }
+    return result;
+  }
+};
+
+Matrix operator*(const Matrix& a, const Matrix& b) {
+  Matrix result(a.rows, b.columns);
+  for (int r = 0; r < a.rows; ++r) {
+    for (int c = 0; c < b.columns; ++c) {
+      for (int k = 0; k < a.columns; ++k) result.at(r, c) += a.at(r, k) * b.at(k, c);
+    }
+  }
+  return result;
+}
+
+// a x + b y.
+Matrix sum(double a, const Matrix& x, double b, const Matrix& y) {
+  Matrix result = x;
+  for (size_t i = 0; i < x.of.size(); ++i) result.of[i] = a * x.of[i] + b * y.of[i];
+  return result;
+}
+
+Matrix usual_form(Matrix x, const std::vector<NewtonSchulzStep>& steps) {
+  for (const auto& [a, b, c, ends] : steps) {
+    const Matrix gram = x * x.transposed();
+    x = sum(a, x, 1, sum(b, gram, c, gram * gram) * x);
+  }
+  return x;
+}
+
+// Runs a chain on X, which is wide or tall.
+Matrix run(const Matrix& x, const std::vector<NewtonSchulzStep>& steps) {
+  const bool is_wide = x.rows <= x.columns;
+  std::map<ChainOperand, Matrix> operands;
+  operands.insert_or_assign(ChainOperand::kX, x);
+  for (const ChainProduct& product : newton_schulz_chain(steps)) {
+    const Matrix &a = operands.at(product.a), &b = operands.at(product.b);
+    Matrix c(0, 0);
+    switch (product.kind) {
+      case ChainKind::kGram:
+        c = is_wide ? a * a.transposed() : a.transposed() * a;
+        break;
+      case ChainKind::kSquare:
+        c = a * b;
+        break;
+      case ChainKind::kWhole:
+        c = is_wide ? b * a : a * b;
+        break;
+    }
+    for (double& each : c.of) each *= product.alpha;
+    if (product.beta != 0) c = sum(1, c, product.beta, operands.at(product.d));
+    if (product.gamma != 0) c = sum(1, c, product.gamma, operands.at(product.e));
+    for (int i = 0; product.identity != 0 && i < c.rows; ++i) c.at(i, i) += product.identity;
+    operands.insert_or_assign(product.c, c);
+  }
+  const auto ends = std::ranges::count_if(steps, &NewtonSchulzStep::ends);
+  return operands.at(ends % 2 == 0 ? ChainOperand::kX : ChainOperand::kY);
+}
+
+// Steps that end where `ends` has a one.
+std::vector<NewtonSchulzStep> steps_with(const std::string& ends) {
+  std::vector<NewtonSchulzStep> steps;
+  for (size_t i = 0; i < ends.size(); ++i) {
+    const auto number = static_cast<double>(i);
+    steps.push_back({1.5 + 0.25 * number, -0.5 - 0.125 * number, 0.25 + 0.0625 * number, ends[i] == '1'});
+  }
+  return steps;
+}
+
+class NewtonSchulzChain : public testing::TestWithParam<const char*> {};
+
+TEST_P(NewtonSchulzChain, IsTheUsualForm) {
+  std::mt19937 random(1);
+  std::normal_distribution<double> normal;
+  const auto steps = steps_with(GetParam());
+  for (const auto& [rows, columns] : {std::pair{4, 9}, {9, 4}, {5, 5}, {1, 3}}) {
+    Matrix x(rows, columns);
+    for (double& each : x.of) each = normal(random) / 64;
+    const Matrix expected = rows <= columns ? usual_form(x, steps) : usual_form(x.transposed(), steps).transposed();
+    const Matrix found = run(x, steps);
+    ASSERT_EQ(found.rows, rows);
+    for (size_t i = 0; i < expected.of.size(); ++i) EXPECT_NEAR(found.of[i], expected.of[i], 1e-10) << i;
+  }
+}
+
+// No product of a level reads or writes what another one of the level writes, but for a product's own D and E.
+TEST_P(NewtonSchulzChain, ProductsOfALevelAreIndependent) {
+  const auto chain = newton_schulz_chain(steps_with(GetParam()));
+  for (size_t i = 0; i < chain.size(); ++i) {
+    EXPECT_NE(chain[i].c, chain[i].a);
+    EXPECT_NE(chain[i].c, chain[i].b);
+    for (size_t j = 0; j < chain.size(); ++j) {
+      if (i == j || chain[i].level != chain[j].level) continue;
+      const std::set others{chain[j].a, chain[j].b, chain[j].c, chain[j].d, chain[j].e};
+      EXPECT_FALSE(others.contains(chain[i].c)) << i << ' ' << j;
+    }
+  }
+  EXPECT_TRUE(std::ranges::is_sorted(chain, {}, &ChainProduct::level));
+}
+
+INSTANTIATE_TEST_SUITE_P(Ends, NewtonSchulzChain,
+                         testing::Values("1", "01", "001", "0001", "11111", "01001", "01011", "0010101"));
+
+}  // namespace
+}  // namespace fusedstep::test

@@ -1,0 +1,193 @@
+"""The native engine of chained matrix products on a GPU, against float64."""
+
+import pytest
+import torch
+
+from fusedstep import optim
+from fusedstep._matrix import newton_schulz
+from fusedstep._matrix.newton_schulz import Chain, Scratch, coefficients_of, orthogonalize
+from reference.muon import iterated
+from support.matrices import error
+
+pytestmark = pytest.mark.skipif(
+    not (torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)),
+    reason="needs a GPU of compute capability 9.0",
+)
+
+#: Largest relative errors of an iterated matrix, as those of the library's products.
+ERRORS = {torch.float16: 1e-2, torch.bfloat16: 8e-2}
+
+#: Wide, tall and square; less than a tile, tiles and a part, with rows that end in no word of rows.
+SHAPES = [(2, 16, 64), (3, 64, 16), (2, 200, 456), (1, 300, 136), (4, 1, 8), (2, 128, 128)]
+SHAPES += [(2, 333, 336), (1, 9, 1000), (3, 520, 128), (1, 640, 1288)]
+
+
+def normalized(shape, seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x / torch.linalg.matrix_norm(x)[:, None, None]
+
+
+def run(x, steps):
+    """The results of batches that go through the products together."""
+    chain = Chain(x, [torch.full_like(each, torch.nan) for each in x], steps)
+    chain.take(Scratch())
+    return [each.clone() for each in chain.run()]
+
+
+@pytest.mark.parametrize("gram", [False, True], ids=["usual form", "Gram form"])
+@pytest.mark.parametrize("name", ["quintic", "polar_express"])
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_iterates_singular_values(dtype, name, gram, monkeypatch):
+    monkeypatch.setattr(newton_schulz, "takes_gram_form", lambda *args: gram)
+    for count in (0, 1, 2, 3, 5, 8):
+        steps = coefficients_of(name, count)
+        exact = [normalized(shape, seed) for seed, shape in enumerate(SHAPES)]
+        found = run([x.to("cuda", dtype) for x in exact], steps)
+        for x, each in zip(exact, found, strict=True):
+            expected = torch.stack([iterated(matrix, steps, 1e-7) for matrix in x])
+            assert error(each.cpu(), expected) < ERRORS[dtype], (count, x.shape)
+
+
+@pytest.mark.parametrize("dtype", ERRORS, ids=str)
+def test_products_alone_are_rounded_once(dtype):
+    """One step with b = c = 0 multiplies by a; with a = c = 0 it is X X' X."""
+    unit = torch.finfo(dtype).eps / 2
+    x = normalized((2, 200, 456), 0).to("cuda", dtype)
+    (found,) = run([x.clone()], [(2.0, 0.0, 0.0)])
+    assert found.equal(2 * x)
+    wide = x.double()
+    (found,) = run([x.clone()], [(0.0, 1.0, 0.0)])
+    gram = (wide @ wide.mT).to(dtype).double()
+    expected = gram @ wide
+    # Gram matrices may be rounded to a neighbour where float32 sums lie beside a tie.
+    bound = 4 * unit * (gram.abs() @ wide.abs()) + 1e-7
+    assert ((found.double() - expected).abs() <= bound).all()
+
+
+def test_a_nan_stays_in_its_matrix():
+    x = normalized((3, 200, 456), 0).to("cuda", torch.float16)
+    steps = coefficients_of("quintic", 5)
+    (clean,) = run([x.clone()], steps)
+    x[1, 7, 9] = torch.nan
+    (found,) = run([x], steps)
+    assert found[1].isnan().all()
+    assert found[[0, 2]].equal(clean[[0, 2]])
+
+
+def test_bits_are_the_same_alone_and_together():
+    steps = coefficients_of("quintic", 5)
+    x = [normalized(shape, 1).to("cuda", torch.float16) for shape in SHAPES * 2]
+    together = run([each.clone() for each in x], steps)
+    for each, found in zip(x, together, strict=True):
+        for part, expected in zip(each.split(1), found.split(1), strict=True):
+            (alone,) = run([part.clone()], steps)
+            assert alone.equal(expected)
+            assert orthogonalize(part.clone(), steps, Scratch()).equal(expected)
+
+
+@pytest.mark.parametrize("adds_eps", [False, True])
+@pytest.mark.parametrize(
+    ("stored", "to"),
+    [
+        (torch.float32, torch.float16),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_matrices_are_divided_by_their_norms(stored, to, adds_eps):
+    generator = torch.Generator().manual_seed(2)
+    x = [
+        torch.randn(shape, generator=generator) for shape in [(3, 7, 11), (2, 300, 700), (0, 4, 4)]
+    ]
+    x = [each.to("cuda", stored) for each in x]
+    x[0][1] = 0
+    x[1][0, 5, 5] = torch.nan
+    out = [torch.empty_like(each, dtype=to) for each in x]
+    size = torch.ops.fusedstep.normalize_sums(x)
+    sums = torch.empty(size, device="cuda")
+    torch.ops.fusedstep.normalize_into(x, out, sums, 1e-3, adds_eps)
+    for each, found in zip(x, out, strict=True):
+        norms = torch.linalg.matrix_norm(each.double())[:, None, None]
+        divisor = norms + 1e-3 if adds_eps else norms.clamp(min=1e-3)
+        expected = each.double() / divisor
+        limit = torch.finfo(to).eps * expected.abs() + torch.finfo(to).smallest_normal * 1e-3
+        assert found.isnan().equal(expected.isnan())
+        assert ((found.double() - expected).abs() <= limit).logical_or(expected.isnan()).all()
+
+
+def test_arguments_that_do_not_fit_are_refused_and_change_nothing():
+    x = normalized((2, 16, 24), 0).to("cuda", torch.float16)
+    kept, y, steps, ends = x.clone(), torch.zeros_like(x), [1.0, 2.0, 3.0], [1]
+    ops = torch.ops.fusedstep
+    size = ops.newton_schulz_workspace([x], steps, ends)
+    room = torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def refused(match, x=x, y=y, room=room, steps=steps, ends=ends):
+        with pytest.raises(RuntimeError, match=match):
+            ops.newton_schulz([x], [y], room, steps, ends)
+
+    refused("workspace", room=room[:-1])
+    refused("workspace", room=room.view(torch.int8))
+    refused("y must have the shapes", y=y[:1])
+    refused("y must be of the dtype", y=y.bfloat16())
+    refused("x must be bfloat16 or float16", x=x.float())
+    refused("x must be contiguous", x=x.mT)
+    refused("multiple of 8 columns", x=x[:, :, :12].clone(), y=y[:, :, :12].clone())
+    refused("three numbers", steps=[1.0, 2.0])
+    refused("ends must have", ends=[1, 1])
+    refused("ends must be true", ends=[0])
+    assert x.equal(kept)
+    assert not y.any()
+
+
+@pytest.mark.parametrize("cls", [optim.Muon, optim.MuSGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_weights_of_all_shapes_step_together(cls, dtype, monkeypatch):
+    """As ``fused=False`` steps them, whether or not a gradient is contiguous."""
+    shapes = [(64, 64), (160, 64), (64, 200), (4, 40, 24), (32, 8, 3, 3), (33, 65), (64, 64)]
+    calls = []
+    run_chain = Chain.run
+    monkeypatch.setattr(Chain, "run", lambda chain: calls.append(len(chain._x)) or run_chain(chain))
+
+    def trained(fused, transposed):
+        torch.manual_seed(0)
+        params = [torch.nn.Parameter(torch.randn(s, device="cuda", dtype=dtype)) for s in shapes]
+        start = [p.detach().clone() for p in params]
+        optimizer = cls([{"params": params, "use_muon": True}], lr=0.5, fused=fused)
+        for _ in range(3):
+            for p in params:
+                grad = torch.randn_like(p)
+                p.grad = grad.mT.contiguous().mT if transposed else grad
+            optimizer.step()
+        return [(p.detach() - a).float() for p, a in zip(params, start, strict=True)]
+
+    for transposed in (False, True):
+        expected = trained(False, transposed)
+        assert not calls
+        for a, b in zip(trained(None, transposed), expected, strict=True):
+            assert (a - b).norm() <= 0.1 * b.norm()
+        # [33, 65] alone has rows that begin at no word.
+        assert calls.count(5) == (0 if transposed else 3)
+        calls.clear()
+
+
+def test_memory_is_kept_and_scratch_may_move():
+    """Another group, with larger matrices, takes the memory anew between two steps."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(64, 64, device="cuda")) for _ in range(2)]
+    params += [torch.nn.Parameter(torch.randn(128, 512, device="cuda"))]
+    optimizer = optim.Muon([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+    other = [torch.nn.Parameter(p.detach().clone()) for p in params]
+    single = [optim.Muon([p], lr=0.1) for p in other]
+    for number in range(3):
+        for p, q in zip(params, other, strict=True):
+            p.grad = None if number == 0 and p is params[2] else torch.randn_like(p)
+            q.grad = None if p.grad is None else p.grad.clone()
+        optimizer.step()
+        for each in single:
+            each.step()
+    for p, q in zip(params, other, strict=True):
+        assert p.equal(q)
