@@ -8,8 +8,8 @@
 
 namespace fusedstep::cuda {
 
-// A tile of a result, and how deep a stage of the pipeline is.
-constexpr int kProductTile = 128, kProductDepth = 64;
+// Rows and columns of a tile of a result.
+constexpr int kTileRows = 128, kTileColumns = 256;
 // Tensor maps describe boxes of so many rows and columns, swizzled by 128 bytes.
 constexpr int kProductBox = 64;
 
@@ -28,15 +28,25 @@ struct MatrixProduct {
   bool is_symmetric;
   int rows, columns, depth;
   float alpha, beta, gamma, identity;  // without a D or E its factor is 0, and no map of it is read
-  uint32_t tiles, tile_columns, first_block;
+  uint32_t tiles, tile_columns, first_tile;  // tiles of a matrix, and of a row of a matrix
 };
+
+// The tiles of a matrix of a product. Of a symmetric one: those that have an element of the lower triangle.
+inline uint32_t product_tiles(const MatrixProduct& product) {
+  const auto rows = static_cast<uint32_t>((product.rows + kTileRows - 1) / kTileRows);
+  if (!product.is_symmetric) return rows * product.tile_columns;
+  // Two rows of tiles begin with as many tiles as there are pairs of rows so far.
+  static_assert(kTileColumns == 2 * kTileRows);
+  const uint32_t pairs = rows / 2;
+  return pairs * (pairs + 1) + rows % 2 * (pairs + 1);
+}
 
 // Batches whose products are one launch: as many as its arguments have room for.
 struct ProductLaunch {
   static constexpr int kMostProducts = 10;
   MatrixProduct products[kMostProducts];
   int count;
-  uint32_t blocks;
+  uint32_t tiles;  // of all products
   Queue queue;
 };
 static_assert(sizeof(ProductLaunch) <= 32000);
@@ -44,6 +54,6 @@ static_assert(sizeof(ProductLaunch) <= 32000);
 // Returns whether a GPU has the instructions of these kernels: those of compute capability 9.0.
 bool has_matrix_products(int device);
 // Products of bfloat16 or float16 numbers; sums are float32.
-void launch_products(const ProductLaunch& launch, bool is_bfloat16);
+void launch_products(const ProductLaunch& launch, bool is_bfloat16, int device);
 
 }  // namespace fusedstep::cuda

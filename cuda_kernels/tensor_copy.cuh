@@ -54,18 +54,19 @@ __device__ __forceinline__ void store_box(const CUtensorMap& to, int column, int
                "r"(column), "r"(row), "r"(matrix), "r"(shared_address(from))
                : "memory");
 }
-// Waits until the stores of this thread have read shared memory.
+__device__ __forceinline__ void end_stores() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+// Waits until no more than `kLeft` groups of stores of this thread still read shared memory.
+template <int kLeft>
 __device__ __forceinline__ void wait_for_stores() {
-  asm volatile("cp.async.bulk.commit_group;\ncp.async.bulk.wait_group.read 0;\n" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kLeft) : "memory");
 }
 // Shows copies what this thread has written to shared memory.
 __device__ __forceinline__ void show_to_copies() {
   asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory");
 }
-// Waits for so many threads of a block, at a barrier of this number.
-template <int kBarrier, int kCount>
-__device__ __forceinline__ void wait_for_threads() {
-  asm volatile("bar.sync %0, %1;\n" ::"n"(kBarrier), "n"(kCount) : "memory");
+// Waits for the threads of a warp group, each of which has a barrier of its own.
+__device__ __forceinline__ void wait_for_group(int group) {
+  asm volatile("bar.sync %0, 128;\n" ::"r"(group + 1) : "memory");
 }
 // Stores four 8 x 8 matrices of 16-bit numbers transposed: a warp has them as the sums of products.
 __device__ __forceinline__ void store_transposed(void* row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

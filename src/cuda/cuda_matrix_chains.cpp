@@ -90,10 +90,8 @@ struct Mapped {
     made.beta = of.beta;
     made.gamma = of.gamma;
     made.identity = of.identity;
-    const auto tiles = [](int size) { return static_cast<uint32_t>((size + kProductTile - 1) / kProductTile); };
-    made.tile_columns = tiles(made.columns);
-    made.tiles = made.is_symmetric ? made.tile_columns * (made.tile_columns + 1) / 2
-                                   : tiles(made.rows) * made.tile_columns;
+    made.tile_columns = static_cast<uint32_t>((made.columns + kTileColumns - 1) / kTileColumns);
+    made.tiles = product_tiles(made);
     return made;
   }
 };
@@ -112,17 +110,17 @@ void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches) {
   ProductLaunch launch{};
   launch.queue = {current_stream(device), can_start_early(device)};
   const auto send = [&] {
-    if (launch.blocks > 0) launch_products(launch, is_bfloat16);
+    if (launch.tiles > 0) launch_products(launch, is_bfloat16, device);
     launch.count = 0;
-    launch.blocks = 0;
+    launch.tiles = 0;
   };
   for (int level = 0; level < levels; ++level) {
     for (const Mapped& each : mapped) {
       for (const ChainProduct& product : each.batch->products) {
         if (product.level != level) continue;
         MatrixProduct& made = launch.products[launch.count++] = each.product(product);
-        made.first_block = launch.blocks;
-        launch.blocks += made.tiles * static_cast<uint32_t>(each.batch->count);
+        made.first_tile = launch.tiles;
+        launch.tiles += made.tiles * static_cast<uint32_t>(each.batch->count);
         if (launch.count == ProductLaunch::kMostProducts) send();
       }
     }
