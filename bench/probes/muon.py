@@ -18,6 +18,8 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -108,6 +110,21 @@ def products(asked: argparse.Namespace, dtype: torch.dtype) -> Callable[[], obje
     return run
 
 
+def peers(asked: argparse.Namespace) -> dict[str, Callable[[], object]]:
+    """Steps of gram-newton-schulz, by its own kernels and by torch, where it is installed."""
+    if not find_spec("gram_newton_schulz"):
+        return {}
+    muon = import_module("gram_newton_schulz").Muon
+    kinds = {"torch": False} | ({"its kernels": True} if find_spec("quack") else {})
+    quintic = coefficients_of("quintic", 5)
+    return {
+        f"gram-newton-schulz, {name}": muon(
+            parameters(asked), ns_coefficients=quintic, ns_use_kernels=kernels
+        ).step
+        for name, kernels in kinds.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu")
@@ -130,6 +147,7 @@ def main() -> None:
         ours = optim.Muon(parameters(asked), ns_dtype=DTYPES[name])
         steps[f"Muon, {name}"] = ours.step
         steps[f"products alone, {name}"] = products(asked, DTYPES[name])
+    steps |= peers(asked) if device.type == "cuda" else {}
     for name, fused in (("MuSGD", None), ("MuSGD, fused=False", False)):
         options = {"use_muon": True, "momentum": 0.9, "nesterov": True, "fused": fused}
         group = {"params": parameters(asked)}
@@ -137,7 +155,8 @@ def main() -> None:
     with torch.no_grad():
         found = milliseconds(steps, device, asked.rounds)
         if device.type == "cuda":
-            found["queued"] = queued(steps[f"Muon, {usual}"], device, 3 * asked.rounds)
+            for name in [name for name in steps if name.startswith(("Muon", "gram"))]:
+                found[f"{name}, queued"] = queued(steps[name], device, 3 * asked.rounds)
 
     width = max(map(len, found))
     print(f"{asked.layers} layers of {asked.width}, {device}, usual: {usual}")

@@ -4,6 +4,9 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_kernels/matrix_products.h"
@@ -46,6 +49,11 @@ CUtensorMap map_of(void* data, int64_t count, int64_t rows, int64_t columns, int
   return map;
 }
 
+// The sum's length in an element of a product.
+int depth_of(const ChainBatch& batch, ChainKind kind) {
+  return static_cast<int>(kind == ChainKind::kGram ? std::max(batch.rows, batch.columns) : batch.side());
+}
+
 // A batch, and the maps of its operands.
 struct Mapped {
   const ChainBatch* batch;
@@ -68,13 +76,13 @@ struct Mapped {
               columns = static_cast<int>(batch->columns);
     MatrixProduct made{};
     made.is_symmetric = of.kind != ChainKind::kWhole;
-    made.rows = made.columns = made.depth = side;
+    made.rows = made.columns = side;
+    made.depth = depth_of(*batch, of.kind);
     made.form = ProductForm::kRowsRows;
     made.a = map(of.a);
     made.b = map(of.b);
-    if (of.kind == ChainKind::kGram) {
-      made.form = is_wide ? ProductForm::kRowsRows : ProductForm::kColumnsColumns;
-      made.depth = is_wide ? columns : rows;
+    if (of.kind == ChainKind::kGram && !is_wide) {
+      made.form = ProductForm::kColumnsColumns;
     } else if (of.kind == ChainKind::kWhole) {
       made.rows = rows;
       made.columns = columns;
@@ -109,22 +117,29 @@ void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches) {
   }
   ProductLaunch launch{};
   launch.queue = {current_stream(device), can_start_early(device)};
-  const auto send = [&] {
-    if (launch.tiles > 0) launch_products(launch, is_bfloat16, device);
-    launch.count = 0;
-    launch.tiles = 0;
-  };
+  std::vector<std::pair<const Mapped*, const ChainProduct*>> together;
   for (int level = 0; level < levels; ++level) {
+    together.clear();
     for (const Mapped& each : mapped) {
       for (const ChainProduct& product : each.batch->products) {
-        if (product.level != level) continue;
-        MatrixProduct& made = launch.products[launch.count++] = each.product(product);
-        made.first_tile = launch.tiles;
-        launch.tiles += made.tiles * static_cast<uint32_t>(each.batch->count);
-        if (launch.count == ProductLaunch::kMostProducts) send();
+        if (product.level == level) together.emplace_back(&each, &product);
       }
     }
-    send();
+    // Those that take longest first: what is left for the end is short.
+    std::ranges::stable_sort(together, std::greater(), [](const auto& each) {
+      return depth_of(*each.first->batch, each.second->kind);
+    });
+    for (size_t first = 0; first < together.size(); first += ProductLaunch::kMostProducts) {
+      launch.count = 0;
+      launch.tiles = 0;
+      for (size_t i = first; i < std::min(first + ProductLaunch::kMostProducts, together.size()); ++i) {
+        const auto& [each, product] = together[i];
+        MatrixProduct& made = launch.products[launch.count++] = each->product(*product);
+        made.first_tile = launch.tiles;
+        launch.tiles += made.tiles * static_cast<uint32_t>(each->batch->count);
+      }
+      launch_products(launch, is_bfloat16, device);
+    }
   }
   check(cudaGetLastError(), "launching matrix products, or in a kernel before them");
 }

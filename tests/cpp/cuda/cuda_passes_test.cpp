@@ -1,6 +1,7 @@
 // The passes around matrix products on CUDA, by the emulator, against their formulas element by element.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <bit>
 #include <cmath>
 #include <random>
@@ -157,6 +158,53 @@ TYPED_TEST(CudaPassesTest, WeightsDecayAndMove) {
     for (size_t i = 0; i < subject.counts.size(); ++i) {
       EXPECT_EQ(subject.stored[i].all, expected.stored[i].all) << i;
       EXPECT_EQ(subject.products[i].all, expected.products[i].all) << i;
+    }
+  }
+}
+
+// Batches of matrices: more than one launch has room for, sizes of no words, and of more than one block.
+TEST(CudaNormsTest, MatricesAreDividedByTheirNormsInPlace) {
+  constexpr double kEps = 1e-3;
+  for (const bool adds_eps : {false, true}) {
+    std::mt19937_64 random(5);
+    std::vector<Numbers<AsBFloat16>> all;
+    std::vector<NormTensor> tensors;
+    const std::vector<int64_t> sizes{1, 7, 8, 16384, 16400, 40000};
+    for (size_t i = 0; i < 70; ++i) {
+      const int64_t size = sizes[i % sizes.size()], matrices = 1 + static_cast<int64_t>(i % 3);
+      all.emplace_back(matrices * size, i % 4 == 1, random);
+      if (i % 7 == 2) all.back().data()[size / 2] = 0x7fc1;  // NaN
+      if (i % 7 == 3) std::fill_n(all.back().data(), size, uint16_t{0});
+      tensors.push_back({nullptr, nullptr, matrices, size});
+    }
+    const auto before = all;
+    for (size_t i = 0; i < all.size(); ++i) tensors[i].from = tensors[i].to = all[i].data();
+    std::vector<float> sums(device_passes().norm_sums(tensors) + 1, -1.0f);
+    device_passes().normalize(0, NormFormat::kBFloat16, tensors, {kEps, adds_eps}, sums.data());
+    EXPECT_EQ(sums.back(), -1.0f);
+    for (size_t i = 0; i < all.size(); ++i) {
+      for (int64_t matrix = 0; matrix < tensors[i].matrices; ++matrix) {
+        const int64_t first = all[i].begin + matrix * tensors[i].size;
+        double squares = 0;
+        for (int64_t k = first; k < first + tensors[i].size; ++k) {
+          squares += std::pow(AsBFloat16::get(before[i].all[k]), 2);
+        }
+        const double norm = std::sqrt(squares), divisor = adds_eps ? norm + kEps : std::max(norm, kEps);
+        for (int64_t k = first; k < first + tensors[i].size; ++k) {
+          const double found = AsBFloat16::get(all[i].all[k]), exact = AsBFloat16::get(before[i].all[k]) / divisor;
+          if (std::isnan(norm)) {
+            ASSERT_TRUE(std::isnan(found)) << i;
+          } else {
+            ASSERT_NEAR(found, exact, std::abs(exact) * 0x1.01p-9) << i;
+          }
+        }
+      }
+      const auto is_margin = [&](int64_t k) {
+        return k < all[i].begin || k >= all[i].begin + tensors[i].matrices * tensors[i].size;
+      };
+      for (int64_t k = 0; k < static_cast<int64_t>(all[i].all.size()); ++k) {
+        if (is_margin(k)) ASSERT_EQ(all[i].all[k], before[i].all[k]) << i;
+      }
     }
   }
 }
