@@ -1,6 +1,7 @@
 // Kernels before and after the matrix products of a step. Before: update the momentum, write the input of the
-// products, and divide matrices by their norms. After: move the weights along the result. Each value is rounded
-// as torch's separate operations would round it; a multiplication and its addition are one fused operation.
+// products, and divide matrices by their norms. After: move the weights along the result. Each value is
+// rounded as torch's separate operations would round it; a multiplication and its addition are one fused
+// operation.
 #include "cuda_kernels/matrix_passes.h"
 
 #include "cuda_kernels/codecs.cuh"
@@ -207,8 +208,7 @@ __global__ void __launch_bounds__(kThreads)
   const float divisor = options.adds_eps ? norm + eps : (norm < eps ? eps : norm);
   const auto* const from = static_cast<const From*>(block.tensor->from);
   auto* const to = static_cast<To*>(block.tensor->to);
-  const bool in_words =
-      begins_in_words<From>(from, block.begin) && begins_in_words<To>(to, block.begin);
+  const bool in_words = begins_in_words<From>(from, block.begin) && begins_in_words<To>(to, block.begin);
   for_words<kNormWidth>(block.begin, block.end, in_words, [&](int64_t at, auto width) {
     float x[decltype(width)::value];
     cuda::load(from + at, x);

@@ -1,6 +1,7 @@
 // Chained matrix products on Hopper's tensor cores. A block of threads goes from tile to tile of the results:
-// a warp copies parts of the operands to shared memory, stage by stage, ahead of two warp groups that multiply
-// them. D and E go through the same stages. Of a symmetric result a block writes a tile and its transpose.
+// a warp copies parts of the operands to shared memory, stage by stage, ahead of two warp groups that
+// multiply them. D and E go through the same stages. Of a symmetric result a block writes a tile and its
+// transpose.
 #include "cuda_kernels/matrix_products.h"
 
 #include <cuda_bf16.h>
@@ -63,7 +64,8 @@ __device__ __forceinline__ Tile tile_of(const MatrixProduct& product, uint32_t n
     row = 2 * pair + in_pair / (pair + 1);
     column = in_pair % (pair + 1);
   }
-  return {static_cast<int>(matrix), static_cast<int>(row) * kTileRows, static_cast<int>(column) * kTileColumns};
+  return {static_cast<int>(matrix), static_cast<int>(row) * kTileRows,
+          static_cast<int>(column) * kTileColumns};
 }
 
 // Calls run(product, tile) for the tiles of a block.
@@ -99,7 +101,7 @@ class Copies {
     for (int deep = 0; deep < product.depth; deep += kDepth) {
       std::byte* const to = begin(kStageBytes);
       copy_operand<kForm == ProductForm::kColumnsColumns, kRowBoxes>(to, product.a, tile.row, deep,
-                                                                    tile.matrix, full());
+                                                                     tile.matrix, full());
       copy_operand<kForm != ProductForm::kRowsRows, kColumnBoxes>(to + kRowBoxes * kBoxBytes, product.b,
                                                                   tile.column, deep, tile.matrix, full());
       at_.advance();
@@ -146,7 +148,8 @@ __device__ __forceinline__ void multiply(const std::byte* operands, int group, b
   begin_products();
 #pragma unroll
   for (int k = 0; k < kDepth / kInstruction; ++k) {
-    Multiply16<T>::template run<kAByColumns, kBByColumns>(sums, a + k * kStepA, b + k * kStepB, adds || k > 0);
+    Multiply16<T>::template run<kAByColumns, kBByColumns>(sums, a + k * kStepA, b + k * kStepB,
+                                                          adds || k > 0);
   }
   commit_products();
   hold(sums);
@@ -249,8 +252,8 @@ class Stores {
   __device__ __forceinline__ Stores(std::byte* out, const Place& place)
       : out_(out + place.group * 2 * kBoxBytes), group_(place.group), is_first_(threadIdx.x % kGroup == 0) {}
 
-  __device__ __forceinline__ void box(const CUtensorMap& to, int column, int row, int matrix, const Place& place,
-                                      const float (&part)[kPart]) {
+  __device__ __forceinline__ void box(const CUtensorMap& to, int column, int row, int matrix,
+                                      const Place& place, const float (&part)[kPart]) {
     std::byte* const box = begin();
 #pragma unroll
     for (int j = 0; j < kBox / 8; ++j) {
@@ -307,8 +310,8 @@ class Stores {
 // Makes results of the sums of a warp group, and stores them.
 template <class T>
 __device__ __forceinline__ void finish_all(const MatrixProduct& product, const Tile& tile, Place place,
-                                           std::byte* stages, Pipeline& pipeline, Position& at, Stores<T>& stores,
-                                           const float (&sums)[kSums]) {
+                                           std::byte* stages, Pipeline& pipeline, Position& at,
+                                           Stores<T>& stores, const float (&sums)[kSums]) {
   const int first = tile.row + place.group * kBox;
   const auto take = [&] {
     wait_for(pipeline.full[at.stage], at.phase);

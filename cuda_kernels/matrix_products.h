@@ -20,14 +20,15 @@ enum class ProductForm : uint8_t {
   kColumnsColumns,  // A' by rows, and B by rows: X' X
 };
 
-// C = alpha A B + beta D + gamma E + identity I for a batch of matrices. C may be D or E, and neither A nor B.
+// C = alpha A B + beta D + gamma E + identity I for a batch of matrices. C may be D or E, and neither A nor
+// B.
 struct MatrixProduct {
   CUtensorMap a, b, c, d, e;
   ProductForm form;
   // A B is symmetric: one triangle of tiles is computed, and written twice.
   bool is_symmetric;
   int rows, columns, depth;
-  float alpha, beta, gamma, identity;  // without a D or E its factor is 0, and no map of it is read
+  float alpha, beta, gamma, identity;        // without a D or E its factor is 0, and no map of it is read
   uint32_t tiles, tile_columns, first_tile;  // tiles of a matrix, and of a row of a matrix
 };
 

@@ -31,8 +31,8 @@ __device__ __forceinline__ uint64_t describe_matrix(const void* p) {
   return (shared_address(p) & 0x3ffffu) >> 4 | kUnused | kGroup | kSwizzled128;
 }
 
-// The same for boxes of 64 x 64 numbers of 16 bits, one behind another. `kByColumns`: rows of a box are depths,
-// and boxes follow each other along the matrix's rows or columns.
+// The same for boxes of 64 x 64 numbers of 16 bits, one behind another. `kByColumns`: rows of a box are
+// depths, and boxes follow each other along the matrix's rows or columns.
 template <bool kByColumns>
 __device__ __forceinline__ uint64_t describe_boxes(const void* p) {
   constexpr uint64_t kNextBox = uint64_t{8192 / 16} << 16, kUnused = uint64_t{1} << 16;

@@ -25,7 +25,8 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
           "asking the driver for tensor maps");
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(found);
   }();
-  if (known == nullptr) throw std::runtime_error("the CUDA driver knows no tensor maps: it is older than 12.0");
+  if (known == nullptr)
+    throw std::runtime_error("the CUDA driver knows no tensor maps: it is older than 12.0");
   return known;
 }
 

@@ -50,8 +50,8 @@ size_t norm_sums(std::span<const NormTensor> tensors) {
   return blocks;
 }
 
-void normalize(int device, NormFormat format, std::span<const NormTensor> tensors,
-               const NormOptions& options, float* sums) {
+void normalize(int device, NormFormat format, std::span<const NormTensor> tensors, const NormOptions& options,
+               float* sums) {
   launch_all<NormLaunch>(device, tensors, [&](NormLaunch& launch) {
     launch.sums = sums;
     normalize_kernel(format)(launch, options);

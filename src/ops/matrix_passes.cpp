@@ -73,7 +73,8 @@ void average_into(const Tensors& averages, const Tensors& grads, const Tensors& 
   for (size_t i = 0; i < averages.size(); ++i) {
     tensors.push_back({average.data(i), grad.data(i), update.data(i), average.counts()[i], 0});
   }
-  device_passes().average(first.device, format_of(average.dtype(), update.dtype()), tensors, {share, lead, leads});
+  device_passes().average(first.device, format_of(average.dtype(), update.dtype()), tensors,
+                          {share, lead, leads});
 }
 
 void decay_and_add(const Tensors& weights, const Tensors& directions, double keep,

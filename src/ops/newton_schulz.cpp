@@ -22,10 +22,10 @@ TensorView batch_view(const Tensor& tensor, const char* what) {
         text(what, "must be bfloat16 or float16"));
   check(known.sizes.size() == 3 && is_in_order(known.sizes, known.strides),
         text(what, "must be contiguous matrices [B, M, N]"));
-  check(std::ranges::all_of(known.sizes, [](int64_t size) {
-          return size > 0 && size <= std::numeric_limits<int>::max() / 2;
-        }),
-        text(what, "must have an element at least"));
+  check(
+      std::ranges::all_of(
+          known.sizes, [](int64_t size) { return size > 0 && size <= std::numeric_limits<int>::max() / 2; }),
+      text(what, "must have an element at least"));
   return known;
 }
 
@@ -66,7 +66,8 @@ struct Chains {
         used = std::max(used, static_cast<int>(product.c) - static_cast<int>(ChainOperand::kS0) + 1);
       }
       for (int s = 0; s < used; ++s, bytes += each) {
-        batch.operands[static_cast<int>(ChainOperand::kS0) + s] = squares == nullptr ? nullptr : squares + bytes;
+        batch.operands[static_cast<int>(ChainOperand::kS0) + s] =
+            squares == nullptr ? nullptr : squares + bytes;
       }
       batches.push_back(batch);
     }
@@ -97,13 +98,15 @@ void newton_schulz(const Tensors& x, const Tensors& y, const Tensor& workspace,
   Chains chains(from, steps, ends, static_cast<std::byte*>(workspace.mutable_data_ptr()));
   const int device = from[0].device;
   check(to[0].device == device && to[0].dtype == from[0].dtype, "y must be of the dtype and device of x");
-  check(workspace.is_contiguous() && workspace.get_device_index() == device &&
-            workspace.numel() >= chains.bytes &&
-            workspace.scalar_type() == torch::headeronly::ScalarType::Byte,
-        "the workspace must be contiguous bytes, as many as newton_schulz_workspace says, on the device of x");
+  check(
+      workspace.is_contiguous() && workspace.get_device_index() == device &&
+          workspace.numel() >= chains.bytes && workspace.scalar_type() == torch::headeronly::ScalarType::Byte,
+      "the workspace must be contiguous bytes, as many as newton_schulz_workspace says, on the device of x");
   for (size_t i = 0; i < from.size(); ++i) {
     check(std::ranges::equal(from[i].sizes, to[i].sizes), "y must have the shapes of x");
-    const auto is_in_words = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0; };
+    const auto is_in_words = [](const void* data) {
+      return reinterpret_cast<uintptr_t>(data) % kWordBytes == 0;
+    };
     check(is_in_words(from[i].data) && is_in_words(to[i].data) && from[i].sizes[2] % 8 == 0,
           "x and y must be aligned to 16 bytes, and have a multiple of 8 columns");
     ChainBatch& batch = chains.batches[i];

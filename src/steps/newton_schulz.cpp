@@ -41,7 +41,8 @@ class Chain {
 std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> steps) {
   Chain chain;
   Operand x = Operand::kX, y = Operand::kY;
-  // The Gram matrix, Q, P, and what is free. After the first step of a run Q is what P was: a I is not added yet.
+  // The Gram matrix, Q, P, and what is free. After the first step of a run Q is what P was: a I is not added
+  // yet.
   Operand gram = Operand::kS0, q = Operand::kS1, p = Operand::kS2, other = Operand::kS3;
   double identity = 0;
   int length = 0;

@@ -18,8 +18,8 @@ struct NewtonSchulzStep {
 //
 //     Q <- Q (a I + P),  G <- (a I + P) G (a I + P)
 //
-// and at its end X <- Q X. An end at each step is the usual form, X <- a X + P X. X and Y are overwritten: the
-// result is in X after an even number of ends, or in Y.
+// and at its end X <- Q X. An end at each step is the usual form, X <- a X + P X. X and Y are overwritten:
+// the result is in X after an even number of ends, or in Y.
 //
 // Source: Jordan et al., Muon, 2024.
 std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> steps);

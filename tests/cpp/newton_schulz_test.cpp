@@ -22,8 +22,12 @@ struct Matrix {
 
   Matrix(int rows, int columns)
       : rows(rows), columns(columns), of(static_cast<size_t>(rows) * static_cast<size_t>(columns)) {}
-  double& at(int r, int c) { return of[static_cast<size_t>(r * columns + c)]; }
-  double at(int r, int c) const { return of[static_cast<size_t>(r * columns + c)]; }
+  double& at(int r, int c) {
+    return of[static_cast<size_t>(r) * static_cast<size_t>(columns) + static_cast<size_t>(c)];
+  }
+  double at(int r, int c) const {
+    return of[static_cast<size_t>(r) * static_cast<size_t>(columns) + static_cast<size_t>(c)];
+  }
   Matrix transposed() const {
     Matrix result(columns, rows);
     for (int r = 0; r < rows; ++r) {
@@ -106,14 +110,16 @@ TEST_P(NewtonSchulzChain, IsTheUsualForm) {
   for (const auto& [rows, columns] : {std::pair{4, 9}, {9, 4}, {5, 5}, {1, 3}}) {
     Matrix x(rows, columns);
     for (double& each : x.of) each = normal(random) / 64;
-    const Matrix expected = rows <= columns ? usual_form(x, steps) : usual_form(x.transposed(), steps).transposed();
+    const Matrix expected =
+        rows <= columns ? usual_form(x, steps) : usual_form(x.transposed(), steps).transposed();
     const Matrix found = run(x, steps);
     ASSERT_EQ(found.rows, rows);
     for (size_t i = 0; i < expected.of.size(); ++i) EXPECT_NEAR(found.of[i], expected.of[i], 1e-10) << i;
   }
 }
 
-// No product of a level reads or writes what another one of the level writes, but for a product's own D and E.
+// No product of a level reads or writes what another one of the level writes, but for a product's own D and
+// E.
 TEST_P(NewtonSchulzChain, ProductsOfALevelAreIndependent) {
   const auto chain = newton_schulz_chain(steps_with(GetParam()));
   for (size_t i = 0; i < chain.size(); ++i) {
