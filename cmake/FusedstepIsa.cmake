@@ -27,6 +27,14 @@ if(CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   set(fusedstep_options_of_avx512 -mavx512f -mavx512bw -mavx512vl -mavx512dq -mfma -mf16c)
 endif()
 
+# Those of matrix products: their base is for tests.
+set(FUSEDSTEP_PRODUCT_ISAS base)
+if("avx512" IN_LIST FUSEDSTEP_ISAS)
+  list(APPEND FUSEDSTEP_PRODUCT_ISAS avx512bf16 amx)
+  set(fusedstep_options_of_avx512bf16 ${fusedstep_options_of_avx512} -mavx512bf16)
+  set(fusedstep_options_of_amx ${fusedstep_options_of_avx512bf16} -mamx-tile -mamx-bf16)
+endif()
+
 # Rules whose kernels are built for sanitizers: one of each family, and that of the most states. What others access is
 # decided by the same templates. Theirs are the objects of a release build, which ccache has.
 set(FUSEDSTEP_SANITIZED_RULES Adam Adan Lamb Lion SGD)
@@ -90,6 +98,10 @@ function(fusedstep_isa_objects OUT)
       endif()
       math(EXPR turn "${turn} + 1")
     endforeach()
+  endforeach()
+  foreach(isa ${FUSEDSTEP_PRODUCT_ISAS})
+    fusedstep_kernels(fusedstep_products_${isa} "${kernels}/products.cpp" ${isa})
+    list(APPEND objects $<TARGET_OBJECTS:fusedstep_products_${isa}>)
   endforeach()
   if("avx512" IN_LIST FUSEDSTEP_ISAS)
     set_source_files_properties(src/run/isa.cpp PROPERTIES COMPILE_DEFINITIONS "FUSEDSTEP_HAVE_AVX2;FUSEDSTEP_HAVE_AVX512")

@@ -1,6 +1,6 @@
 // Chained matrix products on Hopper's tensor cores. A block of threads goes from tile to tile of the results:
 // a warp copies parts of the operands to shared memory, stage by stage, ahead of two warp groups that
-// multiply them. D and E go through the same stages. Of a symmetric result a block writes a tile and its
+// multiply them. D goes through the same stages. Of a symmetric result a block writes a tile and its
 // transpose.
 #include "cuda_kernels/matrix_products.h"
 
@@ -107,7 +107,7 @@ class Copies {
       at_.advance();
     }
   }
-  // The columns of one of two halves of a tile of D or E.
+  // The columns of one of two halves of a tile of D.
   __device__ __forceinline__ void addend(const CUtensorMap& from, const Tile& tile, int half) {
     std::byte* const to = begin(kAddendBytes);
 #pragma unroll
@@ -230,7 +230,7 @@ __device__ __forceinline__ uint32_t* word(std::byte* box, int row, int column) {
 
 constexpr int kPart = kBox / 2;  // sums of a thread in a box of its warp group
 
-// Adds a box of D or E to a part of the sums.
+// Adds a box of D to a part of the sums.
 template <class T>
 __device__ __forceinline__ void add(float factor, const Place& place, std::byte* box, float (&part)[kPart]) {
 #pragma unroll
@@ -242,6 +242,20 @@ __device__ __forceinline__ void add(float factor, const Place& place, std::byte*
       of[0] = fmaf(factor, found.x, of[0]);
       of[1] = fmaf(factor, found.y, of[1]);
     }
+  }
+}
+
+// Adds a number to the diagonal of a box, once its sums have been rounded.
+template <class T>
+__device__ __forceinline__ void add_to_diagonal(float number, const Place& place, float (&part)[kPart]) {
+  const auto add = [&](float& sum) { sum = Pair<T>::unpack(Pair<T>::pack(sum, 0)).x + number; };
+  const int column = place.row - place.column;  // of the diagonal, from the first of the thread's
+#pragma unroll
+  for (int i = 0; i < kPart; i += 4) {
+    if (column == 2 * i) add(part[i]);
+    if (column == 2 * i + 1) add(part[i + 1]);
+    if (column + 8 == 2 * i) add(part[i + 2]);
+    if (column + 8 == 2 * i + 1) add(part[i + 3]);
   }
 }
 
@@ -321,7 +335,7 @@ __device__ __forceinline__ void finish_all(const MatrixProduct& product, const T
   };
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int d = product.beta != 0 ? take() : -1, e = product.gamma != 0 ? take() : -1;
+    const int d = product.beta != 0 ? take() : -1;
 #pragma unroll
     for (int number = half * kAddendBoxes; number < (half + 1) * kAddendBoxes; ++number) {
       place.compute_anew();
@@ -334,25 +348,22 @@ __device__ __forceinline__ void finish_all(const MatrixProduct& product, const T
 #pragma unroll
       for (int i = 0; i < kPart; ++i) part[i] = product.alpha * sums[number * kPart + i];
       if (d >= 0) add<T>(product.beta, place, stages + d * kStageBytes + addend, part);
-      if (e >= 0) add<T>(product.gamma, place, stages + e * kStageBytes + addend, part);
-      if (product.identity != 0 && along == first) {
-        const int diagonal = place.row - place.column;
-#pragma unroll
-        for (int i = 0; i < kPart; i += 4) {
-          if (diagonal == 2 * i) part[i] += product.identity;
-          if (diagonal == 2 * i + 1) part[i + 1] += product.identity;
-          if (diagonal + 8 == 2 * i) part[i + 2] += product.identity;
-          if (diagonal + 8 == 2 * i + 1) part[i + 3] += product.identity;
+      const auto store = [&](const CUtensorMap& to) {
+        stores.box(to, along, first, tile.matrix, place, part);
+        if (product.is_symmetric && right < 0) {
+          stores.transposed(to, first, along, tile.matrix, place, part);
         }
-      }
-      stores.box(product.c, along, first, tile.matrix, place, part);
-      if (product.is_symmetric && right < 0) {
-        stores.transposed(product.c, first, along, tile.matrix, place, part);
+      };
+      store(product.c);
+      if (product.is_shifted) {
+        if (along == first) add_to_diagonal<T>(product.shift, place, part);
+        store(product.shifted);
       }
     }
-    if (d >= 0 || e >= 0) wait_for_group(place.group);
-    if (d >= 0) arrive_once(pipeline.empty[d]);
-    if (e >= 0) arrive_once(pipeline.empty[e]);
+    if (d >= 0) {
+      wait_for_group(place.group);
+      arrive_once(pipeline.empty[d]);
+    }
   }
 }
 
@@ -386,10 +397,7 @@ __global__ void __launch_bounds__(kProductThreads, 1)
         } else {
           copies.operands<ProductForm::kColumnsColumns>(product, tile);
         }
-        for (int half = 0; half < 2; ++half) {
-          if (product.beta != 0) copies.addend(product.d, tile, half);
-          if (product.gamma != 0) copies.addend(product.e, tile, half);
-        }
+        for (int half = 0; half < 2 && product.beta != 0; ++half) copies.addend(product.d, tile, half);
       });
     }
   } else {

@@ -20,15 +20,16 @@ enum class ProductForm : uint8_t {
   kColumnsColumns,  // A' by rows, and B by rows: X' X
 };
 
-// C = alpha A B + beta D + gamma E + identity I for a batch of matrices. C may be D or E, and neither A nor
-// B.
+// C = alpha A B + beta D for a batch of matrices. C may be D, and neither A nor B.
 struct MatrixProduct {
-  CUtensorMap a, b, c, d, e;
+  CUtensorMap a, b, c, d;
+  CUtensorMap shifted;  // C, rounded, with `shift` added to its diagonal
   ProductForm form;
   // A B is symmetric: one triangle of tiles is computed, and written twice.
   bool is_symmetric;
   int rows, columns, depth;
-  float alpha, beta, gamma, identity;        // without a D or E its factor is 0, and no map of it is read
+  bool is_shifted;
+  float alpha, beta, shift;                  // without a D beta is 0, and no map of D is read
   uint32_t tiles, tile_columns, first_tile;  // tiles of a matrix, and of a row of a matrix
 };
 

@@ -33,6 +33,7 @@ from fusedstep._matrix.newton_schulz import (
     orthogonalize,
     usual_dtype,
 )
+from fusedstep._native import ops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from reports.tables import write_table
@@ -170,6 +171,8 @@ def main() -> None:
             "usual": usual,
         }
         about |= {"threads": torch.get_num_threads(), "torch": torch.__version__}
+        if device.type == "cpu":
+            about["products"] = ops.product_isa() or "torch's"
         if device.type == "cuda":
             about["name"] = torch.cuda.get_device_name(device)
         write_table(asked.json, about | {"ms": found})

@@ -1,4 +1,4 @@
-// A chain of matrix products over batches of matrices, for the engines of a CPU and of a GPU.
+// Chains of matrix products over batches of matrices, for the engines of a CPU and of a GPU.
 #pragma once
 #include <array>
 #include <cstdint>
@@ -6,34 +6,38 @@
 
 namespace fusedstep {
 
-// What a product of a chain reads and writes. X and Y have the shape of the batch, [M, N]. S0 to S3 are
+// What a product of a chain reads and writes. X and Y have the shape of the batch, [M, N]. S0 to S4 are
 // symmetric matrices of the shorter side, in the chain's workspace.
-enum class ChainOperand : uint8_t { kNone, kX, kY, kS0, kS1, kS2, kS3 };
-constexpr int kChainOperands = 7, kChainSquares = 4;
+enum class ChainOperand : uint8_t { kNone, kX, kY, kS0, kS1, kS2, kS3, kS4 };
+constexpr int kChainOperands = 8;
+
+constexpr int index_of(ChainOperand operand) { return static_cast<int>(operand); }
+constexpr bool is_square(ChainOperand operand) { return operand >= ChainOperand::kS0; }
 
 enum class ChainKind : uint8_t {
-  kGram,    // C = A A', or A' A where that is the smaller one
-  kSquare,  // C = alpha A B + beta D + gamma E + identity I, of symmetric matrices that commute
-  kWhole,   // C = B A + beta D, or A B + beta D where B is of the columns; B is symmetric
+  kGram,    // C = A A', or A' A where that is the smaller one; B is A
+  kSquare,  // C = alpha A B + beta D, of symmetric matrices that commute: C is symmetric
+  kWhole,   // C = A B + beta D, or B A + beta D where A is of the columns; A is symmetric, B and D are X or Y
 };
 
-// A product. Without a D or E its factor is 0. C is neither A nor B.
+// A product. Without a D its factor is 0. C is neither A nor B.
 struct ChainProduct {
   ChainKind kind;
-  ChainOperand a, b, c, d, e;
-  float alpha, beta, gamma, identity;
+  ChainOperand a, b, c, d;
+  // C, rounded, with a number added to its diagonal and rounded once more: what is added has the errors of C,
+  // so that they cancel where both are factors of one product.
+  ChainOperand shifted;
+  float alpha, beta, shift;
   int level;  // products of one level may be computed at the same time
 };
 
 // Matrices [M, N] of one shape, contiguous, of 16-bit numbers, and what a chain does with them.
 struct ChainBatch {
   int64_t count, rows, columns;
-  std::array<void*, kChainOperands> operands;  // null if the chain does not name it
+  std::array<void*, kChainOperands> operands;  // X and Y; on a GPU the others too
   std::span<const ChainProduct> products;      // by level
 
   int64_t side() const { return rows < columns ? rows : columns; }
-  // Rows of the symmetric matrices are so far apart.
-  int64_t square_stride() const { return (side() + 7) / 8 * 8; }
 };
 
 }  // namespace fusedstep

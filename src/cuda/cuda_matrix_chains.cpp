@@ -16,6 +16,8 @@
 namespace fusedstep::cuda {
 namespace {
 
+constexpr int64_t kNumberBytes = 2, kWordBytes = 16;
+
 // The driver's function, by way of the runtime: libcuda is not linked.
 PFN_cuTensorMapEncodeTiled_v12000 encoder() {
   static const auto known = [] {
@@ -32,11 +34,10 @@ PFN_cuTensorMapEncodeTiled_v12000 encoder() {
 
 CUtensorMap map_of(void* data, int64_t count, int64_t rows, int64_t columns, int64_t stride,
                    bool is_bfloat16) {
-  constexpr cuuint64_t kBytes = 2;
   const std::array<cuuint64_t, 3> sizes{static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
                                         static_cast<cuuint64_t>(count)};
-  const std::array<cuuint64_t, 2> strides{static_cast<cuuint64_t>(stride) * kBytes,
-                                          static_cast<cuuint64_t>(stride * rows) * kBytes};
+  const std::array<cuuint64_t, 2> strides{static_cast<cuuint64_t>(stride) * kNumberBytes,
+                                          static_cast<cuuint64_t>(stride * rows) * kNumberBytes};
   const std::array<cuuint32_t, 3> box{kProductBox, kProductBox, 1}, one{1, 1, 1};
   CUtensorMap map{};
   const CUresult result = encoder()(
@@ -55,21 +56,56 @@ int depth_of(const ChainBatch& batch, ChainKind kind) {
   return static_cast<int>(kind == ChainKind::kGram ? std::max(batch.rows, batch.columns) : batch.side());
 }
 
-// A batch, and the maps of its operands.
+// Rows of the symmetric matrices of a batch are so far apart.
+int64_t square_stride(const ChainBatch& batch) { return (batch.side() + 7) / 8 * 8; }
+
+int64_t square_bytes(const ChainBatch& batch) {
+  constexpr int64_t kAlignment = 256;
+  const int64_t bytes = batch.count * batch.side() * square_stride(batch) * kNumberBytes;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+// Calls use(operand) for the symmetric matrices that a chain has.
+template <class Use>
+void each_square(const ChainBatch& batch, Use use) {
+  for (int i = index_of(ChainOperand::kS0); i < kChainOperands; ++i) {
+    const auto operand = static_cast<ChainOperand>(i);
+    const auto is_written = [&](const ChainProduct& product) {
+      return product.c == operand || product.shifted == operand;
+    };
+    if (std::ranges::any_of(batch.products, is_written)) use(operand);
+  }
+}
+
+int64_t workspace_bytes(std::span<const ChainBatch> batches) {
+  int64_t bytes = 0;
+  for (const ChainBatch& batch : batches) {
+    each_square(batch, [&](ChainOperand) { bytes += square_bytes(batch); });
+  }
+  return bytes;
+}
+
+// A batch, and the maps of its operands, of which the symmetric ones lie from `workspace` on.
 struct Mapped {
   const ChainBatch* batch;
   std::array<CUtensorMap, kChainOperands> maps;
 
-  Mapped(const ChainBatch& of, bool is_bfloat16) : batch(&of), maps{} {
-    const int64_t side = of.side();
-    for (int i = 0; i < kChainOperands; ++i) {
-      if (of.operands[i] == nullptr) continue;
-      maps[i] = i < static_cast<int>(ChainOperand::kS0)
-                    ? map_of(of.operands[i], of.count, of.rows, of.columns, of.columns, is_bfloat16)
-                    : map_of(of.operands[i], of.count, side, side, of.square_stride(), is_bfloat16);
+  Mapped(const ChainBatch& of, bool is_bfloat16, std::byte*& workspace) : batch(&of), maps{} {
+    for (const ChainOperand whole : {ChainOperand::kX, ChainOperand::kY}) {
+      void* const data = of.operands[index_of(whole)];
+      if (reinterpret_cast<uintptr_t>(data) % kWordBytes != 0 ||
+          of.columns * kNumberBytes % kWordBytes != 0) {
+        throw std::runtime_error("x and y must be aligned to 16 bytes, and have a multiple of 8 columns");
+      }
+      maps[index_of(whole)] = map_of(data, of.count, of.rows, of.columns, of.columns, is_bfloat16);
     }
+    const int64_t side = of.side();
+    each_square(of, [&](ChainOperand square) {
+      maps[index_of(square)] = map_of(workspace, of.count, side, side, square_stride(of), is_bfloat16);
+      workspace += square_bytes(of);
+    });
   }
-  const CUtensorMap& map(ChainOperand operand) const { return maps[static_cast<size_t>(operand)]; }
+  const CUtensorMap& map(ChainOperand operand) const { return maps[index_of(operand)]; }
 
   MatrixProduct product(const ChainProduct& of) const {
     const bool is_wide = batch->rows <= batch->columns;
@@ -88,17 +124,18 @@ struct Mapped {
       made.rows = rows;
       made.columns = columns;
       if (is_wide) {
-        std::swap(made.a, made.b);
         made.form = ProductForm::kRowsColumns;
+      } else {
+        std::swap(made.a, made.b);
       }
     }
     made.c = map(of.c);
     made.d = map(of.d);
-    made.e = map(of.e);
+    made.shifted = map(of.shifted);
     made.alpha = of.alpha;
     made.beta = of.beta;
-    made.gamma = of.gamma;
-    made.identity = of.identity;
+    made.is_shifted = of.shifted != ChainOperand::kNone;
+    made.shift = of.shift;
     made.tile_columns = static_cast<uint32_t>((made.columns + kTileColumns - 1) / kTileColumns);
     made.tiles = product_tiles(made);
     return made;
@@ -107,13 +144,13 @@ struct Mapped {
 
 bool are_taken(int device) { return has_matrix_products(device); }
 
-void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches) {
+void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches, std::byte* workspace) {
   const DeviceGuard guard(device);
   std::vector<Mapped> mapped;
   mapped.reserve(batches.size());
   int levels = 0;
   for (const ChainBatch& batch : batches) {
-    mapped.emplace_back(batch, is_bfloat16);
+    mapped.emplace_back(batch, is_bfloat16, workspace);
     if (!batch.products.empty()) levels = std::max(levels, batch.products.back().level + 1);
   }
   ProductLaunch launch{};
@@ -146,7 +183,7 @@ void run(int device, bool is_bfloat16, std::span<const ChainBatch> batches) {
 }
 
 [[maybe_unused]] const bool registered = [] {
-  register_cuda_chains({are_taken, run});
+  register_cuda_chains({are_taken, workspace_bytes, run});
   return true;
 }();
 

@@ -108,6 +108,10 @@ std::string isa_in_use() { return isa(); }
 
 std::vector<std::string> isas_here() { return isas(); }
 
+std::string product_isa_in_use() { return product_isa(); }
+
+std::vector<std::string> product_isas_here() { return product_isas(); }
+
 void use_isa(std::string_view name) { force_isa(std::string(name)); }
 
 std::vector<std::string> capabilities() {
@@ -129,6 +133,8 @@ STABLE_TORCH_LIBRARY(fusedstep, m) {
   m.def("plan_isa(int plan) -> str");
   m.def("isa() -> str");
   m.def("isas() -> str[]");
+  m.def("product_isa() -> str");
+  m.def("product_isas() -> str[]");
   m.def("force_isa(str name) -> ()");
   m.def("capabilities() -> str[]");
 }
@@ -167,6 +173,8 @@ STABLE_TORCH_LIBRARY_IMPL(fusedstep, CompositeExplicitAutograd, m) {
   m.impl("plans_grad_norm", TORCH_BOX(&plans_grad_norm));
   m.impl("isa", TORCH_BOX(&isa_in_use));
   m.impl("isas", TORCH_BOX(&isas_here));
+  m.impl("product_isa", TORCH_BOX(&product_isa_in_use));
+  m.impl("product_isas", TORCH_BOX(&product_isas_here));
   m.impl("force_isa", TORCH_BOX(&use_isa));
   m.impl("capabilities", TORCH_BOX(&capabilities));
 }

@@ -69,7 +69,9 @@ struct DevicePasses {
 // Chains of matrix products on a device.
 struct DeviceChains {
   bool (*are_taken)(int device);
-  void (*run)(int device, bool is_bfloat16, std::span<const ChainBatch> batches);
+  int64_t (*workspace_bytes)(std::span<const ChainBatch> batches);
+  // X and Y must be aligned to 16 bytes, and have a multiple of 8 columns: else it throws std::runtime_error.
+  void (*run)(int device, bool is_bfloat16, std::span<const ChainBatch> batches, std::byte* workspace);
 };
 
 using DeviceFactoredStepFactory = std::unique_ptr<DeviceFactoredStep> (*)(

@@ -9,19 +9,23 @@ namespace {
 
 using Operand = ChainOperand;
 
-// The products so far. Each has the first level at which its operands are there and its result is free.
+// The products so far. Each has the first level at which its operands are there and its results are free.
 class Chain {
  public:
-  // C = alpha A B + beta D + gamma E + identity I.
-  void add(ChainKind kind, Operand a, Operand b, Operand c, double alpha = 1, Operand d = Operand::kNone,
-           double beta = 0, Operand e = Operand::kNone, double gamma = 0, double identity = 0) {
-    int level = std::max(written(c), read_[index(c)]);
-    for (const Operand each : {a, b, d, e}) level = std::max(level, written(each));
-    ++level;
-    for (const Operand each : {a, b, d, e}) read_[index(each)] = std::max(read_[index(each)], level);
-    written_[index(c)] = level;
-    products_.push_back({kind, a, b, c, d, e, static_cast<float>(alpha), static_cast<float>(beta),
-                         static_cast<float>(gamma), static_cast<float>(identity), level});
+  void add(ChainProduct product) {
+    const auto reads = {product.a, product.b, product.d};
+    const auto writes = {product.c, product.shifted};
+    int level = -1;
+    for (const Operand each : reads) level = std::max(level, written_[index_of(each)]);
+    for (const Operand each : writes) {
+      level = std::max({level, written_[index_of(each)], read_[index_of(each)]});
+    }
+    product.level = ++level;
+    for (const Operand each : reads) read_[index_of(each)] = std::max(read_[index_of(each)], level);
+    for (const Operand each : writes) written_[index_of(each)] = level;
+    // Nothing waits for the operand that is none.
+    read_[index_of(Operand::kNone)] = written_[index_of(Operand::kNone)] = -1;
+    products_.push_back(product);
   }
   std::vector<ChainProduct> take() && {
     std::ranges::stable_sort(products_, {}, &ChainProduct::level);
@@ -29,48 +33,52 @@ class Chain {
   }
 
  private:
-  static size_t index(Operand operand) { return static_cast<size_t>(operand); }
-  int written(Operand operand) const { return operand == Operand::kNone ? -1 : written_[index(operand)]; }
-
+  static constexpr std::array<int, kChainOperands> kNever = {-1, -1, -1, -1, -1, -1, -1, -1};
   std::vector<ChainProduct> products_;
-  std::array<int, kChainOperands> written_{-1, -1, -1, -1, -1, -1, -1}, read_{-1, -1, -1, -1, -1, -1, -1};
+  std::array<int, kChainOperands> written_ = kNever, read_ = kNever;
 };
+
+ChainProduct gram_of(Operand x, Operand gram) {
+  return {ChainKind::kGram, x, x, gram, Operand::kNone, Operand::kNone, 1, 0, 0, 0};
+}
+
+// C = alpha A B + beta D.
+ChainProduct square(Operand a, Operand b, Operand c, Operand d, double beta, double alpha = 1) {
+  return {ChainKind::kSquare,       a, b, c, d, Operand::kNone, static_cast<float>(alpha),
+          static_cast<float>(beta), 0, 0};
+}
 
 }  // namespace
 
 std::vector<ChainProduct> newton_schulz_chain(std::span<const NewtonSchulzStep> steps) {
   Chain chain;
-  Operand x = Operand::kX, y = Operand::kY;
-  // The Gram matrix, Q, P, and what is free. After the first step of a run Q is what P was: a I is not added
-  // yet.
-  Operand gram = Operand::kS0, q = Operand::kS1, p = Operand::kS2, other = Operand::kS3;
-  double identity = 0;
-  int length = 0;
+  Operand x = Operand::kX, y = Operand::kY, q = Operand::kS2, next_q = Operand::kS4;
+  const Operand gram = Operand::kS0, p = Operand::kS1, middle = Operand::kS3;
+  bool begins = true;
   for (const auto& [a, b, c, ends] : steps) {
-    if (++length == 1) chain.add(ChainKind::kGram, x, x, gram);
-    chain.add(ChainKind::kSquare, gram, gram, p, c, gram, b);
-    if (!ends) {
-      chain.add(ChainKind::kSquare, gram, p, other, 1, gram, a);
-      chain.add(ChainKind::kSquare, other, p, gram, 1, other, a);
+    const bool is_alone = begins && ends;
+    if (begins) chain.add(gram_of(x, gram));
+    ChainProduct polynomial = square(gram, gram, p, gram, b, c);
+    if (begins && !ends) {
+      polynomial.shifted = q;
+      polynomial.shift = static_cast<float>(a);
     }
-    if (length == 1) {
-      std::swap(p, q);
-      identity = a;
-    } else {
-      if (length == 2) {  // (P' + a' I) (P + a I)
-        chain.add(ChainKind::kSquare, q, p, other, 1, q, a, p, identity, identity * a);
-      } else {
-        chain.add(ChainKind::kSquare, q, p, other, 1, q, a);
-      }
-      std::swap(q, other);
-      identity = 0;
+    chain.add(polynomial);
+    if (!begins) {
+      chain.add(square(q, p, next_q, q, a));
+      std::swap(q, next_q);
+    }
+    if (!ends) {
+      chain.add(square(gram, p, middle, gram, a));
+      chain.add(square(middle, p, gram, middle, a));
     }
     if (ends) {
-      const Operand d = length == 1 ? x : Operand::kNone;
-      chain.add(ChainKind::kWhole, x, q, y, 1, d, identity);
+      const Operand d = is_alone ? x : Operand::kNone;
+      const auto beta = static_cast<float>(is_alone ? a : 0);
+      chain.add({ChainKind::kWhole, is_alone ? p : q, x, y, d, Operand::kNone, 1, beta, 0, 0});
       std::swap(x, y);
-      length = 0;
     }
+    begins = ends;
   }
   return std::move(chain).take();
 }

@@ -30,7 +30,9 @@ std::string message_of(void (*use)()) {
 
 std::string known() {
   std::string names;
-  for (const std::string& name : isas()) names += (names.empty() ? "" : ", ") + name;
+  for (const auto& list : {product_isas(), isas()}) {
+    for (const std::string& name : list) names += (names.empty() ? "" : ", ") + name;
+  }
   return names;
 }
 
@@ -66,6 +68,10 @@ TEST_F(IsaTest, ListsWhatTheCpuHasBestFirst) {
   if (has({"avx2", "fma", "f16c"})) expected.emplace_back("avx2");
   expected.emplace_back("base");
   EXPECT_EQ(isas(), expected);
+  std::vector<std::string> of_products;
+  if (has({"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"})) of_products.emplace_back("amx");
+  if (has({"avx512f", "avx512_bf16"})) of_products.emplace_back("avx512bf16");
+  EXPECT_EQ(product_isas(), of_products);
 }
 
 #endif
@@ -84,6 +90,19 @@ TEST_F(IsaTest, TheForcedOneRuns) {
   }
   force_isa("");
   EXPECT_EQ(isa(), isas().front());
+}
+
+TEST_F(IsaTest, ALevelOfProductsHasTheOtherKernelsOfAvx512) {
+  EXPECT_EQ(product_isa(), product_isas().empty() ? "" : product_isas().front());
+  for (const std::string& name : product_isas()) {
+    force_isa(name);
+    EXPECT_EQ(product_isa(), name);
+    EXPECT_EQ(isa(), "avx512");
+  }
+  for (const std::string& name : isas()) {
+    force_isa(name);
+    EXPECT_EQ(product_isa(), "");
+  }
 }
 
 TEST_F(IsaTest, AnUnknownOneIsRefusedAndChangesNothing) {

@@ -72,19 +72,22 @@ Matrix run(const Matrix& x, const std::vector<NewtonSchulzStep>& steps) {
     Matrix c(0, 0);
     switch (product.kind) {
       case ChainKind::kGram:
-        c = is_wide ? a * a.transposed() : a.transposed() * a;
+        c = is_wide ? a * b.transposed() : a.transposed() * b;
         break;
       case ChainKind::kSquare:
         c = a * b;
         break;
       case ChainKind::kWhole:
-        c = is_wide ? b * a : a * b;
+        c = is_wide ? a * b : b * a;
         break;
     }
     for (double& each : c.of) each *= product.alpha;
     if (product.beta != 0) c = sum(1, c, product.beta, operands.at(product.d));
-    if (product.gamma != 0) c = sum(1, c, product.gamma, operands.at(product.e));
-    for (int i = 0; product.identity != 0 && i < c.rows; ++i) c.at(i, i) += product.identity;
+    if (product.shifted != ChainOperand::kNone) {
+      Matrix shifted = c;
+      for (int i = 0; i < c.rows; ++i) shifted.at(i, i) += product.shift;
+      operands.insert_or_assign(product.shifted, shifted);
+    }
     operands.insert_or_assign(product.c, c);
   }
   const auto ends = std::ranges::count_if(steps, &NewtonSchulzStep::ends);
@@ -114,7 +117,9 @@ TEST_P(NewtonSchulzChain, IsTheUsualForm) {
         rows <= columns ? usual_form(x, steps) : usual_form(x.transposed(), steps).transposed();
     const Matrix found = run(x, steps);
     ASSERT_EQ(found.rows, rows);
-    for (size_t i = 0; i < expected.of.size(); ++i) EXPECT_NEAR(found.of[i], expected.of[i], 1e-10) << i;
+    for (size_t i = 0; i < expected.of.size(); ++i) {
+      EXPECT_NEAR(found.of[i], expected.of[i], 1e-12 * std::max(1.0, std::abs(expected.of[i]))) << i;
+    }
   }
 }
 
@@ -127,8 +132,10 @@ TEST_P(NewtonSchulzChain, ProductsOfALevelAreIndependent) {
     EXPECT_NE(chain[i].c, chain[i].b);
     for (size_t j = 0; j < chain.size(); ++j) {
       if (i == j || chain[i].level != chain[j].level) continue;
-      const std::set others{chain[j].a, chain[j].b, chain[j].c, chain[j].d, chain[j].e};
+      const std::set others{chain[j].a, chain[j].b, chain[j].c, chain[j].d, chain[j].shifted};
       EXPECT_FALSE(others.contains(chain[i].c)) << i << ' ' << j;
+      const bool is_shifted = chain[i].shifted != ChainOperand::kNone;
+      EXPECT_FALSE(is_shifted && others.contains(chain[i].shifted)) << i << ' ' << j;
     }
   }
   EXPECT_TRUE(std::ranges::is_sorted(chain, {}, &ChainProduct::level));

@@ -19,7 +19,7 @@ LAYERS = [
         "CUDA kernels": "cuda_kernels/",
         "plans": r"src/plan/|src/run/(load_balance|session|tuning)\.",
     },
-    {"steps": r"src/steps/|src/run/(backend|cuda_library|dispatch|isa)\."},
+    {"steps": r"src/steps/|src/run/(backend|cuda_library|dispatch|isa|product_chain)\."},
     {"CUDA steps": "src/cuda/"},
     {"operators": "src/ops/"},
     {"Python": "src/python/"},

@@ -16,7 +16,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from fusedstep._matrix.chained import AT_ONCE, ChainedBatches, updates_dtype
+from fusedstep._matrix.chained import (
+    AT_ONCE,
+    ChainedBatches,
+    takes_batches_of,
+    updates_dtype,
+)
 from fusedstep._matrix.muon_groups import (
     beta2_of,
     form_of,
@@ -32,7 +37,6 @@ from fusedstep._matrix.newton_schulz import (
     Scratch,
     coefficients_of,
     fits_engine,
-    has_engine,
     normalize_rows,
     orthogonalize,
     takes_gram_form,
@@ -185,7 +189,7 @@ class MatrixBatches(ImperativeTwin):
         """Returns whether the native engine takes the matrices of a batch, in some dtypes."""
         return (
             bool(batch.moving)
-            and has_engine(batch.weights[0].device)
+            and takes_batches_of(batch.weights[0].device)
             and not group.get("normuon")
             and len({form[1:] for form in batch.forms}) == 1
             and fits_engine(*batch.forms[0][1:])
@@ -263,7 +267,7 @@ class MatrixBatches(ImperativeTwin):
                 shape = matrices_of(group, shard)[1:]
                 alike.setdefault(kind, {}).setdefault(shape, []).append(place)
         for (device, *_), by_shape in alike.items():
-            at_once = AT_ONCE if has_engine(device) else _most_at_once(device)
+            at_once = AT_ONCE if takes_batches_of(device) else _most_at_once(device)
             for shapes in self._joined(group, device, weights, by_shape):
                 together = [place for shape in shapes for place in by_shape[shape]]
                 first = local(weights[together[0]])
@@ -280,7 +284,7 @@ class MatrixBatches(ImperativeTwin):
     ) -> list[list[Shape]]:
         """Shapes that go through products together, padded to the largest sides among them."""
         is_alone = len(by_shape) == 1 or group.get("normuon") or group.get("split_heads", 1) > 1
-        if is_alone or has_engine(device):  # which takes shapes together as they are
+        if is_alone or takes_batches_of(device):  # which takes shapes together as they are
             return [[shape] for shape in by_shape]
         steps = coefficients_of(group["ns_coefficients"], group["ns_steps"])
         dtype = ns_dtype_of(group, device)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fusedstep._matrix.newton_schulz import Chain, Scratch, Step
+from fusedstep._matrix.newton_schulz import Chain, Scratch, Step, has_engine
 from fusedstep._matrix.passes import average_into, normalize_into, take_sums
 from fusedstep._step.plan import same
 
@@ -36,6 +36,11 @@ _UPDATES = {
     (torch.float16, None): torch.float16,
     (torch.float16, torch.float16): torch.float16,
 }
+
+
+def takes_batches_of(device: torch.device) -> bool:
+    """Returns whether the native engine and passes step batches of a device together: a GPU's."""
+    return device.type == "cuda" and has_engine(device)
 
 
 def updates_dtype(weights: torch.dtype, asked: torch.dtype | None) -> torch.dtype | None:

@@ -147,26 +147,27 @@ def usual_dtype(device: torch.device) -> torch.dtype:
 
 def has_engine(device: torch.device) -> bool:
     """Returns whether the native engine takes chains of 16-bit products on a device."""
-    return device.type == "cuda" and _has_engine(device.index or 0)
+    if device.type == "cuda":
+        return _has_cuda_engine(device.index or 0)
+    return device.type == "cpu" and ops.product_isa() != ""
 
 
 @functools.cache
-def _has_engine(index: int) -> bool:
+def _has_cuda_engine(index: int) -> bool:
     return ops.missing_on("cuda") is None and torch.ops.fusedstep.has_chains(index)
 
 
 def fits_engine(rows: int, columns: int) -> bool:
-    """Returns whether the native engine takes matrices of a shape: rows begin at 16 bytes."""
+    """Returns whether that of a GPU takes matrices of a shape: rows begin at 16 bytes."""
     return rows > 0 and columns > 0 and columns % 8 == 0
 
 
 def _is_chained(x: Tensor) -> bool:
-    return (
-        x.dtype in (torch.float16, torch.bfloat16)
-        and has_engine(x.device)
-        and fits_engine(*x.shape[1:])
-        and not torch._C._len_torch_dispatch_stack()
-    )
+    if type(x) is not Tensor or not (x.numel() and x.is_contiguous() and has_engine(x.device)):
+        return False
+    if x.is_cpu:
+        return x.dtype is torch.bfloat16
+    return x.dtype in (torch.float16, torch.bfloat16) and fits_engine(*x.shape[1:])
 
 
 def takes_gram_form(
@@ -239,7 +240,7 @@ class Chain:
         self._x, self._spare = x, spare
         self._arguments = (
             [float(each) for step in steps for each in step],
-            [int(each) for batch in ends for each in batch],
+            [each for batch in ends for each in batch],
         )
         self._bytes = torch.ops.fusedstep.newton_schulz_workspace.default(x, *self._arguments)
 
@@ -250,7 +251,7 @@ class Chain:
     def take(self, scratch: Scratch) -> None:
         """Takes memory for the products."""
         device = self._x[0].device
-        self._workspace = scratch.take("squares", (self._bytes,), torch.uint8, device)
+        self._workspace = scratch.take("workspace", (self._bytes,), torch.uint8, device)
 
     def run(self) -> list[Tensor]:
         """Iterates on ``x``. ``x`` and ``spare`` are overwritten; returns the result of each."""

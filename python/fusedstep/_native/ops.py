@@ -209,6 +209,25 @@ def isas() -> tuple[str, ...]:
     return tuple(torch.ops.fusedstep.isas())
 
 
+def product_isa() -> str:
+    """Name of the level whose kernels multiply bfloat16 matrices now: ``'amx'``, ``'avx512bf16'``.
+
+    Empty where the products are torch's: the CPU has neither, another instruction set is forced, or
+    there is no native library.
+    """
+    return "" if missing else torch.ops.fusedstep.product_isa()
+
+
+def product_isas() -> tuple[str, ...]:
+    """Names of the levels with kernels for bfloat16 products that this CPU runs, best first.
+
+    Raises:
+        RuntimeError: without the native library.
+    """
+    _require()
+    return tuple(torch.ops.fusedstep.product_isas())
+
+
 def force_isa(name: str | None) -> None:
     """Makes the kernels use the named instruction set from now on; None goes back to the best.
 

@@ -84,10 +84,10 @@ def check_binding() -> Finding:
 def check_isa() -> Finding:
     if ops.missing:
         return Finding("ISA", "unknown without native kernels")
-    used, runnable = ops.isa(), ops.isas()
+    used, runnable, products = ops.isa(), ops.isas(), ops.product_isa()
     return Finding(
         "ISA",
-        f"{used} used, of {', '.join(runnable)}",
+        f"{used} used, of {', '.join(runnable)}" + (f"; products: {products}" if products else ""),
         None if used == runnable[0] else f"unset FUSEDSTEP_ISA to use {runnable[0]}",
     )
 

@@ -120,7 +120,7 @@ def test_matrices_are_divided_by_their_norms(stored, to, adds_eps):
 
 def test_arguments_that_do_not_fit_are_refused_and_change_nothing():
     x = normalized((2, 16, 24), 0).to("cuda", torch.float16)
-    kept, y, steps, ends = x.clone(), torch.zeros_like(x), [1.0, 2.0, 3.0], [1]
+    kept, y, steps, ends = x.clone(), torch.zeros_like(x), [1.0, 2.0, 3.0], [True]
     ops = torch.ops.fusedstep
     size = ops.newton_schulz_workspace([x], steps, ends)
     room = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -129,16 +129,10 @@ def test_arguments_that_do_not_fit_are_refused_and_change_nothing():
         with pytest.raises(RuntimeError, match=match):
             ops.newton_schulz([x], [y], room, steps, ends)
 
-    refused("workspace", room=room[:-1])
-    refused("workspace", room=room.view(torch.int8))
-    refused("y must have the shapes", y=y[:1])
-    refused("y must be of the dtype", y=y.bfloat16())
-    refused("x must be bfloat16 or float16", x=x.float())
-    refused("x must be contiguous", x=x.mT)
+    refused("workspace must be at least", room=room[:-1])
+    refused("workspace must be at least", room=room.cpu())
+    refused("y must be of the dtype", y=y.cpu())
     refused("multiple of 8 columns", x=x[:, :, :12].clone(), y=y[:, :, :12].clone())
-    refused("three numbers", steps=[1.0, 2.0])
-    refused("ends must have", ends=[1, 1])
-    refused("ends must be true", ends=[0])
     assert x.equal(kept)
     assert not y.any()
 

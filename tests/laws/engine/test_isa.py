@@ -37,6 +37,17 @@ def test_list_is_what_the_cpu_runs_best_first():
     assert fusedstep.isa() == fusedstep.isas()[0]
 
 
+def test_levels_of_products_are_those_that_the_cpu_runs():
+    flags = cpu_flags()
+    products = {
+        "amx": {"avx512f", "avx512_bf16", "amx_tile", "amx_bf16"} <= flags,
+        "avx512bf16": {"avx512f", "avx512_bf16"} <= flags,
+    }
+    expected = tuple(name for name, present in products.items() if present)
+    assert ops.product_isas() == expected
+    assert ops.product_isa() == (expected[0] if expected else "")
+
+
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(("case", "dtype"), thinned(PLAIN, DTYPES), ids=str)
 def test_the_forced_isa_ran(case, dtype, isa):
@@ -104,4 +115,4 @@ def test_environment_with_an_impossible_isa_is_an_error_at_import(subprocess_env
     message = result.stderr.strip().splitlines()[-1]
     assert "FUSEDSTEP_ISA" in result.stderr
     assert "sse9" in message
-    assert all(isa in message for isa in fusedstep.isas())
+    assert all(isa in message for isa in (*ops.product_isas(), *fusedstep.isas()))

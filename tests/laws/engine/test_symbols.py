@@ -20,6 +20,8 @@ NAMESPACES = {
     "avx2": ("fusedstep::cpu::avx2::", "at::vec::AVX2::"),
     "avx512": ("fusedstep::cpu::avx512::", "at::vec::AVX512::"),
 }
+#: Those of matrix products.
+PRODUCTS = ("base", "avx512bf16", "amx")
 OPENMP = r"lib(gomp|iomp5|omp)[-.\w]*\.so[.\d]*"
 
 
@@ -61,6 +63,17 @@ def test_weak_symbols_stay_in_the_namespace_of_their_isa(isa, repository):
     assert not [name for name in found if any(space in name for space in others)]
 
 
+@pytest.mark.parametrize("isa", PRODUCTS)
+def test_weak_symbols_of_products_stay_in_the_namespace_of_their_isa(isa, repository):
+    found = [
+        name
+        for o in objects(repository, f"fusedstep_products_{isa}")
+        for name in weak_definitions(o)
+    ]
+    assert found
+    assert not [name for name in found if f"fusedstep::cpu::{isa}::" not in name]
+
+
 @pytest.mark.parametrize("isa", NAMESPACES)
 def test_kernels_inline_what_is_inside_of_them(isa, repository):
     functions = [
@@ -80,6 +93,8 @@ def test_kernels_inline_what_is_inside_of_them(isa, repository):
         ("fusedstep", "%[yz]mm"),
         ("fusedstep_kernels_base", "%[yz]mm"),
         ("fusedstep_kernels_avx2", "%zmm"),
+        ("fusedstep_products_base", "%[yz]mm"),
+        ("fusedstep_products_avx512bf16", "%tmm"),
     ],
 )
 def test_no_instruction_beyond_the_isa(target, registers, repository):
@@ -87,10 +102,18 @@ def test_no_instruction_beyond_the_isa(target, registers, repository):
         assert not re.search(registers, output("objdump", "--disassemble", path)), path
 
 
-@pytest.mark.parametrize(("isa", "register"), [("avx2", "%ymm"), ("avx512", "%zmm")])
-def test_the_isa_is_used(isa, register, repository):
-    for path in objects(repository, f"fusedstep_kernels_{isa}"):
-        assert register in output("objdump", "--disassemble", path), path
+@pytest.mark.parametrize(
+    ("target", "instruction"),
+    [
+        ("fusedstep_kernels_avx2", "%ymm"),
+        ("fusedstep_kernels_avx512", "%zmm"),
+        ("fusedstep_products_avx512bf16", "vdpbf16ps"),
+        ("fusedstep_products_amx", "tdpbf16ps"),
+    ],
+)
+def test_the_isa_is_used(target, instruction, repository):
+    for path in objects(repository, target):
+        assert instruction in output("objdump", "--disassemble", path), path
 
 
 def needed(path=None) -> list[str]:

@@ -1,0 +1,108 @@
+#include "src/run/product_chain.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "src/run/load_balance.h"
+#include "src/run/session.h"
+
+namespace fusedstep {
+namespace {
+
+// What a block costs, in elements of an update: to be packed, and to be multiplied by another.
+constexpr int64_t kPacked = 1024, kMultiplied = 128;
+
+// The blocks along a side of a square. A large square reads operands less often, a small one leaves work for
+// more threads: a stage has large ones where each thread gets so many.
+constexpr int64_t kLarge = cpu::kMostSquareBlocks, kSmall = 2, kLargeForEach = 8;
+
+// The squares of a task, in an order in which neighbours have operands in common: those of a whole matrix go
+// down its columns, those of a symmetric one along its rows, up to the diagonal.
+template <class Use>
+void each_square(const ProductChain::Task& task, int64_t side, Use use) {
+  const auto sides = [&](const auto& known) { return std::pair(known.rows, known.columns); };
+  const auto [rows, columns] = std::visit(sides, task);
+  const auto* product = std::get_if<cpu::Product>(&task);
+  const auto use_at = [&](int64_t i, int64_t j) {
+    use(cpu::Square{0, i, j, std::min(side, rows - i), std::min(side, columns - j)});
+  };
+  if (product != nullptr && product->is_symmetric) {
+    for (int64_t i = 0; i < rows; i += side) {
+      for (int64_t j = 0; j <= i; j += side) use_at(i, j);
+    }
+  } else {
+    for (int64_t j = 0; j < columns; j += side) {
+      for (int64_t i = 0; i < rows; i += side) use_at(i, j);
+    }
+  }
+}
+
+int64_t cost_of(const ProductChain::Task& task, const cpu::Square& square) {
+  const int64_t blocks = square.rows * square.columns;
+  const auto* product = std::get_if<cpu::Product>(&task);
+  if (product == nullptr) return blocks * kPacked;
+  const bool is_cut = product->is_symmetric && square.i == square.j;
+  return (is_cut ? (blocks + square.rows) / 2 : blocks) * (kPacked + kMultiplied * product->depth);
+}
+
+// The work of a task in a stage: its squares in one matrix, and the first of its items among the stage's.
+struct Part {
+  const ProductChain::Task* task;
+  int64_t first;
+  std::vector<cpu::Square> squares;
+};
+
+struct Work {
+  std::vector<Part> parts;
+  std::vector<int64_t> cost = {0};  // of all items before each
+
+  void add(const ProductChain::Task& task, int64_t matrices, int64_t side) {
+    Part part{&task, static_cast<int64_t>(cost.size()) - 1, {}};
+    each_square(task, side, [&](const cpu::Square& square) { part.squares.push_back(square); });
+    for (int64_t matrix = 0; matrix < matrices; ++matrix) {
+      for (const cpu::Square& square : part.squares) cost.push_back(cost.back() + cost_of(task, square));
+    }
+    parts.push_back(std::move(part));
+  }
+
+  void run_item(const cpu::ProductKernels& kernels, int64_t item) const {
+    const Part& part = *(std::ranges::upper_bound(parts, item, {}, &Part::first) - 1);
+    const auto squares = static_cast<int64_t>(part.squares.size());
+    cpu::Square square = part.squares[(item - part.first) % squares];
+    square.matrix = (item - part.first) / squares;
+    if (const auto* product = std::get_if<cpu::Product>(part.task)) kernels.multiply(*product, square);
+    if (const auto* packing = std::get_if<cpu::Packing>(part.task)) kernels.pack(*packing, square);
+  }
+};
+
+}  // namespace
+
+void ProductChain::add(size_t stage, int64_t matrices, const Task& task) {
+  if (stages_.size() <= stage) stages_.resize(stage + 1);
+  stages_[stage].push_back({task, matrices});
+}
+
+void ProductChain::run(const cpu::ProductKernels& kernels, int threads) const {
+  std::vector<Work> work(stages_.size());
+  std::vector<Stage> stages;
+  for (size_t i = 0; i < stages_.size(); ++i) {
+    int64_t large = 0;
+    for (const auto& [task, matrices] : stages_[i]) {
+      each_square(task, kLarge, [&](const cpu::Square&) { large += matrices; });
+    }
+    const int64_t side = large >= kLargeForEach * threads ? kLarge : kSmall;
+    for (const auto& [task, matrices] : stages_[i]) work[i].add(task, matrices, side);
+    stages.push_back({work[i].cost, true});
+  }
+  auto run_stage = [&](size_t stage, Pieces& pieces) {
+    kernels.begin();
+    for (int64_t begin, end; pieces.next(begin, end);) {
+      for (int64_t item = begin; item < end; ++item) work[stage].run_item(kernels, item);
+    }
+    kernels.end();
+  };
+  LoadBalance balance;  // nothing is learnt in one run, but idle threads take items of others
+  run_stages(threads, stages, run_stage, {}, &balance);
+}
+
+}  // namespace fusedstep
