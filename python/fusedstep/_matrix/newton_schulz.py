@@ -149,7 +149,7 @@ def has_engine(device: torch.device) -> bool:
     """Returns whether the native engine takes chains of 16-bit products on a device."""
     if device.type == "cuda":
         return _has_cuda_engine(device.index or 0)
-    return device.type == "cpu" and ops.product_isa() != ""
+    return device.type == "cpu" and not ops.missing and torch.ops.fusedstep.has_chains.default(-1)
 
 
 @functools.cache
