@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fusedstep import optim
-from fusedstep._factored.steps import Part
+from fusedstep._factored.steps import part_by_torch
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._step.clip import _norm
 from fusedstep._step.sums import norm2
@@ -145,7 +145,9 @@ def native_kernels_step_parts(here):
             params, shards = subjects(here, cut)
             set_gradients(here, params, shards, cut, 0)
             optimizer = optim.Adafactor(shards, fused=fused, variant="transformers")
-            with mock.patch("fusedstep.optim.adafactor.Part", wraps=Part) as by_torch:
+            with mock.patch(
+                "fusedstep.optim.adafactor.part_by_torch", wraps=part_by_torch
+            ) as by_torch:
                 optimizer.step()
             empty = sum(local(shard).numel() == 0 for shard in shards)
             assert by_torch.call_count == (len(shards) if fused is False else empty), name

@@ -378,13 +378,24 @@ def norms_of_a_step_take_one_collective(here):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.debug import CommDebugMode
 
-    for placement, collectives in ((Shard(0), 1), (Replicate(), 0)):
-        _, spread = here.subjects(placement)
-        groups = [{"params": spread[:2]}, {"params": spread[2:], "lr": 0.1}]
-        optimizer = optim.Lamb(groups, fused=None if collectives else False)
+    by_torch = {"fused": False}
+    for placement, collectives, of_group in (
+        (Shard(0), 1, ({}, {})),
+        (Shard(0), 1, ({}, by_torch)),
+        # Processes need not step a group alike.
+        (Shard(0), 1, (by_torch, {}) if here.rank else (by_torch, by_torch)),
+        (Replicate(), 0, (by_torch, by_torch)),
+    ):
+        params, spread = here.subjects(placement)
+        optim.Lamb(params, lr=0.1).step()
+        both = zip((spread[:2], spread[2:]), of_group, strict=True)
+        optimizer = optim.Lamb([{"params": some} | own for some, own in both], lr=0.1)
         with CommDebugMode() as counted:
             optimizer.step()
         assert counted.get_total_counts() == collectives
+        for param, shards in zip(params, spread, strict=True):
+            found, expected = local(shards).detach(), part_of(param, shards)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def max_norm_counts_what_all_processes_have_once(here):

@@ -667,7 +667,7 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
         finally:
             self._stepped, self._reserve = [], NO_RESERVE
         # One that communicates has more to do than its kernels.
-        is_alone = not (spread and spread.rows)
+        is_alone = not (spread and spread.places)
         is_plain = factors is PLAIN and not zero_grad
         if ops.bind and is_plain and is_alone and self._seen is not None:
             self._last_step = last_step(

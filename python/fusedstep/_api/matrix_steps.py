@@ -34,6 +34,8 @@ from fusedstep._sharding.exchange import cut_of, is_gathered, part_of, whole_of
 from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
+from fusedstep._step.program import Pass
+from fusedstep._step.sums import of_each
 from fusedstep._step.support import why_not_native
 
 
@@ -108,11 +110,14 @@ class MuonSteps(MatrixBatches):
 
     # Weight by weight
 
-    def _imperative_update(self, work: list[Work]) -> None:
+    def _exchanges(self, group: dict[str, Any]) -> bool:
+        return uses_muon(group)
+
+    def _imperative_update(self, work: list[Work]) -> list[Pass]:
         # Before anything is changed; transfers that some processes take no part in would not end.
         weights = [p for item in work if uses_muon(item.group) for p in item.weights]
-        self._spread_weights().check_gradients(weights)
-        super()._imperative_update(work)
+        self._spread_weights().sums_of_rows(of_each(0), weights, [[] for _ in weights])
+        return super()._imperative_update(work)
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

@@ -27,6 +27,7 @@ from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Plan, Work, same
+from fusedstep._step.program import Pass
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.undo import Reserve, Saved, is_out_of_memory, undone_on_error
 
@@ -293,7 +294,7 @@ class LowRankSteps(LowRankGroups):
         multiplied = iter(super()._with_factor(others, factors))
         return [item if self._has_scratch(item) else next(multiplied) for item in work]
 
-    def _imperative_update(self, work: list[Work]) -> None:
+    def _imperative_update(self, work: list[Work]) -> list[Pass]:
         found = [self._scratch_of(item) if self._has_scratch(item) else None for item in work]
         projected = [(item, scratch) for item, scratch in zip(work, found, strict=True) if scratch]
         # Weights whose moves allocate nothing come first. For others the moments are kept.
@@ -331,9 +332,9 @@ class LowRankSteps(LowRankGroups):
             for each in saved.values() if is_out_of_memory(error) else ():
                 each.put_back()
             raise
-        for item, own in zip(work, found, strict=True):
-            if own is None:
-                super()._imperative_update([item])
+        return super()._imperative_update(
+            [item for item, own in zip(work, found, strict=True) if own is None]
+        )
 
     def _move_or_undo(
         self,

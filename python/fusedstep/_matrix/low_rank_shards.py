@@ -6,10 +6,8 @@ whether the gradients are finite; the other collectives follow from the weights 
 
 from __future__ import annotations
 
-import functools
 from typing import Any, ClassVar, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fusedstep._matrix.low_rank_bases import LowRankBases
@@ -25,7 +23,7 @@ from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import Cut, cut_of, put_whole, whole_of
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Work
-from fusedstep._step.sums import SpreadWeights, place_of
+from fusedstep._step.sums import Place, SpreadWeights, of_each, place_of
 
 
 class Norm(NamedTuple):
@@ -72,6 +70,9 @@ class LowRankShards(LowRankBases):
             if shape
         }
 
+    def _exchanges(self, group: dict[str, Any]) -> bool:
+        return super()._exchanges(group) or self._is_projected(group)
+
     def _spread_projected(self) -> SpreadWeights | None:
         """The weights that are spread over processes, if some of them are projected."""
         cut = (
@@ -100,29 +101,23 @@ class LowRankShards(LowRankBases):
 
         Finds gradients of zeros that bases are due of.
         """
-        alike: dict[Any, list[tuple[Work, Tensor, bool, list[float]]]] = {
-            place: [] for place in spread.places(native=False)
-        }
+        found: list[tuple[Work, Tensor, bool]] = []
+        flags = []
         for item in work:
             scratch = self._scratch_of(item)
             for weight, grad in item.pairs():
-                if place := place_of(weight):
+                if place_of(weight):
                     own, is_due = local(grad), self._needs_gradient(item, weight)
                     # A NaN in other gradients shows in their low-rank gradients.
                     is_bad = (scratch is None or is_due) and not_finite(own)
-                    flags = [float(is_bad), float(is_due and own.any())]
-                    alike.setdefault(place, []).append((item, weight, is_due, flags))
-        for place, members in alike.items():
-            found = [flags for *_, flags in members]
-            numbers = torch.tensor(found, dtype=torch.float64, device="cpu").view(-1, 2)
-            weights = [weight for _, weight, *_ in members]
-            (total,) = spread.sums(place, [(weights, numbers.to(place[0]))])
-            for (item, weight, is_due, _), sums in zip(members, total.tolist(), strict=True):
-                is_bad, has_any = map(bool, sums)
-                if is_bad:
-                    raise self._not_finite_error(item.group, weight)
-                if is_due:
-                    self._is_zero[weight] = not has_any
+                    flags.append([float(is_bad), float(is_due and own.any())])
+                    found.append((item, weight, is_due))
+        sums = spread.sums_of_rows(of_each(2), [weight for _, weight, _ in found], flags)
+        for (item, weight, is_due), (bad, has_any) in zip(found, sums, strict=True):
+            if bad:
+                raise self._not_finite_error(item.group, weight)
+            if is_due:
+                self._is_zero[weight] = not has_any
 
     def _make_bases_of_shards(self, work: list[Work]) -> None:
         """Makes new bases of whole gradients, each in one process."""
@@ -181,11 +176,9 @@ class LowRankShards(LowRankBases):
 
 def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:
     """Returns True in all processes that share the weights, if ``found`` is true in any."""
-    alike: dict[Any, list[Tensor]] = {place: [] for place in spread.places(native=False)}
+    here: dict[Place, list[Tensor]] = {}
     for weight in weights:
         if place := place_of(weight):
-            alike.setdefault(place, []).append(weight)
-    for place, some in alike.items():
-        fill = functools.partial(Tensor.fill_, value=float(found))
-        found |= bool(spread.sum(place, fill, some).item())
-    return found
+            here.setdefault(place, []).append(weight)
+    totals = spread.totals(here, lambda _, own: own.fill_(float(found)))
+    return found or any(map(Tensor.item, totals))

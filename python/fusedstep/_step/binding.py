@@ -79,17 +79,14 @@ class BindsGroups(Owner):
 
     def _spread_weights(self) -> SpreadWeights:
         """The weights that are spread over processes: steps with norms communicate over them."""
-        native = [self._wants_native(g) and not self._is_composite(g) for g in self._groups]
-        if self._spread is None or not self._spread.is_of(self._groups, native):
-            self._spread = SpreadWeights(
-                self._groups,
-                native,
-                [
-                    wants and not why_not_native(group["params"])
-                    for wants, group in zip(native, self._groups, strict=True)
-                ],
-            )
+        exchanging = list(map(self._exchanges, self._groups))
+        if self._spread is None or not self._spread.is_of(self._groups, exchanging):
+            self._spread = SpreadWeights(self._groups, exchanging)
         return self._spread
+
+    def _exchanges(self, group: dict[str, Any]) -> bool:
+        """Returns whether steps of a group add up numbers of its weights over the processes."""
+        return not self._elementwise
 
     def _new_plan(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

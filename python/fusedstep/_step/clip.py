@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import math
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import local
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.sums import SpreadWeights, in_real_numbers, norm2, place_of
+from fusedstep._step.sums import Place, SpreadWeights, in_real_numbers, norm2, place_of
 
 #: torch.nn.utils.clip_grad_norm_ adds it to the norm that it divides by.
 EPSILON = 1e-6
@@ -142,25 +142,27 @@ def _device_norm2(work: Iterable[Work], spread: SpreadWeights, device: torch.dev
 
 def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
     """The squares of the 2-norms of gradients that are spread over processes, place by place."""
-    found = []
-    for place in spread.rows:
-        weights, handles = [], []
-        plain: list[Tensor] = []
-        others: list[Tensor] = []
-        for item in work:
-            if item.plan:
-                if (item.plan.device, item.plan.spread_of_sums) == place:
-                    weights += item.weights
-                    handles.append(item.plan.handle)
-                continue
-            for weight, grad in item.pairs():
-                if place_of(weight) == place:
-                    weights.append(weight)
-                    shard = local(grad)
-                    (plain if _is_plain(shard, item.group) else others).append(shard)
-        add = functools.partial(_add_norms2, handles, plain, others)
-        found.append(spread.sum(place, add, weights))
-    return found
+    weights: defaultdict[Place, list[Tensor]] = defaultdict(list)
+    handles: defaultdict[Place, list[int]] = defaultdict(list)
+    plain: defaultdict[Place, list[Tensor]] = defaultdict(list)
+    others: defaultdict[Place, list[Tensor]] = defaultdict(list)
+    for item in work:
+        if item.plan:
+            if item.plan.is_spread:
+                place = item.plan.device, item.plan.spread_of_sums
+                weights[place] += item.weights
+                handles[place].append(item.plan.handle)
+            continue
+        for weight, grad in item.pairs():
+            if there := place_of(weight):
+                weights[there].append(weight)
+                shard = local(grad)
+                (plain if _is_plain(shard, item.group) else others)[there].append(shard)
+
+    def add(place: Place, to: Tensor) -> None:
+        _add_norms2(handles[place], plain[place], others[place], to)
+
+    return spread.totals(weights, add, everywhere=True)
 
 
 def _is_plain(grad: Tensor, group: dict[str, Any]) -> bool:
@@ -210,7 +212,7 @@ def _grad_norm(work: list[Work], spread: SpreadWeights) -> float:
     if on_cpu:
         norms.append(torch.ops.fusedstep.plans_grad_norm(on_cpu))
     if on_device:
-        found = _device_norm2(on_device, SpreadWeights([], [], []), torch.device("cpu"))
+        found = _device_norm2(on_device, SpreadWeights([], []), torch.device("cpu"))
         norms.append(found.sqrt().item())
     if plain:
         norms.append(math.sqrt(torch.ops.fusedstep.grads_norm2(plain)))

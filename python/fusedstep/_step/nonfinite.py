@@ -12,7 +12,7 @@ from fusedstep._sharding.dtensor import local
 from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
-from fusedstep._step.sums import SpreadWeights, in_real_numbers, place_of
+from fusedstep._step.sums import SpreadWeights, in_real_numbers, of_each
 
 
 class SkippedSteps:
@@ -70,21 +70,10 @@ def check_norm(
 
 def _with_bad_gradients(work: list[Work], spread: SpreadWeights) -> set[int]:
     """The weights whose gradient is not finite, by id(): in any process that has a part."""
-    bad: set[int] = set()
-    alike: dict[Any, list[tuple[Tensor, float]]] = {place: [] for place in spread.rows}
-    for item in work:
-        for weight, grad in item.pairs():
-            values = local(grad.coalesce().values() if grad.is_sparse else grad)
-            is_bad = not_finite(in_real_numbers(values))
-            if place := place_of(weight):
-                alike[place].append((weight, is_bad))
-            elif is_bad:
-                bad.add(id(weight))
-    for place, found in alike.items():
-        weights = [weight for weight, _ in found]
-        flags = torch.tensor(
-            [[float(is_bad)] for _, is_bad in found], dtype=torch.float64, device=place[0]
-        )
-        (sums,) = spread.sums(place, [(weights, flags.view(-1, 1))])
-        bad |= {id(weight) for weight, each in zip(weights, sums.tolist(), strict=True) if each[0]}
-    return bad
+    weights, flags = [], []
+    for weight, grad in (pair for item in work for pair in item.pairs()):
+        values = local(grad.coalesce().values() if grad.is_sparse else grad)
+        weights.append(weight)
+        flags.append([float(not_finite(in_real_numbers(values)))])
+    found = spread.sums_of_rows(of_each(1, everywhere=True), weights, flags)
+    return {id(weight) for weight, (is_bad,) in zip(weights, found, strict=True) if is_bad}

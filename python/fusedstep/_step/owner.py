@@ -43,6 +43,7 @@ class Owner(Optimizer):
     _numbers: ClassVar[tuple[str, ...]]
     _foreach_means_unfused: ClassVar[bool]
     _composite: ClassVar[bool]
+    _elementwise: ClassVar[bool]
     _plan_takes_norm: ClassVar[bool]
     _allocates_first: ClassVar[bool]
     _counts_in_groups: ClassVar[bool]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from fusedstep._native import ops
 from fusedstep._state.checks import with_name
 from fusedstep._step.factors import PLAIN, Factors, is_one
 from fusedstep._step.plan import Plan, Work
-from fusedstep._step.sums import SpreadWeights
+from fusedstep._step.program import AddUp, Pass, Sums, run
+from fusedstep._step.sums import NORMS, SpreadWeights
 
 
 def take(
@@ -22,7 +23,7 @@ def take(
     factors: Factors,
     check_ready: Callable[[], None],
     with_factor: Callable[[list[Work], Factors], list[Work]],
-    by_torch: Callable[[list[Work]], None],
+    by_torch: Callable[[list[Work]], list[Pass]],
     accessed_states: Callable[[list[Tensor]], list[Tensor]],
     spread: SpreadWeights | None,
     in_phases: bool,
@@ -34,7 +35,8 @@ def take(
 
     ``check_ready`` may raise: it is asked when native steps have been prepared, before the first
     change. ``with_factor`` multiplies the gradients of work without a plan, and ``by_torch`` steps
-    it. ``accessed_states`` returns the states of
+    it, but for passes that it returns: they go together with the phases of native steps.
+    ``accessed_states`` returns the states of
     weights that autograd may know of. ``spread``: weights with parts in other processes, for a step
     that takes norms or products of whole weights. ``in_phases``: the native step of such weights is
     two phases, with norms in between.
@@ -57,19 +59,16 @@ def take(
     # Groups without a plan run first if native steps may overwrite gradients, whose memory may be
     # shared, or if weights are sharded: all processes need one order of collectives. Otherwise
     # groups run in order, because two groups may share a weight.
-    at_once = uses or len(others) == len(work) or bool(spread and spread.rows)
-    if at_once:
-        by_torch(others)
+    at_once = uses or len(others) == len(work) or bool(spread and spread.places)
     native = [item.plan for item in work if item.plan]
-    spread = spread if in_phases else None
-    in_order = others and not at_once
-    one_by_one = iter(others)
+    norms = [functools.partial(spread.sums, NORMS)] if spread and in_phases else []
+    in_order, one_by_one = others and not at_once, iter(others)
     if not in_order:
-        _take_native(native, spread)
+        _take_native(native, by_torch(others) if at_once else [], norms)
     for item in work:
         if item.plan:
             if in_order:
-                _take_native([item.plan], spread)
+                _take_native([item.plan], [], norms)
                 stepped += item.weights
             increment_version(item.weights)
             increment_version(accessed_states(item.weights))
@@ -78,40 +77,30 @@ def take(
             elif factors is not PLAIN and not is_one(factors.grad):
                 untreated.extend(item.pairs())
         else:
-            if not at_once:
-                by_torch([next(one_by_one)])
+            if in_order:
+                _take_native([], by_torch([next(one_by_one)]), norms)
             untreated.extend(item.pairs())
     return untreated
 
 
-def _take_native(native: list[Plan], spread: SpreadWeights | None) -> None:
-    """Takes steps that have been prepared."""
-    is_spread = [spread is not None and plan.is_spread for plan in native]
+def _take_native(native: list[Plan], passes: list[Pass], norms: Sequence[AddUp]) -> None:
+    """Takes steps that have been prepared, and passes beside them.
+
+    ``norms``: adds up the norms of weights that are spread over processes, if steps need these.
+    """
+    spread = [plan for plan in native if norms and plan.is_spread]
+    run([*passes, *map(_phases, spread)], norms)
     # In one call: nothing can fail between two groups.
-    if alone := [plan.handle for plan, each in zip(native, is_spread, strict=True) if not each]:
+    if alone := [plan.handle for plan in native if plan not in spread]:
         ops.take_steps(alone)
-    if spread is None:
-        return
-    plans: dict[Any, list[Plan]] = {}
-    for plan, each in zip(native, is_spread, strict=True):
-        if each:
-            plans.setdefault((plan.device, plan.spread_of_sums), []).append(plan)
-    # All of them, though this process may have no gradient there.
-    for place in dict.fromkeys((*spread.places(native=True), *plans)):
-        parts = []
-        for plan in plans.get(place, []):
-            norms2 = _no_norms2(len(plan.weights), plan.device)
-            torch.ops.fusedstep.plan_direction(plan.handle, norms2)
-            parts.append((plan.weights, norms2))
-        # One collective for all weights that are spread alike.
-        found = spread.sums(place, parts or [([], _no_norms2(0, place[0]))])
-        for plan, norms2 in zip(plans.get(place, []), found[: len(parts)], strict=True):
-            torch.ops.fusedstep.plan_apply(plan.handle, norms2)
 
 
-def _no_norms2(weights: int, device: torch.device) -> Tensor:
-    """Room for the squared norms of so many weights, and of their updates."""
-    return torch.empty(weights, 2, dtype=torch.float64, device=device)
+def _phases(plan: Plan) -> Pass:
+    """Takes the two phases of a native step of weights that are spread over processes."""
+    norms2 = torch.empty(len(plan.weights), 2, dtype=torch.float64, device=plan.device)
+    torch.ops.fusedstep.plan_direction(plan.handle, norms2)
+    (norms2,) = yield Sums([(plan.weights, norms2)])
+    torch.ops.fusedstep.plan_apply(plan.handle, norms2)
 
 
 def _aliasing_grads(work: list[Work]) -> list[tuple[Tensor, Tensor]]:

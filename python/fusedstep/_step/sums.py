@@ -8,55 +8,76 @@ processes that have a gradient of each weight: a step of some of them only is an
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fusedstep._sharding.dtensor import local, spread_of_sums, total
+from fusedstep._sharding.dtensor import spread_of_sums, total
 from fusedstep._state.checks import name_of
 from fusedstep._step.plan import same
 
 #: A device, and how sums over the processes' elements are spread.
 Place = tuple[torch.device, Any]
 
+#: Weights that have a gradient here, and a row of numbers for each, in float64.
+Part = tuple[list[Tensor], Tensor]
+
+
+class Numbers(NamedTuple):
+    """Numbers of weights that processes add up."""
+
+    of: Callable[[Tensor], tuple[Any, int] | None]
+    """Returns how the sums of a weight are spread, and how many there are.
+
+    None where each process has all terms.
+    """
+    everywhere: bool = False
+    """Whether groups have them whose steps exchange nothing."""
+
+
+class _Members(NamedTuple):
+    """Weights whose numbers go over the same processes, in the order of one collective."""
+
+    weights: list[Tensor]
+    rows: dict[int, int]
+    """The places of the weights in the list, by id()."""
+    counts: list[int]
+    """How many numbers they have."""
+
+    def places_of(self, weights: list[Tensor], device: torch.device) -> Tensor:
+        """The places of some of the weights' own counts, and of their numbers behind all counts."""
+        sizes = [1] * len(self.weights) + self.counts
+        places = torch.arange(sum(sizes), device=device)
+        rows = [self.rows[id(weight)] for weight in weights]
+        each = places.split(sizes)
+        numbers = [each[len(self.weights) + row] for row in rows]
+        return torch.cat([places[:0], *(each[row] for row in rows), *numbers])
+
 
 class SpreadWeights:
     """The sharded weights of an optimizer, grouped by device and mesh.
 
-    ``asked[i]``: whether the options of group ``i`` require or allow native kernels. ``native[i]``:
-    whether native kernels step group ``i``.
+    ``exchanging[i]``: whether steps of group ``i`` add up numbers over the processes.
     """
 
-    __slots__ = ("_asked", "_groups", "_lists", "_members", "_of", "_params", "_places", "rows")
+    __slots__ = ("_exchanging", "_groups", "_params", "_tables", "places")
 
-    def __init__(self, groups: list[dict[str, Any]], asked: list[bool], native: list[bool]) -> None:
-        self._groups, self._asked = groups, asked
+    def __init__(self, groups: list[dict[str, Any]], exchanging: list[bool]) -> None:
+        self._groups, self._exchanging = groups, exchanging
         self._params = [list(group["params"]) for group in groups]
-        self.rows: dict[Place, dict[int, int]] = {}
-        """Places, and the numbers of their weights there, by id()."""
-        self._of: dict[int, Place] = {}
-        self._places: dict[bool, dict[Place, None]] = {True: {}, False: {}}
-        self._lists: dict[Any, dict[Place, dict[int, int]]] = {}
-        self._members: dict[Place, list[Tensor]] = {}  # in the order of their rows
-        for params, is_native in zip(self._params, native, strict=True):
-            for weight in params:
-                if place := place_of(weight):
-                    self._of[id(weight)] = place
-                    rows = self.rows.setdefault(place, {})
-                    if id(weight) not in rows:
-                        rows[id(weight)] = len(rows)
-                        self._members.setdefault(place, []).append(weight)
-                    self._places[is_native][place] = None
+        self._tables: dict[Numbers, dict[Place, _Members]] = {}
+        self.places = self._table(of_each(0, everywhere=True))
+        """The places of all weights of which other processes have parts."""
 
-    def is_of(self, groups: list[dict[str, Any]], asked: list[bool]) -> bool:
+    def is_of(self, groups: list[dict[str, Any]], exchanging: list[bool]) -> bool:
         """Returns whether these are the same groups, with the same weights."""
         return (
             self._groups is groups
-            and self._asked == asked
+            and self._exchanging == exchanging
             and all(
                 same(list(group["params"]), params)
                 for group, params in zip(groups, self._params, strict=True)
@@ -67,113 +88,90 @@ class SpreadWeights:
         """Returns whether all weights are among these, by id()."""
         return all(id(weight) in weights for params in self._params for weight in params)
 
-    def place(self, weight: Tensor) -> Place | None:
-        """As place_of() says of one of these weights, without asking anew."""
-        return self._of.get(id(weight))
+    def _table(self, numbers: Numbers) -> dict[Place, _Members]:
+        """The collectives of numbers: the same in all processes."""
+        if numbers not in self._tables:
+            table = self._tables[numbers] = {}
+            for params, exchanges in zip(self._params, self._exchanging, strict=True):
+                for weight in params if exchanges or numbers.everywhere else ():
+                    if found := numbers.of(weight):
+                        spread, count = found
+                        members = table.setdefault((weight.device, spread), _Members([], {}, []))
+                        if id(weight) not in members.rows:
+                            members.rows[id(weight)] = len(members.rows)
+                            members.weights.append(weight)
+                            members.counts.append(count)
+        return self._tables[numbers]
 
-    def places(self, native: bool) -> Iterable[Place]:
-        """The places of weights that native kernels step, or of the others."""
-        return self._places[native]
+    def sums(self, numbers: Numbers, parts: list[Part]) -> list[Tensor]:
+        """Sums over the processes, by one collective for all weights that are spread alike.
 
-    def sums(self, place: Place, parts: list[tuple[list[Tensor], Tensor]]) -> list[Tensor]:
-        """Sums over the processes of numbers of weights.
-
-        ``parts``: weights that have a gradient here, and a row of numbers for each.
+        All processes take part in each collective, though they may have no gradient there. Sums of
+        the weights of one part go over the same processes, or none of these goes over any.
         """
-        rows, (device, spread) = self.rows[place], place
-        weights = list(itertools.chain.from_iterable(weights for weights, _ in parts))
-        numbers = [part for _, part in parts]
-        together = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
-        own = torch.nn.functional.pad(together, (0, 1), value=1.0)
-        has_all = same(weights, self._members[place])
-        if not has_all:
-            order = [rows[id(weight)] for weight in weights]
-            given, own = own, own.new_zeros(len(rows), own.shape[1])
-            own[order] = given
-        found = total(own, spread).to(device)
-        self._check(spread, found[:, -1], list(rows))
-        found = found[:, :-1] if has_all else found[order, :-1]
-        return [part.contiguous() for part in found.split([len(weights) for weights, _ in parts])]
+        found = [part for _, part in parts]
+        for (device, spread), members in self._table(numbers).items():
+            own = [i for i, (some, _) in enumerate(parts) if some and id(some[0]) in members.rows]
+            weights = [weight for index in own for weight in parts[index][0]]
+            # A number for each weight with a gradient counts the processes that have it.
+            counts = torch.ones(len(weights), dtype=torch.float64, device=device)
+            together = torch.cat([counts, *(found[index].flatten() for index in own)])
+            places = None
+            if not same(weights, members.weights):
+                places = members.places_of(weights, device)
+                size = len(members.weights) + sum(members.counts)
+                together = together.new_zeros(size).index_copy_(0, places, together)
+            together = total(together, spread).to(device)
+            self._check(spread, together[: len(members.weights)], members.weights)
+            together = together if places is None else together[places]
+            sizes = [len(weights), *(found[index].numel() for index in own)]
+            for index, each in zip(own, together.split(sizes)[1:], strict=True):
+                found[index] = each.view(found[index].shape)
+        return found
 
-    def sum(self, place: Place, add: Callable[[Tensor], object], weights: list[Tensor]) -> Tensor:
-        """The sum over the processes of one number, to which the gradients of weights belong.
-
-        ``add`` adds this process's to one that is 0.
-        """
-        rows, (device, spread) = self.rows[place], place
-        own = torch.ones(1 + len(rows), dtype=torch.float64, device=device)
-        if len(weights) != len(rows):
-            own.zero_()
-            own[[1 + rows[id(weight)] for weight in weights]] = 1
-        add(own[0].zero_())
-        found = total(own, spread).to(device)
-        self._check(spread, found[1:], list(rows))
-        return found[0]
-
-    def lists(
-        self, size_of: Callable[[Tensor], tuple[Any, int] | None], parts: dict[int, Tensor]
-    ) -> dict[int, Tensor]:
-        """Sums over the processes of lists of numbers, by one collective for all that go alike.
-
-        ``size_of`` returns how the sums of a weight are spread, and how many there are; None where
-        each process has all terms. ``parts``: the numbers of weights that have a gradient here, by
-        id(), in float64. Those that are no sums are returned as they are.
-        """
-        if size_of not in self._lists:
-            lists = self._lists[size_of] = {}
-            for weight in dict.fromkeys(itertools.chain.from_iterable(self._params)):
-                if size := size_of(weight):
-                    lists.setdefault((weight.device, size[0]), {})[id(weight)] = size[1]
-        sums = dict(parts)
-        for (device, spread), sizes in self._lists[size_of].items():
-            counts = [float(key in parts) for key in sizes]
-            numbers = [torch.tensor(counts, dtype=torch.float64, device=device)]
-            for key, count in sizes.items():
-                numbers.append(parts[key] if key in parts else numbers[0].new_zeros(count))
-            found = total(torch.cat(numbers), spread).to(device)
-            counted, *summed = found.split([len(sizes), *sizes.values()])
-            self._check(spread, counted, list(sizes))
-            sums |= {key: each for key, each in zip(sizes, summed, strict=True) if key in parts}
-        return sums
-
-    def check_gradients(self, weights: list[Tensor]) -> None:
-        """Raises if other processes have gradients of other weights than these.
-
-        By one collective for all in one place. Not of weights that native kernels step.
-        """
-        alike: dict[Place, list[Tensor]] = {place: [] for place in self.places(native=False)}
-        for weight in weights:
-            if place := place_of(weight):
-                alike.setdefault(place, []).append(weight)
-        for place, some in alike.items():
-            nothing = torch.empty(len(some), 0, dtype=torch.float64, device=place[0])
-            self.sums(place, [(some, nothing)])
-
-    def norms(
-        self, weights: list[Tensor], pairs: list[tuple[Tensor, Tensor]]
-    ) -> list[tuple[float, float]]:
-        """The 2-norms of two tensors of each weight, by one collective for all in one place.
-
-        Not of weights that native kernels step.
-        """
-        found = [(0.0, 0.0)] * len(weights)
+    def sums_of_rows(
+        self, numbers: Numbers, weights: list[Tensor], rows: list[list[float]]
+    ) -> list[list[float]]:
+        """The same of rows that the host has, of which it gets the sums."""
         alike: dict[Place | None, list[int]] = {}
         for index, weight in enumerate(weights):
             alike.setdefault(place_of(weight), []).append(index)
-        for place in dict.fromkeys((*self.places(native=False), *alike)):
-            indices = alike.get(place, [])
-            parts = [norm2(local(tensor)) for index in indices for tensor in pairs[index]]
-            device = place[0] if place else None
-            norms2 = torch.empty(0, 2, dtype=torch.float64, device=device)
-            if parts:
-                norms2 = torch.stack(parts).view(-1, 2)
-            if place:
-                (norms2,) = self.sums(place, [([weights[index] for index in indices], norms2)])
-            for index, (first, second) in zip(indices, norms2.sqrt().tolist(), strict=True):
-                found[index] = first, second
+        parts = []
+        for place, indices in alike.items():
+            here = torch.tensor([rows[i] for i in indices], dtype=torch.float64, device="cpu")
+            parts.append(([weights[i] for i in indices], here.to(place[0]) if place else here))
+        found = list(rows)
+        for indices, sums in zip(alike.values(), self.sums(numbers, parts), strict=True):
+            for index, row in zip(indices, sums.tolist(), strict=True):
+                found[index] = row
         return found
 
-    def _check(self, spread: Any, counts: Tensor, keys: list[int]) -> None:
+    def totals(
+        self,
+        here: dict[Place, list[Tensor]],
+        add: Callable[[Place, Tensor], object],
+        *,
+        everywhere: bool = False,
+    ) -> list[Tensor]:
+        """Sums over the processes of one number for each place, to which gradients belong.
+
+        ``here``: the weights that have these. ``add`` adds this process's number to one that is 0.
+        ``everywhere``: as of ``Numbers``.
+        """
+        found = []
+        for place, members in self._table(of_each(0, everywhere=everywhere)).items():
+            (device, spread), weights = place, here.get(place, [])
+            own = torch.ones(1 + len(members.rows), dtype=torch.float64, device=device)
+            if len(weights) != len(members.rows):
+                own.zero_()
+                own[[1 + members.rows[id(weight)] for weight in weights]] = 1
+            add(place, own[0].zero_())
+            both = total(own, spread).to(device)
+            self._check(spread, both[1:], members.weights)
+            found.append(both[0])
+        return found
+
+    def _check(self, spread: Any, counts: Tensor, weights: list[Tensor]) -> None:
         """Raises if some processes have a gradient of a weight, and others have not."""
         mesh, placements = spread
         sizes = [mesh.size(i) for i, each in enumerate(placements) if each.is_partial()]
@@ -184,14 +182,14 @@ class SpreadWeights:
             torch._assert_async(partly.sum() == 0, f"a weight {text}")
             return
         for row in partly.nonzero().flatten().tolist()[:1]:
-            raise RuntimeError(f"{self._name(keys[row])} {text} ({int(counts[row])})")
+            raise RuntimeError(f"{self._name(weights[row])} {text} ({int(counts[row])})")
 
-    def _name(self, key: int) -> str:
+    def _name(self, weight: Tensor) -> str:
         return next(
             name_of(group, index, position)
             for index, (group, params) in enumerate(zip(self._groups, self._params, strict=True))
-            for position, weight in enumerate(params)
-            if id(weight) == key
+            for position, each in enumerate(params)
+            if each is weight
         )
 
 
@@ -201,6 +199,21 @@ def place_of(weight: Tensor) -> Place | None:
     if spread is None:
         return None
     return (weight.device, spread) if any(each.is_partial() for each in spread[1]) else None
+
+
+@functools.cache
+def of_each(count: int, *, everywhere: bool = False) -> Numbers:
+    """So many numbers of each weight of which other processes have parts."""
+
+    def of(weight: Tensor) -> tuple[Any, int] | None:
+        place = place_of(weight)
+        return (place[1], count) if place else None
+
+    return Numbers(of, everywhere)
+
+
+#: The squares of the norms of a weight and of its update.
+NORMS = of_each(2)
 
 
 def norm2(shard: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from fusedstep._step.binding import BindsGroups
 from fusedstep._step.factors import Factors
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.plan import Work
+from fusedstep._step.program import Pass
 from fusedstep._step.undo import NO_RESERVE, Reserve, is_out_of_memory, undone_on_error
 from fusedstep._torch_ops.trial import made_stand_ins
 
@@ -117,19 +118,26 @@ class ImperativeTwin(BindsGroups):
             return work
         return [item._replace(grads=list(torch._foreach_mul(item.grads, factor))) for item in work]
 
-    def _imperative_update(self, work: list[Work]) -> None:
-        """Steps groups whose gradients have been multiplied by the factor of the step."""
-        self._imperative_groups([(group, weights, grads) for group, weights, grads, *_ in work])
+    def _imperative_update(self, work: list[Work]) -> list[Pass]:
+        """Steps groups whose gradients have been multiplied by the factor of the step.
+
+        Returns passes of weights that are spread over processes, to be run with those of native
+        steps.
+        """
+        return self._imperative_groups(
+            [(group, weights, grads) for group, weights, grads, *_ in work]
+        )
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-    ) -> None:
+    ) -> list[Pass]:
         """Steps weights of groups: those that have a gradient, with these."""
         for group, weights, grads in groups:
             if self._is_composite(group):
                 self._composite_steps(group, weights, grads)
             else:
                 self._imperative_steps(group, weights, grads)
+        return []
 
     def _composite_steps(
         self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]

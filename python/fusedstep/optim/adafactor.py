@@ -33,7 +33,7 @@ from fusedstep._factored.options import (
     of_a_variant,
     option_of,
 )
-from fusedstep._factored.steps import Call, NativeParts, Part, step_parts
+from fusedstep._factored.steps import Call, native_parts, part_by_torch, step_parts
 from fusedstep._options.kinds import Options
 from fusedstep._options.shared import own_option
 from fusedstep._sharding.dtensor import (
@@ -51,7 +51,8 @@ from fusedstep._state.storage import way_of
 from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
 from fusedstep._step.plan import GradUse, Plan, Snapshot, Work, same
-from fusedstep._step.sums import SpreadWeights
+from fusedstep._step.program import Pass
+from fusedstep._step.sums import SpreadWeights, place_of
 from fusedstep._step.support import why_not_native
 from fusedstep._step.undo import NO_RESERVE, interrupted, undone_on_error
 
@@ -403,7 +404,7 @@ class Adafactor(FusedOptimizer):
             ):
                 return False
             try:
-                if spread.rows:
+                if spread.places:
                     _, grads = local_pairs(weights, grads)
                 if any(map(_is_special, grads)):
                     return False
@@ -417,12 +418,12 @@ class Adafactor(FusedOptimizer):
                     return False
                 numbers = numbers_at(group, steps.pop() + 1, call.eps)
                 calls.append((call, [grads[place] for place in call.places], numbers))
-                if spread.rows:
+                if spread.places:
                     put = functools.partial(self._put_part, group, call)
-                    parts.append(NativeParts(*calls[-1], put))
+                    parts.append(native_parts(*calls[-1], put))
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
-        if spread.rows:
+        if spread.places:
             self._take_noted_parts(parts, work, spread)
             return True
         taken: list[Call] = []
@@ -444,9 +445,7 @@ class Adafactor(FusedOptimizer):
                 self._account_for(call.weights, call.counts)
         return True
 
-    def _take_noted_parts(
-        self, parts: list[NativeParts], work: list[Work], spread: SpreadWeights
-    ) -> None:
+    def _take_noted_parts(self, parts: list[Pass], work: list[Work], spread: SpreadWeights) -> None:
         self._stepped = []
         try:
             step_parts(parts, spread)
@@ -464,55 +463,53 @@ class Adafactor(FusedOptimizer):
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-    ) -> None:
+    ) -> list[Pass]:
         """As ever, but for weights spread over processes: phase by phase, those of all groups."""
         spread = self._spread_weights()
-        if spread.rows:
+        if spread.places:
             noting, self._noting = self._noting, None
             parts, wholes, noted = [], [], []
             for group, weights, grads in groups:
                 of_parts: tuple[list[Tensor], list[Tensor]] = [], []
                 whole: tuple[list[Tensor], list[Tensor]] = [], []
                 for weight, grad in zip(weights, grads, strict=True):
-                    weights_there, grads_there = of_parts if spread.place(weight) else whole
+                    weights_there, grads_there = of_parts if place_of(weight) else whole
                     weights_there.append(weight)
                     grads_there.append(grad)
-                made = self._parts(spread, group, *of_parts)
-                noted.append(_Noted(weights, _choices(group), _plain_calls(made)))
+                made, calls = self._parts(group, *of_parts)
+                noted.append(_Noted(weights, _choices(group), calls))
                 parts += made
                 wholes.append((group, *whole))
             step_parts(parts, spread)
             groups = [each for each in wholes if each[1]]
             if noting is not None and not groups and all(each.calls for each in noted):
                 self._noting = noted
-                return
-        super()._imperative_groups(groups)
+                return []
+        return super()._imperative_groups(groups)
 
     def _parts(
-        self,
-        spread: SpreadWeights,
-        group: dict[str, Any],
-        weights: list[Tensor],
-        grads: list[Tensor],
-    ) -> list[Part | NativeParts]:
+        self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]
+    ) -> tuple[list[Pass], list[Call]]:
+        """Passes of parts of weights, and native calls if these do all, and in place."""
         together, alone = self._together(group, weights, grads)
-        parts: list[Part | NativeParts] = [
-            self._part(group, weights[place], grads[place]) for place in alone
-        ]
+        parts = [self._part(group, weights[place], grads[place]) for place in alone]
+        calls = []
         for (step, eps, _), places in together.items():
             alike: dict[Any, list[int]] = {}
             for place in places:
                 weight = weights[place]
-                key = spread.place(weight), weight.dtype is torch.float64
+                key = place_of(weight), weight.dtype is torch.float64
                 alike.setdefault(key, []).append(place)
             for some in alike.values():
                 call = self._call(group, weights, some, eps)
                 found = [local(grads[place]) for place in some]
                 put = functools.partial(self._put_part, group, call)
-                parts.append(NativeParts(call, found, self._numbers_at(group, step, eps), put))
-        return parts
+                parts.append(native_parts(call, found, self._numbers_at(group, step, eps), put))
+                calls.append(call)
+        is_plain = not alone and all(call.weights is call.values for call in calls)
+        return parts, calls if is_plain else []
 
-    def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Part:
+    def _part(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
         state = self._state[weight]
         *moments, average = (state[name] for name in self._state_shapes(group, weight) or ())
         if option_of(group, "beta1") is None:
@@ -524,7 +521,7 @@ class Adafactor(FusedOptimizer):
             self._write_back(group, weight, wide, state)
 
         widened = functools.partial(self._widened, group, weight, state)
-        return Part(weight, widened, put, grad, moments, average, numbers)
+        return part_by_torch(weight, widened, put, grad, moments, average, numbers)
 
     def _fuses(
         self, group: dict[str, Any], weights: list[Tensor], grads: Sequence[Tensor]
@@ -679,13 +676,6 @@ class _Noted(NamedTuple):
     weights: list[Tensor]
     choices: dict[str, Any]
     calls: list[Call]
-
-
-def _plain_calls(parts: list[Part | NativeParts]) -> list[Call]:
-    """The calls of parts that move weights in place; none if there are others."""
-    calls = [part.call for part in parts if isinstance(part, NativeParts)]
-    is_plain = len(calls) == len(parts) and all(call.weights is call.values for call in calls)
-    return calls if is_plain else []
 
 
 def _choices(group: dict[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,10 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._options.kinds import Flag, Number, Option, Options, as_number
 from fusedstep._options.shared import CAPTURABLE, OF_ADAM, OF_TORCH
-from fusedstep._sharding.dtensor import is_dtensor, whole
+from fusedstep._sharding.dtensor import is_dtensor, local, whole
 from fusedstep._state.kinds import COUNT, States, plain
+from fusedstep._step.program import Pass, Sums
+from fusedstep._step.sums import norm2
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["Lamb"]
@@ -228,33 +230,31 @@ class Lamb(FusedOptimizer):
 
     def _imperative_groups(
         self, groups: list[tuple[dict[str, Any], list[Tensor], list[Tensor]]]
-    ) -> None:
-        """As ever, but for weights spread over processes: their norms in one collective."""
-        apart = [
-            any(map(is_dtensor, weights))
-            and not (group["differentiable"] or group["capturable"])
-            and not any(weight.is_complex() for weight in weights)
-            for group, weights, _ in groups
-        ]
-        begun = []
-        for (group, weights, grads), is_apart in zip(groups, apart, strict=True):
-            for weight, grad in zip(weights, grads, strict=True) if is_apart else ():
-                state = self._store.decoded(group, weight, self._state[weight])
-                wide = self._widened(group, weight, state)
-                grad = (-grad if group["maximize"] else grad).to(wide.dtype)
-                update, lr, _ = self._direction(group, wide, grad, state)
-                self._store.encode(group, weight, self._state[weight], state)
-                begun.append((group, weight, wide, update, lr))
-        found = self._spread_weights().norms(
-            [weight for _, weight, _, _, _ in begun],
-            [(wide, update) for _, _, wide, update, _ in begun],
-        )
-        for (group, weight, wide, update, lr), pair in zip(begun, found, strict=True):
-            _apply(group, wide, update, lr, *pair)
-            self._write_back(group, weight, wide, self._state[weight])
-        super()._imperative_groups(
-            [part for part, is_apart in zip(groups, apart, strict=True) if not is_apart]
-        )
+    ) -> list[Pass]:
+        passes, others = [], []
+        for group, weights, grads in groups:
+            if (
+                any(map(is_dtensor, weights))
+                and not (group["differentiable"] or group["capturable"])
+                and not any(weight.is_complex() for weight in weights)
+            ):
+                pairs = zip(weights, grads, strict=True)
+                passes += [self._phases(group, weight, grad) for weight, grad in pairs]
+            else:
+                others.append((group, weights, grads))
+        return passes + super()._imperative_groups(others)
+
+    def _phases(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> Pass:
+        """Steps a weight, with norms over the processes between the direction and the move."""
+        state = self._store.decoded(group, weight, self._state[weight])
+        wide = self._widened(group, weight, state)
+        grad = (-grad if group["maximize"] else grad).to(wide.dtype)
+        update, lr, _ = self._direction(group, wide, grad, state)
+        self._store.encode(group, weight, self._state[weight], state)
+        norms2 = torch.stack([norm2(local(wide)), norm2(local(update))]).view(1, 2)
+        (norms2,) = yield Sums([([weight], norms2)])
+        _apply(group, wide, update, lr, *norms2.sqrt().flatten().tolist())
+        self._write_back(group, weight, wide, self._state[weight])
 
     def _imperative(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
