@@ -195,42 +195,40 @@ def each_matrix_is_computed_once(here):
 def transfers_are_beside_products_of_another_batch(here):
     """The next gather has begun, and the scatter before is not waited for, as products begin."""
     exchange, order = _sharded_matrices.Exchange, []
-    gather, compute, unpack = exchange._gather, exchange._compute, exchange._unpack
+    transfer, wholes = exchange._transfer, exchange.wholes
 
     class Transfer:
-        def __init__(self, number, work):
-            self._number, self._work = number, work
+        def __init__(self, what, number, work):
+            self._what, self._number, self._work = what, number, work
 
         def wait(self):
-            order.append(("gathered", self._number))
+            order.append((f"{self._what} waited for", self._number))
             return self._work.wait()
 
-    def gathers(self, batch, number, pack):
-        order.append(("gather", number))
-        work, gathered = gather(self, batch, number, pack)
-        return Transfer(number, work), gathered
+    def transfers(self, *buffers):
+        what = "scatter" if ("gather", self._number) in order else "gather"
+        order.append((what, self._number))
+        return Transfer(what, self._number, transfer(self, *buffers))
 
-    def computes(self, batch, number, *args):
-        order.append(("products", number))
-        return compute(self, batch, number, *args)
-
-    def unpacks(self, *args):
-        order.append(("scattered", sum(what == "scattered" for what, _ in order)))
-        unpack(self, *args)
+    def computes(self):
+        order.append(("products", self._number))
+        yield from wholes(self)
 
     found = Subjects(here, [([(24, 8)] * 8, Shard(0), {})])
     found.take_gradients(0)
     with (
-        mock.patch.multiple(exchange, _gather=gathers, _compute=computes, _unpack=unpacks),
+        mock.patch.multiple(exchange, _transfer=transfers, wholes=computes),
         batches_of_elements(200),
     ):
         found.sharded.step()
     last = max(number for _, number in order)
     assert last >= 2
     for number in range(last):
-        assert order.index(("gather", number + 1)) < order.index(("gathered", number))
-        assert order.index(("gathered", number)) < order.index(("products", number))
-        assert order.index(("products", number + 1)) < order.index(("scattered", number))
+        gathered = order.index(("gather waited for", number))
+        assert order.index(("gather", number + 1)) < gathered
+        assert gathered < order.index(("products", number))
+        products = order.index(("products", number + 1))
+        assert products < order.index(("scatter waited for", number))
 
 
 def memory_of_transfers_is_kept(here):

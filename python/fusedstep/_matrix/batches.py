@@ -8,8 +8,8 @@ methods that a class overrides.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -57,6 +57,7 @@ from fusedstep._sharding.exchange import (
 from fusedstep._state.counts import count_steps
 from fusedstep._state.storage import seed_of, way_of
 from fusedstep._step.plan import Work, same
+from fusedstep._step.program import Pass, run
 from fusedstep._step.undo import numbers_first, undone_on_error
 from fusedstep._torch_ops.imperative import MOST_COPIES, ImperativeTwin, size_of
 
@@ -313,7 +314,7 @@ class MatrixBatches(ImperativeTwin):
             return
         coded = [p for p in batch.weights if way_of(group, p) or self._store.kind_of(group, p)]
         kept = [self._store.with_count(group, p).values() for p in coded]
-        with undone_on_error([*coded, *chain.from_iterable(kept)]):
+        with undone_on_error([*coded, *itertools.chain.from_iterable(kept)]):
             self._step_batch(group, batch, grads)
 
     def _step_batch(self, group: dict[str, Any], batch: _Together, grads: list[Tensor]) -> None:
@@ -397,34 +398,32 @@ class MatrixBatches(ImperativeTwin):
         wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
         products = ns_dtype_of(group, there)
         narrow = products if products.itemsize < wide.itemsize else wide
-        under_way: dict[Batch, dict[int, Moving]] = {}
 
-        def pack(batch: Batch, parts: list[Tensor]) -> None:
-            places = batch.weights
-            moving = self._begin(group, [weights[i] for i in places], [grads[i] for i in places])
+        def step(number: int, batch: Batch) -> Pass:
+            """Steps the weights of a batch."""
+            exchange = Exchange(cut, batch, number, self._scratch.take, device, wide, narrow)
+            some, own = ([each[i] for i in batch.weights] for each in (weights, grads))
+            moving = self._begin(group, some, own)
             self._advance(group, moving)
-            by_place = under_way[batch] = dict(zip(places, moving, strict=True))
-            for unit, part in zip(batch.units, parts, strict=True):
-                each = by_place[unit.weight]
-                grad, average = (batch.part_of_shard(unit, x) for x in (each.grad, each.average))
+            by_place = dict(zip(batch.weights, moving, strict=True))
+            for unit, part in zip(batch.units, exchange.parts, strict=True):
+                of = by_place[unit.weight]
+                grad, average = (batch.part_of_shard(unit, x) for x in (of.grad, of.average))
                 _write_update(group, grad, average, part)
-
-        def unpack(batch: Batch, parts: list[Tensor]) -> None:
-            by_place = under_way.pop(batch)
+            yield from exchange.gather()
+            parts = yield from exchange.scatter(functools.partial(self._orthogonal, group))
             values = [batch.part_of_shard(x, by_place[x.weight].value) for x in batch.units]
             alike = [
                 (self._ratio(group, forms[x.weight].shape, x.matrix), [index])
                 for index, x in enumerate(batch.units)
             ]
-            moving = list(by_place.values())
             take_second = self._second_step(group, moving)
             if values:
                 self._move(group, values, parts, alike, self._rooms(group, values))
             take_second()
             self._finish(group, moving)
 
-        exchange = Exchange(cut, self._scratch.take, device, wide, narrow)
-        exchange.run(batches, pack, lambda _, update: self._orthogonal(group, update), unpack)
+        run(itertools.starmap(step, enumerate(batches)))
 
     # The parts of a step
 

@@ -15,6 +15,7 @@ Whole gradients are needed for new bases alone: each is gathered to one process,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -25,16 +26,17 @@ from torch import Tensor
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._sharding.dtensor import local, spread_of
 from fusedstep._sharding.exchange import (
+    Batch,
     Cut,
     Exchange,
     Form,
-    Unit,
     batches_of,
     cut_of,
     order_of,
     part_of,
     transfer_device,
 )
+from fusedstep._step.program import Pass, run
 
 #: Elements of gradients that a process gathers at once, about.
 _AT_ONCE = 1 << 24
@@ -166,21 +168,6 @@ def _gather(
     shards = [local(grad) for grad in grads]
     made: dict[int, Any] = {}
 
-    def pack(batch: Any, parts: list[Tensor]) -> None:
-        own = [batch.part_of_shard(unit, shards[unit.weight]) for unit in batch.units]
-        if own:
-            torch._foreach_copy_(
-                parts, [part.reshape(to.shape) for part, to in zip(own, parts, strict=True)]
-            )
-
-    def take(units: list[Unit], whole: Tensor) -> None:
-        for unit, matrix in zip(units, whole, strict=True):
-            place = places[unit.weight]
-            try:
-                made[place] = make(place, matrix)
-            except Exception as error:  # the others are told
-                made[place] = error
-
     memory: dict[Any, Tensor] = {}
 
     def room(use: str, shape: Sequence[int], of: torch.dtype, on: torch.device) -> Tensor:
@@ -189,6 +176,21 @@ def _gather(
             memory[key] = torch.empty(math.prod(shape), dtype=of, device=on)
         return memory[key][: math.prod(shape)].view(*shape)
 
-    Exchange(cut, room, device, dtype, dtype).gather(batches, pack, take)
+    def make_all(number: int, batch: Batch) -> Pass:
+        exchange = Exchange(cut, batch, number, room, device, dtype, dtype)
+        own = [batch.part_of_shard(unit, shards[unit.weight]) for unit in batch.units]
+        own = [part.reshape(to.shape) for part, to in zip(own, exchange.parts, strict=True)]
+        if own:
+            torch._foreach_copy_(exchange.parts, own)
+        yield from exchange.gather()
+        for share, whole in exchange.wholes():
+            for unit, matrix in zip(share.units, whole, strict=True):
+                place = places[unit.weight]
+                try:
+                    made[place] = make(place, matrix)
+                except Exception as error:  # the others are told
+                    made[place] = error
+
+    run(itertools.starmap(make_all, enumerate(batches)))
     owners = {places[weight]: owner for batch in batches for weight, owner in batch.owners.items()}
     return made, owners

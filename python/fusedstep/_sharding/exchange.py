@@ -7,15 +7,16 @@ An operation on whole matrices takes three parts of each batch of weights::
     every process   its parts of the results
 
 Each matrix is computed once. Owners are chosen for an even cost, from the shapes of the weights
-alone, so that all processes choose alike. The gather of a batch is under way while the matrices of
-the one before it are computed, and so is the scatter of the one before that.
+alone, so that all processes choose alike. Each batch is a pass, by ``_step/program.py``: its gather
+is under way while the matrices of the batch before are computed, and so is the scatter of the batch
+before that.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from itertools import groupby, product
 from typing import Any, NamedTuple
 
@@ -265,78 +266,83 @@ Take = Callable[[str, Sequence[int], torch.dtype, torch.device], Tensor]
 
 
 class Exchange:
-    """The transfers of batches of matrices, by buffers that are kept from step to step."""
+    """The transfers of a batch of matrices, in memory that is kept from step to step.
+
+    A pass yields from ``gather`` and ``scatter``: these yield the transfer that they wait for.
+    """
 
     def __init__(
-        self, cut: Cut, take: Take, device: torch.device, sent: torch.dtype, returned: torch.dtype
+        self,
+        cut: Cut,
+        batch: Batch,
+        number: int,
+        take: Take,
+        device: torch.device,
+        sent: torch.dtype,
+        returned: torch.dtype,
     ) -> None:
-        """Makes what the batches of weights need that are cut alike.
+        """Finds the memory of a batch.
 
         Args:
-            cut (Cut): how they are
+            cut (Cut): how the weights are cut
+            batch (Batch): the same in every process
+            number (int): its place among the batches of the step
             take: returns memory
             device (torch.device): of the weights
             sent (torch.dtype): of the parts that owners get
             returned (torch.dtype): of the parts of results
         """
-        self._group, self._take, self._device = cut.mesh.get_group(cut.axis), take, device
+        self._group, self._batch, self._number = cut.mesh.get_group(cut.axis), batch, number
+        self._memory, self._device = take, device
         self._sent, self._returned = sent, returned
-        self.there = transfer_device(cut, device)
+        self._there = transfer_device(cut, device)
+        self._count, self._own_count = sum(batch.counts), sum(batch.own_counts)
+        self._packed = self._buffer("parts", self._count, sent, device)
+        self.parts = batch.parts_in(self._packed)
+        """Memory of this process's parts of ``batch.units``, to be written before the gather."""
 
-    def run(
-        self,
-        batches: Sequence[Batch],
-        pack: Callable[[Batch, list[Tensor]], None],
-        compute: Callable[[list[Unit], Tensor], Tensor],
-        unpack: Callable[[Batch, list[Tensor]], None],
-    ) -> None:
-        """Takes matrices to their owners, and the results back.
+    def gather(self) -> Generator[Any, Any, None]:
+        """Takes matrices to their owners."""
+        batch, sent = self._batch, self._packed
+        if self._there != self._device:
+            sent = self._buffer("parts", self._count, self._sent, self._there).copy_(sent)
+        gathered = self._buffer("gathered", self._own_count, self._sent, self._there)
+        yield self._transfer(gathered, sent, batch.own_counts, batch.counts)
+        self._own_parts = batch.own_parts_in(gathered)
 
-        Args:
-            batches: the same in every process
-            pack: writes this process's parts of ``batch.units`` into tensors
-            compute: returns the results of matrices [count, rows, columns], which it may overwrite
-            unpack: gets this process's parts of the results of ``batch.units``, where the weights
-                are and in the dtype in which they were sent
+    def wholes(self) -> Iterator[tuple[Share, Tensor]]:
+        """The matrices that this process computes, [count, rows, columns], share by share.
+
+        All shares have the same memory, which may be overwritten.
         """
-        gathers = [self._gather(batches[0], 0, pack)] if batches else []
-        scattered: list[tuple[Batch, Any, Tensor]] = []
-        for number, batch in enumerate(batches):
-            transfer, gathered = gathers.pop()
-            if number + 1 < len(batches):
-                gathers.append(self._gather(batches[number + 1], number + 1, pack))
-            transfer.wait()
-            results = self._compute(batch, number, gathered, compute)
-            found = self._buffer("found", number, sum(batch.counts), self._returned, self.there)
-            transfer = self._transfer(found, results, batch.counts, batch.own_counts)
-            scattered.append((batch, transfer, found))
-            if number:
-                self._unpack(*scattered.pop(0), unpack)
-        for each in scattered:
-            self._unpack(*each, unpack)
+        for share in self._batch.shares:
+            shape = (len(share.units), *share.matrix)
+            whole = self._memory("whole", shape, self._sent, self._there)
+            found = [self._own_parts[number] for _, _, number in share.parts]
+            torch._foreach_copy_(_parts_of(share, whole), found)
+            yield share, whole
 
-    def gather(
-        self,
-        batches: Sequence[Batch],
-        pack: Callable[[Batch, list[Tensor]], None],
-        take: Callable[[list[Unit], Tensor], None],
-    ) -> None:
-        """Takes matrices to their owners alone; ``take`` gets them as ``compute`` of a run does."""
-        gathers = [self._gather(batches[0], 0, pack)] if batches else []
-        for number, batch in enumerate(batches):
-            transfer, gathered = gathers.pop()
-            if number + 1 < len(batches):
-                gathers.append(self._gather(batches[number + 1], number + 1, pack))
-            transfer.wait()
-            parts = batch.own_parts_in(gathered)
-            for share in batch.shares:
-                take(share.units, self._whole(share, parts))
+    def scatter(self, compute: Callable[[Tensor], Tensor]) -> Generator[Any, Any, list[Tensor]]:
+        """Takes results back; ``compute`` returns those of matrices.
 
-    def _buffer(
-        self, use: str, number: int, count: int, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
+        Returns this process's parts of the results of ``batch.units``, where the weights are and in
+        the dtype in which their parts were sent.
+        """
+        batch = self._batch
+        results = self._buffer("results", self._own_count, self._returned, self._there)
+        results_of = batch.own_parts_in(results)
+        for share, whole in self.wholes():
+            to = [results_of[number] for _, _, number in share.parts]
+            torch._foreach_copy_(to, _parts_of(share, compute(whole)))
+        found = self._buffer("found", self._count, self._returned, self._there)
+        yield self._transfer(found, results, batch.counts, batch.own_counts)
+        if found.dtype is not self._sent or self._there != self._device:
+            found = self._memory("results", [self._count], self._sent, self._device).copy_(found)
+        return batch.parts_in(found)
+
+    def _buffer(self, use: str, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         # Two of each use: the transfers of two batches are under way at once.
-        return self._take(f"{use} {number % 2}", [count], dtype, device)
+        return self._memory(f"{use} {self._number % 2}", [count], dtype, device)
 
     def _transfer(
         self, received: Tensor, sent: Tensor, counts: list[int], sent_counts: list[int]
@@ -344,52 +350,6 @@ class Exchange:
         return torch.distributed.all_to_all_single(
             received, sent, counts, sent_counts, group=self._group, async_op=True
         )
-
-    def _gather(
-        self, batch: Batch, number: int, pack: Callable[[Batch, list[Tensor]], None]
-    ) -> tuple[Any, Tensor]:
-        count, own_count = sum(batch.counts), sum(batch.own_counts)
-        sent = self._buffer("parts", number, count, self._sent, self._device)
-        pack(batch, batch.parts_in(sent))
-        if self.there != self._device:
-            sent = self._buffer("parts", number, count, self._sent, self.there).copy_(sent)
-        gathered = self._buffer("gathered", number, own_count, self._sent, self.there)
-        return self._transfer(gathered, sent, batch.own_counts, batch.counts), gathered
-
-    def _compute(
-        self,
-        batch: Batch,
-        number: int,
-        gathered: Tensor,
-        compute: Callable[[list[Unit], Tensor], Tensor],
-    ) -> Tensor:
-        results = self._buffer("results", number, len(gathered), self._returned, self.there)
-        parts, results_of = batch.own_parts_in(gathered), batch.own_parts_in(results)
-        for share in batch.shares:
-            whole = self._whole(share, parts)
-            found = [results_of[number] for _, _, number in share.parts]
-            torch._foreach_copy_(found, _parts_of(share, compute(share.units, whole)))
-        return results
-
-    def _whole(self, share: Share, parts: list[Tensor]) -> Tensor:
-        """The matrices of a share, [count, rows, columns]."""
-        shape = (len(share.units), *share.matrix)
-        whole = self._take("whole", shape, self._sent, self.there)
-        found = [parts[number] for _, _, number in share.parts]
-        torch._foreach_copy_(_parts_of(share, whole), found)
-        return whole
-
-    def _unpack(
-        self,
-        batch: Batch,
-        transfer: Any,
-        found: Tensor,
-        unpack: Callable[[Batch, list[Tensor]], None],
-    ) -> None:
-        transfer.wait()
-        if found.dtype is not self._sent or self.there != self._device:
-            found = self._take("results", [len(found)], self._sent, self._device).copy_(found)
-        unpack(batch, batch.parts_in(found))
 
 
 def _parts_of(share: Share, whole: Tensor) -> list[Tensor]:
