@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from fusedstep import optim
 from fusedstep._matrix import galore, sharded_projections
@@ -291,6 +292,19 @@ def bases_of_shards_follow_their_weight(here):
         found.step((5, 6, 7)).assert_alike(f"{cls.__name__}, {options}, loaded")
 
 
+def norms_take_one_collective_before_the_step_of_moments_and_one_behind(here):
+    shapes = [(24, 8), (8, 24)]  # of low-rank gradients there are parts, and terms
+    found = Projected(here, [(shapes, Shard(0))] * 2, optim.APOLLOAdamW)
+    found.sharded.param_groups[1]["scale_type"] = "tensor"
+    found.whole.param_groups[1]["scale_type"] = "tensor"
+    found.step((0,)).assert_alike("two ways to scale")
+    found.take_gradients(1)
+    with CommDebugMode() as counted:
+        found.sharded.step()
+    # Beside those: which gradients there are, sums of low-rank gradients, and NaN among these.
+    assert counted.get_total_counts() == 5
+
+
 def gradients_of_zeros_are_not_gathered(here):
     found = Projected(here, [ROWS["rows"]], optim.GaLoreAdamW)
     found.take_gradients(0, torch.zeros_like)
@@ -357,6 +371,7 @@ WORKS = (
     all_wait_for_a_gradient_that_is_not_zero,
     bases_of_shards_follow_their_weight,
     gradients_of_zeros_are_not_gathered,
+    norms_take_one_collective_before_the_step_of_moments_and_one_behind,
     what_cannot_be_projected_is_refused_by_name,
     projected_states_are_saved_and_resharded,
     states_of_projected_shards_are_loaded,

@@ -48,10 +48,9 @@ from fusedstep._sharding.exchange import (
     Cut,
     Exchange,
     Form,
-    batches_of,
+    batches_over,
     cut_of,
     is_gathered,
-    order_of,
     transfer_device,
 )
 from fusedstep._state.counts import count_steps
@@ -389,12 +388,8 @@ class MatrixBatches(ImperativeTwin):
         forms: list[Form],
     ) -> None:
         """Steps weights of one dtype, of whose matrices processes have parts."""
-        order, device = order_of(cut.mesh, cut.axis), weights[0].device
+        device = weights[0].device
         there = transfer_device(cut, device)
-        number = cut.mesh.get_local_rank(cut.axis)
-        batches = batches_of(
-            tuple(forms), cut.dim, order, order.index(number), _most_at_once(there)
-        )
         wide = torch.float32 if self._store.has_wide(group, weights[0]) else weights[0].dtype
         products = ns_dtype_of(group, there)
         narrow = products if products.itemsize < wide.itemsize else wide
@@ -423,6 +418,7 @@ class MatrixBatches(ImperativeTwin):
             take_second()
             self._finish(group, moving)
 
+        batches = batches_over(cut, forms, _most_at_once(there))
         run(itertools.starmap(step, enumerate(batches)))
 
     # The parts of a step

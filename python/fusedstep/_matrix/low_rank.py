@@ -19,7 +19,7 @@ from fusedstep._matrix.low_rank_shards import is_anywhere
 from fusedstep._matrix.products import as_matrix
 from fusedstep._matrix.projection import basis_shapes, low_shape, matrix_shape
 from fusedstep._matrix.scratch import Scratch, step_all
-from fusedstep._matrix.sharded_projections import basis_part, sum_parts
+from fusedstep._matrix.sharded_projections import basis_part
 from fusedstep._sharding.dtensor import is_dtensor, local
 from fusedstep._sharding.exchange import cut_of
 from fusedstep._state.checks import with_name
@@ -27,7 +27,7 @@ from fusedstep._state.storage import way_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Plan, Work, same
-from fusedstep._step.program import Pass
+from fusedstep._step.program import Pass, add_up, run
 from fusedstep._step.sums import SpreadWeights
 from fusedstep._step.undo import Reserve, Saved, is_out_of_memory, undone_on_error
 
@@ -173,14 +173,13 @@ class LowRankSteps(LowRankGroups):
         self._had_no_factor = factor == 1
         found = [(item, scratch) for item in work if (scratch := self._scratch_of(item))]
         if spread is not None:
-            sum_parts(
-                [
-                    (cut, scratch.low(index))
-                    for item, scratch in found
-                    for index, weight in enumerate(item.weights)
-                    if (cut := self._summed_over(item.group, weight)) is not None
-                ]
-            )
+            terms = [
+                (cut, scratch.low(index))
+                for item, scratch in found
+                for index, weight in enumerate(item.weights)
+                if (cut := self._summed_over(item.group, weight)) is not None
+            ]
+            run([add_up(terms)])
         for _, scratch in found:
             scratch.look()
         if spread is None:
@@ -261,7 +260,7 @@ class LowRankSteps(LowRankGroups):
                 flags.append((item, weight, flag))
                 if (cut := cut_of(weight)) is not None:
                     of_shards.append((cut, flags[-1][-1]))
-        sum_parts(of_shards)
+        run([add_up(of_shards)])
         wrong = list(failed)
         for item, weight, flag in flags:
             grad_is_bad, low_is_bad = flag.tolist()

@@ -6,7 +6,7 @@ whether the gradients are finite; the other collectives follow from the weights 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -24,14 +24,6 @@ from fusedstep._sharding.exchange import Cut, cut_of, put_whole, whole_of
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Work
 from fusedstep._step.sums import Place, SpreadWeights, of_each, place_of
-
-
-class Norm(NamedTuple):
-    """A norm that a step takes."""
-
-    value: Tensor
-    over: Cut | None
-    """The cut of the weight that it is of, if other processes have other parts; else None."""
 
 
 class LowRankShards(LowRankBases):

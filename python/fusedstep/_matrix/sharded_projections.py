@@ -15,14 +15,13 @@ Whole gradients are needed for new bases alone: each is gathered to one process,
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fusedstep._matrix.newton_schulz import Scratch
 from fusedstep._matrix.projection import LEFT, RIGHT
 from fusedstep._sharding.dtensor import local, spread_of
 from fusedstep._sharding.exchange import (
@@ -30,13 +29,13 @@ from fusedstep._sharding.exchange import (
     Cut,
     Exchange,
     Form,
-    batches_of,
+    Take,
+    batches_over,
     cut_of,
-    order_of,
     part_of,
     transfer_device,
 )
-from fusedstep._step.program import Pass, run
+from fusedstep._step.program import Pass, add_up, run
 
 #: Elements of gradients that a process gathers at once, about.
 _AT_ONCE = 1 << 24
@@ -69,35 +68,6 @@ def copies_of(weight: Tensor) -> tuple[Any, ...]:
     return tuple(Replicate() for _ in spread_of(weight)[1])
 
 
-def sum_parts(parts: Sequence[tuple[Cut, Tensor]]) -> None:
-    """Writes sums over the processes into tensors of which each has a term.
-
-    One collective takes all that go over the same processes; sums of 16-bit terms are float32.
-    """
-    alike: dict[Any, list[Tensor]] = {}
-    for cut, part in parts:
-        there = transfer_device(cut, part.device)
-        key = cut.mesh, cut.axis, there, _wide(part.dtype)
-        alike.setdefault(key, []).append(part)
-    for (mesh, axis, there, wide), terms in alike.items():
-        flat = torch.cat([term.reshape(-1).to(there, wide) for term in terms])
-        torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
-        for term, total in zip(terms, torch.split(flat, [t.numel() for t in terms]), strict=True):
-            term.copy_(total.view(term.shape))
-
-
-def sum_norms(parts: Sequence[tuple[Cut, Tensor]]) -> None:
-    """Makes norms of parts those of the whole, in place."""
-    squares = [(cut, norm.double().square()) for cut, norm in parts]
-    sum_parts(squares)
-    for (_, norm), (_, square) in zip(parts, squares, strict=True):
-        norm.copy_(square.sqrt_())
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype.itemsize == 2 else dtype
-
-
 #: Makes tensors by name of a whole gradient, at its owner. It gets the place of its weight.
 Make = Callable[[int, Tensor], dict[str, Tensor]]
 
@@ -118,25 +88,37 @@ def made_by_owners(
         make: makes them of a whole gradient, as a matrix
         raise_failed: called with the place of a gradient for which another process has failed
     """
-    found: list[dict[str, Tensor]] = [{} for _ in grads]
     alike: dict[Any, list[int]] = {}
     for place, grad in enumerate(grads):
         cut = cut_of(grad)
         assert cut is not None
         alike.setdefault((cut, grad.device, grad.dtype, wide[place]), []).append(place)
-    for (cut, device, dtype, made_in), places in alike.items():
-        made, owners = _gather(cut, device, dtype, [grads[i] for i in places], places, make)
-        there = transfer_device(cut, device)
-        group = cut.mesh.get_group(cut.axis)
-        # One that fails would leave the others waiting.
-        own = next((i for i, each in made.items() if isinstance(each, Exception)), None)
-        failed = torch.tensor(-1 if own is None else own, dtype=torch.int64, device=there)
-        torch.distributed.all_reduce(failed, torch.distributed.ReduceOp.MAX, group=group)
-        if own is not None:
-            raise made[own]
-        if (place := int(failed)) >= 0:
+    made: dict[int, Any] = {}
+    owners: dict[int, int] = {}
+    gathers: list[Pass] = []
+    memory = Scratch()
+    for (cut, *_), places in alike.items():
+        forms = [Form(tuple(grads[i].shape), 0, 1) for i in places]
+        for batch in batches_over(cut, forms, _AT_ONCE):
+            owners |= {places[weight]: owner for weight, owner in batch.owners.items()}
+            some = [(i, grads[i]) for i in places]
+            gathers.append(_gather(cut, batch, len(gathers), memory.take, some, make, made))
+    run(gathers)
+
+    # One that fails would leave the others waiting.
+    own = [float(isinstance(made.get(place), Exception)) for place in range(len(grads))]
+    failed = [torch.tensor(each, dtype=torch.float64, device="cpu") for each in own]
+    run([add_up([(cut, failed[i]) for (cut, *_), places in alike.items() for i in places])])
+    for place, count in enumerate(failed):
+        if own[place]:
+            raise made[place]
+        if count:
             raise_failed(place)
-        for owner in sorted(set(owners.values())):
+
+    found: list[dict[str, Tensor]] = [{} for _ in grads]
+    for (cut, device, _, made_in), places in alike.items():
+        there, group = transfer_device(cut, device), cut.mesh.get_group(cut.axis)
+        for owner in sorted({owners[i] for i in places}):
             mine = [i for i in places if owners[i] == owner]
             sizes = [shape.numel() for i in mine for shape in shapes[i].values()]
             flat = torch.empty(sum(sizes), dtype=made_in, device=there)
@@ -154,43 +136,28 @@ def made_by_owners(
 
 def _gather(
     cut: Cut,
-    device: torch.device,
-    dtype: torch.dtype,
-    grads: list[Tensor],
-    places: list[int],
+    batch: Batch,
+    number: int,
+    take: Take,
+    grads: list[tuple[int, Tensor]],
     make: Make,
-) -> tuple[dict[int, Any], dict[int, int]]:
-    """The bases that this process makes, or its errors, and the owners of all, by place."""
-    order = order_of(cut.mesh, cut.axis)
-    number = cut.mesh.get_local_rank(cut.axis)
-    forms = tuple(Form(tuple(grad.shape), 0, 1) for grad in grads)
-    batches = batches_of(forms, cut.dim, order, order.index(number), _AT_ONCE)
-    shards = [local(grad) for grad in grads]
-    made: dict[int, Any] = {}
+    made: dict[int, Any],
+) -> Pass:
+    """Gathers gradients, and makes bases of those that this process owns, or errors, by place.
 
-    memory: dict[Any, Tensor] = {}
-
-    def room(use: str, shape: Sequence[int], of: torch.dtype, on: torch.device) -> Tensor:
-        key = use, of, on
-        if key not in memory or memory[key].numel() < math.prod(shape):
-            memory[key] = torch.empty(math.prod(shape), dtype=of, device=on)
-        return memory[key][: math.prod(shape)].view(*shape)
-
-    def make_all(number: int, batch: Batch) -> Pass:
-        exchange = Exchange(cut, batch, number, room, device, dtype, dtype)
-        own = [batch.part_of_shard(unit, shards[unit.weight]) for unit in batch.units]
-        own = [part.reshape(to.shape) for part, to in zip(own, exchange.parts, strict=True)]
-        if own:
-            torch._foreach_copy_(exchange.parts, own)
-        yield from exchange.gather()
-        for share, whole in exchange.wholes():
-            for unit, matrix in zip(share.units, whole, strict=True):
-                place = places[unit.weight]
-                try:
-                    made[place] = make(place, matrix)
-                except Exception as error:  # the others are told
-                    made[place] = error
-
-    run(itertools.starmap(make_all, enumerate(batches)))
-    owners = {places[weight]: owner for batch in batches for weight, owner in batch.owners.items()}
-    return made, owners
+    ``grads``: with their places.
+    """
+    device, dtype = grads[0][1].device, grads[0][1].dtype
+    exchange = Exchange(cut, batch, number, take, device, dtype, dtype)
+    own = [batch.part_of_shard(unit, local(grads[unit.weight][1])) for unit in batch.units]
+    own = [part.reshape(to.shape) for part, to in zip(own, exchange.parts, strict=True)]
+    if own:
+        torch._foreach_copy_(exchange.parts, own)
+    yield from exchange.gather()
+    for share, whole in exchange.wholes():
+        for unit, matrix in zip(share.units, whole, strict=True):
+            place, _ = grads[unit.weight]
+            try:
+                made[place] = make(place, matrix)
+            except Exception as error:  # the others are told
+                made[place] = error

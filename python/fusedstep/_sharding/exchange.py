@@ -261,6 +261,12 @@ def order_of(mesh: Any, axis: int) -> tuple[int, ...]:
     return tuple(numbers[rank] for rank in range(len(ranks)))
 
 
+def batches_over(cut: Cut, forms: Sequence[Form], at_once: int) -> tuple[Batch, ...]:
+    """The batches of weights that are cut alike, as ``batches_of`` has them."""
+    order, number = order_of(cut.mesh, cut.axis), cut.mesh.get_local_rank(cut.axis)
+    return batches_of(tuple(forms), cut.dim, order, order.index(number), at_once)
+
+
 #: Returns memory by its use, shape, dtype and device.
 Take = Callable[[str, Sequence[int], torch.dtype, torch.device], Tensor]
 

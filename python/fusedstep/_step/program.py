@@ -1,18 +1,19 @@
 """A step as a program of passes, and the scheduler of what these exchange with other processes.
 
 A pass is a generator: it computes, yields an exchange, and goes on with the result. An exchange is
-``Sums`` of numbers, or a transfer that is under way. All processes run alike programs.
+``Sums`` of numbers of weights, ``Terms`` of tensors, or a transfer that is under way.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
+from fusedstep._sharding.exchange import Cut, transfer_device
 from fusedstep._step.sums import Part
 
 
@@ -38,6 +39,15 @@ class Sums:
         return self.result
 
 
+class Terms(NamedTuple):
+    """Tensors of which the processes that share a cut weight have terms: they get the sums."""
+
+    parts: list[tuple[Cut, Tensor]]
+
+    def wait(self) -> None:
+        """The sums are where the terms have been."""
+
+
 #: Adds up numbers of weights over the processes: what ``SpreadWeights.sums`` does.
 AddUp = Callable[[list[Part]], list[Tensor]]
 
@@ -45,23 +55,24 @@ AddUp = Callable[[list[Part]], list[Tensor]]
 def run(passes: Iterable[Pass], sums: Sequence[AddUp] = ()) -> None:
     """Runs passes: each to its next exchange, then all further.
 
-    A pass that begins with a transfer has the next pass begin when it goes on, so that transfers
-    are under way beside the computation of another pass.
+    Sums of all passes go together, and so do terms. A pass that begins with a transfer has the next
+    pass begin when it goes on, so that transfers are under way beside the computation of another
+    pass.
 
     Args:
-        passes: in an order that all processes have
-        sums: those that each pass yields, in their order. Sums of all passes go together; a process
-            without a pass takes part.
+        passes: in an order that all processes have. Each yields the same in all processes
+        sums: those that each pass yields, in their order. A process without a pass takes part.
     """
     later, left = deque(passes), deque(sums)
     under_way: list[tuple[Pass, Exchange]] = []
     while later or under_way or left:
         yielded: list[tuple[Pass, Exchange]] = []
-        while later and (not yielded or isinstance(yielded[-1][1], Sums)):
+        while later and (not yielded or isinstance(yielded[-1][1], (Sums, Terms))):
             _advance(later.popleft(), None, yielded)
         for each, exchange in under_way:
             _advance(each, exchange.wait(), yielded)
         under_way = yielded
+        _add_up([part for _, each in yielded if isinstance(each, Terms) for part in each.parts])
         if left:
             together = [exchange for _, exchange in yielded if isinstance(exchange, Sums)]
             found = iter(left.popleft()([part for own in together for part in own.parts]))
@@ -70,5 +81,40 @@ def run(passes: Iterable[Pass], sums: Sequence[AddUp] = ()) -> None:
 
 
 def _advance(each: Pass, result: Any, yielded: list[tuple[Pass, Exchange]]) -> None:
-    with suppress(StopIteration):
+    try:
         yielded.append((each, each.send(result)))
+    except StopIteration:
+        return
+
+
+def _add_up(parts: list[tuple[Cut, Tensor]]) -> None:
+    """Adds up terms: by one collective for all that go over the same processes.
+
+    Sums of 16-bit terms are float32.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for cut, term in parts:
+        wide = torch.float32 if term.itemsize == 2 else term.dtype
+        key = cut.mesh, cut.axis, transfer_device(cut, term.device), wide
+        alike.setdefault(key, []).append(term)
+    for (mesh, axis, there, wide), terms in alike.items():
+        flat = torch.cat([term.reshape(-1).to(there, wide) for term in terms])
+        torch.distributed.all_reduce(flat, group=mesh.get_group(axis))
+        for term, sums in zip(terms, flat.split([t.numel() for t in terms]), strict=True):
+            term.copy_(sums.view(term.shape))
+
+
+def add_up(parts: list[tuple[Cut, Tensor]]) -> Pass:
+    """A pass of terms alone."""
+    yield Terms(parts)
+
+
+def add_up_norms(parts: list[tuple[Cut | None, Tensor]]) -> Pass:
+    """Makes norms of parts those of the whole, in place. Those without a cut are of the whole."""
+    cuts = [(cut, norm) for cut, norm in parts if cut is not None]
+    if not cuts:
+        return
+    squares = [(cut, norm.double().square()) for cut, norm in cuts]
+    yield Terms(squares)
+    for (_, norm), (_, square) in zip(cuts, squares, strict=True):
+        norm.copy_(square.sqrt_())

@@ -11,18 +11,18 @@ from torch.optim.optimizer import ParamsT
 from fusedstep._api.base import FusedOptimizer
 from fusedstep._matrix.low_rank import LowRankSteps
 from fusedstep._matrix.low_rank_bases import PLACE
-from fusedstep._matrix.low_rank_shards import Norm
 from fusedstep._matrix.products import as_matrix, project
 from fusedstep._matrix.projection import LEFT, RIGHT, basis_shapes, check_one_of, matrix_shape
 from fusedstep._matrix.scratch import Scratch
-from fusedstep._matrix.sharded_projections import sum_norms
+from fusedstep._matrix.sharded_projections import is_summed
 from fusedstep._matrix.subspace import bases_of, gaussian
 from fusedstep._matrix.transformers_adamw import advance, bias_correction, move
 from fusedstep._options.kinds import Flag, Option, Options
 from fusedstep._options.shared import OF_ADAM, OF_TORCH, PROJECTION
 from fusedstep._sharding.dtensor import local
-from fusedstep._sharding.exchange import cut_of
+from fusedstep._sharding.exchange import Cut, cut_of
 from fusedstep._step.plan import Work
+from fusedstep._step.program import Pass, add_up_norms, run
 from fusedstep._step.undo import numbers_first
 
 __all__ = ["APOLLOAdamW"]
@@ -193,32 +193,35 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         shape = self._basis_shapes(group, weight)[side]
         return {side: gaussian(shape, key, like).div_(math.sqrt(group["rank"]))}
 
-    def _norms(self, item: Work, scratch: Scratch, index: int) -> list[Norm]:
-        """The norms of the low-rank gradient and of the gradient."""
+    def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
+        run(
+            self._prepared(item, scratch, index, factor)
+            for item, scratch in projected
+            for index in range(len(item.weights))
+        )
+
+    def _prepared(self, item: Work, scratch: Scratch, index: int, factor: float) -> Pass:
+        """Takes the norms of the low-rank gradient and of the gradient of a weight."""
         group, weight = item.group, item.weights[index]
-        dim, cut = _reduced(group, self._sides(group, weight)), cut_of(weight)
+        dim = _reduced(group, self._sides(group, weight))
         low = _norm(scratch.grads[index], dim)
         own = _norm(as_matrix(local(item.grads[index])), dim, low.dtype)
-        is_part = cut is not None and self._summed_over(group, weight) is None
-        has_one = dim is None
-        return [
-            Norm(low, cut if is_part and has_one else None),
-            Norm(own, None if is_part and not has_one else cut),
-        ]
-
-    def _prepare_moves(self, projected: list[tuple[Work, Scratch]], factor: float) -> None:
-        each = [
-            (item, weight, self._norms(item, scratch, index))
-            for item, scratch in projected
-            for index, weight in enumerate(item.weights)
-        ]
-        norms = [norm for *_, of_weight in each for norm in of_weight]
-        sum_norms([(norm.over, norm.value) for norm in norms if norm.over is not None])
-        for item, weight, (low, own) in each:
-            self._ready[weight] = self._rooms(item.group, weight, low.value, own.value, factor)
+        cut = cut_of(weight)
+        parts = None if cut is None or is_summed(cut, self._sides(group, weight)) else cut
+        if dim is None:
+            yield from add_up_norms([(parts, low), (cut, own)])
+        else:  # of channels that are cut, each process has its own
+            yield from add_up_norms([(None if parts else cut, own)])
+        self._ready[weight] = self._rooms(group, weight, parts, low, own, factor)
 
     def _rooms(
-        self, group: dict[str, Any], weight: Tensor, low: Tensor, own: Tensor, factor: float
+        self,
+        group: dict[str, Any],
+        weight: Tensor,
+        parts: Cut | None,
+        low: Tensor,
+        own: Tensor,
+        factor: float,
     ) -> _Rooms:
         """``low``, ``own``: norms of the low-rank gradient and of the gradient, as a whole."""
         dim = _reduced(group, self._sides(group, weight))
@@ -229,22 +232,15 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         narrow = torch.empty_like(low, dtype=weight.dtype) if weight.itemsize == 2 else scales
         limit = _Limit(group, norm, length * lr * keep)
         numbers = numbers_first(low, length, factor, keep)
-        return _Rooms(dim, low, own, scales, torch.empty_like(low), narrow, norm, limit, *numbers)
+        products = torch.empty_like(low)
+        return _Rooms(dim, parts, low, own, scales, products, narrow, norm, limit, *numbers)
 
     def _before_moves(self, projected: list[tuple[Work, Scratch]]) -> None:
-        """Takes the norms of updates of which processes have parts."""
-        of_parts = [
-            (cut, self._ready[weight], scratch.updates[index])
+        run(
+            self._ready[weight].scaled(update)
             for item, scratch in projected
-            for index, weight in enumerate(item.weights)
-            if (cut := cut_of(weight)) is not None and self._summed_over(item.group, weight) is None
-        ]
-        for _, room, update in of_parts:
-            room.take_update(update)
-        sum_norms([(cut, room.scales) for cut, room, _ in of_parts if room.dim is None])
-        for _, room, _ in of_parts:
-            room.take_scaled()
-        sum_norms([(cut, room.norm) for cut, room, _ in of_parts if room.dim is not None])
+            for weight, update in zip(item.weights, scratch.updates, strict=True)
+        )
 
     def _move(
         self,
@@ -257,11 +253,8 @@ class APOLLOAdamW(LowRankSteps, FusedOptimizer):
         """Scales the gradient by norms in the scratch memory, without waiting for a device."""
         group, weight = item.group, item.weights[index]
         grad, room = as_matrix(local(item.grads[index])), self._ready[weight]
-        if cut_of(weight) is None or self._summed_over(group, weight) is not None:
-            room.take_update(scratch.updates[index])
-            room.take_scaled()
-        scales = room.scales
-        scales.mul_(room.limit.factor(room.norm, state))
+        # Elsewhere than the scales, which a move that is taken again reads once more.
+        scales = torch.mul(room.scales, room.limit.factor(room.norm, state), out=room.products)
         if group["weight_decay"] != 0:
             target.mul_(room.keep)
         if target.dtype is not scales.dtype:
@@ -289,6 +282,8 @@ class _Rooms(NamedTuple):
     """Memory for the move of a weight, and what is known before the step of its moments."""
 
     dim: int | None
+    parts: Cut | None
+    """The cut of the weight, if processes have parts of its low-rank gradient."""
     low: Tensor
     """The norms of the low-rank gradient, and a little."""
     own: Tensor
@@ -303,14 +298,16 @@ class _Rooms(NamedTuple):
     factor: Tensor
     keep: Tensor
 
-    def take_update(self, update: Tensor) -> None:
-        """Takes the norms of the update, which is the direction times the length."""
+    def scaled(self, update: Tensor) -> Pass:
+        """Makes the norms of an update scales of the gradient, and takes the norm of that."""
+        # The update is the direction times the length.
         _norm(update, self.dim, out=self.scales)
-
-    def take_scaled(self) -> None:
-        """Makes the norms of the update scales of the gradient, and takes the norm of that."""
+        if self.dim is None:
+            yield from add_up_norms([(self.parts, self.scales)])
         self.scales.div_(self.length).mul_(self.factor).div_(self.low)
         _norm(torch.mul(self.scales, self.own, out=self.products), None, out=self.norm)
+        if self.dim is not None:
+            yield from add_up_norms([(self.parts, self.norm)])
 
 
 class _Limit:
@@ -326,7 +323,7 @@ class _Limit:
         self._limits, self._in_front = not group["disable_nl"], group["scale_front"]
         numbers = root * times, root, times, _EPSILON, _GROWTH, 0.0, 1.0
         self._both, self._root, self._times, *self._others = numbers_first(like, *numbers)
-        self._limit = torch.empty_like(like)
+        self._limit, self._norm = torch.empty_like(like), torch.empty_like(like)
         self._is_above = torch.empty_like(like, dtype=torch.bool)
 
     def factor(self, norm: Tensor, state: dict[str, Tensor]) -> Tensor:
@@ -335,7 +332,7 @@ class _Limit:
             return self._both
         last, limit, (epsilon, growth, zero, one) = state[_NORM], self._limit, self._others
         if self._in_front:
-            norm.mul_(self._root)
+            norm = torch.mul(norm, self._root, out=self._norm)
         torch.div(norm, torch.add(last, epsilon, out=limit), out=limit)
         limit.clamp_(min=_GROWTH).div_(growth)
         torch.where(torch.gt(last, zero, out=self._is_above), limit, one, out=limit)
