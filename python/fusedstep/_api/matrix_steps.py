@@ -6,6 +6,7 @@ have the other rule beside them, as their base.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -29,8 +30,8 @@ from fusedstep._matrix.muon_groups import (
 )
 from fusedstep._matrix.newton_schulz import coefficients_of
 from fusedstep._options.shared import own_option
-from fusedstep._sharding.dtensor import is_dtensor, local
-from fusedstep._sharding.exchange import cut_of, is_gathered, part_of, whole_of
+from fusedstep._sharding.dtensor import local
+from fusedstep._sharding.exchange import cut_of, is_gathered, step_whole
 from fusedstep._state.checks import name_of
 from fusedstep._step.factors import Factors
 from fusedstep._step.plan import Work
@@ -129,23 +130,14 @@ class MuonSteps(MatrixBatches):
     ) -> None:
         if not uses_muon(group):
             super()._imperative(self._as_other(group), weight, grad, state)
-        elif is_dtensor(weight):
-            self._imperative_shard(self._as_muon(group), weight, grad, state)
+            return
+        group = self._as_muon(group)
+        if is_gathered(form_of(group, weight), cut_of(weight)):
+            step_whole(functools.partial(self._formula, group), weight, grad, state)
         else:
             whole = cast("FusedOptimizer", self)  # which a class mixes these steps into
-            FusedOptimizer._imperative(whole, self._as_muon(group), weight, grad, state)
-
-    def _imperative_shard(
-        self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]
-    ) -> None:
-        """Steps this process's part of a weight, from the gathered matrix if it is sharded."""
-        cut = cut_of(weight) if is_gathered(form_of(group, weight), cut_of(weight)) else None
-        take = whole_of if cut else local
-        average = state["momentum_buffer"]
-        new_state = {"momentum_buffer": take(average)}
-        new = self._formula(group, take(weight), take(grad), new_state)
-        for target, found in ((weight, new), (average, new_state["momentum_buffer"])):
-            local(target).copy_(part_of(found, cut) if cut else found)
+            parts = {name: local(each) for name, each in state.items()}
+            FusedOptimizer._imperative(whole, group, local(weight), local(grad), parts)
 
     def _formula(
         self, group: dict[str, Any], weight: Tensor, grad: Tensor, state: dict[str, Tensor]

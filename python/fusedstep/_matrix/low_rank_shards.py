@@ -6,6 +6,7 @@ whether the gradients are finite; the other collectives follow from the weights 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -20,7 +21,7 @@ from fusedstep._matrix.sharded_projections import (
     made_by_owners,
 )
 from fusedstep._sharding.dtensor import is_dtensor, local
-from fusedstep._sharding.exchange import Cut, cut_of, put_whole, whole_of
+from fusedstep._sharding.exchange import Cut, cut_of, step_whole
 from fusedstep._step.nonfinite import not_finite
 from fusedstep._step.plan import Work
 from fusedstep._step.sums import Place, SpreadWeights, of_each, place_of
@@ -156,14 +157,7 @@ class LowRankShards(LowRankBases):
         if not (self._is_projected(group) and is_dtensor(weight)):
             super()._imperative(group, weight, grad, state)
             return
-        whole = {name: whole_of(x) if is_dtensor(x) else x for name, x in state.items()}
-        new = self._formula(group, whole_of(weight), whole_of(grad), whole)
-        put_whole(weight, new)
-        for name, tensor in state.items():
-            if is_dtensor(tensor):
-                put_whole(tensor, whole[name])
-            elif tensor is not whole[name]:
-                tensor.copy_(whole[name])
+        step_whole(functools.partial(self._formula, group), weight, grad, state)
 
 
 def is_anywhere(found: bool, spread: SpreadWeights, weights: list[Tensor]) -> bool:

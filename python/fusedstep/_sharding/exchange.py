@@ -377,10 +377,23 @@ def part_of(whole: Tensor, cut: Cut) -> Tensor:
     return whole.narrow(cut.dim, *_chunk(extent, cut.mesh.size(cut.axis), number))
 
 
-def put_whole(tensor: Tensor, whole: Tensor) -> None:
-    """Writes the part of a whole tensor that this process has of a DTensor."""
-    cut = cut_of(tensor)
-    local(tensor).copy_(part_of(whole, cut) if cut else whole)
+def step_whole(
+    formula: Callable[[Tensor, Tensor, dict[str, Tensor]], Tensor],
+    weight: Tensor,
+    grad: Tensor,
+    state: dict[str, Tensor],
+) -> None:
+    """Steps a DTensor by a formula of whole tensors, which all processes take.
+
+    ``formula`` gets the weight, its gradient and its state, returns the new weight and leaves the
+    new states in the state.
+    """
+    found = {name: whole_of(each) if is_dtensor(each) else each for name, each in state.items()}
+    new = formula(whole_of(weight), whole_of(grad), found)
+    for target, whole in ((weight, new), *((each, found[name]) for name, each in state.items())):
+        if target is not whole:
+            cut = cut_of(target)
+            local(target).copy_(part_of(whole, cut) if cut else whole)
 
 
 def transfer_device(cut: Cut, device: torch.device) -> torch.device:
