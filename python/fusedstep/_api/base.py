@@ -47,7 +47,7 @@ from fusedstep._step.nonfinite import SkippedSteps, check_norm
 from fusedstep._step.plan import Bucket, GradUse, Work, same
 from fusedstep._step.step import take
 from fusedstep._step.support import why_not_native
-from fusedstep._step.undo import NO_RESERVE, interrupted
+from fusedstep._step.undo import Progress
 from fusedstep._torch_ops.imperative import ImperativeTwin
 
 #: A closure's result.
@@ -645,10 +645,9 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
             for item in work
         ]
         self._make_ready(work, factors)
-        self._reserve = self._reserved(work)
-        stepped = self._stepped = []
+        self._progress = Progress(work, self._reserved(work))
         spread = None if self._elementwise else self._spread_weights()
-        try:
+        with self._progress:
             untreated = take(
                 self._rule,
                 work,
@@ -659,13 +658,8 @@ class FusedOptimizer(WatchedState, LoadsStates, ImperativeTwin, BindsGroups, Opt
                 self._accessed_states,
                 spread=spread,
                 in_phases=self._in_phases,
-                stepped=stepped,
+                stepped=self._progress.stepped,
             )
-        except (MemoryError, RuntimeError) as error:
-            found = interrupted(error, work, stepped)
-            raise found from (error if found is not error else error.__cause__)
-        finally:
-            self._stepped, self._reserve = [], NO_RESERVE
         # One that communicates has more to do than its kernels.
         is_alone = not (spread and spread.places)
         is_plain = factors is PLAIN and not zero_grad

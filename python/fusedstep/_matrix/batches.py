@@ -114,7 +114,7 @@ class MatrixBatches(ImperativeTwin):
             if self._takes_chain(group, batches, grads):
                 some = [p for batch in batches for p in batch.weights]
                 step = functools.partial(self._step_chain, group, batches, memory, grads)
-                self._take_part(some, step)
+                self._progress.take(some, step)
             else:
                 self._take_batches(group, batches, grads)
         self._take_batches(group, known.batches, grads)
@@ -130,7 +130,7 @@ class MatrixBatches(ImperativeTwin):
         for batch in batches:
             some = [grads[i] for i in batch.places]
             step = functools.partial(self._step_or_undo, group, batch, some)
-            self._take_part(batch.weights, step)
+            self._progress.take(batch.weights, step)
 
     def _checks_of(self, group: dict[str, Any], weights: list[Tensor]) -> tuple[Any, Any]:
         """Notes of the last checks of operands and options: new objects if one has changed.

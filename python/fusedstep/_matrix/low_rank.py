@@ -316,7 +316,7 @@ class LowRankSteps(LowRankGroups):
                         move = functools.partial(
                             self._move_or_undo, item, scratch, index, state, written
                         )
-                        self._take_part([weight], move)
+                        self._progress.take([weight], move)
                         if weight in self._fresh:
                             for name in self._fresh[weight].keys() & state.keys():
                                 del self._fresh[weight][name]  # the state has it
@@ -324,7 +324,7 @@ class LowRankSteps(LowRankGroups):
                         saved.pop(weight, None)
                     else:
                         self._move_weight(item, scratch, index, state)
-                        self._stepped.append(weight)
+                        self._progress.stepped.append(weight)
                 increment_version([p for p in item.weights if is_dtensor(p)])  # by their shards
                 increment_version(self._accessed_states(item.weights))
         except (MemoryError, RuntimeError) as error:

@@ -142,27 +142,35 @@ def _device_norm2(work: Iterable[Work], spread: SpreadWeights, device: torch.dev
 
 def _spread_norms2(work: Iterable[Work], spread: SpreadWeights) -> list[Tensor]:
     """The squares of the 2-norms of gradients that are spread over processes, place by place."""
-    weights: defaultdict[Place, list[Tensor]] = defaultdict(list)
-    handles: defaultdict[Place, list[int]] = defaultdict(list)
-    plain: defaultdict[Place, list[Tensor]] = defaultdict(list)
-    others: defaultdict[Place, list[Tensor]] = defaultdict(list)
+    if not spread.places:
+        return []
+    here: defaultdict[Place, _Own] = defaultdict(lambda: _Own([], [], [], []))
     for item in work:
         if item.plan:
             if item.plan.is_spread:
-                place = item.plan.device, item.plan.spread_of_sums
-                weights[place] += item.weights
-                handles[place].append(item.plan.handle)
+                own = here[item.plan.device, item.plan.spread_of_sums]
+                own.weights.extend(item.weights)
+                own.handles.append(item.plan.handle)
             continue
         for weight, grad in item.pairs():
-            if there := place_of(weight):
-                weights[there].append(weight)
-                shard = local(grad)
-                (plain if _is_plain(shard, item.group) else others)[there].append(shard)
+            if place := place_of(weight):
+                own, shard = here[place], local(grad)
+                own.weights.append(weight)
+                (own.plain if _is_plain(shard, item.group) else own.others).append(shard)
 
     def add(place: Place, to: Tensor) -> None:
-        _add_norms2(handles[place], plain[place], others[place], to)
+        _add_norms2(*here[place][1:], to)
 
-    return spread.totals(weights, add, everywhere=True)
+    return spread.totals({place: own.weights for place, own in here.items()}, add, everywhere=True)
+
+
+class _Own(NamedTuple):
+    """Weights of one place that have a gradient here, and where the gradients are."""
+
+    weights: list[Tensor]
+    handles: list[int]
+    plain: list[Tensor]
+    others: list[Tensor]
 
 
 def _is_plain(grad: Tensor, group: dict[str, Any]) -> bool:

@@ -89,7 +89,8 @@ def _take_native(native: list[Plan], passes: list[Pass], norms: Sequence[AddUp])
     ``norms``: adds up the norms of weights that are spread over processes, if steps need these.
     """
     spread = [plan for plan in native if norms and plan.is_spread]
-    run([*passes, *map(_phases, spread)], norms)
+    if passes or norms:
+        run([*passes, *map(_phases, spread)], norms)
     # In one call: nothing can fail between two groups.
     if alone := [plan.handle for plan in native if plan not in spread]:
         ops.take_steps(alone)

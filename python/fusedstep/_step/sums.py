@@ -39,23 +39,43 @@ class Numbers(NamedTuple):
     """Whether groups have them whose steps exchange nothing."""
 
 
-class _Members(NamedTuple):
-    """Weights whose numbers go over the same processes, in the order of one collective."""
+class _Members:
+    """Weights whose numbers go over the same processes, in the order of one collective.
 
-    weights: list[Tensor]
-    rows: dict[int, int]
-    """The places of the weights in the list, by id()."""
-    counts: list[int]
-    """How many numbers they have."""
+    Behind a count of each weight are the numbers of all.
+    """
 
-    def places_of(self, weights: list[Tensor], device: torch.device) -> Tensor:
-        """The places of some of the weights' own counts, and of their numbers behind all counts."""
-        sizes = [1] * len(self.weights) + self.counts
-        places = torch.arange(sum(sizes), device=device)
+    def __init__(self) -> None:
+        self.weights: list[Tensor] = []
+        self.rows: dict[int, int] = {}
+        """The places of the weights in the list, by id()."""
+        self._sizes: list[int] = []
+
+    def add(self, weight: Tensor, count: int) -> None:
+        if id(weight) not in self.rows:
+            self.rows[id(weight)] = len(self.rows)
+            self.weights.append(weight)
+            self._sizes.append(count)
+
+    @functools.cached_property
+    def _sizes_and_ends(self) -> tuple[Tensor, Tensor]:
+        """The number of each weight's numbers, and where these end, when all weights are there."""
+        sizes = torch.tensor(self._sizes, dtype=torch.int64, device=self.weights[0].device)
+        return sizes, sizes.cumsum(0) + len(self.weights)
+
+    @property
+    def size(self) -> int:
+        return len(self.weights) + sum(self._sizes)
+
+    def places_of(self, weights: list[Tensor], count: int) -> Tensor:
+        """The places of the counts of some of the weights, and of their ``count`` numbers."""
         rows = [self.rows[id(weight)] for weight in weights]
-        each = places.split(sizes)
-        numbers = [each[len(self.weights) + row] for row in rows]
-        return torch.cat([places[:0], *(each[row] for row in rows), *numbers])
+        sizes, ends = self._sizes_and_ends
+        places = torch.tensor(rows, dtype=torch.int64, device=sizes.device)
+        sizes, ends = sizes[places], ends[places]
+        # From the places of these numbers among themselves to those among all.
+        moves = torch.repeat_interleave(ends - sizes.cumsum(0), sizes, output_size=count)
+        return torch.cat([places, moves + torch.arange(count, device=sizes.device)])
 
 
 class SpreadWeights:
@@ -96,11 +116,7 @@ class SpreadWeights:
                 for weight in params if exchanges or numbers.everywhere else ():
                     if found := numbers.of(weight):
                         spread, count = found
-                        members = table.setdefault((weight.device, spread), _Members([], {}, []))
-                        if id(weight) not in members.rows:
-                            members.rows[id(weight)] = len(members.rows)
-                            members.weights.append(weight)
-                            members.counts.append(count)
+                        table.setdefault((weight.device, spread), _Members()).add(weight, count)
         return self._tables[numbers]
 
     def sums(self, numbers: Numbers, parts: list[Part]) -> list[Tensor]:
@@ -118,9 +134,8 @@ class SpreadWeights:
             together = torch.cat([counts, *(found[index].flatten() for index in own)])
             places = None
             if not same(weights, members.weights):
-                places = members.places_of(weights, device)
-                size = len(members.weights) + sum(members.counts)
-                together = together.new_zeros(size).index_copy_(0, places, together)
+                places = members.places_of(weights, len(together) - len(weights))
+                together = together.new_zeros(members.size).index_copy_(0, places, together)
             together = total(together, spread).to(device)
             self._check(spread, together[: len(members.weights)], members.weights)
             together = together if places is None else together[places]
@@ -133,13 +148,14 @@ class SpreadWeights:
         self, numbers: Numbers, weights: list[Tensor], rows: list[list[float]]
     ) -> list[list[float]]:
         """The same of rows that the host has, of which it gets the sums."""
-        alike: dict[Place | None, list[int]] = {}
+        alike: dict[Place, list[int]] = {}
         for index, weight in enumerate(weights):
-            alike.setdefault(place_of(weight), []).append(index)
+            if place := place_of(weight):
+                alike.setdefault(place, []).append(index)
         parts = []
-        for place, indices in alike.items():
+        for (device, _), indices in alike.items():
             here = torch.tensor([rows[i] for i in indices], dtype=torch.float64, device="cpu")
-            parts.append(([weights[i] for i in indices], here.to(place[0]) if place else here))
+            parts.append(([weights[i] for i in indices], here.to(device)))
         found = list(rows)
         for indices, sums in zip(alike.values(), self.sums(numbers, parts), strict=True):
             for index, row in zip(indices, sums.tolist(), strict=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -142,3 +143,30 @@ def interrupted(error: Exception, work: list[Work], stepped: list[Tensor]) -> Ex
     )
     found.stepped = stepped  # type: ignore[attr-defined]  # Python's error has it added
     return found
+
+
+class Progress:
+    """A step under way: the weights that it has stepped, and the memory that parts are taken with.
+
+    As a context it has an error name these weights, if memory runs out.
+    """
+
+    def __init__(self, work: list[Work], reserve: Reserve = NO_RESERVE) -> None:
+        self._work, self._reserve = work, reserve
+        self.stepped: list[Tensor] = []
+
+    def take(self, weights: list[Tensor], part: Callable[[], None]) -> None:
+        """Takes the step of some weights, which is all or nothing."""
+        self._reserve.take(part, is_first=not self.stepped)
+        self.stepped += weights
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        work, stepped = self._work, self.stepped
+        self._work, self._reserve, self.stepped = [], NO_RESERVE, []
+        if isinstance(error, (MemoryError, RuntimeError)):
+            found = interrupted(error, work, stepped)
+            if found is not error:
+                raise found from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +28,13 @@ from fusedstep._step.factors import Factors
 from fusedstep._step.hooks import is_compiling
 from fusedstep._step.plan import Work
 from fusedstep._step.program import Pass
-from fusedstep._step.undo import NO_RESERVE, Reserve, is_out_of_memory, undone_on_error
+from fusedstep._step.undo import (
+    NO_RESERVE,
+    Progress,
+    Reserve,
+    is_out_of_memory,
+    undone_on_error,
+)
 from fusedstep._torch_ops.trial import made_stand_ins
 
 #: Copies of a weight and temporaries of its size that a step in torch operations has at once, with
@@ -42,10 +47,8 @@ class ImperativeTwin(BindsGroups):
 
     #: False for an optimizer that tries a step of another one.
     _rehearses = True
-    #: Weights that have been stepped in the step under way, natively or not.
-    _stepped: list[Tensor]
-    #: The memory that its parts are taken with.
-    _reserve: Reserve = NO_RESERVE
+    #: The step under way.
+    _progress: Progress
 
     def _rehearse(self, group: dict[str, Any], weights: list[Tensor], grads: list[Tensor]) -> None:
         """Raises what a step in torch operations would stop at half way: an option of the group.
@@ -106,11 +109,6 @@ class ImperativeTwin(BindsGroups):
         """The most bytes that a part of the step of a group may allocate."""
         return MOST_COPIES * max(map(size_of, item.weights, item.grads))
 
-    def _take_part(self, weights: list[Tensor], part: Callable[[], None]) -> None:
-        """Takes the step of some weights, which is all or nothing."""
-        self._reserve.take(part, is_first=not self._stepped)
-        self._stepped += weights
-
     def _with_factor(self, work: list[Work], factors: Factors) -> list[Work]:
         """Multiplies gradients by a factor, in memory of their own; nothing is changed so far."""
         factor = factors.on_host if work else 1
@@ -153,7 +151,7 @@ class ImperativeTwin(BindsGroups):
     ) -> None:
         for weight, grad in zip(weights, grads, strict=True):
             step = functools.partial(self._imperative_step, group, weight, grad)
-            self._take_part([weight], step)
+            self._progress.take([weight], step)
 
     def _imperative_step(self, group: dict[str, Any], weight: Tensor, grad: Tensor) -> None:
         """Steps a weight, or changes nothing if memory runs out."""

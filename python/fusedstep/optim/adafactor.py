@@ -52,9 +52,9 @@ from fusedstep._step.factors import PLAIN, Factors
 from fusedstep._step.gradients import with_gradients
 from fusedstep._step.plan import GradUse, Plan, Snapshot, Work, same
 from fusedstep._step.program import Pass
-from fusedstep._step.sums import SpreadWeights, place_of
+from fusedstep._step.sums import place_of
 from fusedstep._step.support import why_not_native
-from fusedstep._step.undo import NO_RESERVE, interrupted, undone_on_error
+from fusedstep._step.undo import NO_RESERVE, Progress, interrupted, undone_on_error
 
 __all__ = ["Adafactor"]
 
@@ -424,7 +424,9 @@ class Adafactor(FusedOptimizer):
         if len(calls) > 1 and any(call.forms != call.forms_now() for call, *_ in calls):
             return False
         if spread.places:
-            self._take_noted_parts(parts, work, spread)
+            self._progress = Progress(work)
+            with self._progress:
+                step_parts(parts, spread)
             return True
         taken: list[Call] = []
         try:
@@ -444,16 +446,6 @@ class Adafactor(FusedOptimizer):
             for call in taken:
                 self._account_for(call.weights, call.counts)
         return True
-
-    def _take_noted_parts(self, parts: list[Pass], work: list[Work], spread: SpreadWeights) -> None:
-        self._stepped = []
-        try:
-            step_parts(parts, spread)
-        except (MemoryError, RuntimeError) as error:
-            found = interrupted(error, work, self._stepped)
-            raise found from (error if found is not error else error.__cause__)
-        finally:
-            self._stepped = []
 
     def _account_for(self, weights: list[Tensor], counts: list[Tensor]) -> None:
         """Counts a step that has been taken. On a device it may still be at work."""
@@ -586,7 +578,7 @@ class Adafactor(FusedOptimizer):
         together, alone = self._together(group, weights, grads)
         for place in alone:
             step = functools.partial(self._imperative_step, group, weights[place], grads[place])
-            self._take_part([weights[place]], step)
+            self._progress.take([weights[place]], step)
             self._noting = None
         noted = _Noted(weights, _choices(group), [])
         for (count, eps, _), places in together.items():
@@ -605,13 +597,13 @@ class Adafactor(FusedOptimizer):
                 self._put_call(group, call, functools.partial(call, found, numbers))
                 noted.calls.append(call)
 
-            self._take_part([weights[i] for i in places], take)
+            self._progress.take([weights[i] for i in places], take)
         if self._noting is not None:
             self._noting.append(noted)
 
     def _put_part(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
         self._put_call(group, call, take)
-        self._stepped += call.weights
+        self._progress.stepped += call.weights
 
     def _put_call(self, group: dict[str, Any], call: Call, take: Callable[[], None]) -> None:
         """Takes the step of a call, and puts the new values of its weights where they are kept.

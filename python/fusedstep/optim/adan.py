@@ -202,7 +202,7 @@ class Adan(FusedOptimizer):
             return
         states = [self._state[p] for p in weights]
         step = functools.partial(self._imperative_lists, group, weights, grads, states)
-        self._take_part(weights, step)
+        self._progress.take(weights, step)
 
     def _part_size(self, item: Work) -> int:
         if not item.group["foreach"]:
