@@ -223,9 +223,10 @@ struct Place {
   }
 };
 
-// The word of two columns in a box of rows of 128 bytes, whose 16-byte words are permuted.
-__device__ __forceinline__ uint32_t* word(std::byte* box, int row, int column) {
-  return reinterpret_cast<uint32_t*>(box + row * 128 + ((column * 2) ^ (row % 8 << 4)));
+// Two columns, or one, in a box of rows of 128 bytes, whose 16-byte words are permuted.
+template <class T = uint32_t>
+__device__ __forceinline__ T* word(std::byte* box, int row, int column) {
+  return reinterpret_cast<T*>(box + row * 128 + ((column * 2) ^ (row % 8 << 4)));
 }
 
 constexpr int kPart = kBox / 2;  // sums of a thread in a box of its warp group
@@ -278,6 +279,25 @@ class Stores {
       }
     }
     end(to, column, row, matrix, box);
+  }
+  // A box on the diagonal of a symmetric result: what is above is that below, to the last bit. Products take
+  // the rows of such a matrix for its columns.
+  __device__ __forceinline__ void mirrored(const CUtensorMap& to, int first, int matrix, const Place& place,
+                                           const float (&part)[kPart]) {
+    std::byte* const box = begin();
+#pragma unroll
+    for (int i = 0; i < kPart; i += 2) {
+      const int row = place.row + i % 4 / 2 * 8, column = i / 4 * 8 + place.column;
+      const uint32_t both = Pair<T>::pack(part[i], part[i + 1]);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        const auto number = static_cast<uint16_t>(both >> (16 * k));
+        if (row < column + k) continue;
+        *word<uint16_t>(box, row, column + k) = number;
+        *word<uint16_t>(box, column + k, row) = number;
+      }
+    }
+    end(to, first, first, matrix, box);
   }
   __device__ __forceinline__ void transposed(const CUtensorMap& to, int column, int row, int matrix,
                                              const Place& place, const float (&part)[kPart]) {
@@ -341,18 +361,19 @@ __device__ __forceinline__ void finish_all(const MatrixProduct& product, const T
       place.compute_anew();
       const int addend = (place.group * kAddendBoxes + number % kAddendBoxes) * kBoxBytes;
       const int along = tile.column + number * kBox;
-      // Boxes of tiles of 128 x 128 above the diagonal are transposes of others.
-      const int right = along / kTileRows - tile.row / kTileRows;
-      if (along >= product.columns || (product.is_symmetric && right > 0)) continue;
+      // Boxes above the diagonal of a symmetric result are transposes of others.
+      if (along >= product.columns || (product.is_symmetric && along > first)) continue;
       float part[kPart];
 #pragma unroll
       for (int i = 0; i < kPart; ++i) part[i] = product.alpha * sums[number * kPart + i];
       if (d >= 0) add<T>(product.beta, place, stages + d * kStageBytes + addend, part);
       const auto store = [&](const CUtensorMap& to) {
-        stores.box(to, along, first, tile.matrix, place, part);
-        if (product.is_symmetric && right < 0) {
-          stores.transposed(to, first, along, tile.matrix, place, part);
+        if (product.is_symmetric && along == first) {
+          stores.mirrored(to, first, tile.matrix, place, part);
+          return;
         }
+        stores.box(to, along, first, tile.matrix, place, part);
+        if (product.is_symmetric) stores.transposed(to, first, along, tile.matrix, place, part);
       };
       store(product.c);
       if (product.is_shifted) {
