@@ -81,7 +81,7 @@ def test_products_alone_are_rounded_once(dtype):
 
 
 def test_symmetric_products_are_symmetric_to_the_last_bit():
-    """The step with b alone makes of X = [x, I] the product G X, of which the last columns are G."""
+    """The step with b alone makes of X = [x, I] the product G X: its last columns are G."""
     for side in (40, 64, 128, 200, 328):
         x = normalized((2, side, 512), 3).to("cuda", torch.float16)
         eye = torch.eye(side, device="cuda", dtype=torch.float16).expand(2, side, side).contiguous()
