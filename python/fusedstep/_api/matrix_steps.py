@@ -96,6 +96,8 @@ class MuonSteps(MatrixBatches):
         if not uses_muon(group):
             return None
         products = ns_dtype_of(group, weight.device)
+        if group.get("ns_dtype") is None and products is torch.float16:
+            products = torch.bfloat16  # updates are rounded to it before products in float16
         return max(products, weight.dtype, key=lambda dtype: torch.finfo(dtype).eps)
 
     def _exact_options(self, group: dict[str, Any]) -> dict[str, Any]:

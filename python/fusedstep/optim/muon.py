@@ -74,8 +74,9 @@ class Muon(MuonSteps, Adam):
             flattens all but the first; None is True for weights of three dimensions alone
             (default: None)
         ns_dtype (torch.dtype, optional): of the products: torch.bfloat16, torch.float16,
-            torch.float32 or torch.float64; None is bfloat16, or float32 on a CPU without
-            instructions for it (default: None)
+            torch.float32 or torch.float64; None is float16 on GPUs of compute capability 9.0,
+            float32 on CPUs without instructions for bfloat16, and bfloat16 elsewhere
+            (default: None)
         cautious_decay (bool, optional): decay only elements that the update makes smaller, as
             `Cautious Weight Decay`_ does (default: False)
         normuon (bool, optional): give the rows of an update one size, as `NorMuon`_ does: each is

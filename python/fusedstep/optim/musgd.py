@@ -87,8 +87,9 @@ class MuSGD(MuonSteps, SGD):
         sgd (float, optional): factor of ``lr`` of SGD's part, in groups with ``use_muon``
             (default: 0.5)
         ns_dtype (torch.dtype, optional): of the products: torch.bfloat16, torch.float16,
-            torch.float32 or torch.float64; None is bfloat16, or float32 on a CPU without
-            instructions for it (default: None)
+            torch.float32 or torch.float64; None is float16 on GPUs of compute capability 9.0,
+            float32 on CPUs without instructions for bfloat16, and bfloat16 elsewhere
+            (default: None)
         fused (bool, optional): False steps weight by weight in plain torch operations; True and
             None take matrices together and the native rule of SGD. Where there is none for a
             weight, None takes torch operations, and True is an error (default: None)
