@@ -142,55 +142,33 @@ struct Multiply<128> {
 // The same for numbers of 16 bits, 256 columns and 16 deep, with both operands in shared memory.
 template <class T>
 struct Multiply16;
-
-template <>
-struct Multiply16<__nv_bfloat16> {
-  template <bool kAByColumns, bool kBByColumns>
-  static __device__ __forceinline__ void run(float (&d)[128], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-          "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-          "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-          "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-          "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-          "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-          "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, %131, %132;\n}\n"
-        : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),
-          FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56),
-          FUSEDSTEP_SUMS(64), FUSEDSTEP_SUMS(72), FUSEDSTEP_SUMS(80), FUSEDSTEP_SUMS(88),
-          FUSEDSTEP_SUMS(96), FUSEDSTEP_SUMS(104), FUSEDSTEP_SUMS(112), FUSEDSTEP_SUMS(120)
-        : "l"(a), "l"(b), "r"(adds), "n"(kAByColumns ? 1 : 0), "n"(kBByColumns ? 1 : 0));
-  }
-};
-
-template <>
-struct Multiply16<__half> {
-  template <bool kAByColumns, bool kBByColumns>
-  static __device__ __forceinline__ void run(float (&d)[128], uint64_t a, uint64_t b, int adds) {
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
-          "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-          "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-          "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-          "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-          "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-          "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-          "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-          "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-        "%128, %129, p, 1, 1, %131, %132;\n}\n"
-        : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),
-          FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56),
-          FUSEDSTEP_SUMS(64), FUSEDSTEP_SUMS(72), FUSEDSTEP_SUMS(80), FUSEDSTEP_SUMS(88),
-          FUSEDSTEP_SUMS(96), FUSEDSTEP_SUMS(104), FUSEDSTEP_SUMS(112), FUSEDSTEP_SUMS(120)
-        : "l"(a), "l"(b), "r"(adds), "n"(kAByColumns ? 1 : 0), "n"(kBByColumns ? 1 : 0));
-  }
-};
-
+#define FUSEDSTEP_MULTIPLY_16(Number, name)                                                                     \
+  template <>                                                                                                   \
+  struct Multiply16<Number> {                                                                                   \
+    template <bool kAByColumns, bool kBByColumns>                                                               \
+    static __device__ __forceinline__ void run(float (&d)[128], uint64_t a, uint64_t b, int adds) {             \
+      asm volatile(                                                                                             \
+          "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"                                                         \
+          "wgmma.mma_async.sync.aligned.m64n256k16.f32." name "." name " {"                                     \
+            "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "                            \
+            "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "                  \
+            "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "                  \
+            "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "                  \
+            "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "                  \
+            "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "                  \
+            "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "      \
+            "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, " \
+          "%128, %129, p, 1, 1, %131, %132;\n}\n"                                                               \
+          : FUSEDSTEP_SUMS(0), FUSEDSTEP_SUMS(8), FUSEDSTEP_SUMS(16), FUSEDSTEP_SUMS(24),                       \
+            FUSEDSTEP_SUMS(32), FUSEDSTEP_SUMS(40), FUSEDSTEP_SUMS(48), FUSEDSTEP_SUMS(56),                     \
+            FUSEDSTEP_SUMS(64), FUSEDSTEP_SUMS(72), FUSEDSTEP_SUMS(80), FUSEDSTEP_SUMS(88),                     \
+            FUSEDSTEP_SUMS(96), FUSEDSTEP_SUMS(104), FUSEDSTEP_SUMS(112), FUSEDSTEP_SUMS(120)                   \
+          : "l"(a), "l"(b), "r"(adds), "n"(kAByColumns ? 1 : 0), "n"(kBByColumns ? 1 : 0));                     \
+    }                                                                                                           \
+  };
+FUSEDSTEP_MULTIPLY_16(__nv_bfloat16, "bf16")
+FUSEDSTEP_MULTIPLY_16(__half, "f16")
+#undef FUSEDSTEP_MULTIPLY_16
 #undef FUSEDSTEP_SUMS
 // clang-format on
 
