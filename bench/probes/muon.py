@@ -165,6 +165,7 @@ def main() -> None:
         print(f"{name:{width}}  {time_:10.4g} ms  {found['torch.optim.Muon'] / time_:6.2f} x")
     if asked.json:
         about = {
+            "by": "bench/probes/muon",
             "layers": asked.layers,
             "width": asked.width,
             "device": str(device),

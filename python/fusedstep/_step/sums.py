@@ -75,7 +75,8 @@ class _Members:
         sizes, ends = sizes[places], ends[places]
         # From the places of these numbers among themselves to those among all.
         moves = torch.repeat_interleave(ends - sizes.cumsum(0), sizes, output_size=count)
-        return torch.cat([places, moves + torch.arange(count, device=sizes.device)])
+        numbers = torch.arange(count, dtype=torch.int64, device=sizes.device)
+        return torch.cat([places, moves + numbers])
 
 
 class SpreadWeights:
